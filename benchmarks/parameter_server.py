@@ -48,7 +48,7 @@ from worldsize.net.credentials import Credentials, create_authority, issue_certi
 from worldsize.net.endpoints import address_of, listen
 from worldsize.net.frames import view
 from worldsize.net.registry import Dialer, Registry
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart
 from worldsize.testing.hosts import running
 
 PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
@@ -76,7 +76,7 @@ def _serve(folder: Path, wire: str, *, sparse: bool) -> None:
     owned = () if sparse else plan_shards(dict(model.named_parameters()), 1, bucket_bytes=4 << 20, cut=True)[0]
     update = update_of(optimizer, optimizer.param_groups[0], TABLE.name)
     tables = [Rows(TABLE, RowRule(seed=0), 0, update)] if sparse else []
-    parameters = ShardParameters(TrainState(model, optimizer, None), owned, tables, make=_sgd)
+    parameters = ShardParameters(OptimizerPart(model, optimizer), owned, tables, make=_sgd)
     shard = Shard(parameters, Rule(1, requires_commit=not sparse))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     server = ShardServer(ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=60.0), listener, keys)

@@ -25,7 +25,7 @@ import worldsize
 from worldsize.cli import main
 
 PACKAGE = f"{Path(worldsize.__file__).parent}/"
-LAST = ("train/fit.py", "fit")
+LAST = ("loop/fit.py", "fit")
 READS = ("manifest.py", "read_manifest")
 entries: Counter[str] = Counter()
 calls: Counter[tuple[str, str]] = Counter()

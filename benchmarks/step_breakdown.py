@@ -26,11 +26,11 @@ from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, Recipe, RunContext, StepDone, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
+from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.observe.stragglers import Stragglers
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 
 PART, BATCH, WIDTH = 50, 32, 64  # steps of a part, samples a process
 RECIPES = {"6 layers": (Chain(), 200), "22 layers": (Chain(20), 220)}  # recipe and number of parts

@@ -1,4 +1,4 @@
-"""List the public API as text; ``uv run python tests/api.py`` writes docs/api/public.md again."""
+"""Print the public API as text; ``uv run python tests/api.py`` rewrites docs/api/public.md."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "api" / "public.md"
 EVERYTHING = (
+    "worldsize.api.custom_loop",
+    "worldsize.api.run",
+    "worldsize.api.train",
     "worldsize.core.cluster",
     "worldsize.core.context",
     "worldsize.core.evaluation",
@@ -36,12 +39,13 @@ EVERYTHING = (
     "worldsize.testing.training",
     "worldsize.testing.worlds",
 )
-BLOCKS = {  # parts that strategies are built from
+BLOCKS = {  # building blocks of strategies
     "worldsize.collectives.exact": ("reduce_metrics",),
-    "worldsize.collectives.step_timer": ("phase", "started", "wait"),
+    "worldsize.collectives.group": ("Collective", "receive", "send", "start"),
+    "worldsize.collectives.step_timer": ("phase",),
     "worldsize.collectives.per_rank": ("local_row", "stack_per_rank"),
     "worldsize.observe.events": ("Alert", "alert_for"),
-    "worldsize.record.determinism": ("generators_kept", "seed_generators"),
+    "worldsize.seeds": ("keep_generators", "seed_generators"),
     "worldsize.metrics": ("TorchMetric", "WholeSplit"),
     "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),
     "worldsize.strategies.loss_record": ("LossRecord", "differentiable", "mean_loss", "step_metrics"),
@@ -51,7 +55,7 @@ BLOCKS = {  # parts that strategies are built from
         "OuterOptimizer",
         "PeriodicSyncStrategy",
     ),
-    "worldsize.strategies.train_state": ("OptimizedModel", "TrainState"),
+    "worldsize.strategies.train_state": ("OptimizerPart", "TrainState"),
     "worldsize.testing.port_runs": ("PortConfig",),
     "worldsize.strategies.synchronous": ("alone", "SynchronousReplica"),
     "worldsize.strategies.model_replica": ("ModelReplica", "autocast", "collected_metrics"),
@@ -59,8 +63,8 @@ BLOCKS = {  # parts that strategies are built from
 }
 _HEAD = """# The public API
 
-What plugins and recipes may rely on; how it is used: [plugins.md](../plugins.md). Written by
-`uv run python tests/api.py`. A change of what stands here has a line in the changelog.
+The names that plugins and recipes may rely on; [plugins.md](../plugins.md) shows their use. Written by
+`uv run python tests/api.py`. Each change on this page has a line in the changelog.
 
 ```python
 {listing}
@@ -78,7 +82,7 @@ def page() -> str:
 
 
 def _own_names(module: Any) -> Iterator[str]:
-    """Yield the names that the module itself defines; aliases of types are listed by :func:`_aliases`."""
+    """Yield the names defined by the module itself; :func:`_aliases` lists aliases of types."""
     for name, value in vars(module).items():
         if not name.startswith("_") and name != "main" and getattr(value, "__module__", None) == module.__name__:
             yield name
@@ -109,14 +113,14 @@ def _lines(name: str, value: Any) -> Iterator[str]:
 def _class(name: str, value: type) -> Iterator[str]:
     bases = [base.__name__ for base in value.__bases__ if base is not object]
     yield f"class {name}{'(' + ', '.join(bases) + ')' if bases else ''}"
-    if not issubclass(value, Exception | dict):  # a TypedDict is a dict, whose annotations say all
+    if not issubclass(value, Exception | dict):  # a TypedDict is a dict described by its annotations
         yield f"    def __init__{_signature(value)}"
     for member, what in sorted(vars(value).items()):
         function = what.fget if isinstance(what, property) else getattr(what, "__func__", what)
         if not member.startswith("_") and inspect.isfunction(function):
             yield f"    {'property' if isinstance(what, property) else 'def'} {member}{_signature(function)}"
     for member, hint in sorted(vars(value).get("__annotations__", {}).items()):
-        if not member.startswith("_") and not is_dataclass(value):  # those of a dataclass are in its signature
+        if not member.startswith("_") and not is_dataclass(value):  # a dataclass has its fields in the signature
             yield f"    {member}: {hint}"
 
 

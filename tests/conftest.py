@@ -1,4 +1,4 @@
-"""What holds for all tests: the environment, marks, and in which order they run. Fixtures are in tests/support."""
+"""Configuration of all tests: environment, marks and order. Fixtures are in tests/support."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support import warm
 from tests.support.zygote import collapse
 from worldsize.world.scratch import private_folder
 
-settings.register_profile("busy", deadline=None)  # a busy machine may take its time
+settings.register_profile("busy", deadline=None)  # a busy machine may be slow
 settings.load_profile("busy")
 pytest_plugins = ["tests.support.runs", "tests.support.clusters"]
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many containers set it: each process would compile its imports
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported, after this file and not by the
 # process that only distributes tests; threads of many small models would spin for the same few cores
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's background job; what tests start would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background job; child processes inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import the tests without garbage collection, which would scan all of them again and again and find nothing."""
+    """Import the tests without garbage collection: it would scan all of them repeatedly and find nothing."""
     gc.disable()
     yield
     if torch := sys.modules.get("torch"):  # not in the process that only distributes tests
@@ -69,9 +69,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else libraries would say at the exit what was never freed
+    gc.unfreeze()  # otherwise libraries would report unfreed objects at exit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the tests that may take minutes, which use a cluster or set a timeout."""
+    """Start with the tests that may take minutes: they use a cluster or set a timeout."""
     items.sort(key=lambda item: not ("clusters" in item.path.parts or item.get_closest_marker("timeout")))

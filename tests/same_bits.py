@@ -1,10 +1,10 @@
-"""Compare the results of runs here and in a second commit: digests of state and metrics, or the reason of a refusal.
+"""Compare the results of runs with a second commit: digests of state and metrics, or the reason of a refusal.
 
 uv run python tests/same_bits.py main                # a covering set, about five minutes on two idle cores
 uv run python tests/same_bits.py main --all          # every strategy, mode and world size with every recipe: hours
-uv run python tests/same_bits.py main -k zero        # only those with such a word
+uv run python tests/same_bits.py main -k zero        # only those with this word
 
-Results of the second commit are kept in ``.same_bits``. Golden configurations are compared, too.
+Results of the second commit are cached in ``.same_bits``. Golden configurations are compared, too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A run by the words of its command; with ``then``, it is resumed with these once it has ended."""
+    """A run by the words of its command; with ``then``, it is resumed with these after its end."""
 
     name: str
     words: Words
@@ -90,7 +90,7 @@ class Case:
 
 
 def cases(all_: bool) -> Iterator[Case]:
-    """Yield all cases; without ``all_``, some in which every pair of choices occurs."""
+    """Yield all cases; without ``all_``, a subset that covers every pair of choices."""
     grid = [row for row in product(RECIPES, STRATEGIES, MODES, SIZES, EXTRAS) if _trains(*row)]
     for recipe, strategy, mode, size, extra in grid if all_ else covering(grid):
         words = (*RECIPES[recipe], *STRATEGIES[strategy], f"reproducibility={mode}", f"cluster.processes={size}")
@@ -105,7 +105,7 @@ def cases(all_: bool) -> Iterator[Case]:
 
 
 def _trains(recipe: str, strategy: str, mode: str, size: int, extra: str) -> bool:
-    """Return whether there is such a run; the others are refused before the start."""
+    """Return whether such a run trains; the others are refused before the start."""
     if size not in SIZES_OF.get(strategy, SIZES) or (mode == "elastic" and strategy in ONLY_AT_ONE_SIZE):
         return False
     if recipe == "gan":
@@ -114,7 +114,7 @@ def _trains(recipe: str, strategy: str, mode: str, size: int, extra: str) -> boo
 
 
 def covering(grid: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return rows of ``grid`` in which every pair of values of two columns occurs that occurs in it."""
+    """Return rows of ``grid`` that cover every pair of values found in two of its columns."""
 
     def pairs(row: tuple[Any, ...]) -> set[tuple[int, Any, int, Any]]:
         return {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)}
@@ -129,7 +129,7 @@ def covering(grid: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def end_of(tree: Path, case: Case) -> str:
-    """Train with the code in ``tree``; return the digests of the result, or the command's last line."""
+    """Train with the code in ``tree``; return the result's digests, or the command's last line."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "WORLDSIZE"))}
     paths = os.pathsep.join([str(tree / "framework"), str(tree)])
     environment = {**kept, "PYTHONPATH": paths, "COLUMNS": "500", "PYTHONSAFEPATH": "1"}
@@ -155,7 +155,7 @@ def end_of(tree: Path, case: Case) -> str:
 
 
 def before(revision: str, chosen: Sequence[Case]) -> dict[str, str]:
-    """Return how each case ends in ``revision``, from what is kept for this machine where it is there."""
+    """Return each case's result in ``revision``, from this machine's cache where available."""
     commit = git("rev-parse", revision)
     file = KEPT / f"{commit[:12]}-{platform.node()}.json"
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
@@ -174,7 +174,7 @@ def before(revision: str, chosen: Sequence[Case]) -> dict[str, str]:
 
 
 def ends(tree: Path, chosen: Sequence[Case]) -> dict[str, str]:
-    """Return how each case ends in ``tree``, two at a time."""
+    """Return each case's result in ``tree``, two at a time."""
     with ThreadPoolExecutor(2) as threads:
         found: dict[str, str] = {}
         for case, end in zip(chosen, threads.map(partial(end_of, tree), chosen), strict=True):

@@ -1,4 +1,4 @@
-"""Measure the shape of the sources: how many they are, and how far one reads to follow a call.
+"""Measure the shape of the sources: their number, and the distance a reader covers to follow a call.
 
 uv run python tests/source_shape.py          # print the figures, and lower their bounds in tests/source_shape.toml
 """
@@ -20,7 +20,7 @@ ROOTS = ("framework", "plugins/parameter_server")
 FILE = Path(__file__).with_name("source_shape.toml")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Key = tuple[Path, str]  # a file, and the name of a function in it with those of the classes around it
+Key = tuple[Path, str]  # a file, and the qualified name of a function in it
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def sources(repository: Path = REPOSITORY) -> Sources:
 
 
 def figures(of: Sources) -> dict[str, float]:
-    """Return each figure that must not rise, by its name."""
+    """Return each figure that must not rise, by name."""
     reached = list(reached_by_entry_points(of.trees))
     imports = [node for _, node in of.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     mappings = sum(text.count("Mapping[str, Any]") + text.count("dict[str, Any]") for text in of.texts.values())
@@ -70,7 +70,7 @@ def _length(node: ast.stmt) -> int:
 
 
 def private_names(nodes: Sequence[tuple[Path, ast.AST]]) -> Iterator[tuple[Path, int, str]]:
-    """Yield file, line and name of each private name that is read from something else than the object itself."""
+    """Yield file, line and name of each private name that is read from an object other than self."""
     for path, node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from ((path, node.lineno, each.name) for each in node.names if _is_private(each.name))
@@ -98,7 +98,7 @@ def reached_by_entry_points(trees: Mapping[Path, ast.Module]) -> Iterator[tuple[
     """Yield how many own functions in how many files each entry point reaches.
 
     An entry point calls functions of the sources, and none of them calls it. Calls are followed by name: a private one
-    within its file first, any other if one function alone has that name.
+    within its file first, any other if only one function has that name.
     """
     functions = dict(_functions(trees))
     by_name = defaultdict[str, list[Key]](list)
@@ -145,7 +145,7 @@ def _callee(caller: Key, call: ast.Call, by_name: Mapping[str, Sequence[Key]]) -
 
 
 def bounds() -> dict[str, float]:
-    """Read how large each figure may be."""
+    """Read the bound of each figure."""
     recorded = tomllib.loads(FILE.read_text())
     return {
         name: figure + sum(each["by"] for each in recorded["reasons"].get(name, ()))
@@ -154,7 +154,7 @@ def bounds() -> dict[str, float]:
 
 
 def main() -> None:
-    """Print each figure and its bound; lower the bound of those that have fallen."""
+    """Print each figure and its bound; lower the bounds of figures that have fallen."""
     before, now = bounds(), figures(sources())
     lines = FILE.read_text().splitlines()
     for number, line in enumerate(lines[: lines.index("[reasons]")]):

@@ -1,4 +1,4 @@
-"""The public API is listed, and templates rely on nothing else."""
+"""The public API is listed, and templates use nothing outside of it."""
 
 from __future__ import annotations
 

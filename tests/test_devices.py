@@ -1,6 +1,6 @@
-"""Devices other than CPUs and CUDA's are those that torch names, and what they lack is refused before the start.
+"""Devices other than CPU and CUDA are listed by torch, and unsupported features are refused before the start.
 
-No such device is here: torch is told of some, as a package that extends it would tell it.
+No such device is here: tests register some with torch, as a package that extends it would.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from worldsize.core import Cluster, Numerics, Strategy
 from worldsize.devices import default_backend, device_count, synchronize, synchronize_stream
 from worldsize.errors import ConfigError
 from worldsize.launch.local import Local
-from worldsize.record.determinism import Determinism, generators_kept, seed_generators
+from worldsize.record.determinism import Determinism
+from worldsize.seeds import keep_generators, seed_generators
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 
 
 class Module:
-    """Stands in for what a package registers as ``torch.xpu``: two devices, whose generator is one of Python's."""
+    """Stands in for a package's ``torch.xpu``: two devices with a Python random generator."""
 
     def __init__(self) -> None:
         self.waited = 0
@@ -111,11 +112,11 @@ def test_each_process_computes_on_the_device_of_its_local_rank(xpu: Module, monk
 
 def test_the_random_numbers_of_a_device_follow_from_the_seed_and_can_be_kept(xpu: Module) -> None:
     device = torch.device("xpu", 0)
-    with generators_kept():
+    with keep_generators():
         seed_generators(7, device)
         first = [xpu.draw(), xpu.draw()]
         seed_generators(7, device)
-        with generators_kept(device):
+        with keep_generators(device):
             assert xpu.draw() == first[0]
         assert [xpu.draw(), xpu.draw()] == first
 

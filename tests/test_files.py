@@ -1,4 +1,4 @@
-"""Files that others have replaced by something else keep nobody waiting."""
+"""Files that other users have replaced by pipes or links do not block a reader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from worldsize.files import is_file, is_folder, open_regular, read_regular, replace_file
 
 FRAMEWORK = Path(__file__).parents[1] / "framework" / "worldsize"
-OTHERS = {  # what reads files by itself, none of which lies in the folder of a run that others may have written
+OTHERS = {  # these read files themselves; none of the files is in a run folder that others may have written
+    "api/class_recipe.py": "no file, for standard input",
     "cli/init.py": "the metadata of a package",
     "cli/templates/": "templates of worldsize",
     "config/": "sources and configurations of plugins, and composed configurations",
@@ -30,6 +31,7 @@ OTHERS = {  # what reads files by itself, none of which lies in the folder of a 
     "record/": "the project, the environment, data and images",
     "testing/": "tests",
     "net/signing.py": "keys of a run in progress",
+    "healing/groups.py": "the kernel, and files of a run in progress",
     "world/": "the kernel, and files of a run in progress",
 }
 
@@ -38,7 +40,7 @@ WRITES = re.compile(r"'[wax]\+?b?'|O_WRONLY|open\([12],")
 
 
 def reads(source: str) -> Iterator[int]:
-    """Yield the lines at which a file is opened for reading otherwise than by worldsize.files."""
+    """Yield the lines that open a file for reading without worldsize.files."""
     for node in ast.walk(ast.parse(source)):
         name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         is_open = name == "open" or (name.endswith(".open") and not name.endswith(NO_FILES))
@@ -79,7 +81,7 @@ def test_a_pipe_a_folder_and_a_file_that_is_too_large_are_errors_at_once(tmp_pat
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(200 << 30)
-    for name, why in (("pipe", "no regular file"), (".", "no regular file"), ("sparse", "more than 10 bytes")):
+    for name, why in (("pipe", "not a regular file"), (".", "not a regular file"), ("sparse", "more than 10 bytes")):
         with pytest.raises(OSError, match=why):
             read_regular(tmp_path / name, at_most=10)
     with pytest.raises(FileNotFoundError):

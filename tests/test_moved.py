@@ -1,4 +1,4 @@
-"""Recorded runs and plugins that name modules as they were before still work."""
+"""Recorded runs and plugins with earlier names of modules still work."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import importlib
 
 import pytest
 
-from worldsize import metrics
+from worldsize import metrics, seeds
+from worldsize.collectives import group, step_timer
 from worldsize.config.instantiate import Allowed, build, bundled_targets, resolve_target
 from worldsize.core import Strategy
 from worldsize.moved import MOVED, current, rename_targets
+from worldsize.record import determinism
 from worldsize.strategies.ddp import DDP
 
-TARGETS = (  # of the YAML files before modules moved, but for a few that keep their names
+TARGETS = (  # from the YAML files before modules moved, except for a few unchanged names
     "worldsize.checkpoints.retention.Retention",
     "worldsize.config.objective.ObjectiveCheck",
     "worldsize.data.mixture.mixture",
@@ -120,3 +122,19 @@ def test_the_metric_of_a_whole_split_has_its_earlier_name_for_a_release() -> Non
     with pytest.warns(FutureWarning, match="Concatenated is WholeSplit now"):
         assert metrics.Concatenated is metrics.WholeSplit
     assert not hasattr(metrics, "Concatenate")
+
+
+def test_seeds_have_their_earlier_names_for_a_release() -> None:
+    same = ("GeneratorStates", "STREAMS", "seed_generators")
+    changed = {"drawn_apart": "draw_from", "generators_kept": "keep_generators", "stream": "derive_seed"}
+    for before, now in {**dict(zip(same, same, strict=True)), **changed}.items():
+        with pytest.warns(FutureWarning, match=f"{before} is worldsize.seeds.{now} now"):
+            assert getattr(determinism, before) is getattr(seeds, now)
+    assert not hasattr(determinism, "streams")
+
+
+def test_a_plugin_starts_collectives_and_waits_by_earlier_names_for_a_release() -> None:
+    with pytest.warns(FutureWarning, match=r"step_timer\.started is worldsize\.collectives\.group\.Collective now"):
+        assert step_timer.started is group.Collective
+    with pytest.warns(FutureWarning, match=r"step_timer\.wait is worldsize\.collectives\.group\.wait now"):
+        assert step_timer.wait is group.wait

@@ -1,4 +1,4 @@
-"""The sources keep their shape: what is recorded in ``tests/source_shape.toml`` only falls."""
+"""The sources keep their shape: the figures in ``tests/source_shape.toml`` only fall."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts ``worldsize``, ``python -m worldsize`` and ``train.py``, before they import what takes long."""
+"""Entry point of ``worldsize``, ``python -m worldsize`` and ``train.py``, before any slow import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 def main() -> None:
     """Run the ``worldsize`` command line."""
-    if sys.argv[1:2] == ["agent"]:  # a scheduler may signal it while it still imports; its gang unblocks them
+    if sys.argv[1:2] == ["agent"]:  # block scheduler signals during imports; the gang unblocks them
         from worldsize.world.processes import SIGNALS
 
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -32,8 +32,8 @@ def train() -> None:
 
 @contextmanager
 def _ends_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process without a traceback, while there is nothing to clean up."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a shell ignores it for jobs behind it
+    """Let Ctrl-C end the process without a traceback while there is nothing to clean up."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # shells ignore SIGINT in background jobs
         yield
         return
     signal.signal(signal.SIGINT, _end)

@@ -1,6 +1,6 @@
-"""Kinds of devices by the names that torch gives them: cpu, cuda, xpu, mps, hpu, and those of packages that extend it.
+"""Device types as torch names them: cpu, cuda, xpu, ..., and those added by extensions.
 
-Torch is imported inside the functions, since it takes seconds and the configuration names devices without it.
+The functions import torch themselves, because the import takes seconds and composing a configuration does not need it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
 
     import torch
 
-_KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # what an error message lists, beside this machine's accelerator
+_KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # listed in an error message, with this machine's accelerator
 _NO_DEVICES = ("meta", "lazy", "vulkan", "opengl", "opencl", "ideep", "mkldnn", "fpga", "ve", "ipu", "hip")
-_CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # what people also say
+_CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # common aliases
 _XLA = (
-    "cluster.device={kind} needs torch_xla, which worldsize does not drive. Set cluster.device=cpu or cuda; "
-    "docs/howto/gpus.md says what TPUs would take."
+    "cluster.device={kind} needs torch_xla, and worldsize does not support it. Set cluster.device=cpu or cuda; "
+    "docs/howto/gpus.md describes the steps to support TPUs."
 )
 
 
 def device_count(kind: str) -> int:
-    """Return how many devices of a ``kind`` other than "cpu" torch can use on this machine.
+    """Return the number of devices of ``kind``, other than "cpu", that torch can use on this machine.
 
     Raises:
-        ConfigError: torch knows no such kind.
+        ConfigError: torch does not support this kind.
     """
     import torch
 
     check_kind(kind)
     try:
         return int(torch.get_device_module(kind).device_count())
-    except RuntimeError:  # the package that brings its module is not installed here
+    except RuntimeError:  # the package that provides its module is not installed here
         return 0
 
 
 def check_kind(kind: str) -> None:
-    """Raise ConfigError unless this torch, with the packages that extend it, knows devices of this ``kind``."""
+    """Raise ConfigError unless torch, with its extensions, supports devices of this ``kind``."""
     import torch
 
     if kind in ("xla", "tpu"):
@@ -59,10 +59,10 @@ def check_kind(kind: str) -> None:
 
 
 def default_backend(kind: str) -> str:
-    """Return the backend of torch.distributed for tensors on devices of this ``kind``.
+    """Return the default torch.distributed backend for tensors on devices of this ``kind``.
 
     Raises:
-        ConfigError: torch has none.
+        ConfigError: torch has no such backend.
     """
     if kind in ("cpu", "cuda"):
         return "gloo" if kind == "cpu" else "nccl"
@@ -72,27 +72,27 @@ def default_backend(kind: str) -> str:
         return str(dist.get_default_backend_for_device(kind))
     except ValueError as error:
         raise ConfigError(
-            f"torch knows no backend of torch.distributed for cluster.device={kind}. Install the package that brings "
+            f"torch.distributed lacks a backend for cluster.device={kind}. Install the package that brings "
             "one, or name it with cluster.backend."
         ) from error
 
 
 def backend_names(backend: str) -> list[str]:
-    """Return the backends that ``backend`` combines: two for "cpu:gloo,cuda:nccl"."""
+    """Return the backends that ``backend`` combines, e.g. gloo and nccl for "cpu:gloo,cuda:nccl"."""
     return [part.rpartition(":")[2] for part in backend.lower().split(",")]
 
 
 def backend_for(backend: str, kind: str) -> str:
-    """Return the backend for tensors on devices of this ``kind``, as "nccl" of "cpu:gloo,cuda:nccl" for "cuda".
+    """Return the backend for tensors on devices of this ``kind``: "nccl" for "cuda" in "cpu:gloo,cuda:nccl".
 
-    One that names no devices is for all. Empty: this kind has none.
+    A backend without a device prefix applies to all kinds. The result is empty if this kind has no backend.
     """
     by_kind = dict(part.rpartition(":")[::2] for part in backend.lower().split(","))
     return by_kind.get(kind, by_kind.get("", ""))
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether ``device`` computes beside the host, which has to wait for its results."""
+    """Return whether ``device`` runs asynchronously to the host, so that the host must wait for results."""
     return device.type not in ("cpu", "meta")
 
 
@@ -104,7 +104,7 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done all that it was given; a CPU has."""
+    """Wait for all work queued on ``device``; returns immediately for a CPU."""
     import torch
 
     if is_accelerator(device):
@@ -112,17 +112,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Wait until ``device`` has done what this thread's stream was given, or all where torch does not tell them apart.
+    """Wait for this thread's CUDA stream; on other devices, wait for the whole device.
 
-    Copies to pinned memory are there then; what runs on other streams goes on.
+    Afterwards, copies to pinned memory are complete; other streams may still be running.
     """
     queued(device)()
 
 
 def queued(device: torch.device) -> Callable[[], None]:
-    """Return a function that waits, in any thread, for the work queued so far on this thread's stream of ``device``.
+    """Return a function that waits for the work queued so far on this thread's stream; any thread may call it.
 
-    On devices other than CUDA's the call itself waits for all work.
+    On devices other than CUDA, this function itself waits for all work on ``device``.
     """
     import torch
 
@@ -131,7 +131,7 @@ def queued(device: torch.device) -> Callable[[], None]:
         done.record(torch.cuda.current_stream(device))
 
         def wait() -> None:
-            with torch.cuda.device(device):  # a new thread's is the first one
+            with torch.cuda.device(device):  # a new thread defaults to device 0
                 done.synchronize()
 
         return wait

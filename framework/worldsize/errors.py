@@ -1,9 +1,11 @@
-"""Errors whose message is all that a user needs: the fact, then the remedy. Imports nothing heavy."""
+"""Errors with messages for users: the fact, then the remedy. This module has no slow imports."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class WorldsizeError(Exception):
@@ -11,7 +13,7 @@ class WorldsizeError(Exception):
 
 
 class ConfigError(WorldsizeError):
-    """The configuration cannot run; raised before any process starts where that can be known."""
+    """The configuration cannot run; raised before any process starts if possible."""
 
 
 class MissingProgramError(ConfigError):
@@ -23,12 +25,12 @@ class CheckpointError(WorldsizeError):
 
 
 class SaveFailedError(CheckpointError):
-    """Storage refused a checkpoint on some rank. Every rank raises it, and the next save may succeed.
+    """A rank failed to write a checkpoint. Every rank raises this error; the next save may succeed.
 
     Attributes:
         step: Step of the checkpoint.
-        reason: What was refused, and to whom.
-        newest: Step of the newest complete checkpoint, to which a restart goes back; None: there is none.
+        reason: The storage errors, with their ranks.
+        newest: Step of the newest complete checkpoint, from which a restart resumes; None if none is complete.
     """
 
     def __init__(self, step: int, reason: str, newest: int | None) -> None:
@@ -39,31 +41,57 @@ class SaveFailedError(CheckpointError):
 
 
 class OtherSchemaError(CheckpointError):
-    """A checkpoint has a schema version that this worldsize does not read; it is not necessarily damaged."""
+    """A checkpoint has a schema version that this release cannot read; it is not necessarily damaged."""
 
 
 class FirstHostLostError(WorldsizeError):
-    """The first host of a run does not answer any more, so that this one has ended its processes."""
+    """The first host of a run stopped responding, so this host ended its processes."""
 
 
 class RunFolderError(WorldsizeError):
-    """A run folder was deleted, or cannot be written to any more."""
+    """A run folder was deleted or is no longer writable."""
 
 
 class NonfiniteLossError(WorldsizeError):
     """The loss became NaN or infinite while ``nonfinite=stop``."""
 
 
-def missing_extra(what: str, *, package: str, extra: str) -> ConfigError:
-    """Return the error for a feature ``what`` whose ``package`` only an optional extra of worldsize installs."""
-    return ConfigError(
-        f"{what} needs {package}, which is not installed. Install the extra: uv sync --extra {extra} in a clone, "
-        f"uv add 'worldsize[{extra}]' or pip install 'worldsize[{extra}]' elsewhere."
-    )
+class RunFailedError(WorldsizeError):
+    """A run, or a command on a run, ended before completion; ``folder`` is the run folder."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
+
+
+def require(what: str, package: str, *, extra: str | None = None) -> None:
+    """Raise ConfigError if ``package``, needed by feature ``what``, is missing or has an unsupported version.
+
+    The package is not imported. ``extra``: the extra of worldsize that installs it.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    from lightning_utilities.core.imports import RequirementCache
+    from packaging.requirements import Requirement
+
+    allowed = Requirement(package)
+    with suppress(PackageNotFoundError):  # worldsize itself runs from source
+        for each in map(Requirement, requires("worldsize") or ()):
+            if each.name == allowed.name and each.marker and each.marker.evaluate({"extra": extra or ""}):
+                allowed.specifier = each.specifier
+    if RequirementCache(str(allowed)):
+        return
+    install = f"Install it: uv add '{allowed}', or pip install '{allowed}'."
+    if extra:
+        install = (
+            f"Install the extra: uv sync --extra {extra} in a clone, uv add 'worldsize[{extra}]' or "
+            f"pip install 'worldsize[{extra}]' elsewhere."
+        )
+    raise ConfigError(f"{what} needs {allowed}, but it is not installed. {install}")
 
 
 def neighbours(name: str, known: Iterable[str]) -> str:
-    """End a sentence about a misspelt ``name``: suggest the nearest known name, and list all if they are few."""
+    """End a sentence about an unknown ``name``: suggest the closest known name, and list all if there are few."""
     names = sorted(word for word in known if not word.startswith("_"))
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"; did you mean {close[0]!r}?" if close else "."

@@ -1,4 +1,4 @@
-"""Safe access to files that other users may have replaced by a pipe, a device, a link or an unreadable folder."""
+"""Safe access to files that other users may have replaced with a pipe, device, link or unreadable folder."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-RECORD = "run_manifest.json"  # the file that makes a folder a run's
+RECORD = "run_manifest.json"  # a folder with this file is a run folder
 
 
 def open_regular(path: Path, *, append: bool = False) -> BinaryIO:
-    """Open a regular file for reading bytes; with ``append`` for reading and appending, created if it is missing.
+    """Open a regular file for reading bytes, or with ``append`` for reading and appending (created if missing).
 
-    Anything else is refused: opening a pipe could block for ever. Below a run folder, so is what a link leads to
-    outside of it.
+    Files of other types are refused, since opening a pipe could block forever. In a run folder, links to files outside
+    of the folder are also refused.
 
     Raises:
-        OSError: it cannot be opened, is no regular file, or lies outside of its run folder.
+        OSError: the file cannot be opened, is not a regular file, or is outside of its run folder.
     """
     access = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW if append else os.O_RDONLY
     descriptor = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         run = next((each for each in path.absolute().parents if os.path.lexists(each / RECORD)), None)
         if run is not None:
-            # the path without links; on Linux that of the open file, so that no other can take its place meanwhile
+            # The path without links; on Linux, that of the open descriptor, so the file cannot be swapped meanwhile.
             real = Path(f"/proc/self/fd/{descriptor}").readlink() if sys.platform == "linux" else path.resolve()
             if not real.is_relative_to(run.resolve()):
                 raise OSError(errno.ELOOP, "a link leads out of the run folder", str(path))
@@ -41,10 +41,10 @@ def open_regular(path: Path, *, append: bool = False) -> BinaryIO:
 
 
 def read_regular(path: Path, *, at_most: int) -> bytes:
-    """Read a regular file of no more than ``at_most`` bytes, as :func:`open_regular` opens it.
+    """Read a regular file of at most ``at_most`` bytes, with the checks of :func:`open_regular`.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: the file cannot be read, is not a regular file, or is larger.
     """
     with open_regular(path) as file:
         data = file.read(at_most + 1)
@@ -54,14 +54,14 @@ def read_regular(path: Path, *, at_most: int) -> bytes:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file durably in place of what has its name: a link is replaced, not followed.
+    """Write a file durably and atomically; an existing file or link at ``path`` is replaced.
 
     Raises:
         OSError: the folder cannot be written.
     """
     draft = path.with_name(f".draft_{secrets.token_hex(4)}")
     try:
-        with draft.open("xb") as file:  # tempfile would hide it from other users
+        with draft.open("xb") as file:  # tempfile would make it unreadable for other users
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

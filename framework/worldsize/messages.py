@@ -1,6 +1,6 @@
-"""Messages to the user on standard error: what worldsize, plugins and recipes log; refusals; questions.
+"""Messages to the user on standard error: logs of worldsize, plugins and recipes, errors, and questions.
 
-Also formats values for people: durations, sizes, and lists of ranks. Imports nothing heavy.
+It also formats durations, sizes and lists of ranks for people. This module has no slow imports.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 
-CONFIG_ERROR = 2  # exit code of what cannot run as it is configured
-FIRST_LOST = 76  # exit code of a host's agent that has lost the first host
-LOGGERS = ("worldsize", "plugins", "recipes")  # whose records are shown
-_BROKEN_PIPE = 141  # 128 + SIGPIPE, with which other programs end then
+CONFIG_ERROR = 2  # exit code for an invalid configuration
+FIRST_LOST = 76  # exit code of an agent that lost the first host
+LOGGERS = ("worldsize", "plugins", "recipes")  # loggers whose records are shown
+_BROKEN_PIPE = 141  # 128 + SIGPIPE, the conventional exit code
 
 
 class _Line(logging.Formatter):
-    """Prefixes warnings with their level; messages of errors already say that something failed."""
+    """Prefixes warnings with their level; error messages already report a failure."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = printable_lines(record.getMessage())
@@ -36,16 +36,16 @@ class _Line(logging.Formatter):
 
 
 class _StandardError(logging.Handler):
-    """Writes to the current ``sys.stderr``, which is a different file in a forked worker."""
+    """Writes to the current ``sys.stderr``, which forked workers replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    r"""Escape what a terminal would interpret or hide: control characters, line ends, direction marks.
+    r"""Escape control characters, line ends, direction marks and other unprintable characters.
 
-    Use it for text from files and hosts that other users may write: ``"a\nb"`` is shown as ``a\\nb``.
+    Use it for untrusted text from files and other hosts: ``"a\nb"`` is shown as ``a\\nb``.
     """
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
@@ -56,7 +56,7 @@ def printable_lines(text: str) -> str:
 
 
 def last_error(text: str) -> str:
-    """Return the error at the end of a traceback in one line; of another text the first line."""
+    """Return the error at the end of a traceback as one line; for any other text, return its first line."""
     lines = [line for line in text.splitlines() if line.strip()] or ["no cause"]
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     after = lines[frames[-1] if frames else 1 :] if lines[0].startswith("Traceback") else lines
@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Format bytes in decimal units, with three digits: 1 kB is 1000 B."""
+    """Format bytes in decimal units with three digits; 1 kB is 1000 B."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
@@ -82,13 +82,13 @@ def size(count: float) -> str:
 
 
 def show_messages() -> None:
-    """Show what modules of worldsize, plugins and recipes log; called once by each program, and inherited by its forks.
+    """Show the logs of worldsize, plugins and recipes in this process and its forks; call it once.
 
-    Characters that the terminal's encoding lacks are escaped.
+    Characters that the terminal's encoding cannot represent are escaped.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError):  # it flushes, perhaps to a full disk
+            with suppress(OSError):  # reconfigure() flushes, perhaps to a full disk
                 stream.reconfigure(errors="backslashreplace")
     handler = _StandardError()
     handler.setFormatter(_Line())
@@ -99,18 +99,18 @@ def show_messages() -> None:
 
 
 def refuse(error: WorldsizeError) -> int:
-    """Log an error, escaped, since it may quote untrusted text; return the exit code."""
+    """Print an error, escaped because it may quote untrusted text, and return the exit code."""
     print(printable_lines(str(error)), file=sys.stderr)
     return CONFIG_ERROR
 
 
 def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
-    """Show ``facts``, every value on a line of its own and escaped, and ask whether ``deed`` shall be done.
+    """Show ``facts``, one escaped value per line, and ask the question ``deed``, e.g. "Run this code?".
 
-    ``yes``: it was agreed to on the command line; the facts are shown all the same.
+    With ``yes``, the user has already agreed on the command line, so the facts are shown without asking.
 
     Raises:
-        WorldsizeError: it was not agreed to, or nobody is there to ask.
+        WorldsizeError: the user did not agree, or standard input is not a terminal.
     """
     width = max(map(len, facts))
     for name, values in facts.items():
@@ -127,9 +127,9 @@ def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
 
 @final
 class _LastingFile(io.RawIOBase):
-    """Output to a file or terminal that a run can outlive: bytes that it refuses are dropped, after one warning.
+    """Output to a file or terminal that the run may outlive: after a write error, warn once and drop the bytes.
 
-    ``needs_reader``: a pipe that nobody reads any more is an error all the same.
+    With ``needs_reader``, a closed pipe is still an error.
     """
 
     def __init__(self, descriptor: int, name: str, *, needs_reader: bool) -> None:
@@ -157,16 +157,16 @@ class _LastingFile(io.RawIOBase):
         return memoryview(data).nbytes
 
     def _warn(self, error: OSError) -> None:
-        """Warn on standard error, not through ``sys.stderr``: that may be buffered by the writer which calls this."""
+        """Warn on file descriptor 2, because ``sys.stderr`` may be the buffered writer that called this method."""
         fact = f"warning: {self._name} cannot be written ({error.strerror})"
         with suppress(OSError):
-            os.write(2, f"{fact}; the run goes on, and its folder has the logs\n".encode())
+            os.write(2, f"{fact}; the run continues, and its folder has the logs\n".encode())
 
 
 def outlive_output(*, needs_reader: bool = False) -> None:
-    """Let no error of the terminal, or of the files and pipes in its place, end this process from now on.
+    """Keep this process running if the terminal, or a file or pipe in its place, can no longer be written.
 
-    ``needs_reader``: of a command that only shows something, which ends once nobody reads it.
+    ``needs_reader``: still end on a closed pipe, for commands that only display something.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -174,7 +174,7 @@ def outlive_output(*, needs_reader: bool = False) -> None:
             descriptor = stream.fileno()
             with suppress(OSError):
                 stream.flush()
-            lines, unbuffered = stream.line_buffering, stream.write_through  # the latter: python -u
+            lines, unbuffered = stream.line_buffering, stream.write_through  # write_through is set by python -u
             raw = _LastingFile(descriptor, name, needs_reader=needs_reader)
             file = raw if unbuffered else io.BufferedWriter(raw)
             kind = {"line_buffering": lines, "write_through": unbuffered}
@@ -183,7 +183,7 @@ def outlive_output(*, needs_reader: bool = False) -> None:
 
 @contextmanager
 def until_output_closes() -> Iterator[None]:
-    """Exit silently once nobody reads the output any more, as in ``train.py --help | head -1``."""
+    """Exit silently once the output's reader has closed it, as in ``train.py --help | head -1``."""
     try:
         try:
             yield
@@ -192,18 +192,18 @@ def until_output_closes() -> Iterator[None]:
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
         if not closed:
-            raise  # it was another connection that broke
+            raise  # a different connection broke
         nothing = os.open(os.devnull, os.O_WRONLY)
         for stream in closed:
-            os.dup2(nothing, stream.fileno())  # what is still buffered is written there when Python ends
+            os.dup2(nothing, stream.fileno())  # Python flushes the remaining buffer there at exit
         sys.exit(_BROKEN_PIPE)
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """Whether the reading end of the pipe has been closed."""
+    """Return whether the reading end of the pipe is closed."""
     try:
         number = stream.fileno()
-    except (OSError, ValueError):  # no file at all
+    except (OSError, ValueError):  # not a file
         return False
     poll = select.poll()
     poll.register(number, 0)
@@ -216,7 +216,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Abbreviate ranks: "0-3, 8", or "0, 8 .. 56" at equal distances."""
+    """Abbreviate a list of ranks: "0-3, 8", or "0, 8 .. 56" for equally spaced ranks."""
     ordered = sorted(ranks)
     distances = {after - before for before, after in pairwise(ordered)}
     if len(ordered) > 3 and len(distances) == 1 and distances != {1}:

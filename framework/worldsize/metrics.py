@@ -1,16 +1,14 @@
-"""Metrics of an evaluation, with the values that one process would compute over the whole split.
+"""Evaluation metrics with the same values as on a single process over the whole split.
 
-``MetricCollector`` collects them batch by batch and merges them over all processes in batch order. ``WholeSplit`` is
-a metric computed by any function of all predictions at once; ``TorchMetric`` adapts a metric of torchmetrics.
+``MetricCollector`` collects metrics batch by batch and merges them over all processes in batch order. ``WholeSplit``
+computes a metric with any function of all predictions; ``TorchMetric`` adapts a metric of torchmetrics.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -18,6 +16,8 @@ from torch import Tensor
 
 from worldsize.collectives.exact import Sums, gather_tensors, reduce_metrics
 from worldsize.core import ConfigError, EvaluationBatch, Recipe, StateMetric, StateReduction, World
+from worldsize.errors import require
+from worldsize.moved import renamed
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -32,11 +32,11 @@ _COMBINED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @final
 class MetricCollector:
-    """Metrics of this process's batches.
+    """Collects the metrics of this process's batches.
 
     Attributes:
-        sums: Metrics that are a (sum, count) of scalars, by name, by the number of each batch that is not padding.
-        names: Names of these metrics.
+        sums: For each batch index except padding, the (sum, count) metrics by name, as scalars.
+        names: Names of the (sum, count) metrics.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -46,15 +46,15 @@ class MetricCollector:
         self._states: dict[str, dict[int, Mapping[str, Tensor]]] = {name: {} for name in self._metrics}
 
     def add(self, batch: EvaluationBatch, metrics: Mapping[str, tuple[Tensor, ...]]) -> None:
-        """Add the metrics that ``Recipe.evaluate`` returned for ``batch``; a padding batch adds only their names.
+        """Add the metrics that ``Recipe.evaluate`` returned for ``batch``; for a padding batch, add only their names.
 
-        A metric is two scalars (sum, count), or for a metric of ``Recipe.metrics`` tensors of any shape.
+        A metric consists of two scalars (sum, count), or if ``Recipe.metrics`` lists it, of tensors of any shape.
 
         Raises:
-            ConfigError: a metric is neither a (sum, count) nor one of ``Recipe.metrics``, or one of these is missing.
+            ConfigError: a metric is neither a (sum, count) nor in ``Recipe.metrics``, or one in the latter is missing.
         """
         if missing := self._metrics.keys() - metrics.keys():
-            raise ConfigError(f"Recipe.metrics names {min(missing)!r}, for which Recipe.evaluate returns nothing.")
+            raise ConfigError(f"Recipe.metrics names {min(missing)!r}, but Recipe.evaluate does not return it.")
         pairs = {name: _pair(name, values) for name, values in metrics.items() if name not in self._metrics}
         self.names = tuple(sorted(pairs))
         if not batch.counted:
@@ -64,10 +64,10 @@ class MetricCollector:
             self._states[name][batch.index] = metric.state(*metrics[name])
 
     def reduce(self, world: World) -> dict[str, float]:
-        """Return the metrics over the batches of all processes of ``world``, equal on each of them.
+        """Return the metrics over the batches of all processes of ``world``, identical on every process.
 
         Raises:
-            ConfigError: two metrics computed a value of the same name.
+            ConfigError: two metrics computed values with the same name.
         """
         values = reduce_metrics(self.sums, self.names, world)
         if not self._metrics:
@@ -87,7 +87,7 @@ class MetricCollector:
 
 
 def _add(values: dict[str, float], name: str, value: float | Mapping[str, float]) -> None:
-    """Add the value of the metric ``name``, or several values that it names itself."""
+    """Add the value of metric ``name``, or its several named values."""
     computed = value if isinstance(value, Mapping) else {name: float(value)}
     if double := computed.keys() & values.keys():
         raise ConfigError(f"an evaluation has two metrics that are called {min(double)!r}. Rename one of them.")
@@ -111,7 +111,7 @@ def _by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, 
 
 
 def _combined(reduction: StateReduction, by_index: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """Merge states locally if that is exact in any order, so that a process sends only one; float sums are not."""
+    """Merge states locally if the result does not depend on the order (unlike float sums), to send only one state."""
     parts = list(by_index.values())
     if reduction == "cat" or (reduction == "sum" and any(part.is_floating_point() for part in parts)):
         return by_index
@@ -126,7 +126,7 @@ def _merged(reduction: StateReduction, parts: Sequence[Tensor]) -> Tensor:
 class WholeSplit(StateMetric):
     """Concatenates the outputs of ``Recipe.evaluate`` over all batches, in order, and calls ``function`` with them.
 
-    Every process receives all of them: predictions and targets of the whole split must fit in its memory.
+    Every process receives all outputs, so predictions and targets of the whole split must fit in its memory.
 
         def metrics(self):
             return {"auroc": WholeSplit(torchmetrics.functional.classification.binary_auroc)}
@@ -136,7 +136,7 @@ class WholeSplit(StateMetric):
             return {"auroc": (model(inputs).sigmoid(), targets)}
 
     Args:
-        function: Takes the tensors that ``evaluate`` returns, as (samples, ...) on the CPU, and returns a scalar.
+        function: Receives the tensors that ``evaluate`` returns, as (samples, ...) on the CPU, and returns a scalar.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -145,7 +145,7 @@ class WholeSplit(StateMetric):
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
         if any(each.ndim == 0 for each in inputs):
             raise ConfigError(
-                "a scalar cannot be concatenated over batches. Return tensors whose first dimension is that of samples."
+                "a scalar cannot be concatenated over batches. Return tensors with samples as their first dimension."
             )
         return {f"{place:03d}": each for place, each in enumerate(inputs)}
 
@@ -166,24 +166,23 @@ _REDUCTIONS: Mapping[str, StateReduction] = {
 
 @final
 class TorchMetric(StateMetric):
-    """A metric of torchmetrics that is updated with what ``Recipe.evaluate`` returns under its name.
+    """A torchmetrics metric, updated with the tensors that ``Recipe.evaluate`` returns under its name.
 
         def metrics(self):
             return {"f1": TorchMetric(MulticlassF1Score(num_classes=10)), "auroc": TorchMetric(BinaryAUROC())}
 
-    States that torchmetrics sums, such as the counts of F1, stay small. States that it concatenates, such as the
-    predictions of an AUROC without ``thresholds``, must fit in the memory of every process.
+    Summed states, such as the counts of F1, stay small. Concatenated states, such as the predictions of an AUROC
+    without ``thresholds``, must fit in the memory of every process.
 
     Args:
-        metric: The metric. It is copied, and never communicates itself.
+        metric: The metric. It is copied, and does not communicate itself.
 
     Raises:
         ConfigError: torchmetrics is not installed, or the metric's states cannot be merged exactly.
     """
 
     def __init__(self, metric: Metric) -> None:
-        if find_spec("torchmetrics") is None:
-            raise ConfigError("TorchMetric needs torchmetrics, which is not installed. Add it: uv add torchmetrics.")
+        require("TorchMetric", "torchmetrics>=1.8")
         self._metric = deepcopy(metric)
         self._reductions = {name: _reduction(metric, name, how) for name, how in metric._reductions.items()}
 
@@ -201,7 +200,7 @@ class TorchMetric(StateMetric):
         metric.reset()
         for name, value in state.items():
             setattr(metric, name, [value] if isinstance(metric._defaults[name], list) else value)
-        value = type(metric).compute(metric)  # the instance's own compute would add up the states of all processes
+        value = type(metric).compute(metric)  # the instance's compute() would also reduce over all processes
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ConfigError(
                 f"{type(metric).__name__} computes more than one number. Give it an average, or wrap one for each."
@@ -210,12 +209,12 @@ class TorchMetric(StateMetric):
 
 
 def _reduction(metric: Metric, name: str, how: str | Callable[..., Any] | None) -> StateReduction:
-    """Return how a state is merged; a sum that does not begin at zero would add its initial value for every batch."""
+    """Return how to merge a state; refuse a sum with a nonzero initial value, which every batch would add again."""
     reduction = _REDUCTIONS.get(getattr(how, "__name__", ""))
     default = metric._defaults[name]
     if reduction is None or (reduction == "sum" and isinstance(default, Tensor) and bool(default.any())):
         raise ConfigError(
-            f"{type(metric).__name__} merges its state {name!r} in its own way, which is not exact over batches. "
+            f"the custom reduction of state {name!r} in {type(metric).__name__} is not exact over batches. "
             "Return its inputs instead, and name worldsize.metrics.WholeSplit in Recipe.metrics."
         )
     return reduction
@@ -228,7 +227,4 @@ def _whole(state: Tensor | list[Tensor]) -> Tensor:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Concatenated":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("worldsize.metrics.Concatenated is WholeSplit now.", FutureWarning, stacklevel=2)
-    return WholeSplit
+    return renamed(__name__, name)

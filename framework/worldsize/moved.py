@@ -1,4 +1,4 @@
-"""Earlier names of modules, for one more release: in recorded runs, and with a warning in plugins."""
+"""Old module names that recorded runs and (with a warning) plugins may use for one more release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-MOVED: Mapping[str, str] = {  # the name that a module has now, by the one that it had
+MOVED: Mapping[str, str] = {  # old module name to new name
     "worldsize.checkpoints": "worldsize.checkpoint",
     "worldsize.checkpoints.format": "worldsize.checkpoint.format",
     "worldsize.checkpoints.load": "worldsize.checkpoint.load",
@@ -26,10 +26,10 @@ MOVED: Mapping[str, str] = {  # the name that a module has now, by the one that 
     "worldsize.data.packing": "worldsize.data.sources.documents",
     "worldsize.data.sources.hf_datasets": "worldsize.data.sources.arrow",
     "worldsize.data.sources.parquet": "worldsize.data.sources.arrow",
-    "worldsize.engine": "worldsize.train",
-    "worldsize.engine.chained": "worldsize.train.schedules",
-    "worldsize.engine.faults": "worldsize.train.faults",
-    "worldsize.engine.schedules": "worldsize.train.schedules",
+    "worldsize.engine": "worldsize.loop",
+    "worldsize.engine.chained": "worldsize.loop.schedules",
+    "worldsize.engine.faults": "worldsize.loop.faults",
+    "worldsize.engine.schedules": "worldsize.loop.schedules",
     "worldsize.launch.autoscale_policies": "worldsize.launch.autoscale",
     "worldsize.metrics.concatenated": "worldsize.metrics",
     "worldsize.metrics.torchmetrics": "worldsize.metrics",
@@ -40,6 +40,7 @@ MOVED: Mapping[str, str] = {  # the name that a module has now, by the one that 
     "worldsize.reproducibility.seeds": "worldsize.record.determinism",
     "worldsize.strategies.all_reduce_reducer": "worldsize.strategies.ddp_reducers",
     "worldsize.strategies.alone": "worldsize.strategies.synchronous",
+    "worldsize.strategies.multi_train_state": "worldsize.strategies.train_state",
     "worldsize.strategies.parameter_server": "plugins.parameter_server",
     "worldsize.strategies.parameter_server.hybrid": "plugins.parameter_server.hybrid",
     "worldsize.strategies.parameter_server.strategy": "plugins.parameter_server.strategy",
@@ -51,6 +52,9 @@ MOVED: Mapping[str, str] = {  # the name that a module has now, by the one that 
     "worldsize.strategies.periodic.rounds": "worldsize.strategies.periodic",
     "worldsize.strategies.periodic.strategy": "worldsize.strategies.periodic",
     "worldsize.testing.leaks": "worldsize.testing.runs",
+    "worldsize.train": "worldsize.loop",
+    "worldsize.train.faults": "worldsize.loop.faults",
+    "worldsize.train.schedules": "worldsize.loop.schedules",
     "worldsize.transport": "worldsize.net",
     "worldsize.transport.certificates": "worldsize.net.credentials",
     "worldsize.transport.channel": "worldsize.net.channel",
@@ -63,9 +67,38 @@ MOVED: Mapping[str, str] = {  # the name that a module has now, by the one that 
     "worldsize.transport.shared_memory": "worldsize.net.frames",
 }
 
+RENAMED: Mapping[str, str] = {  # old name to new name, for objects in modules that still exist
+    "worldsize.collectives.step_timer.started": "worldsize.collectives.group.Collective",
+    "worldsize.collectives.step_timer.wait": "worldsize.collectives.group.wait",
+    "worldsize.metrics.Concatenated": "worldsize.metrics.WholeSplit",
+    "worldsize.record.determinism.GeneratorStates": "worldsize.seeds.GeneratorStates",
+    "worldsize.record.determinism.STREAMS": "worldsize.seeds.STREAMS",
+    "worldsize.record.determinism.drawn_apart": "worldsize.seeds.draw_from",
+    "worldsize.record.determinism.generators_kept": "worldsize.seeds.keep_generators",
+    "worldsize.record.determinism.seed_generators": "worldsize.seeds.seed_generators",
+    "worldsize.record.determinism.stream": "worldsize.seeds.derive_seed",
+    "worldsize.strategies.train_state.MultiTrainState": "worldsize.strategies.train_state.TrainState",
+    "worldsize.strategies.train_state.OptimizedModel": "worldsize.strategies.train_state.TrainState",
+    "worldsize.testing.runs.Run": "worldsize.testing.runs.CompletedRun",
+}
+
+
+def renamed(module: str, name: str) -> Any:
+    """Return the object formerly called ``name`` in ``module``, with a warning; for a module's ``__getattr__``.
+
+    Raises:
+        AttributeError: ``module`` never had this name.
+    """
+    path = RENAMED.get(f"{module}.{name}")
+    if path is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(f"{module}.{name} is {path.removeprefix(f'{module}.')} now.", FutureWarning, stacklevel=3)
+    home, _, now = path.rpartition(".")
+    return getattr(importlib.import_module(home), now)
+
 
 def current(path: str) -> str:
-    """Return the name that ``path``, of a module or of something in one, has now."""
+    """Return the current name of ``path``, a module or an object in a module."""
     module = path
     while module.startswith("worldsize."):
         if module in MOVED:
@@ -75,7 +108,7 @@ def current(path: str) -> str:
 
 
 def rename_targets(node: Any) -> None:
-    """Give each ``_target_`` in ``node``, of plain containers, its present name."""
+    """Replace each ``_target_`` in ``node``, made of plain containers, with its current name."""
     if isinstance(node, dict):
         if isinstance(target := node.get("_target_"), str):
             node["_target_"] = current(target)
@@ -85,7 +118,7 @@ def rename_targets(node: Any) -> None:
 
 
 class _Moved(ModuleType):
-    """Stands where a module was, and gives the names of the one that has its contents now.
+    """Placeholder for a moved module; forwards attributes to the new module.
 
     ``from worldsize.engine.faults import NAME`` works, as do ``import ... as`` and ``importlib.import_module``.
     """
@@ -104,6 +137,6 @@ class _Moved(ModuleType):
 
 
 def register() -> None:
-    """Make the earlier names importable; nothing is imported before one of them is used."""
+    """Make the old names importable; a new module is imported when its old name is first used."""
     for path in MOVED:
         sys.modules.setdefault(path, _Moved(path))

@@ -1,4 +1,4 @@
-"""Writes strict JSON, and reads JSON from untrusted sources (files of a run folder, sockets) within limits."""
+"""Strict JSON output, and JSON input with limits for untrusted sources (files of a run folder, sockets)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-LARGEST = 64 << 20  # bytes of one text
-_DEEPEST = 100  # levels of one text
-_LARGE_NUMBER = re.compile(r"[eE]\+?\d{3}|\d{200}")  # what lacks both is below 1e299
+LARGEST = 64 << 20  # maximum bytes per text
+_DEEPEST = 100  # maximum nesting depth
+_LARGE_NUMBER = re.compile(r"[eE]\+?\d{3}|\d{200}")  # a text without a match has only numbers below 1e299
 
 
 def strict(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by "nan", "inf" and "-inf", and make every key a string."""
+    """Replace NaN and infinities with "nan", "inf" and "-inf", and make every key a string."""
     if isinstance(value, dict):
         return {str(key): strict(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -30,22 +30,22 @@ def parse(
     finite: bool = True,
     mapping: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Any:
-    """Parse JSON from an untrusted source. With ``finite``, every number in the result is finite as a float.
+    """Parse JSON from an untrusted source.
 
     Args:
-        text: what is parsed.
-        at_most: the largest accepted size, in bytes (for a str, in characters).
-        deepest: the largest accepted nesting of lists and objects.
-        finite: whether NaN, infinities and numbers that are too large for a float are refused.
+        text: the JSON text.
+        at_most: the maximum size, in bytes (for a str, in characters).
+        deepest: the maximum nesting depth of lists and objects.
+        finite: whether to refuse NaN, infinities and numbers that are too large for a float.
         mapping: converts the dict of each JSON object (default: keep the dict).
 
     Raises:
-        ValueError: the text is too large, nested too deeply, not UTF-8, not JSON, or has a number that is not finite.
+        ValueError: the text is too large, nested too deeply, not UTF-8 or not JSON, or contains a refused number.
     """
     if len(text) > at_most:
-        raise ValueError(f"it has {len(text)} bytes, which is more than {at_most}")
+        raise ValueError(f"it has {len(text)} bytes, more than the limit of {at_most}")
     decoded = text.decode() if isinstance(text, bytes) else text  # a UnicodeDecodeError is a ValueError
-    # a function for each number would be slow
+    # a callback per number would be slow
     decimal, integer = (_finite, _integer) if finite and _LARGE_NUMBER.search(decoded) else (None, None)
     try:
         value = json.loads(
@@ -83,4 +83,4 @@ def _integer(digits: str) -> int:
 
 
 def _refuse(number: str) -> NoReturn:
-    raise ValueError(f"{number[:40]} is no finite number")
+    raise ValueError(f"{number[:40]} is not a finite number")

@@ -1,4 +1,4 @@
-"""DiLoCo: many steps apart, then one outer step that all workers take together."""
+"""DiLoCo: many local steps per worker, then one outer step on all workers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from worldsize.strategies.periodic import (
     trained_parameters,
 )
 from worldsize.strategies.periodic_exchange import Exact, Fragment
-from worldsize.strategies.train_state import OptimizedModel
+from worldsize.strategies.train_state import TrainState
 
 
 @final
 @dataclass(frozen=True)
 class DiLoCo(PeriodicSyncStrategy):
-    """Douillard et al. 2023, arXiv 2311.08105, algorithm 1.
+    """DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
-    Each worker takes ``inner_steps`` steps with the recipe's optimizer, whose state it keeps. Then the mean over
-    workers of (parameters at the round's beginning − parameters now) is the gradient of one step of SGD with Nesterov
-    momentum, from the round's beginning: where that ends, all begin the next round. Buffers are averaged.
+    Each worker takes ``inner_steps`` steps with the recipe's optimizer, whose state persists across rounds. The mean
+    over workers of (parameters at the start of the round − current parameters) is the gradient of an outer step: SGD
+    with Nesterov momentum, from the start of the round. The result starts the next round. Buffers are averaged.
     """
 
     inner_steps: Annotated[int, Range(least=1)] = 500
@@ -35,11 +35,11 @@ class DiLoCo(PeriodicSyncStrategy):
     outer_momentum: OuterMomentum = 0.9
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Add to what local SGD keeps: the parameters of the round's beginning, and their momentum."""
+        """Add parameters at the start of the round and outer momentum to the cost of local SGD."""
         averaging = averaging_cost(work, cluster, every=self.inner_steps)
         return replace(averaging, memory_bytes=averaging.memory_bytes + 2 * work.parameter_bytes)
 
-    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         exchange = Exact(world)
         fragments = [
             Fragment(trained_parameters(train_state.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum)

@@ -1,4 +1,4 @@
-"""The centre variable: the process that holds it, and a worker's way to it."""
+"""The process that holds the center variable, and the workers' connections to it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from worldsize.net.credentials import Credentials
 from worldsize.net.endpoints import accept_channel, accept_join
 from worldsize.net.frames import CommonOperation, Header, RefusedError, tensor_frame, view
 
-_HANDSHAKE = 10.0  # seconds
+_HANDSHAKE = 10.0  # seconds for the handshake of a new connection
 
 
 class Operation(IntEnum):
-    """Operations between a worker and the centre, beside those that every protocol has."""
+    """Operations between a worker and the center, in addition to the common ones."""
 
-    PUT = 32  # a row, where the centre is from now on; answered by DONE
-    MEET = 33  # a row that the centre is pulled towards; answered by CENTRE
+    PUT = 32  # payload: the new center; answered by DONE
+    MEET = 33  # payload: a worker's row, which attracts the center; answered by CENTRE
     LOOK = 34  # answered by CENTRE
-    CENTRE = 35  # the row of the centre
+    CENTRE = 35  # payload: the center
 
 
 def _send(channel: Channel, operation: Operation, row_n: Tensor) -> None:
@@ -38,23 +38,23 @@ def _send(channel: Channel, operation: Operation, row_n: Tensor) -> None:
 
 @final
 class Link:
-    """A worker's connection to the centre. A row is all trained parameters in order, float32 on the CPU."""
+    """Connection to the center; rows are all trained parameters, flat, float32 on the CPU."""
 
     def __init__(self, channel: Channel, numel: int) -> None:
         self._channel, self._numel = channel, numel
 
     def put(self, row_n: Tensor) -> None:
-        """Set the centre to ``row_n``, of shape (n,)."""
+        """Set the center to ``row_n``, shape (n,)."""
         _send(self._channel, Operation.PUT, row_n)
         self._channel.answer(CommonOperation.DONE)
 
     def meet(self, row_n: Tensor) -> Tensor:
-        """Pull the centre towards ``row_n``, of shape (n,), and return its value before, of the same shape."""
+        """Pull the center toward ``row_n`` (n,) and return its previous value (n,)."""
         _send(self._channel, Operation.MEET, row_n)
         return self._received()
 
     def look(self) -> Tensor:
-        """Return the centre, a tensor (n,), without pulling it."""
+        """Return the center, a tensor (n,), without moving it."""
         self._channel.send(Header(Operation.LOOK))
         return self._received()
 
@@ -69,10 +69,10 @@ class Link:
 
 
 def joined(listener: socket.socket, credentials: Credentials | None, workers: int, timeout: float) -> list[Channel]:
-    """Wait for all workers to connect, and return their channels by rank; one that is silent holds up no other.
+    """Wait for all workers to connect; return channels by rank. Handshakes are concurrent.
 
     Raises:
-        WorldsizeError: for ``timeout`` seconds none came, and one is missing.
+        WorldsizeError: a worker is missing and none has connected for ``timeout`` seconds.
     """
     arrivals: Queue[tuple[str, Channel]] = Queue()
     refusals = RefusalLog()
@@ -83,7 +83,7 @@ def joined(listener: socket.socket, credentials: Credentials | None, workers: in
         return _welcomed(arrivals, [f"worker-{rank}" for rank in range(workers)], timeout, refusals)
     finally:
         with suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # ends the thread
+            listener.shutdown(socket.SHUT_RDWR)  # ends the accept thread
 
 
 def _welcomed(
@@ -94,7 +94,7 @@ def _welcomed(
         try:
             name, channel = arrivals.get(timeout=timeout)
         except Empty:
-            raise WorldsizeError(f"{', '.join(missing)} did not come within {timeout:g} s (cluster.timeout).") from None
+            raise WorldsizeError(f"{', '.join(missing)} did not join within {timeout:g} s (cluster.timeout).") from None
         if name not in missing:
             refusals.add("a connection", f"{name} is not expected")
             channel.close()
@@ -111,7 +111,7 @@ def _accept(
     arrivals: Queue[tuple[str, Channel]],
     refusals: RefusalLog,
 ) -> None:
-    with suppress(OSError):  # it is shut down once all have come
+    with suppress(OSError):  # the socket is shut down once all workers have connected
         while True:
             connection, _ = listener.accept()
             threading.Thread(target=_admit, args=(connection, credentials, arrivals, refusals), daemon=True).start()
@@ -135,15 +135,15 @@ def _admit(
 
 @final
 class Centre:
-    """The centre: it moves by ``elasticity`` × distance towards every row that it meets, until the workers leave."""
+    """The center variable; each received row moves it by ``elasticity`` × (row − center)."""
 
     def __init__(self, workers: Sequence[Channel], *, numel: int, elasticity: float) -> None:
         self._workers, self._elasticity = workers, elasticity
-        self._row_n = torch.zeros(numel)  # until the first worker puts it somewhere
+        self._row_n = torch.zeros(numel)  # until the first worker sets it
         self._moving = threading.Lock()
 
     def serve_synchronously(self) -> None:
-        """Serve rounds in the order of ranks: every worker meets the centre as it was when the round began."""
+        """Serve rounds in rank order; all workers receive the center from the start of the round."""
         with suppress(LostError):
             while True:
                 pull_n = torch.zeros_like(self._row_n)
@@ -153,7 +153,7 @@ class Centre:
                 self._row_n += self._elasticity * pull_n
 
     def serve_asynchronously(self) -> None:
-        """Serve every worker as it comes."""
+        """Serve each worker's requests as they arrive."""
         threads = [threading.Thread(target=self._attend, args=(worker,), daemon=True) for worker in self._workers]
         for thread in threads:
             thread.start()
@@ -170,10 +170,10 @@ class Centre:
                 _send(worker, Operation.CENTRE, before_n)
 
     def _next(self, worker: Channel) -> Tensor:
-        """Return the next row that the worker pulls with, and answer what it asks before that.
+        """Answer the worker's requests up to its next MEET, and return the row it sends.
 
         Raises:
-            LostError: the worker has gone.
+            LostError: the worker has disconnected.
         """
         while (header := worker.header()).operation != Operation.MEET:
             if header.operation == Operation.LOOK:

@@ -1,4 +1,4 @@
-"""A worker that trains alone and meets the centre now and then."""
+"""Replica that trains independently and synchronizes with the center periodically."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _HOST = torch.device("cpu")
 
 @final
 class ElasticReplica(Replica):
-    """Lets ``inner`` train alone; every ``period`` steps it goes ``elasticity`` × its distance towards the centre.
+    """Trains ``inner``, moved toward the center by ``elasticity`` every ``period`` steps.
 
-    The centre is the model: what is evaluated, and what any other strategy goes on from. What is not trained, such as
-    BatchNorm's statistics, and the optimizer's state are means over workers there. Part ``strategy`` of the state has
-    every worker's own, from which the same strategy goes on to the last bit.
+    Evaluation uses the center, and other strategies resume from it. Buffers such as BatchNorm statistics and the
+    optimizer state are averaged over workers. The ``strategy`` entry of the state has each worker's own state, so that
+    the same strategy resumes bit for bit.
     """
 
     def __init__(self, inner: ModelReplica, world: World, link: Link, *, period: int, elasticity: float) -> None:
         self._inner, self._world, self._link = inner, world, link
         self._period, self._elasticity = period, elasticity
         self._own = trained_parameters(inner.model)
-        self._taken = 0  # steps, since training began or went on from a model alone
+        self._taken = 0  # steps since the start, or since resuming from a model without worker states
         self._sent_bytes = 0
         self._put(self._row())
 
@@ -42,7 +42,7 @@ class ElasticReplica(Replica):
         result = self._inner.step(micro_batches)
         self._taken += 1
         if self._taken % self._period == 0:
-            with phase("update"):  # and communication, where the link waits
+            with phase("update"):  # includes communication: the link blocks
                 mine_n = self._row()
                 self._sent_bytes += mine_n.nbytes
                 self._move_to(mine_n.lerp(self._link.meet(mine_n), self._elasticity))
@@ -71,7 +71,7 @@ class ElasticReplica(Replica):
     def load(self, state: StateDict) -> None:
         kept = state["strategy"]
         self._taken = kept["taken"]
-        if self._taken == 0:  # another strategy has saved it, or as many other workers
+        if self._taken == 0:  # saved by a different strategy or with a different number of workers
             self._inner.load(state)
             self._put(self._row())
             return
@@ -81,7 +81,7 @@ class ElasticReplica(Replica):
         self._put(kept["centre"].cpu())
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the bytes that this worker has sent to the centre, but for evaluations and checkpoints."""
+        """Return the bytes sent to the center by this worker, excluding evaluations and checkpoints."""
         return {"sent_bytes": self._sent_bytes}
 
     def close(self, *, complete: bool) -> None:
@@ -95,14 +95,14 @@ class ElasticReplica(Replica):
             parameter.detach().copy_(values)
 
     def _put(self, row_n: Tensor) -> None:
-        """Make worker 0's row the centre, before any worker meets it."""
+        """Set the center to worker 0's row before any worker meets it."""
         if self._world.rank == 0:
             self._link.put(row_n)
         if self._world.group is not None:
             dist.barrier(self._world.group)
 
     def _centre(self) -> Tensor:
-        """Return the centre, the same on every worker."""
+        """Return the center, equal on all workers."""
         row_n = self._link.look() if self._world.rank == 0 else self._row()
         if self._world.group is None:
             return row_n
@@ -111,7 +111,7 @@ class ElasticReplica(Replica):
 
     @contextmanager
     def _at(self, centre_n: Tensor) -> Iterator[None]:
-        """Hold the model at the centre within the context, with the mean of what the workers have beside it."""
+        """Temporarily load the center, and mean buffers and frozen parameters, into the model."""
         mine_n = self._row()
         shared = [
             tensor.detach() for tensor in (*averaged_buffers(self._inner.model), *frozen_parameters(self._inner.model))

@@ -1,4 +1,4 @@
-"""Elastic averaging SGD: workers train apart, each tied by a spring to a centre."""
+"""Elastic averaging SGD: independent workers, each attracted to a center variable."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Rounds = Literal["synchronous", "asynchronous"]
 @final
 @dataclass(frozen=True)
 class EASGD(Strategy):
-    """Zhang, Choromanska & LeCun 2015 (arXiv 1412.6651).
+    """Elastic averaging SGD (Zhang, Choromanska & LeCun 2015, arXiv 1412.6651).
 
-    Every ``period`` steps a worker moves towards the centre by moving_rate / workers of its distance, and the centre
-    as much towards the worker. ``rounds``: "synchronous": all workers meet the centre as it was when the round began
-    (their equations 2 and 3, with the same bits every time); "asynchronous": each as it comes (their algorithm 1).
+    Every ``period`` steps, a worker moves toward the center by moving_rate / workers of its distance, and the center
+    moves toward the worker by the same amount. With ``rounds`` "synchronous", all workers use the center from the start
+    of the round (equations 2 and 3), which is bit-reproducible. With "asynchronous", each moves it (algorithm 1).
     """
 
     reductions = ("flat",)
@@ -58,7 +58,7 @@ class EASGD(Strategy):
         return self.data_parallel(cluster)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Every worker's parameters to the centre and back, over the centre's one link, once in ``period`` steps."""
+        """Cost of sending all parameters to the center and back on its one link, once per ``period``."""
         payload, workers, centre = work.parameter_bytes, range(1, cluster.processes), [0]
         seconds = 2 * served_seconds(payload, workers, centre, cluster) / self.period
         leaves = across(cluster, served_bytes(payload, workers, centre, cluster)) / self.period
@@ -70,7 +70,7 @@ class EASGD(Strategy):
             create_authority(private(folder) / "keys")
 
     def serve(self, recipe: Recipe, context: RunContext) -> None:
-        """The centre: a Unix socket inside a host, mutual TLS between hosts."""
+        """Serve the center through a Unix socket on one host, or mutual TLS between hosts."""
         workers, model = context.workers, recipe.model()
         meeting = context.meeting_place(needs="easgd's centre needs its workers")
         credentials = self._credentials(_CENTRE, meeting.folder)

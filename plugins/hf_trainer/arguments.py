@@ -1,4 +1,4 @@
-"""Compares TrainingArguments with the run: values that must agree, those that worldsize replaces, those it refuses."""
+"""Check TrainingArguments against the run: compared, replaced and unsupported values."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, final
 from plugins.hf_trainer.building import alone_on_the_cpu
 from worldsize.core import ConfigError, PrecisionName
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # those that are torch's own
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # implemented by torch itself
 
-# used as the Trainer uses them, by the optimizer, the schedule, the loss, the model or the data
+# applied as by the Trainer: to the optimizer, the schedule, the loss, the model or the data
 _CARRIED = {
     *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "label_smoothing_factor"),
@@ -20,14 +20,14 @@ _CARRIED = {
     *("remove_unused_columns", "label_names", "use_cache", "include_for_metrics"),
 }
 
-# compared with the run's own values in _differences
+# compared with the run's values in _differences
 _COMPARED = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "max_steps"),
     *("num_train_epochs", "learning_rate", "max_grad_norm", "bf16", "fp16", "seed", "data_seed"),
     "dataloader_num_workers",
 }
 
-# of no effect on what is learned; worldsize has its own ways of logging, saving, evaluating, loading and placing
+# no effect on training: worldsize has its own logging, checkpoints, evaluation, data loading and devices
 _REPLACED = {
     *("output_dir", "overwrite_output_dir", "report_to", "run_name", "project", "disable_tqdm", "log_level"),
     *("log_level_replica", "log_on_each_node", "logging_dir", "logging_strategy", "logging_first_step"),
@@ -46,7 +46,7 @@ _REPLACED = {
 }
 
 _STRATEGIES = "choose a strategy of worldsize instead: strategy=fsdp, hsdp, zero or mesh"
-# what does not come along, with what to do instead; all others that differ from their defaults are refused too
+# remedies for unsupported arguments; other arguments with a non-default value are refused too
 _REMEDIES = {
     "deepspeed": _STRATEGIES,
     "fsdp": _STRATEGIES,
@@ -72,10 +72,11 @@ _REMEDIES = {
 @final
 @dataclass(frozen=True)
 class RunValues:
-    """The values of the run that TrainingArguments have too.
+    """Run settings that also exist in TrainingArguments.
 
     Args:
-        batch_size: samples of a step over all logical ranks, which are ``logical_ranks``; None: one a process.
+        batch_size: samples per step over all ``logical_ranks``.
+        logical_ranks: None for one per process.
     """
 
     steps: int
@@ -91,7 +92,7 @@ class RunValues:
 
 
 def check_arguments(arguments: Any, run: RunValues, *, run_decides: bool) -> None:
-    """Raise ConfigError if TrainingArguments ask for something else than the run, or for what does not come along."""
+    """Raise ConfigError for unsupported TrainingArguments, or if they differ from the run."""
     if refused := list(_refused(arguments)):
         raise ConfigError("\n".join(refused))
     if not run_decides and (words := _differences(arguments, run)):
@@ -103,7 +104,7 @@ def check_arguments(arguments: Any, run: RunValues, *, run_decides: bool) -> Non
 
 
 def _refused(arguments: Any) -> Iterator[str]:
-    """Yield a sentence with the remedy for each argument that differs from its default and is not carried out."""
+    """Yield a message with a remedy for each unsupported, non-default argument."""
     defaults = _default_arguments(arguments)
     known = _CARRIED | _COMPARED | _REPLACED
     for name in (field.name for field in fields(defaults)):
@@ -125,14 +126,14 @@ def _refused(arguments: Any) -> Iterator[str]:
 
 
 def _default_arguments(arguments: Any) -> Any:
-    """Make arguments of transformers' own class with all defaults; a program's own fields are its own affair."""
+    """Create default arguments of transformers' own class, without a subclass's fields."""
     kind = next(kind for kind in type(arguments).__mro__ if kind.__module__.startswith("transformers."))
     with alone_on_the_cpu():
         return kind(output_dir=arguments.output_dir)
 
 
 def _differences(arguments: Any, run: RunValues) -> Mapping[str, tuple[Any, Any]]:
-    """Return what TrainingArguments ask for and what the run has, by key of the run, where the two differ."""
+    """Return (TrainingArguments, run) pairs of differing values by the run's key."""
     wanted: dict[str, Any] = {
         "lr": arguments.learning_rate,
         "clip_norm": arguments.max_grad_norm or None,
@@ -143,7 +144,7 @@ def _differences(arguments: Any, run: RunValues) -> Mapping[str, tuple[Any, Any]
         **_length(arguments),
         **_batch(arguments, run),
     }
-    if run.data_workers == "auto":  # decided by measuring, and of no influence on the result
+    if run.data_workers == "auto":  # chosen by measurement; does not affect results
         del wanted["data_workers"]
     return {name: (_shown(value), getattr(run, name)) for name, value in wanted.items() if value != getattr(run, name)}
 
@@ -155,9 +156,9 @@ def _length(arguments: Any) -> Mapping[str, Any]:
 
 
 def _batch(arguments: Any, run: RunValues) -> Mapping[str, Any]:
-    """Return what the batch must be: that of the Trainer on one device, or a multiple as if it had had more.
+    """Return the required batch: the Trainer's on one device, or on several devices.
 
-    A device's micro-batch is a logical rank's; so what is accumulated needs as many logical ranks.
+    A logical rank corresponds to one micro-batch of a device, whether run in parallel or accumulated.
     """
     of_a_device = arguments.per_device_train_batch_size
     accumulated = of_a_device * arguments.gradient_accumulation_steps
@@ -167,7 +168,7 @@ def _batch(arguments: Any, run: RunValues) -> Mapping[str, Any]:
 
 
 def _ranks(least: int, run: RunValues, devices: int = 1) -> int | None:
-    """Return the logical ranks of the run, or ``least`` where their micro-batches are larger than a device's."""
+    """Return the run's logical ranks, or ``least`` if their micro-batches would be too large."""
     if run.logical_ranks is None:
         return None if least == devices else least
     return max(least, run.logical_ranks)

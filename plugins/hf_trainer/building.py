@@ -1,4 +1,4 @@
-"""Calls a function that builds a transformers.Trainer, as if this process were alone and had no accelerator."""
+"""Build a transformers.Trainer as in a single process without an accelerator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from worldsize.core import ConfigError
-from worldsize.record.determinism import generators_kept
+from worldsize.seeds import keep_generators
 
-# accelerate takes a process with one of these for one of several, and would make process groups of its own
+# if any of these is set, accelerate assumes several processes and creates process groups
 _PLACES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
     *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -21,19 +21,19 @@ _PLACES = (
 
 
 def built_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
-    """Return the ``transformers.Trainer`` that ``make`` builds, with its model on the CPU.
+    """Return the ``transformers.Trainer`` built by ``make``, with its model on the CPU.
 
     Args:
-        name: how the function is called in the configuration, for messages.
-        seed: seeds Python, numpy and torch before the call, as ``transformers.set_seed`` does; all processes get the
-            same initial weights then.
+        name: the function's name in the configuration, for error messages.
+        seed: seed for Python, NumPy and torch, set before the call like ``transformers.set_seed``. All processes thus
+            get the same initial weights.
 
     Raises:
-        ConfigError: it returns no Trainer, or one that was built before the call, without the seed.
+        ConfigError: the result is not a Trainer, or was built before the call, without the seed.
     """
     import transformers
 
-    with alone_on_the_cpu(), generators_kept():
+    with alone_on_the_cpu(), keep_generators():
         transformers.set_seed(seed)
         trainer = make()
     if not isinstance(trainer, transformers.Trainer):
@@ -53,7 +53,7 @@ def built_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
 
 @contextmanager
 def alone_on_the_cpu() -> Iterator[None]:
-    """Hide from accelerate that this process is one of several, and the accelerator that worldsize places it on."""
+    """Hide other processes and the accelerator from accelerate."""
     hidden = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
     wanted = os.environ.get("ACCELERATE_USE_CPU")
     os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch as transformers.Trainer computes it."""
+"""Compute the loss of a micro-batch like transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-_IGNORED = -100  # the label of what does not count, in all of transformers
+_IGNORED = -100  # label ignored by all losses in transformers
 
 
 @final
 class TrainerLoss:
-    """The loss that a Trainer takes from its model, its ``compute_loss_func``, its smoothing or its own method."""
+    """Loss of a Trainer: from model, ``compute_loss_func``, smoother or own ``compute_loss``."""
 
     def __init__(self, trainer: Any) -> None:
-        """Look at the Trainer's model, which strategies have not changed yet."""
+        """Inspect the Trainer's model before strategies change it."""
         self._trainer = trainer
         self._function, self._smoother = trainer.compute_loss_func, trainer.label_smoother
         self._is_own_method = _overrides_compute_loss(trainer)
@@ -26,16 +26,16 @@ class TrainerLoss:
         self._smoother_shifts = _is_causal(trainer.model)
 
     def mean(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
-        """Return the mean loss of the batch, its number of labels (two scalars), and the model's outputs.
+        """Return the mean loss of the batch, its label count (two scalars), and the model's outputs.
 
-        The number is None if the Trainer counts no labels; the gradient is then that of the mean over micro-batches.
+        The count is None if the Trainer does not count labels; gradients are then averaged over micro-batches.
         """
         if self._is_own_method:
             loss, outputs = self._trainer.compute_loss(model, dict(batch), return_outputs=True)
             return loss, None, outputs
         inputs = dict(batch)
         count = self._count(inputs)
-        least_one = None if count is None else count.clamp(min=1)  # where no label counts, the loss is 0 and not NaN
+        least_one = None if count is None else count.clamp(min=1)  # without labels, the loss is 0, not NaN
         separate = self._function is not None or self._smoother is not None
         labels = inputs.pop("labels", None) if separate else None
         if self._takes_count and least_one is not None:
@@ -54,12 +54,12 @@ class TrainerLoss:
         return loss
 
     def _smoother_count(self, count: Tensor | None) -> dict[str, Tensor]:
-        """Return the argument by which newer versions of transformers tell the smoother what to divide by."""
+        """Return the label count as an argument if this version's smoother accepts it."""
         takes = "num_items_in_batch" in inspect.signature(type(self._smoother).__call__).parameters
         return {"num_items_in_batch": count} if takes and count is not None else {}
 
     def _count(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Count the labels of which the loss is the mean, where the Trainer does."""
+        """Count the labels that the loss averages over; None if the Trainer does not count them."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or not (self._takes_count or self._function is not None):
             return None
@@ -71,7 +71,7 @@ class TrainerLoss:
 
 
 def weighed(mean: Tensor, count: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the sum over labels and their number, two scalars, so that a step takes the mean over all ranks."""
+    """Return the loss summed over labels and their count, two scalars, to average globally."""
     return mean if count is None else (mean * count.clamp(min=1), count)
 
 
@@ -80,7 +80,7 @@ def _overrides_compute_loss(trainer: Any) -> bool:
 
 
 def _takes_count(model: Any) -> bool:
-    """Return whether the Trainer hands the number of labels to the model."""
+    """Return whether the Trainer passes the label count to the model."""
     if hasattr(model, "accepts_loss_kwargs"):
         return bool(model.accepts_loss_kwargs)
     parameters = inspect.signature(model.forward).parameters.values()
@@ -88,7 +88,7 @@ def _takes_count(model: Any) -> bool:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Return whether the first label of each sequence predicts nothing: the model shifts them for its loss."""
+    """Return whether the model shifts labels for its loss, so that the first label is unused."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     is_pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -102,7 +102,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def rows_of(batch: Any) -> Tensor:
-    """Return the number of samples in a batch, a scalar."""
+    """Return the number of samples in a batch as a scalar tensor."""
     from transformers.trainer_pt_utils import find_batch_size
 
     return torch.tensor(find_batch_size(batch) or 1)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A Trainer's compute_metrics, called with the predictions of all batches as Trainer.evaluate() calls it."""
+"""Call a Trainer's compute_metrics on all predictions, like Trainer.evaluate()."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from worldsize.core import ConfigError, StateMetric, StateReduction
 
-NAME = "compute_metrics"  # in Recipe.metrics; the names of its values are known when it has been called
-_PADDING = -100  # of what is shorter than in other batches, as in all of transformers
+NAME = "compute_metrics"  # key in Recipe.metrics; compute_metrics decides the names of the values
+_PADDING = -100  # pads shorter sequences, as everywhere in transformers
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -28,14 +28,14 @@ def has_metrics(trainer: Any) -> bool:
 
 @final
 class PredictionMetrics(StateMetric):
-    """Collects predictions and labels, and calls ``compute_metrics`` once with those of the whole split.
+    """Collects predictions and labels, and calls ``compute_metrics`` once for the whole split.
 
-    Every process receives all of it, and calls the function.
+    Each process receives all predictions and calls the function.
 
     Args:
-        trainer: the Trainer, whose model strategies have not changed.
-        casts_halves: whether the model computes in bf16 or fp16 on parameters of fp32; then its outputs are cast to
-            fp32, as accelerate does under the Trainer.
+        trainer: the Trainer, with its model unchanged by strategies.
+        casts_halves: whether the model runs in bf16 or fp16 with fp32 parameters. If so, its outputs are cast to fp32,
+            as accelerate does under the Trainer.
     """
 
     def __init__(self, trainer: Any, *, casts_halves: bool) -> None:
@@ -49,10 +49,10 @@ class PredictionMetrics(StateMetric):
         self._form: TreeSpec | None = None
 
     def inputs(self, batch: Mapping[str, Any], outputs: Any, loss: Tensor, *, rows: int) -> tuple[Tensor, ...]:
-        """Return the metric inputs of one batch, like ``Trainer.prediction_step``: a tuple of tensors (samples, ...).
+        """Return one batch's inputs, like ``Trainer.prediction_step``: tensors (samples, ...).
 
         Raises:
-            ConfigError: the batch has no labels, or the outputs are not tensors, or differ from those of other batches.
+            ConfigError: labels are missing, outputs are not tensors, or their structure differs between batches.
         """
         labels = self._labels(batch)
         if isinstance(outputs, dict):
@@ -74,21 +74,21 @@ class PredictionMetrics(StateMetric):
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 raise ConfigError(
-                    f"the model's outputs have a {type(leaf).__name__}, of which no metrics can be computed. Name it "
+                    f"the model's outputs have a {type(leaf).__name__}; metrics need tensors. Name it "
                     "in keys_to_ignore_at_inference of the model's configuration."
                 )
         if self._form not in (None, form):
             raise ConfigError(
-                "the model's outputs have another form than for the batch before. Let preprocess_logits_for_metrics "
+                "the model's outputs differ in structure from the previous batch's. Let preprocess_logits_for_metrics "
                 "return the same tensors for every batch."
             )
         self._form = form
         return tuple(leaves)
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Flatten the tensors of a batch, whose shapes need not be those of other batches, and keep the shapes.
+        """Flatten a batch's tensors and store their shapes, which may differ between batches.
 
-        They wait in the memory of the host, as those of a whole split need not fit into that of a GPU.
+        The results stay in host memory, since a whole split may not fit into GPU memory.
         """
         numbers = {f"{place:03d}/numbers": each.flatten().cpu() for place, each in enumerate(inputs)}
         return numbers | {
@@ -99,10 +99,10 @@ class PredictionMetrics(StateMetric):
         return "cat"
 
     def compute(self, state: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Call ``compute_metrics`` with predictions (samples, ...); names lose the Trainer's prefix ``eval_``.
+        """Call ``compute_metrics`` on predictions (samples, ...); strip ``eval_`` from names.
 
         Raises:
-            ConfigError: it returns something else than a number for a name.
+            ConfigError: it returns a value that is not a number.
         """
         from transformers import EvalPrediction
         from transformers.trainer_pt_utils import nested_numpify
@@ -117,7 +117,7 @@ class PredictionMetrics(StateMetric):
         for name, value in values.items():
             if not isinstance(value, int | float):
                 raise ConfigError(
-                    f"compute_metrics returns a {type(value).__name__} for {name!r}, which is no number. Let it return "
+                    f"compute_metrics returns a {type(value).__name__} for {name!r}, not a number. Let it return "
                     "a number under each name."
                 )
         return {name.removeprefix("eval_"): float(value) for name, value in values.items()}
@@ -126,7 +126,7 @@ class PredictionMetrics(StateMetric):
         names = self._trainer.label_names
         if missing := [name for name in names if batch.get(name) is None]:
             raise ConfigError(
-                f"compute_metrics needs labels, and the evaluated batches have no {missing[0]!r}. Add it to the "
+                f"compute_metrics needs labels, and the evaluated batches lack {missing[0]!r}. Add it to the "
                 "eval_dataset, or name the labels in TrainingArguments(label_names=[...])."
             )
         labels = tuple(batch[name].detach() for name in names)
@@ -140,14 +140,14 @@ def _cast(predictions: Any) -> Any:
 
 
 def _batches(numbers_n: Tensor, shapes_bd: Tensor) -> list[Tensor]:
-    """Return the tensors that :meth:`PredictionMetrics.state` has flattened, one a batch."""
+    """Restore the tensors flattened by :meth:`PredictionMetrics.state`, one per batch."""
     shapes = [tuple(shape) for shape in shapes_bd.tolist()]
     pieces = torch.split(numbers_n, [torch.Size(shape).numel() for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _concatenated(batches: Sequence[Tensor]) -> Tensor:
-    """Concatenate batches that may differ in their second dimension, in which short ones are padded with -100."""
+    """Concatenate batches, padding dimension 1 with -100 to the longest."""
     if len(batches) == 1:
         return batches[0]
     batches = [batch if batch.ndim else batch[None] for batch in batches]

@@ -1,4 +1,4 @@
-"""Finds what a program adds to its Trainer that worldsize would not carry out."""
+"""Find customizations of a Trainer that worldsize does not support."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from plugins.hf_trainer.predictions import has_metrics
 from worldsize.core import ConfigError
 
-# methods of the Trainer that the recipe calls, and those of which worldsize has its own
+# Trainer methods that the recipe calls, or that worldsize replaces
 _METHODS = {
     *("compute_loss", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs"),
     *("log", "train", "predict", "save_model", "push_to_hub", "create_model_card"),
 }
-_CALLBACKS = (  # which every Trainer has, to decide when it logs and saves, and to show that
+_CALLBACKS = (  # default callbacks of the Trainer, for logging, saving and progress
     *("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback"),
     "JITCheckpointCallback",
 )
@@ -28,7 +28,7 @@ _REMEDIES = {
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise ConfigError, with what it is, if the Trainer has more than model, data, loss, optimizer and schedule."""
+    """Raise ConfigError for customizations beyond model, data, loss, optimizer, schedule."""
     if refused := [*_overrides(trainer), *_parts(trainer)]:
         raise ConfigError("\n".join(refused))
 

@@ -1,4 +1,4 @@
-"""Train what a transformers.Trainer would train: its model, data, loss, optimizer and schedule."""
+"""Train the model of a transformers.Trainer with its data, loss, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plugins.hf_trainer.losses import TrainerLoss, rows_of, weighed
 from plugins.hf_trainer.predictions import NAME, PredictionMetrics, has_metrics
 from plugins.hf_trainer.program import check_trainer
 from worldsize.core import PRECISIONS, Recipe, StateMetric
-from worldsize.errors import missing_extra
+from worldsize.errors import require
 
 _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
 
@@ -27,16 +27,16 @@ _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_ena
 @final
 @dataclass(frozen=True)
 class HFTrainer(Recipe):
-    """Train what a program hands to its ``transformers.Trainer``, which is built and never trained.
+    """Train what a program's ``transformers.Trainer`` would train, without running it.
 
     Args:
-        trainer: name of the function, as the configuration gives it.
-        make_trainer: the function. It is called once in each process, on the CPU, after everything is seeded.
-        run: the values of the run that TrainingArguments have too.
-        run_decides: where TrainingArguments differ from the run, its values hold; otherwise the run is refused.
+        trainer: name of the function that creates the Trainer, as in the configuration.
+        make_trainer: that function; called once per process, on the CPU, after seeding.
+        run: run settings that also exist in TrainingArguments.
+        run_decides: whether ``run`` overrides differing TrainingArguments; otherwise they raise an error.
 
     Raises:
-        ConfigError: transformers is not installed, or the Trainer has something that does not come along.
+        ConfigError: transformers is not installed, or the Trainer is customized in an unsupported way.
     """
 
     trainer: str
@@ -45,12 +45,8 @@ class HFTrainer(Recipe):
     run_decides: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            import accelerate
-            import transformers
-        except ImportError:
-            raise missing_extra("recipe=hf_trainer", package="transformers[torch]", extra="recipes") from None
-        del accelerate, transformers
+        for package in ("transformers", "accelerate"):
+            require("recipe=hf_trainer", package, extra="recipes")
         check_trainer(self._built)
         check_arguments(self._built.args, self.run, run_decides=self.run_decides)
 
@@ -64,22 +60,22 @@ class HFTrainer(Recipe):
 
     @cached_property
     def _predictions(self) -> PredictionMetrics | None:
-        """Make the metric that calls ``compute_metrics``; return None if the Trainer would not call it."""
+        """Create the metric that calls ``compute_metrics``; None if the Trainer would not call it."""
         if not has_metrics(self._built):
             return None
         return PredictionMetrics(self._built, casts_halves=PRECISIONS[self.run.precision].autocast is not None)
 
     def model(self) -> nn.Module:
-        """Return a copy of the Trainer's model, which stays as it was built."""
+        """Return a copy of the Trainer's model, leaving the original unchanged."""
         model: nn.Module = copy.deepcopy(self._built.model)
         arguments = self._built.args
-        if arguments.gradient_checkpointing:  # an alias in newer versions of transformers
+        if arguments.gradient_checkpointing:  # in newer versions, an alias of activation_checkpointing
             name = next(name for name in _CHECKPOINTING if hasattr(model, name))
             getattr(model, name)(arguments.gradient_checkpointing_kwargs)
         return model.train()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Make the Trainer's optimizer: weights decay, biases and parameters of norms do not."""
+        """Create the Trainer's optimizer, without weight decay for biases and norm parameters."""
         trainer = self._built
         decaying = set(trainer.get_decay_parameter_names(model))
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -93,7 +89,7 @@ class HFTrainer(Recipe):
         return optimizer
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """Make the Trainer's schedule, over the steps of the run."""
+        """Create the Trainer's schedule for the steps of the run."""
         from transformers import get_scheduler
 
         arguments, steps = self._built.args, self.run.steps
@@ -107,9 +103,9 @@ class HFTrainer(Recipe):
         return schedule
 
     def data(self, split: str) -> Any:
-        """Return the Trainer's data without the columns that its model does not take.
+        """Return the Trainer's data without the columns unused by its model.
 
-        Without an ``eval_dataset``, the split "test" is the first batch of the training data.
+        Without an ``eval_dataset``, the "test" split is the first batch of the training data.
         """
         trainer = self._built
         chosen = trainer.train_dataset if split == "train" else trainer.eval_dataset
@@ -118,17 +114,17 @@ class HFTrainer(Recipe):
         return trainer._remove_unused_columns(chosen) if _is_table(chosen) else chosen
 
     def collate(self, samples: list[Any]) -> Mapping[str, Any]:
-        """Make a batch by the Trainer's collator, without columns that the model does not take."""
+        """Create a batch with the Trainer's collator, without columns unused by the model."""
         trainer = self._built
         return dict(trainer._get_collator_with_removed_columns(trainer.data_collator)(samples))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the Trainer's mean loss, a scalar; if it counts labels, the sum over labels and their number."""
+        """Return the Trainer's mean loss, a scalar, or (sum over labels, count) if it counts labels."""
         mean, count, _ = self._loss.mean(model, batch)
         return weighed(mean, count)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return the Trainer's ``eval_loss`` as (sum, count), batch means weighted by samples, and the predictions."""
+        """Return ``eval_loss`` as (sum, count), weighted by samples, and the predictions."""
         mean, _, outputs = self._loss.mean(model, batch)
         rows = rows_of(batch)
         name = "loss" if self._built.eval_dataset is not None else "loss_of_first_training_samples"
@@ -138,17 +134,17 @@ class HFTrainer(Recipe):
         return metrics
 
     def metrics(self) -> Mapping[str, StateMetric]:
-        """Return what ``compute_metrics`` computes, if the Trainer has it and an ``eval_dataset``."""
+        """Return the metric for ``compute_metrics``, if the Trainer has one and an ``eval_dataset``."""
         return {} if self._predictions is None else {NAME: self._predictions}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the layers that transformers itself keeps on one device."""
+        """Return the layers that transformers never splits across devices."""
         names = getattr(model, "_no_split_modules", None) or ()
         return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _is_table(dataset: Any) -> bool:
-    """Return whether a data set is a ``datasets.Dataset``; that package need not be installed."""
+    """Return whether a data set is a ``datasets.Dataset``, without requiring that package."""
     from transformers.utils.import_utils import is_datasets_available
 
     if not is_datasets_available():
@@ -159,7 +155,7 @@ def _is_table(dataset: Any) -> bool:
 
 
 def _first(dataset: Any, count: int) -> Any:
-    """Return the first samples of a data set or of a stream."""
+    """Return the first samples of a data set or a stream."""
     if not hasattr(dataset, "__getitem__"):
         return dataset.take(count) if hasattr(dataset, "take") else dataset
     if hasattr(dataset, "select"):

@@ -1,4 +1,4 @@
-"""Gives each micro-batch of a step its own attributes of the module, where several of them take turns."""
+"""Isolate a module's attributes between micro-batches that run in turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 @final
 class Attributes:
-    """The attributes of a module and its parts at one time, without parameters, buffers and parts."""
+    """Snapshot of a module's and submodules' attributes, except parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -21,7 +21,7 @@ class Attributes:
         ]
 
     def restore(self) -> None:
-        """Set attributes back that were set since, and delete new ones; changes in place are not undone."""
+        """Restore reassigned attributes and delete new ones. In-place changes are not undone."""
         for current, kept in self._parts:
             for name in current.keys() - kept.keys():
                 del current[name]
@@ -30,18 +30,18 @@ class Attributes:
 
 @final
 class AttributeView:
-    """The attributes of a module as one micro-batch sets them.
+    """A module's attributes as seen by one micro-batch.
 
     Args:
         module: The module.
-        own: The attributes with which the micro-batch begins; None: it uses those of the module, and sets them there.
+        own: The attributes at the start of the micro-batch. None to use the module's attributes directly.
     """
 
     def __init__(self, module: nn.Module, own: Attributes | None) -> None:
         self._module, self._own = module, own
 
     def during(self, call: Callable[[], _T]) -> _T:
-        """Call ``call`` while the module has the attributes of this micro-batch, and return its result."""
+        """Call ``call`` with this micro-batch's attributes on the module, and return its result."""
         if self._own is None:
             return call()
         others = Attributes(self._module)
@@ -55,9 +55,9 @@ class AttributeView:
 
 @final
 class StepAttributes:
-    """The attributes of all micro-batches of a step: each begins with those that the module had before the step.
+    """Attributes for a step's micro-batches; each starts with those before the step.
 
-    The module keeps what the first micro-batch sets, as if it had been called once.
+    The module keeps the values set by the first micro-batch, as if it had run alone.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class StepAttributes:
 
     @contextmanager
     def of_next(self, module: nn.Module) -> Iterator[AttributeView]:
-        """Yield the view of the micro-batch that begins, which ends with the context."""
+        """Yield the attributes for the next micro-batch, which ends with the context."""
         is_first = not self._in_progress
         if is_first:
             self._at_start = Attributes(module)

@@ -1,4 +1,4 @@
-"""Builds the LightningModule and LightningDataModule that a configuration names."""
+"""Build the LightningModule and LightningDataModule named in the configuration."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from plugins.lightning_module.hooks import base_of
 from worldsize.config.instantiate import described_failure
 from worldsize.core import ConfigError
 from worldsize.errors import neighbours
-from worldsize.record.determinism import generators_kept, seed_generators
+from worldsize.seeds import keep_generators, seed_generators
 
 
 def no_datamodule() -> None:
-    """Return None, in place of a data module, for a LightningModule that has its DataLoaders itself."""
+    """Return None instead of a data module, for a LightningModule with its own DataLoaders."""
 
 
 def built(make: Callable[..., Any], arguments: Mapping[str, Any], *, key: str, base: str) -> Any:
-    """Call ``make`` with the arguments of the configuration.
+    """Call ``make`` with the configured arguments.
 
     Args:
-        key: key of the configuration that names the class: ``recipe.module``.
-        base: Lightning's class that it must derive from.
+        key: configuration key that names the class, such as ``recipe.module``.
+        base: name of the required Lightning base class.
 
     Raises:
-        ConfigError: an argument is unknown or missing, it is no class of Lightning, or it cannot be built.
+        ConfigError: an argument is unknown or missing, the call fails, or the class does not derive from ``base``.
     """
     _check_arguments(make, arguments, key)
     try:
@@ -42,7 +42,7 @@ def built(make: Callable[..., Any], arguments: Mapping[str, Any], *, key: str, b
     except Exception as error:
         raise ConfigError(f"{key}: {_name(make)} cannot be built: {described_failure(error)}.") from error
     if value is not None and base_of(value, base) is None:
-        raise ConfigError(f"{key}: {_name(make)} is no {base} of lightning. Name a class that derives from it.")
+        raise ConfigError(f"{key}: {_name(make)} is not a {base} of lightning. Name a class that derives from it.")
     return value
 
 
@@ -66,18 +66,18 @@ def _check_arguments(make: Callable[..., Any], arguments: Mapping[str, Any], key
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed Python, NumPy and torch within the context, and restore the states of their generators after it."""
+    """Seed Python, NumPy and torch within the context; restore their generator states afterward."""
     cpu = torch.device("cpu")
-    with generators_kept(), cpu:
+    with keep_generators(), cpu:
         seed_generators(seed, cpu)
         yield
 
 
 @contextmanager
 def one_at_a_time(name: str) -> Iterator[None]:
-    """Let the processes of this user on this host pass through the context one after the other.
+    """Let only one process of this user on this host enter the context at a time.
 
-    So one of them downloads data, and the others find them.
+    The first process downloads the data; the others then find it on disk.
     """
     path = Path(tempfile.gettempdir()) / f"worldsize_{os.getuid()}_{name}.lock"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

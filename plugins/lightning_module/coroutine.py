@@ -1,4 +1,4 @@
-"""Runs a function in a thread that takes turns with its caller, so that it can stop in the middle of any call."""
+"""Run a function in a thread that alternates with its caller, to pause inside any call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 
 class _Closed(BaseException):
-    """Ends the function of a coroutine that nobody will resume."""
+    """Raised in the function of a coroutine that is closed, to end it."""
 
 
 @final
 @dataclass(frozen=True)
 class ThreadState:
-    """The settings of torch that each thread has of its own."""
+    """Torch's thread-local settings."""
 
     grad: bool
     inference: bool
@@ -27,10 +27,10 @@ class ThreadState:
     autocast_cache: bool
     device: torch.device
     saved_tensors: Any
-    """The hooks that pack and unpack what is kept for the backward pass; None: there are none."""
+    """Hooks that pack and unpack tensors saved for backward. None if there are none."""
     threads: int
     stream: Any
-    """The current stream of CUDA, which has its device; None: CUDA is not in use."""
+    """Current CUDA stream, which determines the device. None if CUDA is not in use."""
 
     @staticmethod
     def current() -> ThreadState:
@@ -50,7 +50,7 @@ class ThreadState:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply these settings to the calling thread, which is new."""
+        """Apply these settings to the calling thread, which must be new."""
         torch.set_num_threads(self.threads)
         with ExitStack() as stack:
             if self.stream is not None:
@@ -70,10 +70,10 @@ class ThreadState:
 
 @final
 class Coroutine:
-    """A call of ``body`` that stops wherever it calls :meth:`give`, and goes on at the next :meth:`advance`.
+    """A call of ``body`` that pauses at each :meth:`give` and resumes at :meth:`advance`.
 
-    Exactly one of the two threads runs at any time. ``body`` begins with the thread-local state of torch and the
-    context variables of the first caller of :meth:`advance`; random generators are those of the process.
+    Exactly one of the two threads runs at any time. ``body`` starts with the torch thread-local state and context
+    variables of the first caller of :meth:`advance`. Random generators are process-wide.
     """
 
     def __init__(self, body: Callable[[], None]) -> None:
@@ -85,10 +85,10 @@ class Coroutine:
         self._is_closed = self._has_ended = False
 
     def advance(self) -> bool:
-        """Let the function run until it gives something, which :meth:`take` returns; tell whether it did.
+        """Run the function until its next :meth:`give`. Returns False once it has ended.
 
         Raises:
-            BaseException: what the function raised.
+            BaseException: raised by the function.
         """
         if self._thread is None:
             run = copy_context().run
@@ -106,22 +106,22 @@ class Coroutine:
         return False
 
     def take(self) -> Any:
-        """Return what the function gave last, and keep nothing of it."""
+        """Return the value passed to the last :meth:`give`, and drop the reference to it."""
         item, self._item = self._item, None
         return item
 
     def give(self, item: Any) -> None:
-        """Hand ``item`` to the caller of :meth:`advance`, and wait until it is called again; ``body`` calls this."""
+        """Pass ``item`` to :meth:`advance`, and pause until its next call. Called by ``body``."""
         if not self._is_closed:
             self._item = item
             self._stopped.release()
             self._resumed.acquire()
         if self._is_closed:
             raise _Closed
-        torch.clear_autocast_cache()  # weights may have changed
+        torch.clear_autocast_cache()  # weights may have changed meanwhile
 
     def close(self) -> None:
-        """End the function where it stands, and its thread."""
+        """End the function at the point where it is paused, and join its thread."""
         if self._thread is None or self._has_ended:
             self._body = None
             return
@@ -135,9 +135,9 @@ class Coroutine:
             assert self._body is not None, "it begins once"
             with state.applied():
                 self._body()
-        except BaseException as error:  # any: the caller raises it
+        except BaseException as error:  # re-raised in the caller
             self._error = error
         finally:
-            self._body = None  # what it keeps, and what keeps this, goes without a garbage collection
+            self._body = None  # breaks reference cycles, to free memory without garbage collection
             self._has_ended = True
             self._stopped.release()

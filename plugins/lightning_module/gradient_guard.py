@@ -1,4 +1,4 @@
-"""Refuses what a training step would do with gradients that are not there yet, and with the data of parameters."""
+"""Reject training steps that change parameter data or use gradients too early."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _DATA: Any = torch.Tensor.data
 
 @final
 class GradientGuard(TorchFunctionMode):
-    """Raises ConfigError where the calling thread reads or changes the gradient of a parameter.
+    """Raises ConfigError when the calling thread reads or changes the gradient of a parameter.
 
-    It notices too where the data of one are changed, when :meth:`check_data` is called.
+    :meth:`check_data` also detects parameter changes through ``data``.
 
     Args:
-        parameters: Identities of the parameters.
+        parameters: Ids (``id()``) of the parameters.
     """
 
     def __init__(self, parameters: Collection[int]) -> None:
         super().__init__()
         self._parameters = parameters
-        self._data: list[tuple[Tensor, int]] = []  # which it has read, with their versions
+        self._data: list[tuple[Tensor, int]] = []  # data tensors that were read, with their versions
 
     def __torch_function__(
         self,
@@ -40,7 +40,7 @@ class GradientGuard(TorchFunctionMode):
     ) -> Any:
         if func in (_GRADIENT.__get__, _GRADIENT.__set__) and id(args[0]) in self._parameters:
             raise ConfigError(
-                "training_step reads or changes the gradient of a parameter, which worldsize computes at the step of "
+                "training_step reads or changes the gradient of a parameter; worldsize computes it only at the step of "
                 "its optimizer. Set clip_norm to clip, call zero_grad() of the optimizer itself, and leave the rest to "
                 "a hook of the optimizer: register_step_pre_hook."
             )
@@ -52,7 +52,7 @@ class GradientGuard(TorchFunctionMode):
         return result
 
     def check_data(self) -> None:
-        """Raise ConfigError if a parameter has been changed through its ``data``, which counts no changes for it."""
+        """Raise ConfigError if a parameter changed through ``data``, bypassing its version."""
         data, self._data = self._data, []
         if any(each._version != version for each, version in data):
             raise ConfigError(f"training_step changes a parameter{PARAMETER_REMEDY}")

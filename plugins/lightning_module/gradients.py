@@ -1,4 +1,4 @@
-"""Tracks the losses of which the gradient of each optimizer consists, between backward and step."""
+"""Track the losses that contribute to each optimizer's gradient between backward and step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from worldsize.core import ConfigError
 @final
 @dataclass
 class _Gradient:
-    """The gradient at the parameters of one optimizer since it was set to zero."""
+    """The gradient of one optimizer since its last ``zero_grad``."""
 
     losses: list[Tensor] = field(default_factory=list)
-    """Losses that went backward, and by which no optimizer has stepped."""
+    """Losses of backward passes since the last optimizer step."""
     spoiled: str = ""
-    """The reason why it is more than the gradient of these losses, with the remedy; empty: it is not."""
+    """Why the gradient has other contributions, with a remedy; empty without any."""
 
 
 @final
 class Gradients:
-    """The gradients of one training step, each represented by the losses that it is the gradient of.
+    """The gradients of one training step, each represented by the losses it derives from.
 
     Args:
-        parameters: Identities of the parameters of each optimizer, by its name.
-        known: Identities of all parameters of the model.
-        left: The reason why the gradient of an optimizer, as the step before left it, cannot be added to.
+        parameters: Ids of each optimizer's parameters, by optimizer name.
+        known: Ids of all parameters of the model.
+        left: Why the gradient left by the previous step cannot be accumulated, by optimizer name.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class Gradients:
         self._gradients = {name: _Gradient(spoiled=left.get(name, "")) for name in parameters}
 
     def zero(self, name: str) -> None:
-        """Forget the gradient of an optimizer."""
+        """Clear the gradient of an optimizer."""
         self._gradients[name] = _Gradient()
 
     def add(self, loss: Tensor, names: Collection[str]) -> None:
-        """Add the gradient of ``loss``, a scalar, to those of the optimizers ``names``."""
+        """Accumulate the gradient of ``loss``, a scalar, for the optimizers ``names``."""
         for name in names:
             self._gradients[name].losses.append(loss)
 
     def taken(self, name: str) -> Tensor:
-        """Return the loss, a scalar, with whose gradient an optimizer steps now; other gradients may be lost.
+        """Return the scalar loss for an optimizer's step, which may invalidate other gradients.
 
         Raises:
-            ConfigError: there is no such loss.
+            ConfigError: no losses were added, or the gradient has other contributions.
         """
         own = self._gradients[name]
         if own.spoiled:
             raise ConfigError(own.spoiled)
         if not own.losses:
             raise ConfigError(
-                f"step() of the optimizer {name!r} without a manual_backward since its zero_grad(): there is no "
-                "gradient. Call self.manual_backward(loss) before; loss.backward() does not count."
+                f"step() of the optimizer {name!r} without a manual_backward since its zero_grad(): the gradient is "
+                "missing. Call self.manual_backward(loss) before; loss.backward() does not count."
             )
         losses, own.losses = own.losses, []
         own.spoiled = (
@@ -72,7 +72,7 @@ class Gradients:
         return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
 
     def _part_from(self, gradient: _Gradient, used: list[Tensor], name: str, other: str) -> None:
-        """Remove the losses ``used`` by ``name`` from the gradient of ``other``, and record why it cannot be used."""
+        """Remove losses ``used`` by ``name`` from ``other``'s gradient, or mark it invalid."""
         for loss in gradient.losses:
             is_used = any(loss is each for each in used)
             reach = self._reach(loss, other if is_used else name)
@@ -102,7 +102,7 @@ class Gradients:
         gradient.losses = [loss for loss in gradient.losses if all(loss is not each for each in used)]
 
     def left(self) -> dict[str, str]:
-        """Return why the gradients that are there at the end cannot be added to, by names of optimizers."""
+        """Return why leftover gradients cannot be accumulated in the next step, by optimizer name."""
         reasons = {name: each.spoiled for name, each in self._gradients.items()}
         for name, each in self._gradients.items():
             if each.losses and not each.spoiled:
@@ -113,9 +113,9 @@ class Gradients:
         return reasons
 
     def _reach(self, loss: Tensor, name: str) -> Literal["yes", "no", "unknown"]:
-        """Return whether the gradient of ``loss`` at the parameters of an optimizer may be another than zero.
+        """Return whether the gradient of ``loss`` may be nonzero for an optimizer's parameters.
 
-        Parameters that are not the model's, such as those that FSDP gathers, may be anyone's.
+        Leaf parameters outside the model, such as those gathered by FSDP, may belong to any optimizer.
         """
         leaves = leaves_of(loss)
         if any(id(leaf) in self._parameters[name] for leaf in leaves):
@@ -125,7 +125,7 @@ class Gradients:
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the leaf tensors, of any shapes, at which a backward pass of ``loss``, a scalar, accumulates gradients."""
+    """Return the leaf tensors with gradients after the backward pass of ``loss``, a scalar."""
     leaves: list[Tensor] = [loss] if loss.grad_fn is None and loss.requires_grad else []
     nodes, seen = [loss.grad_fn], set()
     while nodes:

@@ -1,4 +1,4 @@
-"""Finds the hooks that a LightningModule or LightningDataModule overrides and that worldsize would not call."""
+"""Find overridden hooks of a LightningModule or DataModule that worldsize does not call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 from plugins.lightning_module.module_metrics import is_metric
 from worldsize.core import ConfigError
 
-# what the recipe calls
+# called by the recipe
 _CARRIED = {
     *("training_step", "validation_step", "test_step", "configure_optimizers", "forward", "automatic_optimization"),
     *("prepare_data", "setup", "configure_model", "train_dataloader", "val_dataloader", "test_dataloader"),
     *("on_before_batch_transfer", "on_after_batch_transfer"),
 }
-_CARRIED_BY_MANUAL = {"on_train_epoch_end"}  # where such a module advances its schedules
+_CARRIED_BY_MANUAL = {"on_train_epoch_end"}  # called with manual optimization, to advance schedules
 _CLIPPING = ("clip_gradients", "clip_grad_norm_", "clip_grad_value_")
-# what training under Lightning does not call either, or what changes nothing that is learned
+# not called during training in Lightning either, or no effect on training
 _IRRELEVANT = {
     *("predict_step", "predict_dataloader", "on_predict_start", "on_predict_end", "on_predict_epoch_start"),
     *("on_predict_epoch_end", "on_predict_batch_start", "on_predict_batch_end", "on_predict_model_eval"),
@@ -27,12 +27,12 @@ _IRRELEVANT = {
     *("print", "example_input_array", "strict_loading", "hparams", "hparams_initial", "name", "train", "eval"),
     *("teardown", "on_exception", "extra_repr"),
 }
-# methods of torch's modules that decide what is saved or trained
+# torch module methods that determine which parameters are saved or trained
 _OF_MODULES = {
     *("state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers", "modules"),
     *("children", "named_children", "named_modules", "zero_grad"),
 }
-# hooks of Lightning 1 that Lightning 2 does not call
+# hooks of Lightning 1 that Lightning 2 no longer calls
 _REMOVED = {
     *("training_epoch_end", "validation_epoch_end", "test_epoch_end", "training_step_end", "validation_step_end"),
     *("test_step_end", "tbptt_split_batch", "get_progress_bar_dict", "on_pretrain_routine_start"),
@@ -71,7 +71,7 @@ _REMEDIES = {
 
 
 def check_hooks(module: Any, datamodule: Any) -> None:
-    """Raise ConfigError for each hook that is overridden and would not be called, with what to do instead."""
+    """Raise ConfigError, with remedies, if overridden hooks would not be called."""
     refused = [
         *_overridden(module, "LightningModule", manual=not module.automatic_optimization),
         *_signatures(module),
@@ -86,7 +86,7 @@ def check_hooks(module: Any, datamodule: Any) -> None:
 
 
 def base_of(value: object, name: str) -> type | None:
-    """Return Lightning's class ``name`` among the bases of an object, of either of the packages that have it."""
+    """Return an object's base class ``name`` from either Lightning package, or None."""
     kinds = [kind for kind in type(value).__mro__ if kind.__name__ == name and _is_lightning(kind)]
     return kinds[0] if kinds else None
 
@@ -108,7 +108,7 @@ def _overridden(value: Any, base: str, *, manual: bool = False) -> Iterator[str]
 
 
 def _signatures(module: Any) -> Iterator[str]:
-    """Return which arguments of training_step worldsize does not have."""
+    """Yield an error for each training_step argument that worldsize does not support."""
     for name in inspect.signature(module.training_step).parameters:
         if name in ("dataloader_iter", "optimizer_idx", "hiddens"):
             yield (
@@ -118,7 +118,7 @@ def _signatures(module: Any) -> Iterator[str]:
 
 
 def _clips(module: Any) -> Iterator[str]:
-    """Return which methods of a module under manual optimization clip gradients, which are not there yet."""
+    """Yield an error for each gradient-clipping method; gradients do not exist yet."""
     known = base_of(module, "LightningModule")
     assert known is not None
     own = [kind for kind in type(module).__mro__ if not _is_lightning(kind) and issubclass(kind, known)]
@@ -132,7 +132,7 @@ def _clips(module: Any) -> Iterator[str]:
 
 
 def _metrics(module: nn.Module) -> Iterator[str]:
-    """Return which metrics share their states."""
+    """Yield an error for each metric collection whose metrics share state."""
     for name, part in module.named_modules():
         if type(part).__module__.split(".")[0] == "torchmetrics" and not is_metric(part):
             yield (

@@ -1,4 +1,4 @@
-"""Reads data sets, their batches and their order off the DataLoaders of a Lightning program."""
+"""Get data sets, batch sizes and sample order from the DataLoaders of a Lightning program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.data.batches import is_iterable
 
 @final
 class CollatedSamples(Dataset[Any]):
-    """A data set whose batches are made by the ``collate_fn`` of its DataLoader."""
+    """A data set that builds batches with its DataLoader's ``collate_fn``."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._collate = dataset, collate
@@ -29,12 +29,12 @@ class CollatedSamples(Dataset[Any]):
 
     @property
     def lengths(self) -> Tensor | None:
-        """Return the lengths of samples, a tensor (samples,), for ``length_balanced``, if the dataset has them."""
+        """Sample lengths (samples,) for ``length_balanced``, or None if the dataset lacks them."""
         lengths: Tensor | None = getattr(self._dataset, "lengths", None)
         return lengths
 
     def load_batch(self, indices: Tensor) -> Any:
-        """Load the samples with ``indices`` (batch,) like a DataLoader, and collate them to a batch."""
+        """Load and collate the samples with ``indices`` (batch,), like a DataLoader."""
         places = indices.tolist()
         if hasattr(self._dataset, "__getitems__"):
             return self._collate(self._dataset.__getitems__(places))
@@ -42,36 +42,36 @@ class CollatedSamples(Dataset[Any]):
 
 
 def single_loader(loaders: Any, name: str) -> DataLoader[Any]:
-    """Return the one DataLoader that ``name``, a method of Lightning's, has returned.
+    """Return the only DataLoader returned by the Lightning method ``name``.
 
     Raises:
-        ConfigError: it has returned several, or something else.
+        ConfigError: it returned several DataLoaders, or something else.
     """
     if isinstance(loaders, list | tuple) and len(loaders) == 1:
         (loaders,) = loaders
     if isinstance(loaders, DataLoader) and type(loaders).__iter__ is DataLoader.__iter__:
         return loaders
     if isinstance(loaders, list | tuple | dict) or type(loaders).__name__ == "CombinedLoader":
-        raise ConfigError(f"{name} returns several DataLoaders, of which worldsize draws from one. Return one.")
+        raise ConfigError(f"{name} returns several DataLoaders; worldsize supports one. Return one.")
     raise ConfigError(f"{name} returns a {type(loaders).__name__}. Return a torch.utils.data.DataLoader.")
 
 
 def data_of(loader: DataLoader[Any]) -> Any:
-    """Return the data set of a DataLoader: map-style with its way of making batches, or a stream as it is."""
+    """Return a DataLoader's data set; a map-style one includes the ``collate_fn``."""
     return loader.dataset if is_iterable(loader.dataset) else CollatedSamples(loader.dataset, loader.collate_fn)
 
 
 def first_samples(data: Any, count: int) -> Any:
-    """Return the first samples of training data that :func:`data_of` returned."""
+    """Return the first samples of training data returned by :func:`data_of`."""
     if isinstance(data, CollatedSamples):
         return CollatedSamples(Subset(data, range(min(count, len(data)))), data._collate)
     raise ConfigError(
-        "there is no validation_step with a val_dataloader, and the training data are a stream. Add them to the module."
+        "validation_step or val_dataloader is missing, and the training data are a stream. Add both to the module."
     )
 
 
 def check_loader(loader: DataLoader[Any], name: str) -> None:
-    """Raise ConfigError if the DataLoader decides itself which samples make a batch."""
+    """Raise ConfigError if the DataLoader has a custom sampler, batch sampler or worker_init_fn."""
     if refused := list(_refused(loader)):
         raise ConfigError("\n".join(f"{name}: {each}" for each in refused))
 
@@ -96,9 +96,9 @@ def _is_plain(sampler: object) -> bool:
 
 
 def check_values(train: DataLoader[Any], evaluated: DataLoader[Any] | None, run: RunValues) -> None:
-    """Raise ConfigError if DataLoaders ask for other batches, or another order, than the run.
+    """Raise ConfigError if batch sizes or shuffling differ between the DataLoaders and the run.
 
-    The batch of the run is that of one device, or a multiple as if it had had more.
+    The run's batch size may be a multiple of the DataLoader's, as with several devices.
     """
     words: dict[str, tuple[int, int]] = {}
     if run.batch_size % (train.batch_size or 1):
@@ -123,10 +123,10 @@ def _listed(words: dict[str, int], between: str) -> str:
 
 
 def same_collate(train: DataLoader[Any], evaluated: DataLoader[Any] | None) -> Callable[[list[Any]], Any]:
-    """Return how batches of streams are made.
+    """Return the collate function for streams.
 
     Raises:
-        ConfigError: those of training and of evaluation are made differently.
+        ConfigError: training and evaluation have different ones.
     """
     if evaluated is not None and evaluated.collate_fn != train.collate_fn and is_iterable(evaluated.dataset):
         raise ConfigError("the DataLoaders of two streams have different collate_fn. Give both the same one.")
@@ -134,7 +134,7 @@ def same_collate(train: DataLoader[Any], evaluated: DataLoader[Any] | None) -> C
 
 
 def default_device(batch: Any) -> torch.device:
-    """Return the device of the first tensor of a nested batch; without one, the CPU."""
+    """Return the device of the first tensor in a nested batch, or the CPU if it has no tensors."""
     if isinstance(batch, Tensor):
         return batch.device
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()

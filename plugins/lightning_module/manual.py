@@ -1,4 +1,4 @@
-"""Provides what a training step under manual optimization uses: optimizers, their gradients, and schedules."""
+"""Optimizers, gradients and schedules for a training step with manual optimization."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ _IN_PROGRESS: ContextVar[ManualStep] = ContextVar("manual step")
 @final
 @dataclass
 class ManualOptimizers:
-    """The optimizers and schedules of one model, and what its last step left of gradients."""
+    """Optimizers and schedules of one model, and gradients left over from its last step."""
 
     optimizers: Mapping[str, Optimizer]
-    """Those that step, in the module's order; a strategy may have divided them."""
+    """The optimizers to step, in the module's order; strategies may have sharded them."""
     parameters: Mapping[str, frozenset[int]]
-    """Identities of the parameters of each optimizer, as the module has them."""
+    """Ids of each optimizer's parameters, before sharding."""
     known: frozenset[int]
-    """Identities of all parameters of the model."""
+    """Ids of all parameters of the model."""
     configured: Configured
-    """The optimizers and schedules that the module has made."""
+    """The optimizers and schedules returned by ``configure_optimizers``."""
     schedules: Mapping[str, ManualSchedule] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
-    """Why the gradient of an optimizer cannot be added to in the next step; see :meth:`Gradients.left`."""
+    """Why an optimizer's gradient cannot be accumulated further; see :meth:`Gradients.left`."""
     attributes: StepAttributes = field(default_factory=StepAttributes)
-    """Those of the module, in the micro-batches of a step."""
+    """The module's attributes for each micro-batch of a step."""
     first_step: int | None = None
-    """The first step that this process takes, in which more is checked."""
+    """The first step of this process, which has additional checks."""
 
 
 @final
 class ManualStep:
-    """One training step of a module on one micro-batch, which steps the optimizers itself.
+    """One training step on one micro-batch; the module itself steps the optimizers.
 
     Args:
         made: The optimizers.
-        model: The model, whose parameters the training step leaves alone.
-        give: Takes each update, and returns when the optimizer has stepped.
+        model: The model; the training step must not change its parameters.
+        give: Accepts each update, and returns once the optimizer has stepped.
         step: Number of the step in the run.
     """
 
@@ -64,18 +64,18 @@ class ManualStep:
         self._gradients = Gradients(made.parameters, made.known, made.left)
         self._guard = GradientGuard(made.known) if step == made.first_step else None
         self._toggled: str | None = None
-        self._is_toggle_unused = False  # since it was last toggled, nothing went backward
+        self._is_toggle_unused = False  # toggled without a backward pass since
         self._updates = 0
         self._is_epoch_end = False
 
     @property
     def optimizers(self) -> list[StepOptimizer]:
-        """The optimizers in the module's order; made anew, so that the step does not refer to itself."""
+        """The optimizers in the module's order, created on each access to avoid a reference cycle."""
         return [StepOptimizer(self, name, each) for name, each in self._made.optimizers.items()]
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Let the functions of the module that :func:`attach_step` adds mean this step, which begins."""
+        """Direct calls of the functions of :func:`attach_step` to this step, within the context."""
         token = _IN_PROGRESS.set(self)
         self._untouched.begin()
         try:
@@ -85,25 +85,25 @@ class ManualStep:
             _IN_PROGRESS.reset(token)
 
     def toggle(self, optimizer: Any) -> None:
-        """Let the losses that go backward from here on have gradients for one optimizer alone."""
+        """Accumulate gradients of subsequent losses only for this optimizer."""
         self._toggled, self._is_toggle_unused = self._name_of(optimizer), True
 
     def untoggle(self, optimizer: Any) -> None:
-        """End what :meth:`toggle` began."""
+        """Undo :meth:`toggle`."""
         self._toggled = None
 
     def backward(self, loss: Any, *args: Any, **options: Any) -> None:
-        """Record a loss of ``manual_backward``; its gradient is taken when an optimizer steps by it.
+        """Record a loss of ``manual_backward``; its gradient is computed at an optimizer step.
 
         Raises:
-            ConfigError: it is no scalar, or more is asked for than its gradient.
+            ConfigError: the loss is not a scalar, or unsupported arguments are passed.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError("self.manual_backward takes a scalar loss, such as its mean().")
-        options.pop("retain_graph", None)  # each backward pass goes to the parameters of one optimizer
+        options.pop("retain_graph", None)  # not needed: each backward pass is for the parameters of one optimizer
         if args or options:
             raise ConfigError(
-                "self.manual_backward takes the loss alone in worldsize. Leave its other arguments out; "
+                "self.manual_backward takes only the loss in worldsize. Leave its other arguments out; "
                 "torch.autograd.grad gives the gradient of a part of the loss."
             )
         if self._toggled is None and self._is_toggle_unused:
@@ -116,10 +116,10 @@ class ManualStep:
         self._gradients.add(loss.sum() if loss.ndim else loss, names)
 
     def take_step(self, name: str) -> None:
-        """Let an optimizer step by the losses that went backward since its gradient was set to zero.
+        """Step an optimizer with the losses of backward passes since its last ``zero_grad``.
 
         Raises:
-            ConfigError: its gradient is not that of these losses.
+            ConfigError: its gradient has other contributions, or the epoch has ended.
         """
         if self._is_epoch_end:
             raise ConfigError("on_train_epoch_end steps an optimizer. Step it in training_step.")
@@ -129,14 +129,14 @@ class ManualStep:
         self._untouched.begin()
 
     def zero_gradient(self, name: str) -> None:
-        """Forget what went backward for an optimizer."""
+        """Clear the gradient of an optimizer."""
         self._gradients.zero(name)
 
     def finish(self, end_epoch: Callable[[], Any] | None) -> None:
-        """End the step, and the epoch if it is its last one.
+        """End the step, and the epoch if this is its last step.
 
         Raises:
-            ConfigError: no optimizer has stepped, or schedules have not advanced as in another micro-batch.
+            ConfigError: no optimizer was stepped, or micro-batches advance schedules differently.
         """
         self._check_untouched()
         if not self._updates:
@@ -156,7 +156,7 @@ class ManualStep:
             schedule.finish()
 
     def _check_untouched(self) -> None:
-        """Raise ConfigError if the module has changed parameters, gradients or rates since the last update."""
+        """Raise ConfigError if the module changed parameters, gradients or learning rates."""
         self._untouched.end()
         if self._guard is not None:
             self._guard.check_data()
@@ -171,9 +171,9 @@ class ManualStep:
 
 @final
 class StepOptimizer:
-    """An optimizer as ``self.optimizers()`` returns it in a training step.
+    """An optimizer as returned by ``self.optimizers()`` in a training step.
 
-    All other attributes are those of ``optimizer``.
+    Other attributes are forwarded to ``optimizer``.
     """
 
     def __init__(self, step: ManualStep, name: str, optimizer: Optimizer) -> None:
@@ -183,7 +183,7 @@ class StepOptimizer:
         return getattr(self.optimizer, name)
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Let the optimizer step, after ``closure`` has computed the gradient if there is one."""
+        """Step the optimizer, after calling ``closure`` to compute the gradient, if given."""
         if options:
             raise ConfigError(f"step({', '.join(options)}=...) of an optimizer takes no more than a closure here.")
         result = None
@@ -194,12 +194,12 @@ class StepOptimizer:
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradient at the optimizer's parameters."""
+        """Clear the optimizer's gradient."""
         self._step.zero_gradient(self._name)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Let losses have gradients for this optimizer alone."""
+        """Accumulate gradients only for this optimizer, within the context."""
         self._step.toggle(self)
         yield
         self._step.untoggle(self)
@@ -207,7 +207,7 @@ class StepOptimizer:
 
 @final
 class StepScheduler:
-    """A schedule as ``self.lr_schedulers()`` returns it; micro-batches of one step advance it once together."""
+    """A schedule as in ``self.lr_schedulers()``; a step's micro-batches advance it together."""
 
     def __init__(self, schedule: ManualSchedule, step: int, untouched: Untouched) -> None:
         self._schedule, self._step, self._untouched = schedule, step, untouched
@@ -220,8 +220,8 @@ class StepScheduler:
         """Advance the schedule by one."""
         if args or options:
             raise ConfigError(
-                "step() of a schedule takes no argument in worldsize, where rates follow from the number of the step "
-                "alone. Call it without, and choose another schedule than ReduceLROnPlateau."
+                "step() of a schedule takes no argument in worldsize: its rate depends only on the number of the step. "
+                "Call it without, and choose a different schedule than ReduceLROnPlateau."
             )
         self._count += 1
         self._untouched.check_settings()
@@ -229,12 +229,12 @@ class StepScheduler:
         self._untouched.begin_settings()
 
     def finish(self) -> None:
-        """Refuse a schedule that other micro-batches of the step have advanced more or less often."""
+        """Raise ConfigError if the step's micro-batches advanced the schedule differently."""
         self._schedule.check(self._step, self._count)
 
 
 def attach_step(part: Any, log: StepLog) -> None:
-    """Give a LightningModule the functions by which it trains; outside of training steps it logs in ``log``."""
+    """Add manual-optimization functions to a module; outside steps, it logs to ``log``."""
     own = {
         "log": lambda *args, **options: _log(log)(*args, **options),
         "optimizers": _optimizers,

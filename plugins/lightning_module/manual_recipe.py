@@ -1,4 +1,4 @@
-"""Train a LightningModule that steps its optimizers itself: manual optimization, as GANs use it."""
+"""Train a LightningModule with manual optimization, as used for GANs."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from worldsize.core import Batch, ConfigError, Metrics, MultiUpdateRecipe, State
 
 @final
 class ManualLightningRecipe(MultiUpdateRecipe):
-    """Trains a module with ``automatic_optimization = False``, whose ``training_step`` steps the optimizers.
+    """Trains a module with ``automatic_optimization = False``, which steps its optimizers.
 
-    It runs in a thread that waits wherever an optimizer steps, until all ranks have agreed on the gradient.
+    ``training_step`` runs in a thread that pauses at each optimizer step until the gradient is reduced over all ranks.
     """
 
-    remembers: ClassVar[bool] = True  # attributes of the module, and it advances its schedules itself
+    remembers: ClassVar[bool] = True  # module attributes; the module also advances its schedules
 
     def __init__(self, program: LightningProgram) -> None:
         self._program = program
         self._made: WeakKeyDictionary[nn.Module, ManualOptimizers] = WeakKeyDictionary()
 
     def model(self) -> nn.Module:
-        """Return the module as strategies see it."""
+        """Return the module, wrapped for use by strategies."""
         return self._program.new_module()
 
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
-        """Return the optimizers of ``configure_optimizers``, named after the parts of the module that they train."""
+        """Return the optimizers of ``configure_optimizers``, named after the submodules they train."""
         assert isinstance(model, StepModule)
         model.attach(is_manual=True)
         made = configured(model.lightning)
         for optimizer in made.optimizers:
             if isinstance(optimizer, LBFGS):
                 raise ConfigError(
-                    f"{type(model.lightning).__name__}.configure_optimizers returns LBFGS, which computes several "
+                    f"{type(model.lightning).__name__}.configure_optimizers returns LBFGS, but it computes several "
                     "gradients in a step; worldsize agrees on one. Choose an optimizer that takes one, such as Adam."
                 )
         named = dict(zip(_names(model, made.optimizers), made.optimizers, strict=True))
@@ -55,27 +55,27 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         return named
 
     def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
-        """Return the module's schedules, which it advances itself."""
+        """Return the module's schedules, which the module advances itself."""
         parameters = {name: frozenset(map(id, _parameters(each))) for name, each in optimizers.items()}
         (made,) = (each for each in self._made.values() if each.parameters == parameters)
         named = list(zip(optimizers, made.configured.optimizers, strict=True))
         schedules: dict[str, ManualSchedule] = {}
-        for own in made.configured.schedules:  # lr_schedulers() returns them in this order
+        for own in made.configured.schedules:  # in the order of lr_schedulers()
             (name,) = (name for name, optimizer in named if made.configured.of(optimizer) is own)
             schedules[name] = ManualSchedule(own, optimizers[name])
         made.optimizers, made.schedules = dict(optimizers), schedules
         return schedules
 
     def data(self, split: str) -> Any:
-        """Return the data sets of the DataLoaders, as a module under automatic optimization has them."""
+        """Return the DataLoaders' data sets, as with automatic optimization."""
         return self._program.data(split)
 
     def collate(self, samples: list[Any]) -> Batch:
-        """Make a batch of samples of a stream; other data sets have the way of their DataLoader."""
+        """Collate samples of a stream; map-style data sets have their DataLoader's collate_fn."""
         return self._program.collate(samples)
 
     def updates(self, model: nn.Module, batch: Batch, step: int) -> Generator[Update, None, Metrics]:
-        """Yield each step of an optimizer that ``training_step`` takes, and return what it logs."""
+        """Yield each optimizer step of ``training_step``; return its logged values."""
         assert isinstance(model, StepModule)
         made = self._made[model]
         if made.first_step is None:
@@ -91,10 +91,10 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         return training_metrics(current.log.taken())
 
     def _train(self, current: ManualStep, model: StepModule, batch: Batch, step: int) -> None:
-        """Call the module's training step, and the end of its epoch where that is one."""
+        """Run the module's training step, and ``on_train_epoch_end`` when an epoch ends."""
         positions = self._program.positions
         method = model.begin("training_step", batch, step=step)
-        model.step_log.taken()  # the step has a log of its own
+        model.step_log.taken()  # clear it: the step has its own log
         current.log.begin(batch)
         with current.in_progress():
             moved = model.transferred(batch)
@@ -106,11 +106,11 @@ class ManualLightningRecipe(MultiUpdateRecipe):
             current.finish(model.lightning.on_train_epoch_end if positions.ends_epoch(step) else None)
 
     def metrics(self) -> Mapping[str, StateMetric]:
-        """Return the metrics of torchmetrics that are parts of the module, by their paths."""
+        """Return the torchmetrics metrics among the module's submodules, by path."""
         return self._program.metrics
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return the values logged by ``validation_step`` or ``test_step`` as (sum, count); none without them."""
+        """Return values logged by the evaluation step as (sum, count); empty without one."""
         assert isinstance(model, StepModule)
         if (name := self._program.evaluation_step) is None:
             return {}
@@ -122,7 +122,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _names(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
-    """Name each optimizer after the part of ``model`` that has its parameters; if that is not clear, by its place."""
+    """Name each optimizer after the submodule of ``model`` that it trains, or else by index."""
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     names = [_part([paths.get(id(each), "") for each in _parameters(optimizer)]) for optimizer in optimizers]
     is_clear = all(names) and max(Counter(names).values()) == 1
@@ -130,6 +130,6 @@ def _names(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def _part(paths: Sequence[str]) -> str:
-    """Return the part of a model that all ``paths`` of parameters begin with; empty: there is none."""
+    """Return the first path component shared by all parameter ``paths``, or "" if they differ."""
     parts = {path.partition(".")[0] for path in paths}
     return parts.pop() if len(parts) == 1 else ""

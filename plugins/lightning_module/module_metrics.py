@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics that are parts of a module: updated and logged in its evaluation step."""
+"""Torchmetrics metrics in a module, updated and logged by its evaluation step."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch import Tensor, nn
 from worldsize.core import ConfigError, StateMetric, StateReduction
 from worldsize.metrics import TorchMetric
 
-_LONGEST = 200  # bytes of a logged name
-_NAME = "logged name"  # the part of a state that has it
+_LONGEST = 200  # maximum length of a logged name in bytes
+_NAME = "logged name"  # state key for it
 
 
 def is_metric(part: object) -> bool:
-    """Return whether ``part`` is a metric of torchmetrics, which need not be installed."""
+    """Return whether ``part`` is a torchmetrics metric, without requiring that package."""
     return any(f"{kind.__module__}.{kind.__name__}" == "torchmetrics.metric.Metric" for kind in type(part).__mro__)
 
 
 def metrics_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Iterate over the metrics that are parts of ``module``, with their paths."""
+    """Iterate over the metrics among the submodules of ``module``, with their paths."""
     for path, part in module.named_modules():
         if is_metric(part):
             yield path, part
 
 
 def reset_metrics(module: nn.Module) -> None:
-    """Let all metrics begin anew, so that each has the state of one batch after it."""
+    """Reset all metrics, so that they accumulate only the next batch."""
     for _, metric in metrics_in(module):
         metric.reset()
 
 
 @final
 class ModuleMetric(StateMetric):
-    """A metric that the module updates itself; its value is that over the whole split, under the name that it logs.
+    """A metric updated by the module and computed over the whole split, under its logged name.
 
-    A metric that the step does not log has no value.
+    Metrics that the step does not log are omitted.
     """
 
     def __init__(self, metric: Any) -> None:
@@ -45,7 +45,7 @@ class ModuleMetric(StateMetric):
         self._parts = sorted(metric._reductions)
 
     def inputs(self, metric: Any, logged: str) -> tuple[Tensor, ...]:
-        """Return the name under which the module logs ``metric``, empty if it does not, and its state in its shapes."""
+        """Return the logged name of ``metric``, empty if not logged, and its state tensors."""
         code = logged.encode()
         if len(code) > _LONGEST:
             raise ConfigError(f"self.log({logged!r}, ...) names a metric of more than {_LONGEST} bytes. Shorten it.")
@@ -53,15 +53,15 @@ class ModuleMetric(StateMetric):
         return name, *(_whole(getattr(metric, part)) for part in self._parts)
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Return the state that :meth:`inputs` has read, with tensors in their shapes."""
+        """Return the state extracted by :meth:`inputs`, with tensor shapes unchanged."""
         return dict(zip((_NAME, *self._parts), inputs, strict=True))
 
     def reduction(self, name: str) -> StateReduction:
-        """Return how torchmetrics merges a part; the logged name is the same in all batches."""
+        """Return the torchmetrics reduction of a state; the logged name is the same for all batches."""
         return "max" if name == _NAME else self._merging.reduction(name)
 
     def compute(self, state: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Compute the metric from tensors with the shapes of :meth:`state`; return it under the module's name."""
+        """Compute the metric from a merged :meth:`state`, and return it under its logged name."""
         logged = bytes(state[_NAME].tolist()).rstrip(b"\0").decode()
         return {logged: self._merging.compute({part: state[part] for part in self._parts})} if logged else {}
 

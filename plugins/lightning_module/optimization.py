@@ -1,4 +1,4 @@
-"""Reads optimizers and schedules off what ``configure_optimizers`` returns."""
+"""Parse the optimizers and schedules returned by ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from worldsize.core import ConfigError
 @final
 @dataclass(frozen=True)
 class Scheduled:
-    """A schedule of ``configure_optimizers``.
+    """A schedule from ``configure_optimizers``.
 
     Args:
-        interval: "step" or "epoch": what it is counted by.
-        frequency: it advances once in so many of them.
+        interval: unit of the schedule, "step" or "epoch".
+        frequency: units between advances.
     """
 
     scheduler: LRScheduler
@@ -32,13 +32,13 @@ class Scheduled:
 @final
 @dataclass(frozen=True)
 class Configured:
-    """The optimizers of a module in its order, and their schedules."""
+    """The optimizers of a module, in its order, and their schedules."""
 
     optimizers: Sequence[Optimizer]
     schedules: Sequence[Scheduled]
 
     def of(self, optimizer: Optimizer) -> Scheduled | None:
-        """Return the schedule of an optimizer, if it has one.
+        """Return the schedule of an optimizer, or None if it has none.
 
         Raises:
             ConfigError: it has several.
@@ -56,8 +56,7 @@ def configured(module: Any) -> Configured:
     """Call ``configure_optimizers``.
 
     Raises:
-        ConfigError: it returns none of the forms that Lightning knows, or a schedule that does not follow from the
-            number of the step.
+        ConfigError: it returns a form unknown to Lightning, or a schedule that depends on more than the step number.
     """
     returned = module.configure_optimizers()
     optimizers, schedules = _parts(returned)
@@ -78,12 +77,12 @@ def configured(module: Any) -> Configured:
 
 
 def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and the schedules, in the forms that Lightning knows."""
+    """Split Lightning's return formats into optimizers and schedules."""
     match returned:
         case Mapping() if "frequency" in returned:
             raise ConfigError(
-                "configure_optimizers returns an optimizer with a frequency, which Lightning 2 does not heed. Leave it "
-                "out, and step the optimizer in the batches that it is for: self.automatic_optimization = False."
+                "configure_optimizers returns an optimizer with a frequency, but Lightning 2 ignores that. Leave it "
+                "out, and step the optimizer in its batches: self.automatic_optimization = False."
             )
         case Mapping():
             return [returned.get("optimizer")], [returned["lr_scheduler"]] if "lr_scheduler" in returned else []
@@ -100,8 +99,8 @@ def _scheduled(given: Any) -> Scheduled:
     scheduler = words.get("scheduler")
     if isinstance(scheduler, ReduceLROnPlateau) or words.get("reduce_on_plateau"):
         raise ConfigError(
-            "configure_optimizers returns a ReduceLROnPlateau, whose rate follows from metrics: in worldsize it "
-            "follows from the step alone. Choose another schedule of torch.optim.lr_scheduler."
+            "configure_optimizers returns a ReduceLROnPlateau. Its rate depends on metrics, but in worldsize rates "
+            "depend only on the step. Choose a different schedule of torch.optim.lr_scheduler."
         )
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(
@@ -118,13 +117,13 @@ def _scheduled(given: Any) -> Scheduled:
 
 
 class ModuleSchedule(LRScheduler):
-    """Abstract: a module's schedule that hands its rates to the optimizer that is in fact used."""
+    """Abstract: a module's schedule that copies its learning rates to the optimizer in use."""
 
     def __init__(self, scheduled: Scheduled, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduled.scheduler
         self._steps = 0
-        # it warns if its optimizer takes no step, which another one may do instead
+        # it would warn if its own optimizer does not step, although another one may step instead
         self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _advance(self) -> None:
@@ -154,14 +153,14 @@ class ModuleSchedule(LRScheduler):
 
 @final
 class PositionSchedule(ModuleSchedule):
-    """Advances a module's schedule by steps or epochs, as ``configure_optimizers`` asks for."""
+    """Advances a module's schedule by steps or epochs, as ``configure_optimizers`` sets."""
 
     def __init__(self, scheduled: Scheduled, optimizer: Optimizer, positions: Positions) -> None:
         super().__init__(scheduled, optimizer)
         self._scheduled, self._positions = scheduled, positions
 
     def step(self, epoch: int | None = None) -> None:
-        """Count a step, and advance the schedule if that is due."""
+        """Count a step, and advance the schedule when due."""
         self._steps += 1
         if self._is_due():
             self._advance()
@@ -175,35 +174,35 @@ class PositionSchedule(ModuleSchedule):
 
 @final
 class ManualSchedule(ModuleSchedule):
-    """A schedule that the module advances itself, in the training steps of all micro-batches; it counts once."""
+    """A schedule advanced by the module in all micro-batches' steps, counted once."""
 
     def __init__(self, scheduled: Scheduled, optimizer: Optimizer) -> None:
         super().__init__(scheduled, optimizer)
-        self._current = self._before = 0  # the step in which it advanced last, and how often it had before it
-        self._ended: int | None = None  # the step that some micro-batch has ended
+        self._current = self._before = 0  # last step in which it advanced, and its count before that step
+        self._ended: int | None = None  # step that at least one micro-batch has finished
 
     def step(self, epoch: int | None = None) -> None:
-        """Do nothing after an update: the module says when its schedule advances."""
+        """Do nothing after an update: the module advances its schedule itself."""
 
     def advance(self, step: int, count: int) -> None:
-        """Advance to the ``count``-th time in step number ``step``, unless another micro-batch has done so."""
+        """Advance for the ``count``-th time in ``step``, unless another micro-batch has."""
         self._begin(step)
         if self._before + count > self._steps and self._ended != step:
             self._steps += 1
             self._advance()
 
     def check(self, step: int, count: int) -> None:
-        """End step number ``step`` of a micro-batch in which it has advanced ``count`` times.
+        """Finish ``step`` for a micro-batch that advanced the schedule ``count`` times.
 
         Raises:
-            ConfigError: another micro-batch has advanced it more or less often.
+            ConfigError: another micro-batch advanced it a different number of times.
         """
         self._begin(step)
         self._ended = step
         if self._before + count != self._steps:
             raise ConfigError(
                 f"training_step advances a schedule {count} times for one micro-batch of step {step} and "
-                f"{self._steps - self._before} times for another. Let it depend on batch_idx and the epoch alone."
+                f"{self._steps - self._before} times for a second one. Let it depend on batch_idx and the epoch only."
             )
 
     def _begin(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The place of a step in its epoch, computed from its number alone."""
+"""Position of a step within its epoch, computed only from its number."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class RunValues:
-    """The values of the run that a LightningModule may ask for, or that its DataLoaders have too.
+    """Run settings used by a LightningModule or its DataLoaders.
 
     Args:
-        batch_size: samples of a step over all logical ranks.
-        seed: seeds the making of the data module, so that all processes split the data in the same way.
+        batch_size: samples per step over all logical ranks.
+        seed: seed for creating the data module, so that all processes split the data identically.
     """
 
     steps: int
@@ -25,38 +25,38 @@ class RunValues:
 @final
 @dataclass(frozen=True)
 class Positions:
-    """Epochs of ``samples``, of which each step draws ``batch_size``; a batch may straddle two epochs.
+    """Epochs of ``samples`` in steps of ``batch_size``; a batch may straddle two epochs.
 
-    Without ``samples`` the data are a stream, all of which is one epoch. Steps are counted from 1, epochs and batches
-    from 0, as Lightning counts them.
+    If ``samples`` is None, the data is a stream, all of which is one epoch. Steps count from 1, epochs and batches from
+    0, as in Lightning.
     """
 
     samples: int | None
     batch_size: int
 
     def epoch(self, step: int) -> int:
-        """Return the epoch in which ``step`` begins."""
+        """Return the epoch in which ``step`` starts."""
         return self.finished_epochs(step - 1)
 
     def finished_epochs(self, step: int) -> int:
-        """Count the epochs whose last sample has been drawn after ``step``."""
+        """Return the number of epochs completed after ``step``."""
         return 0 if self.samples is None else step * self.batch_size // self.samples
 
     def batch_index(self, step: int) -> int:
-        """Return the number of the step within its epoch."""
+        """Return the index of the step within its epoch."""
         if self.samples is None:
             return step - 1
         return step - 1 - -(-self.epoch(step) * self.samples // self.batch_size)
 
     def ends_epoch(self, step: int) -> bool:
-        """Return whether ``step`` draws the last sample of an epoch."""
+        """Return whether ``step`` includes the last sample of an epoch."""
         return self.finished_epochs(step) > self.finished_epochs(step - 1)
 
     @property
     def steps_of_epoch(self) -> int | None:
-        """Count the steps of an epoch, rounded up; None: it has no end."""
+        """Steps per epoch, rounded up. None if the data is a stream."""
         return None if self.samples is None else -(-self.samples // self.batch_size)
 
     def epochs(self, steps: int) -> int | None:
-        """Count the epochs of a run of ``steps``, rounded up; None: they have no end."""
+        """Return the epochs in ``steps``, rounded up. None if the data is a stream."""
         return None if self.samples is None else -(-steps * self.batch_size // self.samples)

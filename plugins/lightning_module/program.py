@@ -1,4 +1,4 @@
-"""A Lightning program: its module, its data and its DataLoaders, built as Lightning builds them, and checked."""
+"""A Lightning program: its module, data and DataLoaders, built as by Lightning."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _TRANSFERS = ("on_before_batch_transfer", "on_after_batch_transfer")
 @final
 @dataclass(frozen=True)
 class LightningProgram:
-    """Holds the module and the data that a program hands to ``lightning.Trainer.fit``.
+    """The module and data that a program passes to ``lightning.Trainer.fit``.
 
     Args:
-        make_module: makes the LightningModule, with ``module_args``.
-        make_datamodule: makes the LightningDataModule, with ``datamodule_args``; or returns None.
-        run: the values of the run that DataLoaders have too.
-        evaluates: the step that evaluates: "validation" or "test".
+        make_module: creates the LightningModule from ``module_args``.
+        make_datamodule: creates the LightningDataModule from ``datamodule_args``, or returns None.
+        run: run settings that DataLoaders also have.
+        evaluates: the step used for evaluation, "validation" or "test".
     """
 
     make_module: Callable[..., Any]
@@ -50,7 +50,7 @@ class LightningProgram:
     evaluates: Literal["validation", "test"] = "validation"
 
     def check(self, *, run_decides: bool) -> None:
-        """Raise ConfigError for what the module and its data have that does not come along."""
+        """Raise ConfigError if the module or its data have unsupported features."""
         module, datamodule = self._sources
         check_hooks(module, datamodule)
         names = ["train_dataloader", *([_LOADERS[self.evaluates]] if self._evaluated else [])]
@@ -62,7 +62,7 @@ class LightningProgram:
 
     @cached_property
     def _sources(self) -> tuple[Any, Any]:
-        """A module and a data module that have prepared the data; the module is not trained."""
+        """A module, which is never trained, and a data module, after data preparation."""
         with seeded(self.run.seed):
             datamodule = built(
                 self.make_datamodule, self.datamodule_args, key="recipe.datamodule", base="LightningDataModule"
@@ -84,14 +84,14 @@ class LightningProgram:
 
     @cached_property
     def metrics(self) -> Mapping[str, ModuleMetric]:
-        """Return the metrics of torchmetrics that are parts of the module, by their paths, if a step evaluates."""
+        """Return the torchmetrics metrics in the module by path; empty without an evaluation step."""
         if self.evaluation_step is None:
             return {}
         return {path: ModuleMetric(metric) for path, metric in metrics_in(self._sources[0])}
 
     @cached_property
     def positions(self) -> Positions:
-        """Return the place of each step in its epoch."""
+        """Return the position of each step within its epoch."""
         data = self._train.dataset
         return Positions(None if is_iterable(data) else len(data), self.run.batch_size)  # type: ignore[arg-type]
 
@@ -101,7 +101,7 @@ class LightningProgram:
         return not self._sources[0].automatic_optimization
 
     def new_module(self) -> StepModule:
-        """Make a module as the strategies see it, with weights drawn anew."""
+        """Create a module for the strategies, with new random weights."""
         module, facts = _made(self), RunFacts(self.run, self.positions, is_manual=self.is_manual)
         module.trainer = facts
         module.setup("fit")
@@ -110,7 +110,7 @@ class LightningProgram:
 
     @property
     def evaluation_step(self) -> str | None:
-        """Return the name of the step that evaluates; None: the module has none, or no data for it."""
+        """Return the name of the evaluation step. None if the module has none, or lacks data for it."""
         return f"{self.evaluates}_step" if self._evaluated is not None else None
 
     @cached_property
@@ -127,7 +127,7 @@ class LightningProgram:
         return self._loader(_LOADERS[self.evaluates])
 
     def _loader(self, name: str) -> DataLoader[Any] | None:
-        """Return the DataLoader of the data module, or of the module; None: neither has one."""
+        """Return the DataLoader from the data module or the module. None if neither has one."""
         module, datamodule = self._sources
         for owner in (datamodule, module):
             if owner is not None and _overrides(owner, name):
@@ -137,7 +137,7 @@ class LightningProgram:
         return None
 
     def data(self, split: str) -> Any:
-        """Return the data of a split, "train" or "test": the latter is what is evaluated."""
+        """Return the data of a split, "train" or "test"; "test" is the evaluated split."""
         if split == "train":
             return data_of(self._train)
         if self._evaluated is None:
@@ -146,12 +146,12 @@ class LightningProgram:
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        """Return how batches of streams are made."""
+        """Return the collate function for streams."""
         return same_collate(self._train, self._evaluated)
 
 
 def _overrides(owner: Any, name: str) -> bool:
-    """Return whether a program has a method of its own, of its class or of the object."""
+    """Return whether a program overrides a method, in the class or on the instance."""
     base = base_of(owner, "LightningModule") or base_of(owner, "LightningDataModule")
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
@@ -166,7 +166,7 @@ def _made(program: LightningProgram) -> Any:
 
 
 def _transfers(datamodule: Any, module: Any) -> dict[str, Any]:
-    """Return who changes batches: the data module, if it says how, or the module."""
+    """Return each batch-transfer hook's owner: the data module if it overrides it, or module."""
     owners = [each for each in (datamodule, module) if each is not None]
     changing = {name: [owner for owner in owners if _overrides(owner, name)] for name in _TRANSFERS}
     return {name: own[0] for name, own in changing.items() if own}

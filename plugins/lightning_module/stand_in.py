@@ -1,4 +1,4 @@
-"""Stands in for ``self.trainer``: it has plain facts of the run, and refuses every other attribute by name."""
+"""Replacement for ``self.trainer`` with basic facts about the run; rejects other attributes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from worldsize.core import ConfigError
 
 @final
 class RunFacts:
-    """The facts of a run under the names that ``lightning.Trainer`` gives them.
+    """Facts about a run under their names in ``lightning.Trainer``.
 
-    The module sees one device, on which it trains the whole batch; ``is_global_zero`` alone tells processes apart, so
-    that one of them can print.
+    The module sees one device with the whole batch. Only ``is_global_zero`` differs between processes, so that one of
+    them can print.
     """
 
     world_size = num_devices = num_nodes = accumulate_grad_batches = 1
@@ -30,7 +30,7 @@ class RunFacts:
         self._step, self._stage = 1, "training_step"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunFacts:
-        """Return this object itself, since a copy of a model belongs to the same run."""
+        """Return this object itself, since a copied model belongs to the same run."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -44,7 +44,7 @@ class RunFacts:
         )
 
     def at(self, step: int, stage: str) -> None:
-        """Set which step comes next, counted from 1, and the name of the method that takes it."""
+        """Set the next step, counted from 1, and the name of the method that runs it."""
         self._step, self._stage = step, stage
 
     @property

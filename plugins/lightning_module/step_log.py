@@ -1,4 +1,4 @@
-"""Collects what a step logs by ``self.log``, as sums and counts."""
+"""Collect the values that a step logs with ``self.log``, as sums and counts."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from worldsize.strategies.loss_record import STEP_FIGURES
 
 @final
 class StepLog:
-    """The values that one step of a LightningModule logs: each the mean over a batch, weighed by its samples."""
+    """Values logged by one step: means over a batch, weighted by its samples."""
 
     def __init__(self) -> None:
         self._batch: Any = None
-        self._samples: int | None = None  # of the batch; None: not counted yet
+        self._samples: int | None = None  # batch size; None if not counted yet
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.objects: dict[str, Any] = {}
-        """Metrics of torchmetrics by the names under which they were logged."""
-        self._closed_for = ""  # the hook that may not log; empty: it is open
+        """Torchmetrics metrics by logged name."""
+        self._closed_for = ""  # the hook that must not log; empty while logging is allowed
 
     def begin(self, batch: Any) -> None:
-        """Forget what was logged, before a step on ``batch``."""
+        """Clear the log before a step on ``batch``."""
         self._batch, self._samples, self._sums, self.objects = batch, None, {}, {}
 
     def taken(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return and clear the values logged since the last call, by name: (sum, count), two scalars."""
+        """Return and clear values logged since the last call, by name: (sum, count), scalars."""
         sums, self._sums, self._batch = self._sums, {}, None
         return sums
 
     def check_numbers(self) -> None:
-        """Raise ConfigError if a metric was logged in training, where values are means over batches."""
+        """Raise ConfigError if training logged a metric object, not a mean over a batch."""
         for name, metric in self.objects.items():
             raise ConfigError(
-                f"training_step logs {name!r} as a {type(metric).__name__}, whose value is that of a whole epoch. Log "
+                f"training_step logs {name!r} as a {type(metric).__name__}; its value covers a whole epoch. Log "
                 "the value of each batch, as the metric's forward pass returns it: self.log(name, metric(...))."
             )
 
     def close(self, hook: str) -> None:
-        """Refuse what is logged from here on, in ``hook``."""
+        """Reject values logged from now on, by ``hook``."""
         self._closed_for = hook
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Add a value to the log; the arguments are those of ``LightningModule.log``.
+        """Log a value, with the arguments of ``LightningModule.log``.
 
         Raises:
-            ConfigError: the value is no number, is not reduced by the mean, or is logged where nothing may be.
+            ConfigError: the value is not a number, is not reduced by the mean, or is logged in the wrong hook.
         """
         if self._closed_for:
             raise ConfigError(f"{self._closed_for} logs {name!r}. Log it in the step itself, each name in every step.")
@@ -83,28 +83,28 @@ class StepLog:
 
 
 def training_metrics(logged: Metrics) -> Metrics:
-    """Rename what has the name of a figure that each step has anyway: ``loss`` is ``module/loss``."""
+    """Prefix names that clash with the step's own metrics: ``loss`` becomes ``module/loss``."""
     own = (*STEP_FIGURES, "loss/", "lr/")
     return {f"module/{name}" if name.startswith(own[-2:]) or name in own else name: p for name, p in logged.items()}
 
 
 def mean_over(batch: Any, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mean over ``batch``, a scalar, as (sum, count of samples), two scalars."""
+    """Return a mean over ``batch``, a scalar, as (sum, number of samples), two scalars."""
     samples = torch.tensor(float(samples_of(batch)), dtype=torch.float64, device=mean.device)
     return mean.detach().double() * samples, samples
 
 
 def samples_of(batch: Any) -> int:
-    """Count the samples of a batch as Lightning does: the length of its first tensor.
+    """Return the batch size like Lightning: the length of the first tensor.
 
     Raises:
-        ConfigError: there is no tensor in it.
+        ConfigError: the batch does not contain a tensor.
     """
     from lightning.pytorch.utilities.data import extract_batch_size
 
     try:
         return int(extract_batch_size(batch))
-    except Exception:  # Lightning's own, which it does not export
+    except Exception:  # Lightning's own exception, which it does not export
         raise ConfigError(
-            "a batch has no tensor that says how many samples it has. Say self.log(..., batch_size=...)."
+            "a batch without tensors is of unknown size. Pass it: self.log(..., batch_size=...)."
         ) from None

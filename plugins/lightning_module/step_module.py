@@ -1,4 +1,4 @@
-"""A LightningModule as strategies see it: a module whose forward pass is a step."""
+"""Wrapper of a LightningModule for strategies; its forward pass is a step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from worldsize.core import ConfigError, Metrics
 
 @final
 class StepModule(nn.Module):
-    """Has the parts of a LightningModule under the same names, and calls its steps.
+    """Exposes the submodules of a LightningModule under the same names, and calls its steps.
 
-    Strategies prepare what they do around the forward pass of a model. Inside a step, ``self(x)`` is an ordinary call
-    then, and so is that of any part.
+    Strategies hook into the wrapper's forward pass. Inside a step, ``self(x)`` and submodules are thus called as usual.
 
     Args:
         lightning: the module.
-        facts: what it finds as ``self.trainer``.
-        transfers: the module or the data module, whichever changes batches before and after they are moved.
+        facts: the object that the module gets as ``self.trainer``.
+        transfers: owner of each batch-transfer hook: the module or the data module.
     """
 
     def __init__(self, lightning: Any, facts: RunFacts, transfers: Mapping[str, Any]) -> None:
         super().__init__()
-        self._held = (lightning,)  # not a part of this module: its own parts are
+        self._held = (lightning,)  # a tuple, so that it is not registered as a submodule
         self._parameters, self._buffers, self._modules = lightning._parameters, lightning._buffers, lightning._modules
         self._non_persistent_buffers_set = lightning._non_persistent_buffers_set
         self._facts, self._log, self._transfers = facts, StepLog(), transfers
@@ -45,13 +44,13 @@ class StepModule(nn.Module):
 
     @property
     def step_log(self) -> StepLog:
-        """Return the log of the step in progress."""
+        """The log of the step in progress."""
         return self._log
 
     def attach(self, *, is_manual: bool = False) -> None:
-        """Let the module, and those in it, find the run's facts and log here; a copy of it has lost them.
+        """Connect the LightningModules to the run's facts and log, which copies lose.
 
-        ``is_manual``: it steps its optimizers itself.
+        ``is_manual``: whether the module steps its optimizers itself.
         """
         self.lightning.trainer = self._facts
         for part in self.lightning.modules():
@@ -61,18 +60,18 @@ class StepModule(nn.Module):
                     attach_step(part, self._log)
 
     def train(self, mode: bool = True) -> StepModule:
-        """Set the mode of the LightningModule, in its own way."""
+        """Set training mode through the LightningModule's own method."""
         self.training = mode
         self.lightning.train(mode)
         return self
 
     def to(self, *args: Any, **options: Any) -> Any:
-        """Move the LightningModule, which keeps its device."""
+        """Move the LightningModule itself, so that it tracks its device."""
         self.lightning.to(*args, **options)
         return self
 
     def forward(self, name: str, batch: Any, *, index: int, step: int) -> tuple[Any, Metrics]:
-        """Call the step ``name`` of the module on batch number ``index``; return its output and what it logged."""
+        """Run step ``name`` on batch ``index``; return its output and logged values."""
         method = self.begin(name, batch, step=step)
         moved = self.transferred(batch)
         output = method(moved, index) if takes_index(method) else method(moved)
@@ -81,7 +80,7 @@ class StepModule(nn.Module):
         return output, self._log.taken()
 
     def begin(self, name: str, batch: Any, *, step: int) -> Any:
-        """Prepare step number ``step`` of the run; return the method of the module that takes it."""
+        """Prepare step number ``step`` of the run, and return the module's method for it."""
         self._facts.at(step, name)
         self._log.begin(batch)
         reset_metrics(self.lightning)
@@ -91,14 +90,14 @@ class StepModule(nn.Module):
         return getattr(self.lightning, name)
 
     def transferred(self, batch: Any) -> Any:
-        """Change a batch as the program's hooks around its transfer do."""
+        """Apply the program's hooks around batch transfer."""
         for name, owner in self._transfers.items():
             batch = getattr(owner, name)(batch, 0)
         return batch
 
 
 def takes_index(method: Any) -> bool:
-    """Return whether a step takes the number of the batch too."""
+    """Return whether a step method accepts a batch index."""
     parameters = inspect.signature(method).parameters.values()
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return len(places) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
@@ -107,10 +106,10 @@ def takes_index(method: Any) -> bool:
 def evaluation_metrics(
     model: StepModule, name: str, batch: Any, *, step: int, metrics: Mapping[str, ModuleMetric]
 ) -> Mapping[str, tuple[Tensor, ...]]:
-    """Evaluate one batch by the module's step ``name``: the values that it logs, or its loss, as (sum, count).
+    """Evaluate a batch with step ``name``; return its logged values or loss as (sum, count).
 
     Raises:
-        ConfigError: it neither logs nor returns anything.
+        ConfigError: the step neither logs nor returns a value.
     """
     logged: Metrics
     output, logged = model(name, batch, index=0, step=step)
@@ -126,10 +125,10 @@ def evaluation_metrics(
 
 
 def loss_of(output: Any, name: str) -> Tensor:
-    """Return the loss, a scalar, that a step has returned, alone or as ``{"loss": ...}``.
+    """Return the loss, a scalar, from a step's output: the output itself, or its "loss" entry.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no scalar loss.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:

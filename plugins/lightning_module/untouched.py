@@ -1,4 +1,4 @@
-"""Refuses a training step that itself changes what optimizers and schedules change: weights, gradients and rates."""
+"""Reject a training step that changes weights, gradients or learning rates itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMETER_REMEDY = (
 @final
 @dataclass(frozen=True)
 class _Seen:
-    """A parameter and its gradient, with their versions, which count changes in place."""
+    """A parameter and its gradient, with their version counters."""
 
     parameter: nn.Parameter
     version: int
@@ -36,7 +36,7 @@ class _Seen:
 
 @final
 class Untouched:
-    """The parameters, gradients and settings of optimizers between two updates, which a training step leaves alone."""
+    """Parameters, gradients and optimizer settings that must not change between two updates."""
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
@@ -44,20 +44,20 @@ class Untouched:
         self._settings: dict[str, dict[tuple[int, str], Any]] = {}
 
     def begin(self) -> None:
-        """Remember the parameters, their gradients and the versions of both."""
-        with torch._C.DisableTorchFunction():  # a GradientGuard is for the module
+        """Record the parameters, their gradients and the versions of both."""
+        with torch._C.DisableTorchFunction():  # the GradientGuard applies only to the module's code
             self._seen = [_Seen.of(parameter) for parameter in self._model.parameters()]
         self.begin_settings()
 
     def begin_settings(self) -> None:
-        """Remember the settings of the optimizers, as a schedule has left them."""
+        """Record the optimizer settings, after a schedule has changed them."""
         self._settings = {name: _settings(optimizer) for name, optimizer in self._optimizers.items()}
 
     def end(self) -> None:
-        """Compare with what :meth:`begin` remembered, and forget that.
+        """Compare with the state recorded by :meth:`begin`, and clear it.
 
         Raises:
-            ConfigError: a parameter or a gradient has been replaced or changed.
+            ConfigError: a parameter or a gradient was replaced or changed.
         """
         seen, self._seen = self._seen, []
         with torch._C.DisableTorchFunction():
@@ -66,7 +66,7 @@ class Untouched:
         self.check_settings()
 
     def check_settings(self) -> None:
-        """Raise ConfigError if the settings of an optimizer have changed since :meth:`begin_settings`."""
+        """Raise ConfigError if optimizer settings have changed since :meth:`begin_settings`."""
         for name, before in self._settings.items():
             now = _settings(self._optimizers[name])
             for place, key in sorted(before.keys() | now.keys()):
@@ -83,8 +83,8 @@ class Untouched:
             raise ConfigError(f"training_step changes {self._name(before.parameter)}{PARAMETER_REMEDY}")
         if now.gradient is not before.gradient or now.gradient_version != before.gradient_version:
             raise ConfigError(
-                f"training_step calls loss.backward(), or changes the gradient of {self._name(before.parameter)} in "
-                "another way. Call self.manual_backward(loss), and zero_grad() of the optimizer itself; leave the rest "
+                f"training_step calls loss.backward() or changes the gradient of {self._name(before.parameter)} "
+                "itself. Call self.manual_backward(loss), and zero_grad() of the optimizer itself; leave the rest "
                 "to a hook of the optimizer: register_step_pre_hook."
             )
 
@@ -94,7 +94,7 @@ class Untouched:
 
 
 def _settings(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
-    """Return what an optimizer's groups say of their parameters; of a tensor, which one and its version."""
+    """Return the settings of an optimizer's groups; tensors as (identity, version)."""
     return {
         (place, name): (id(value), value._version) if isinstance(value, Tensor) else value
         for place, group in enumerate(optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""Local SGD: workers train apart and average their parameters."""
+"""Local SGD: independent workers that periodically average their parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.strategies.periodic import (
     trained_parameters,
 )
 from worldsize.strategies.periodic_exchange import Exact, beside, flat, split_like
-from worldsize.strategies.train_state import OptimizedModel
+from worldsize.strategies.train_state import TrainState
 
 OptimizerState = Literal["local", "mean", "zero"]
 
@@ -25,10 +25,10 @@ OptimizerState = Literal["local", "mean", "zero"]
 @final
 @dataclass(frozen=True)
 class LocalSGD(PeriodicSyncStrategy):
-    """Parameters and buffers are averaged every ``inner_steps`` steps (Stich 2019, arXiv 1805.09767).
+    """Average parameters and buffers every ``inner_steps`` steps (Stich 2019, arXiv 1805.09767).
 
-    ``optimizer_state``: what becomes of the optimizer's then: each worker keeps its own ("local"), they are averaged
-    too ("mean"), or set to zero ("zero").
+    ``optimizer_state``: its handling at synchronization. Workers keep their own state ("local"), average it ("mean"),
+    or reset it to zero ("zero").
     """
 
     optimizer_state: OptimizerState = "local"
@@ -36,7 +36,7 @@ class LocalSGD(PeriodicSyncStrategy):
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         return averaging_cost(work, cluster, every=self.inner_steps)
 
-    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         return Averaging(train_state, Exact(world), self.inner_steps, self.optimizer_state)
 
 
@@ -44,9 +44,7 @@ class LocalSGD(PeriodicSyncStrategy):
 class Averaging(OuterOptimizer):
     """Averages the workers every ``every`` steps."""
 
-    def __init__(
-        self, train_state: OptimizedModel, exchange: Exact, every: int, optimizer_state: OptimizerState
-    ) -> None:
+    def __init__(self, train_state: TrainState, exchange: Exact, every: int, optimizer_state: OptimizerState) -> None:
         self._train_state, self._exchange = train_state, exchange
         self._every, self._optimizer_state = every, optimizer_state
 
@@ -56,7 +54,7 @@ class Averaging(OuterOptimizer):
             self._average([*trained_parameters(model), *averaged_buffers(model), *self._of_optimizer()])
 
     def _of_optimizer(self) -> list[Tensor]:
-        """Return the tensors of the optimizer's state that are averaged, and reset those that are not kept."""
+        """Return the optimizer state tensors to average; with "zero", reset them instead."""
         states = [kept for optimizer in self._train_state.optimizers for kept in optimizer.state.values()]
         values = [value for kept in states for value in kept.values()]
         tensors = [value for value in values if isinstance(value, Tensor)]

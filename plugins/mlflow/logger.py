@@ -1,33 +1,31 @@
-"""MLflow: metrics of a run on a tracking server or in a database, written by MLflow's own client."""
+"""MLflow logger: writes metrics to a tracking server or database with the MLflow client."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, logged_name
-from worldsize.errors import missing_extra
+from worldsize.errors import require
 from worldsize.observe.events import alert_for
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-if find_spec("mlflow") is None:  # told before a process starts; the library itself is imported beside the training
-    raise missing_extra("logger=mlflow", package="mlflow", extra="mlflow")
+require("logger=mlflow", "mlflow-skinny", extra="mlflow")
 
-_TAG = "worldsize.run"  # has the run's id, by which a later attempt finds it
-_AT_ONCE = 100  # parameters that a server takes in one request
-_LONGEST = 500  # characters of a parameter or tag that every server takes
+_TAG = "worldsize.run"  # tag with the run's id, which later attempts search for
+_AT_ONCE = 100  # largest number of parameters per request that servers accept
+_LONGEST = 500  # largest length of a parameter or tag that all servers accept, in characters
 
 
 @final
 class MLflow:
-    """Logs to one MLflow run per run, which later attempts go on with."""
+    """Logs to one MLflow run per run; later attempts continue it."""
 
     def __init__(
         self,
@@ -40,13 +38,13 @@ class MLflow:
         manifest: Mapping[str, Any],
         folder: Path,
     ) -> None:
-        from mlflow import MlflowClient  # takes seconds
+        from mlflow import MlflowClient  # slow import (seconds)
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # otherwise it logs every database table that it creates
         self._client = MlflowClient(tracking_uri=tracking_uri)
         place = _experiment(self._client, experiment)
         runs = self._client.search_runs([place], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
-        self._last = _last_steps(self._client, runs[0]) if runs else {}  # logged by earlier attempts
+        self._last = _last_steps(self._client, runs[0]) if runs else {}  # steps logged by earlier attempts
         if runs:
             self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
@@ -88,20 +86,20 @@ class MLflow:
 
 
 def _experiment(client: MlflowClient, name: str) -> str:
-    """Return the id of the experiment; make it if there is none."""
+    """Return the experiment's id, creating the experiment if needed."""
     experiment = client.get_experiment_by_name(name)
     return str(experiment.experiment_id if experiment else client.create_experiment(name))
 
 
 def _last_steps(client: MlflowClient, run: Run) -> dict[str, int]:
-    """Return, for each metric of the run, the last step of which it has a value."""
+    """Return the last logged step of each metric of the run."""
     return {
         name: max(each.step for each in client.get_metric_history(run.info.run_id, name)) for name in run.data.metrics
     }
 
 
 def _leaves(config: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield every value of a nested configuration under its key: ``strategy.reduce``."""
+    """Yield all values of a nested configuration with dotted keys such as ``strategy.reduce``."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*path, str(key)))

@@ -1,7 +1,7 @@
-"""The leading server: workers compute the steps of the training loop, and shards apply them.
+"""The leading server: workers compute the training loop's steps, and shards apply them.
 
-``run_server`` runs one server; the server of the first shard also leads the training. ``Coordinator`` is its replica,
-``AllShards`` its requests to all shards: its own, and those of the other servers.
+``run_server`` runs one server; the server of shard 0 also leads the training. ``Coordinator`` is its replica.
+``AllShards`` sends requests to all shards, including its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plugins.parameter_server.task_pool import StalenessScheduler
 from plugins.parameter_server.task_scheduler import TaskScheduler, TaskService
 from worldsize.collectives.exact import reduce_metrics
 from worldsize.collectives.step_timer import phase
-from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
+from worldsize.core import ONE_UPDATE, EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
 from worldsize.net.registry import EndedError, Registry
 from worldsize.strategies.gradient_reducer import clip_factor
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics
@@ -31,15 +31,15 @@ from worldsize.strategies.train_state import TrainState
 
 @final
 class Coordinator(Replica):
-    """The replica with which the training loop drives the run.
+    """Replica of the leading server, used by the training loop.
 
     Args:
-        shards: All shards; this process serves the first.
+        shards: All shards; this process serves shard 0.
         scheduler: Assigns tasks to the workers.
-        registry: The registry of the run's services, through which the run is ended.
-        train_state: A full model, optimizer and schedule, which receive the shards' state when it is saved.
-        context: The context of the run; its numerics decide about clipping and non-finite gradients.
-        rows: How rows of tables are assigned to servers and kept.
+        registry: The run's service registry, used to end the run.
+        train_state: A full model, optimizer and schedule, filled with the shards' state for saving.
+        context: The context of the run; its numerics control clipping and non-finite gradients.
+        rows: How table rows are assigned to servers and retained.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Coordinator(Replica):
         shards.reset(self.step_reached, self._shard.last_factor)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Let the workers compute the next step; they load its data themselves."""
+        """Let the workers compute the next step; they load the data themselves."""
         assert self.step_reached is not None
         step, lr = self.step_reached + 1, self._shard.parameters.lr
         if self._synchronous:
@@ -75,7 +75,7 @@ class Coordinator(Replica):
         return StepResult(losses, lr, norm, skipped, step_metrics(records))
 
     def _weighed(self, step: int, records: Sequence[LossRecord]) -> list[Tensor]:
-        """Divide the gradient by the step's weight if losses are sums; return each record's part of the mean loss."""
+        """Divide the gradient by the total weight if losses are sums; return the loss terms."""
         check_same_form(records)
         if not records[0].is_weighted:
             return [record.loss for record in records]
@@ -84,27 +84,27 @@ class Coordinator(Replica):
         return [record.loss[0] * factor for record in records]
 
     def _commit(self, step: int) -> tuple[Tensor | None, bool]:
-        """Clip the mean gradient by its norm over all shards, or skip the step if the norm is not finite."""
+        """Clip the mean gradient by its norm over all shards; skip the step if not finite."""
         norm, factor = self._judged() if self._numerics.needs_norm else (None, 1.0)
         self._shards.apply(step, factor)
         return norm, factor is None
 
     def _judged(self) -> tuple[Tensor, float | None]:
-        """Return the norm of the mean gradient and the factor to multiply it by; None skips the step."""
+        """Return the norm of the mean gradient and its clipping factor, or None to skip the step."""
         norm = torch.linalg.vector_norm(torch.stack(self._norms()))
         if self._numerics.skips(norm):
             return norm, None
         return norm, float(clip_factor(norm, self._numerics.norm_limit))
 
     def _norms(self) -> list[Tensor]:
-        """Return the norm of each parameter's gradient, in the order of the model."""
+        """Return the norm of each parameter's gradient, in model order."""
         pieces = self._shards.norms()
         names = [name for name, _ in self._train_state.model.named_parameters() if name in pieces]
         norms = [torch.tensor(pieces[name]) for name in names]
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Let the workers evaluate; they load the batches themselves. Return the metrics by name."""
+        """Let the workers evaluate; they load the batches themselves. Return metrics by name."""
         parts = max(1, len(self._scheduler.workers)) if self._synchronous else 1
         sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
@@ -113,16 +113,16 @@ class Coordinator(Replica):
         self._shards.advance(value, step)
 
     def state(self) -> StateDict:
-        """Combine the states of all shards."""
+        """Gather the state of all shards."""
         states = self._shards.states()
-        gather_states(states, self._train_state)
+        gather_states(states, self._train_state.parts[ONE_UPDATE])
         return full_state(self._train_state, joined_rows([state["tables"] for state in states]), self._rows)
 
     def load(self, state: StateDict) -> None:
-        """Do nothing: each server has loaded its own part."""
+        """Do nothing: each server loads its own shard."""
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the load of each server since the last call, and the number of workers."""
+        """Return each server's load since the last call, and the number of workers."""
         return {"servers": self._shards.facts(), "workers": len(self._scheduler.workers)}
 
     def close(self, *, complete: bool) -> None:
@@ -132,17 +132,17 @@ class Coordinator(Replica):
 
 
 def run_server(pending: PendingServer, context: RunContext, *, bound: float, rows: RowRule) -> Coordinator | None:
-    """Serve a shard from when this server becomes its master, if ever, until the run ends.
+    """Wait to become the master of a shard, and serve it until the run ends.
 
     Args:
         pending: The server.
         context: The context of the run.
-        bound: The number of clocks that the fastest worker may be ahead of the slowest.
-        rows: How rows of tables are dealt to the servers and kept.
+        bound: The maximum number of clocks by which workers may be apart.
+        rows: How table rows are assigned to servers and retained.
 
     Returns:
-        The replica by which the training loop leads the run, as soon as there are workers, if this is the master of the
-        first shard; None when the run is over, if it is not.
+        On the master of shard 0, the replica for the training loop, once there are workers. Otherwise None, after the
+        run ends.
     """
     try:
         pending.succession.run()
@@ -150,7 +150,7 @@ def run_server(pending: PendingServer, context: RunContext, *, bound: float, row
         return None
     if pending.succession.mastership.service == shard_service(0):
         return _lead(pending, context, bound=bound, rows=rows)
-    server = pending.serve(on_step=context.faults.enter)  # at the server that leads, the training loop tells the steps
+    server = pending.serve(on_step=context.faults.enter)  # on the leader, the training loop sets the steps
     server.master.log.ended.wait()
     return None
 
@@ -170,44 +170,44 @@ def _lead(pending: PendingServer, context: RunContext, *, bound: float, rows: Ro
 
 @final
 class AllShards:
-    """All shards of the run, for the leading server: ``own`` is its shard, ``peers`` have the others."""
+    """All shards, for the leading server: its ``own`` shard, and those of its ``peers``."""
 
     def __init__(self, own: ShardServer, peers: Peers) -> None:
         self.own, self._master, self._peers = own, own.master, peers
 
     def reset(self, step: int, factor: float | None) -> None:
-        """Bring every shard to the step of this server, which has become the leader; see :meth:`Shard.reset`."""
+        """Reset all shards to the step of this new leader; see :meth:`Shard.reset`."""
         self._master.reset(step, factor)
         self._peers.command(Operation.RESET, {"step": step, "factor": factor})
 
     def apply(self, step: int, factor: float | None) -> None:
-        """Commit the update of ``step`` on every shard; see :meth:`Shard.apply`."""
+        """Commit the update of ``step`` on all shards; see :meth:`Shard.apply`."""
         self._master.apply(step, factor)  # the commit is now final, even if this server dies
         self._peers.command(Operation.APPLY, {"step": step, "factor": factor})
 
     def begin(self, step: int) -> None:
-        """Make every shard save its state at the start of ``step``; see :class:`StepStart`."""
+        """Save the state of all shards at the start of ``step``; see :class:`StepStart`."""
         self.own.start_of_step.keep(step)
         self._peers.command(Operation.BEGIN, {"step": step})
 
     def roll_back(self) -> None:
-        """Restore every shard's state at the start of the step; see :meth:`StepStart.roll_back`."""
-        updates = self._master.shard.step + 1  # the number of the update in progress
+        """Restore all shards to the start of the step; see :meth:`StepStart.roll_back`."""
+        updates = self._master.shard.step + 1  # number of the update in progress
         self.own.start_of_step.roll_back(updates)
         self._peers.command(Operation.ROLL_BACK, {"updates": updates})
 
     def weigh(self, step: int, factor: float) -> None:
-        """Multiply the mean gradient of ``step`` on every shard by ``factor``; see :meth:`Shard.weigh`."""
+        """Scale the mean gradient of ``step`` on all shards by ``factor``; see :meth:`Shard.weigh`."""
         self._master.weigh(step, factor)
         self._peers.command(Operation.WEIGH, {"step": step, "factor": factor})
 
     def advance(self, value: float, step: int) -> None:
-        """Advance every shard's schedule by a metric; see :meth:`ShardMaster.advance`."""
+        """Advance the schedules of all shards by a metric; see :meth:`ShardMaster.advance`."""
         self._master.advance(value, step)
         self._peers.command(Operation.ADVANCE, {"value": value, "step": step})
 
     def norms(self) -> dict[str, list[float]]:
-        """Return the norms of the pieces of the uncommitted gradient, by parameter."""
+        """Return the norms of the uncommitted gradient's pieces, by parameter."""
         norms = self._master.norms()
         for others in self._peers.ask(Operation.NORMS):
             for name, more in others.items():
@@ -215,14 +215,14 @@ class AllShards:
         return norms
 
     def states(self) -> list[Mapping[str, Any]]:
-        """Copy the state of every shard."""
+        """Return a copy of each shard's state."""
         return [self._master.state(), *self._peers.request(Peer.state)]
 
     def facts(self) -> list[Mapping[str, Any]]:
-        """Return the load of every server since the last call."""
+        """Return each server's load since the last call."""
         return [self.own.facts(), *self._peers.ask(Operation.FACTS)]
 
     def stop(self) -> None:
-        """Tell every server that the run is over."""
+        """Notify all servers that the run has ended."""
         self._master.log.ended.set()
         self._peers.command(Operation.STOP, {})

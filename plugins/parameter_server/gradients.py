@@ -1,8 +1,8 @@
-"""Gradients of workers on a server: their wire formats, the sum of a step, and the units that a shard has applied.
+"""Workers' gradients on a server: wire formats, a step's sum, and a log of applied units.
 
-The gradients of one synchronous step are added up as they arrive; while steps overlap, the units that a shard has
-applied are recorded. Both are pure logic: no sockets, no locks, no optimizer. Compressed formats have error feedback:
-the compression error is added to the next gradient.
+Gradients of a synchronous step are accumulated as they arrive. If steps overlap, applied units are recorded instead.
+Both are pure logic: no sockets, locks or optimizer. Compressed formats use error feedback, which adds the compression
+error to the next gradient.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ Gradient = Tensor | RowGradients
 
 
 def with_presence(pieces: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
-    """Return the numbers (pieces,) that follow a bucket on the wire: 1 for each piece with a gradient, or 0.
+    """Return a bucket's presence flags as sent after its gradient, (pieces,): 1 or 0 per piece.
 
-    None: all have one. A missing gradient is sent as zeros, and an optimizer must leave the piece alone if no worker
-    has one.
+    None if all pieces have a gradient. Missing gradients are sent as zeros. The optimizer must not update a piece if
+    its gradient is missing on all workers.
     """
     return None if all(pieces) else torch.tensor(pieces).to(dtype)
 
 
 @final
 class StepGradients:
-    """Adds up the parts of each gradient in the tree over logical ranks, until its mean is complete.
+    """Sums contributions in the tree over logical ranks until each gradient is complete.
 
     Args:
-        step: The step that is being trained.
-        logical_ranks: Number of logical ranks of the mean.
-        buckets: Number of the shard's buckets, whose gradients are numbered from 0.
-        tables: Number of its tables, whose gradients are numbered after those of the buckets.
+        step: The step in progress.
+        logical_ranks: Number of logical ranks to average over.
+        buckets: Number of buckets in the shard; their gradients have the first indices.
+        tables: Number of tables in the shard; their gradients follow.
 
     Attributes:
-        means: Complete mean gradients that wait for their update, by number.
-        present: Whether any part had a gradient of each piece of a bucket, by the bucket's number: bool (pieces,). A
-            bucket is left out once a part of it had all.
+        means: Complete mean gradients that have not been applied yet, by index.
+        present: For each bucket index, which pieces have a gradient in any contribution, bool (pieces,). Missing once a
+            contribution had all gradients.
     """
 
     def __init__(self, step: int, *, logical_ranks: int, buckets: int, tables: int) -> None:
         self.means: dict[int, Gradient] = {}
         self.present: dict[int, Tensor] = {}
-        self._is_full: set[int] = set()  # buckets that had a part with all gradients
+        self._is_full: set[int] = set()  # buckets with a contribution that had all gradients
         self._step, self._logical_ranks = step, logical_ranks
         self._arrivals = [PartialSums(logical_ranks) for _ in range(buckets)]
         self._row_parts: list[dict[tuple[int, int], RowGradients]] = [{} for _ in range(tables)]
         self._covered: list[set[int]] = [set() for _ in range(buckets + tables)]  # logical ranks that have arrived
-        self._updated = 0  # means that were taken
+        self._updated = 0  # number of applied means
         self._is_weighed = False
 
     def empty(self, step: int) -> StepGradients:
@@ -66,15 +66,16 @@ class StepGradients:
     def add(
         self, index: int, gradient: Gradient, *, step: int, width: int, node: int, present: Tensor | None = None
     ) -> bool:
-        """Add a part of gradient ``index``: node ``node`` of the tree's level of ``width`` nodes, as in PartialSums.
+        """Add a contribution to gradient ``index``: tree node ``node`` of the level with ``width`` nodes, see
+        PartialSums.
 
-        ``present``: which pieces of a bucket have a gradient, bool (pieces,); None: all.
+        ``present``: which pieces of a bucket have a gradient, bool (pieces,). None if all have one.
 
         Returns:
-            Whether the part is new; False if the parts of these logical ranks were added before.
+            Whether the contribution is new; False if these logical ranks were added before.
 
         Raises:
-            RefusedError: There is no such part, it overlaps with earlier parts, or it belongs to a later step.
+            RefusedError: The node does not exist, overlaps with earlier contributions, or belongs to a later step.
         """
         if step < self._step:
             return False
@@ -97,7 +98,7 @@ class StepGradients:
         return True
 
     def _mean(self, index: int, gradient: Gradient, width: int, node: int) -> Gradient | None:
-        """Add the part; return the mean over all logical ranks if it was the last one."""
+        """Add a contribution; return the mean over all logical ranks if it was the last one."""
         if isinstance(gradient, Tensor):
             self._arrivals[index].add(width, node, [gradient])
             total = self._arrivals[index].total()
@@ -108,28 +109,28 @@ class StepGradients:
 
     @property
     def all_wait(self) -> bool:
-        """Return whether every mean is complete and none was taken."""
+        """Whether all means are complete and none has been applied."""
         return len(self.means) == len(self._covered)
 
     def weigh(self, factor: float) -> None:
-        """Multiply all means by ``factor``; a second time does nothing."""
+        """Multiply all means by ``factor``. Repeated calls are ignored."""
         if not self._is_weighed:
             for gradient in self.means.values():
                 (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
         self._is_weighed = True
 
     def take(self, index: int) -> Gradient:
-        """Remove and return the mean of gradient ``index``, for its update."""
+        """Remove and return the mean of gradient ``index``, to apply it."""
         self._updated += 1
         return self.means.pop(index)
 
     @property
     def all_taken(self) -> bool:
-        """Return whether every mean was taken, so that the step is done."""
+        """Whether all means have been applied, so that the step is complete."""
         return self._updated == len(self._covered)
 
     def image(self) -> dict[str, Any]:
-        """Return all gradients of the step that have arrived, for a standby; tensors are not copied."""
+        """Return all gradients received for this step, for a standby. Tensors are not copied."""
         return {
             "means": [[index, gradient] for index, gradient in self.means.items()],
             "arrivals": [[[*key, part] for key, part in each.parts.items()] for each in self._arrivals],
@@ -142,7 +143,7 @@ class StepGradients:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Load the :meth:`image` of the same step on the master."""
+        """Load an :meth:`image` of the same step from the master."""
         self.means = dict(image["means"])
         for arrivals, parts in zip(self._arrivals, image["arrivals"], strict=True):
             arrivals.parts = {(width, node): part for width, node, part in parts}
@@ -153,9 +154,10 @@ class StepGradients:
 
 
 def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) -> RowGradients:
-    """Return the mean over all logical ranks of a table's gradient, ids (n,) and values (n, dim), summed in tree order.
+    """Return a table's mean gradient over all logical ranks, ids (n,) and values (n, dim).
 
-    It has the same bits as the gradient of the whole table, summed in that tree, since adding a zero changes nothing.
+    Rows are summed in tree order. The result is bit-identical to the sum of dense gradients, since adding zeros changes
+    nothing.
     """
     if len(parts) == 1:
         ((ids_n, values_nd),) = parts.values()
@@ -177,26 +179,26 @@ def _divided(total: Tensor, count: int) -> Tensor:
 
 @final
 class UnitLog:
-    """Records which gradients of each unit have arrived, so that each is applied once even if it is repeated.
+    """Records which gradients of each unit have arrived, so that each is applied only once.
 
     A unit is identified by its step and its first logical rank.
 
     Args:
-        closed: The last step whose units are all applied.
-        logical_ranks: Number of units of a step.
-        gradients: Number of gradients of a unit: one per bucket and one per table.
+        closed: The last step with all units applied.
+        logical_ranks: Number of units per step.
+        gradients: Number of gradients per unit: one per bucket and one per table.
 
     Attributes:
-        closed: The last step such that it and all earlier steps are complete.
+        closed: The last step up to which all steps are complete.
     """
 
     def __init__(self, closed: int, *, logical_ranks: int, gradients: int) -> None:
         self.closed = closed
         self._logical_ranks, self._gradients = logical_ranks, gradients
-        self._taken: dict[tuple[int, int], set[int]] = {}  # of steps after `closed`
+        self._taken: dict[tuple[int, int], set[int]] = {}  # only for steps after `closed`
 
     def add(self, unit: tuple[int, int], index: int) -> bool:
-        """Record that gradient ``index`` of a unit has arrived; return False if it was recorded before."""
+        """Record gradient ``index`` of a unit as received; return False if it already was."""
         if unit[0] <= self.closed or index in self._taken.get(unit, ()):
             return False
         self._taken.setdefault(unit, set()).add(index)
@@ -207,7 +209,7 @@ class UnitLog:
         return len(self._taken[unit]) == self._gradients
 
     def close_steps(self) -> None:
-        """Forget the units of complete steps, for which ``closed`` is enough."""
+        """Drop the units of complete steps and advance ``closed``."""
         while True:
             of_next = [unit for unit in self._taken if unit[0] == self.closed + 1]
             if len(of_next) < self._logical_ranks or not all(self.is_complete(unit) for unit in of_next):
@@ -217,11 +219,11 @@ class UnitLog:
             self.closed += 1
 
     def image(self) -> dict[str, object]:
-        """Return the complete record, for a standby."""
+        """Return the complete log, for a standby."""
         return {"closed": self.closed, "taken": [[*unit, sorted(come)] for unit, come in self._taken.items()]}
 
     def restore(self, *, closed: int, taken: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Load the :meth:`image` of the master's log."""
+        """Load an :meth:`image` of the master's log."""
         self.closed = closed
         self._taken = {(step, rank): set(come) for step, rank, come in taken}
 
@@ -230,17 +232,17 @@ Compression = Literal["none", "bf16", "onebit", "topk"]
 
 
 class GradientCodec(ABC):
-    """A wire format of float32 gradients (n,). The length of a payload depends only on the number of elements."""
+    """Wire format for float32 gradients (n,), with a payload length that depends only on n."""
 
     dtype: torch.dtype = torch.uint8
 
     @abstractmethod
     def length(self, numel: int) -> int:
-        """Return how many numbers of ``dtype`` a payload of ``numel`` elements has."""
+        """Return the payload length for ``numel`` elements, in elements of ``dtype``."""
 
     @abstractmethod
     def encode(self, gradient_n: Tensor) -> Tensor:
-        """Encode float32 (n,) as a payload (length(n),); may change ``gradient_n``."""
+        """Encode float32 (n,) as a payload (length(n),). May modify ``gradient_n``."""
 
     @abstractmethod
     def decode(self, payload: Tensor, numel: int) -> Tensor:
@@ -265,7 +267,7 @@ class HalfBytes(GradientCodec):
 
 @final
 class OneBit(GradientCodec):
-    """One bit per number: signs, and the means of positive and negative numbers (Seide et al. 2014, Interspeech)."""
+    """1-bit SGD: signs, and means of positive and negative elements (Seide et al., Interspeech 2014)."""
 
     def length(self, numel: int) -> int:
         return 8 + -(-numel // 8)
@@ -284,7 +286,7 @@ class OneBit(GradientCodec):
 
 @final
 class TopK(GradientCodec):
-    """The fraction ``share`` of largest numbers, with indices (Aji and Heafield 2017, arXiv 1704.05021)."""
+    """The fraction ``share`` of elements with the largest magnitude (Aji & Heafield 2017, arXiv 1704.05021)."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -309,7 +311,7 @@ class TopK(GradientCodec):
 
 @final
 class Feedback:
-    """Adds the compression error of earlier gradients to the next, by key (error feedback, arXiv 1901.09847)."""
+    """Adds each gradient's compression error to the next gradient, by key (error feedback, arXiv 1901.09847)."""
 
     def __init__(self, codec: GradientCodec) -> None:
         self.codec = codec
@@ -323,5 +325,5 @@ class Feedback:
 
 
 def codec_of(compression: Compression, *, share: float) -> GradientCodec | None:
-    """Make the configured format; None: gradients are not compressed. ``share`` is the fraction kept by "topk"."""
+    """Create the wire format, or None for no compression. "topk" sends the fraction ``share``."""
     return {"none": None, "bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(share)}[compression]

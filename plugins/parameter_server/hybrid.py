@@ -1,4 +1,4 @@
-"""A strategy with tables on servers and everything else by all-reduce (PERSIA, Lian et al. 2022, arXiv 2111.05897)."""
+"""Strategy with tables on servers and all-reduce for all else (PERSIA, Lian et al. 2022, arXiv 2111.05897)."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ from worldsize.strategies.wrapping import sparse_embeddings
 @final
 @dataclass(frozen=True)
 class HybridParameterServer(Strategy):
-    """DDP for dense parameters, ``servers`` for the rows of embeddings with ``sparse=True``.
+    """DDP for dense parameters; ``servers`` store the rows of embeddings with ``sparse=True``.
 
-    ``consistency``: with "sync", a step's rows are updated by the mean gradient over all workers before the next step
-    reads them; with "async", by each worker's gradient as it arrives. ``find_unused_parameters`` is that of DDP, for
-    the dense parameters. The other options are those of the parameter server.
+    ``consistency``: with "sync", rows are updated with the mean gradient over all workers before the next step reads
+    them. With "async", they are updated with each worker's gradient as it arrives. ``find_unused_parameters`` is passed
+    to DDP. See ParameterServer for the other options.
     """
 
     supports = frozenset({"state_metrics", "loss_scale", "activation_checkpointing"})
@@ -121,13 +121,14 @@ class HybridParameterServer(Strategy):
 
 @final
 class RowGradientCapture(GradientReducer):
-    """Wraps another reducer, and keeps the gradients of rows separate after each backward pass.
+    """Wraps a gradient reducer, and collects row gradients separately after each backward pass.
 
     Args:
         inner: Reduces the dense gradients.
-        take: Returns the gradients of rows since the last call.
-        rows_norm: Computes the norm of the step's rows, a scalar, on the servers, which then wait for ``approve``.
-        approve: Commits the step on the servers, given the total norm and the factor of the gradient, two scalars.
+        take: Returns the row gradients since the last call.
+        rows_norm: Returns the norm of the step's row gradients on the servers, a scalar; they then wait for
+            ``approve``.
+        approve: Commits the step on the servers, given the total norm and the clipping factor, two scalars.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class RowGradientCapture(GradientReducer):
                 values_nd.mul_(factor)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Clip by the norm of the whole gradient, including rows, and return it, a scalar, like clip_grad_norm_."""
+        """Clip by the norm including rows; return the norm, a scalar, like clip_grad_norm_."""
         dense = [parameter.grad for parameter in parameters if parameter.grad is not None]
         rows_norm = self._rows_norm()
         norms = [rows_norm, nn.utils.get_total_norm(dense).to(rows_norm.device)] if dense else [rows_norm]
@@ -178,7 +179,7 @@ class RowGradientCapture(GradientReducer):
 
 @final
 class _HybridReplica(Replica):
-    """A synchronous replica of the dense parameters, and links to the servers of rows."""
+    """A synchronous replica of the dense parameters, and connections to the servers of rows."""
 
     def __init__(
         self, strategy: HybridParameterServer, recipe: Recipe, context: RunContext, dialer: Dialer, rule: RowRule
@@ -224,7 +225,7 @@ class _HybridReplica(Replica):
         self._capture.captured.clear()
 
     def _rows_norm(self) -> Tensor:
-        """Return the norm of this step's mean gradient of rows, a scalar; the first worker asks all servers for it."""
+        """Return the norm of this step's mean row gradient, a scalar, requested by rank 0."""
         self._push()
         norm = torch.zeros((), device=self._world.device)
         if self._world.rank == 0:
@@ -238,7 +239,7 @@ class _HybridReplica(Replica):
         return norm
 
     def _approve(self, norm: Tensor, factor: Tensor) -> None:
-        """Commit the step on the servers; or skip it, as the dense part does."""
+        """Commit the step on the servers, or skip it if the dense parameters skip it."""
         skipped = self._inner.numerics.skips(norm)
         if self._world.rank == 0:
             decision = {"step": self._step, "factor": None if skipped else float(factor)}
@@ -251,20 +252,20 @@ class _HybridReplica(Replica):
 
     def advance_schedules(self, value: float, *, step: int) -> None:
         self._inner.advance_schedules(value, step=step)
-        self._settle()  # all rows of this step are updated with the old rate
+        self._settle()  # all rows of this step are updated with the old learning rate
         if self._world.rank == 0:
             self._peers.command(Operation.ADVANCE, {"value": value, "step": step})
         if self._world.group is not None:
-            torch.distributed.barrier(self._world.group)  # and those of the next step with the new one
+            torch.distributed.barrier(self._world.group)  # all later rows are updated with the new one
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the load of each server; only the first worker asks."""
+        """Return the load of each server, on rank 0 only."""
         if self._world.rank:
             return {}
         return {"servers": self._peers.ask(Operation.FACTS)}
 
     def state(self) -> StateDict:
-        """Fetch all rows on every worker, since each saves a part of the state."""
+        """Fetch all rows on all workers, since each saves a shard of the state."""
         self._settle()
         states = [state["tables"] for state in self._peers.request(Peer.state)]
         return with_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
@@ -281,7 +282,7 @@ class _HybridReplica(Replica):
         return Peers(self._dialer, range(len(self._tables.links)))
 
     def load(self, state: StateDict) -> None:
-        """Load the dense part; servers have loaded their rows themselves."""
+        """Load the dense parameters; servers load their rows themselves."""
         empty = {name: tensor for name, tensor in self._inner.model.state_dict().items() if not tensor.numel()}
         self._inner.load({**state, "model": {**state["model"], **empty}})
         self._step = self._tables.links[0].step

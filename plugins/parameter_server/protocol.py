@@ -1,8 +1,7 @@
-"""The protocol of workers and servers: its operations, in addition to the common ones, state trees, and retries.
+"""Protocol between workers and servers: additional operations, state trees, and retries.
 
-A state tree is JSON and the tensors' bytes in one frame; nothing is unpickled. Requests go to the masters of shards,
-whichever processes these currently are. Servers record the pushes applied from each worker, so that each is applied
-exactly once if connections break.
+A state tree is one frame of JSON and raw tensor bytes, without pickle. Requests go to the current master of a shard.
+Servers record the pushes applied for each worker, so that each push is applied exactly once even if connections break.
 """
 
 from __future__ import annotations
@@ -27,39 +26,39 @@ T = TypeVar("T")
 
 
 class Operation(IntEnum):
-    """Requests and answers. Messages are JSON; each request gets one answer unless noted otherwise."""
+    """Requests and answers. Messages are JSON. One answer per request, unless noted."""
 
-    PUSH = 32  # a gradient of one bucket; answered by DONE, all pushes of a step in their order
-    PULL = 33  # answered by WEIGHTS, once for each bucket
+    PUSH = 32  # gradient of one bucket; answered by DONE, in the order of the pushes of a step
+    PULL = 33  # answered by one WEIGHTS per bucket
     WEIGHTS = 34
-    PUSH_ROWS = 35  # ids as below, then gradients (float32) of rows of one table; answered by DONE
+    PUSH_ROWS = 35  # ids as in PULL_ROWS, then gradients (float32) of rows of one table; answered by DONE
     PULL_ROWS = 36  # unique sorted ids (int64); answered by WEIGHTS of shape (rows, dim)
-    TICK = 37  # message: the task that the worker finished; answered by TASK when there is one
+    TICK = 37  # message: result of the worker's last task; answered by TASK once there is one
     TASK = 38  # message
     NORMS = 39  # answered by a MESSAGE once all gradients of the step have arrived
-    APPLY = 40  # message: the step, and the factor of its gradient; answered by DONE
+    APPLY = 40  # message: the step, and a factor for its gradient; answered by DONE
     STATE = 41  # answered by DONE once the state is copied, then by TREE
-    TREE = 42  # JSON and tensors, see plugins.parameter_server.protocol
-    STOP = 43  # message, to a server: the run ends; answered by DONE
-    RESET = 44  # message: the last completed step; gradients of later ones are dropped; answered by DONE
+    TREE = 42  # JSON and tensors; see send_tree
+    STOP = 43  # message to a server: the run ends; answered by DONE
+    RESET = 44  # message: the last completed step; drops gradients of later steps; answered by DONE
     FACTS = 45  # answered by a MESSAGE
     WEIGH = 46  # message: the step, and a factor for its mean gradient before NORMS; answered by DONE
     BEGIN = 47  # message: a step with several updates begins; answered by DONE
-    ROLL_BACK = 48  # message: the number of updates to count on from at the step's start; answered by DONE
-    ADVANCE = 49  # message: the value of a metric, and the step after which it was evaluated; answered by DONE
+    ROLL_BACK = 48  # message: update number to continue from, at the step's start; answered by DONE
+    ADVANCE = 49  # message: a metric's value, and the last step before its evaluation; answered by DONE
 
 
 class Fields(NamedTuple):
-    """Meanings of the seven numbers in a frame's header.
+    """Meanings of the seven integers in a frame's header.
 
     Attributes:
-        table: The bucket or the table to which the payload belongs.
-        width: Number of nodes of a level of the tree over logical ranks; see ``node``.
-        node: Index of the node, in the level with ``width`` nodes, whose sum the gradient is.
-        seen: Number of updates, modulo 2^32, in the weights with which a gradient was computed, or in pulled weights.
-        epoch: Number of times that the pushing worker has joined the run.
+        table: Index of the bucket or table in the payload.
+        width: Number of nodes on a level of the tree over logical ranks; see ``node``.
+        node: Index of the tree node that the gradient is the sum of, on the level with ``width`` nodes.
+        seen: Number of updates, modulo 2^32, included in the weights used for a gradient, or in pulled weights.
+        epoch: Epoch of the pushing worker's admission to the run.
         sequence: Number of the worker's push in its epoch.
-        step: The step of a gradient, or the last step whose updates weights include.
+        step: The step of a gradient, or the last step included in pulled weights.
     """
 
     table: int = 0
@@ -90,11 +89,11 @@ def send_tree(channel: Channel, tree: Any) -> None:
 
 
 def receive_tree(channel: Channel) -> Any:
-    """Receive a state that :func:`send_tree` sent.
+    """Receive a state sent by :func:`send_tree`.
 
     Raises:
-        LostError: The peer has gone.
-        RefusedError: The frame is not a state, or its length is not that of the tensors.
+        LostError: The peer has disconnected.
+        RefusedError: The frame is not a state, or its length does not match the tensors.
     """
     header = channel.answer(Operation.TREE)
     head = bytearray(_LENGTH.size)
@@ -120,7 +119,7 @@ Frame = tuple[Header, Sequence[memoryview]]
 
 @final
 class Peer:
-    """Sends requests to the current master of a shard, and repeats them if the connection breaks."""
+    """Sends requests to the current master of a shard, and retries if the connection breaks."""
 
     def __init__(self, dialer: Dialer, shard: int) -> None:
         self._dialer, self._service = dialer, shard_service(shard)
@@ -136,7 +135,7 @@ class Peer:
                 self._channel, _ = self._dialer.connect(self._service, "peer")
 
     def ask(self, operation: Operation) -> Any:
-        """Request a message: NORMS or FACTS."""
+        """Request a message with NORMS or FACTS."""
         frame: Frame = (Header(operation), [])
         return self._request(frame, lambda channel: channel.message(channel.answer(CommonOperation.MESSAGE)))
 
@@ -156,32 +155,32 @@ class Peer:
 
 @final
 class Peers:
-    """Sends requests to the masters of several ``shards`` concurrently, each in its own thread."""
+    """Sends requests to the masters of ``shards`` concurrently, one thread per shard."""
 
     def __init__(self, dialer: Dialer, shards: Iterable[int]) -> None:
         self._peers = [Peer(dialer, shard) for shard in shards]
         self._pool = ThreadPoolExecutor(max(1, len(self._peers)), "peer")
 
     def request(self, question: Callable[[Peer], T]) -> list[T]:
-        """Call ``question`` with each peer; return the answers in the order of the shards."""
+        """Call ``question`` with each peer; return the answers in shard order."""
         return list(self._pool.map(question, self._peers))
 
     def ask(self, operation: Operation) -> list[Any]:
-        """Request a message from each, see :meth:`Peer.ask`."""
+        """Request a message from each peer; see :meth:`Peer.ask`."""
         return self.request(lambda peer: peer.ask(operation))
 
     def command(self, operation: Operation, facts: Any) -> None:
-        """Send a command to each, and wait until all are done, see :meth:`Peer.command`."""
+        """Send a command to each peer, and wait until all are done; see :meth:`Peer.command`."""
         self.request(lambda peer: peer.command(operation, facts))
 
 
 @dataclass
 class Session:
-    """One membership of a worker in the run; its pushes are numbered from 1.
+    """A worker's membership in the run; its pushes are numbered from 1.
 
     Attributes:
-        epoch: The epoch in which the worker was admitted.
-        sequence: Number of the last push that was applied.
+        epoch: The epoch of the worker's admission.
+        sequence: Number of the last applied push.
     """
 
     epoch: int
@@ -190,17 +189,17 @@ class Session:
 
 @final
 class Sessions:
-    """The sessions of all workers on one server. Callers hold the shard's lock."""
+    """The sessions of all workers on one server. The caller must hold the shard's lock."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Session] = {}
-        self._taken_by_master: dict[int, int] = {}  # sequence by epoch, while this server was a standby
+        self._taken_by_master: dict[int, int] = {}  # last sequence number by epoch, recorded as a standby
 
     def open(self, name: str, epoch: int) -> Session:
-        """Return the session of a worker. A later epoch starts a new session; the same epoch continues the old one.
+        """Return a worker's session: a new one for a later epoch, else the existing one.
 
         Raises:
-            RefusedError: The worker has since joined in a later epoch.
+            RefusedError: The worker has rejoined in a later epoch.
         """
         session = self._by_name.get(name)
         if session is None or epoch > session.epoch:
@@ -218,5 +217,5 @@ class Sessions:
         return {**self._taken_by_master, **{each.epoch: each.sequence for each in self._by_name.values()}}
 
     def restore(self, image: Mapping[int, int]) -> None:
-        """Load the :meth:`image` of a master."""
+        """Load an :meth:`image` from a master."""
         self._taken_by_master = dict(image)

@@ -1,7 +1,7 @@
-"""Embeddings whose rows are on servers: they pull the rows of a batch, and keep its gradients until they are pushed.
+"""Embeddings with rows on servers: they pull a batch's rows and collect gradients.
 
-``TableLinks`` has the tables of a worker, and its connections to the servers that have their rows. A worker's cache
-has pulled rows, which it may read again while they are recent enough.
+``TableLinks`` connects a worker's tables to the servers of their rows. Workers may reuse cached rows that are recent
+enough.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pull = Callable[[Table, Tensor], Tensor]  # unique sorted ids, int64 (n,), to fl
 
 @dataclass
 class _Touch:
-    """The rows that one forward pass used; ``rows_nd`` receives their gradient."""
+    """The rows used by one forward pass; their gradient is in ``rows_nd.grad``."""
 
     ids_n: Tensor
     rows_nd: Tensor
@@ -32,7 +32,7 @@ class _Touch:
 class RemoteTable(nn.Module):
     """Replaces the embedding ``like``, and fetches rows with ``pull``.
 
-    Its own weight has no rows; it exists only so that optimizers can hold it.
+    Its own weight is empty, and exists only for use in optimizers.
     """
 
     def __init__(self, table: Table, like: nn.Embedding | nn.EmbeddingBag, pull: Pull) -> None:
@@ -45,10 +45,11 @@ class RemoteTable(nn.Module):
         self.touched: list[_Touch] = []
 
     def rows(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Pull the unique rows of ``ids``, which may have any shape.
+        """Pull the unique rows of ``ids``, a tensor of any shape.
 
         Returns:
-            The rows (n, dim), the index of each id among them in the shape of ``ids``, and that of the padding row.
+            The rows (n, dim), the row index of each id in the shape of ``ids``, and the index of the padding row or
+            None.
         """
         ids_n, inverse = torch.unique(ids, return_inverse=True)
         rows_nd = self._pull(self.table, ids_n)
@@ -58,7 +59,7 @@ class RemoteTable(nn.Module):
         return rows_nd, inverse, int(padding) if len(padding) else None
 
     def take(self) -> RowGradients:
-        """Return unique sorted ids, int64 (n,), and their gradients since the last call, float32 (n, dim)."""
+        """Return new gradients: unique sorted ids, int64 (n,), and values, float32 (n, dim)."""
         touched, self.touched = [touch for touch in self.touched if touch.rows_nd.grad is not None], []
         if not touched:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.table.dim)
@@ -73,7 +74,7 @@ class RemoteTable(nn.Module):
 
 @final
 class RemoteEmbedding(RemoteTable):
-    """An nn.Embedding whose rows are on servers."""
+    """An nn.Embedding with rows on servers."""
 
     def forward(self, ids: Tensor) -> Tensor:
         rows_nd, inverse, padding = self.rows(ids)
@@ -82,7 +83,7 @@ class RemoteEmbedding(RemoteTable):
 
 @final
 class RemoteEmbeddingBag(RemoteTable):
-    """An nn.EmbeddingBag whose rows are on servers."""
+    """An nn.EmbeddingBag with rows on servers."""
 
     def __init__(self, table: Table, like: nn.EmbeddingBag, pull: Pull) -> None:
         super().__init__(table, like, pull)
@@ -102,7 +103,7 @@ class RemoteEmbeddingBag(RemoteTable):
 
 
 def replace_tables(model: nn.Module, tables: Sequence[Table], pull: Pull) -> nn.Module:
-    """Replace ``tables`` in ``model`` by modules that fetch rows with ``pull``; return ``model``."""
+    """Replace ``tables`` in ``model`` with modules that use ``pull``; return ``model``."""
     replaced = {table.name: table for table in tables}
     for name, module in list(model.named_modules()):
         if table := replaced.get(f"{name}.weight"):
@@ -118,17 +119,17 @@ def replace_tables(model: nn.Module, tables: Sequence[Table], pull: Pull) -> nn.
 
 
 def rowless_model(recipe: Recipe) -> nn.Module:
-    """Make the recipe's model without the rows of its tables, for a server, which never calls it."""
+    """Build the recipe's model without table rows, for a server, which never calls it."""
     model = recipe.model()
     return replace_tables(model, find_tables(model, recipe.row_values(model)), _no_rows)
 
 
 def _no_rows(table: Table, ids_n: Tensor) -> Tensor:
-    raise AssertionError(f"{table.name} has no rows in a process that does not train")
+    raise AssertionError(f"{table.name} lacks rows in a process that does not train")
 
 
 def remotes(model: nn.Module) -> Iterator[RemoteTable]:
-    """List the tables of ``model`` that are on servers, in its order."""
+    """Iterate over the tables of ``model`` that are on servers, in model order."""
     return (module for module in model.modules() if isinstance(module, RemoteTable))
 
 
@@ -139,17 +140,17 @@ def take_gradients(remotes: Sequence[RemoteTable]) -> list[RowGradients]:
 
 @final
 class TableLinks:
-    """Pulls rows of ``tables`` from their servers, and pushes gradients of rows.
+    """Pulls rows of ``tables`` from their servers, and pushes row gradients.
 
     Args:
-        tables: The tables of the model, in its order.
+        tables: The tables of the model, in model order.
         rule: How rows are assigned to servers.
-        cache_rows: Number of rows of each table to cache, and read again while they are recent enough.
+        cache_rows: Number of rows per table to cache and reuse while they are recent enough.
 
     Attributes:
         links: The connections to the servers, by shard.
         step: The step whose updates pulled rows must include.
-        oldest: The step whose updates cached rows must include; None: all rows are pulled.
+        oldest: The step whose updates cached rows must include. None to pull all rows.
     """
 
     def __init__(self, tables: Sequence[Table], rule: RowRule, *, cache_rows: int = 0) -> None:
@@ -166,7 +167,7 @@ class TableLinks:
         self._caches = [RowCache(self._cache_rows, table.dim) for table in self._tables]
 
     def pull(self, table: Table, ids_n: Tensor) -> Tensor:
-        """Return the rows (n, dim), float32, of unique sorted ids, int64 (n,)."""
+        """Return the rows (n, dim), float32, for unique sorted ids, int64 (n,)."""
         if self.oldest is None or not self._cache_rows:
             return self._pulled(table, ids_n)[0]
         cache = self._caches[self._numbers[table.name]]
@@ -188,7 +189,7 @@ class TableLinks:
         rows_nd, owners_n, clocks = torch.empty(len(ids_n), table.dim), self._rule.shard_of(ids_n, table), []
         mine = [(owners_n == shard).nonzero().flatten() for shard in range(len(self.links))]
         asked = [(link, mine_n, ids_n[mine_n]) for link, mine_n in zip(self.links, mine, strict=True) if len(mine_n)]
-        for link, _, wanted_n in asked:  # all of them, before the first is waited for
+        for link, _, wanted_n in asked:  # send all requests before waiting for the first answer
             link.ask_rows(number, wanted_n, step=self.step)
         for link, mine_n, wanted_n in asked:
             rows_nd[mine_n], clock = link.receive_rows(number, wanted_n, table.dim, step=self.step)
@@ -196,7 +197,7 @@ class TableLinks:
         return rows_nd, min(clocks, default=0)
 
     def push(self, gradients: Sequence[RowGradients], *, step: int, width: int, node: int) -> None:
-        """Push to every server, even without rows for it, so that each knows which parts of the step are complete."""
+        """Push to all servers, even without affected rows, so that all detect complete steps."""
         part = {"step": step, "width": width, "node": node}
         for number, (table, (ids_n, gradients_nd)) in enumerate(zip(self._tables, gradients, strict=True)):
             if len(self.links) == 1:
@@ -208,13 +209,13 @@ class TableLinks:
                 link.push_rows(number, ids_n[mine_n], gradients_nd[mine_n], **part)
 
     def cache_facts(self) -> list[str]:
-        """Describe how many rows were read from the caches."""
+        """Return the cache hit rate of each table, as text."""
         each = zip(self._tables, self._caches, strict=True)
         return [f"{1 - cache.missed / cache.read:.0%} of {table.name} cached" for table, cache in each if cache.read]
 
 
 def linked_model(recipe: Recipe, rule: RowRule, *, cache_rows: int = 0) -> tuple[nn.Module, TableLinks]:
-    """Make the recipe's model with its tables on servers, and the links through which it reads rows."""
+    """Build the recipe's model with tables on servers; also return their connections."""
     model = recipe.model()
     listed = find_tables(model, recipe.row_values(model))
     links = TableLinks(listed, rule, cache_rows=cache_rows)
@@ -223,10 +224,10 @@ def linked_model(recipe: Recipe, rule: RowRule, *, cache_rows: int = 0) -> tuple
 
 @final
 class RowCache:
-    """A direct-mapped cache: each row has one possible slot of ``capacity``, and the next row with that slot evicts it.
+    """Direct-mapped cache with ``capacity`` slots: a row evicts the one in its slot.
 
-    A row has a clock: the last step whose updates it includes completely. A read that needs updates up to a step is
-    served from the cache if the row's clock is at least that step (Ho et al. 2013, section 3).
+    A row's clock is the last step whose updates it includes completely. A read is served from the cache if the row's
+    clock is at least the required step (Ho et al. 2013, section 3).
     """
 
     def __init__(self, capacity: int, dim: int) -> None:
@@ -236,7 +237,7 @@ class RowCache:
         self.read = self.missed = 0
 
     def get(self, ids_n: Tensor, clock: int) -> tuple[Tensor, Tensor]:
-        """Read rows ``ids_n``: float32 (n, dim), and bool (n,) for rows missing or without all updates to ``clock``."""
+        """Read rows ``ids_n``: float32 (n, dim), and bool (n,) if missing or before ``clock``."""
         slots_n = ids_n % len(self._ids)
         missing_n = (self._ids[slots_n] != ids_n) | (self._clocks[slots_n] < clock)
         self.read += len(ids_n)

@@ -1,7 +1,7 @@
-"""Replication of a shard: one master acknowledges pushes, after its standby has performed them, and is succeeded by it.
+"""Shard replication: a master acknowledges a push only after its standby has performed it.
 
-Mastership is the right of one server at a time to acknowledge pushes to a shard. The master's log of operations goes
-to its standby. Succession: a server becomes master of its shard as the first one, as a standby, or from a checkpoint.
+Mastership is the exclusive right to acknowledge pushes to a shard. The master forwards its log of operations to its
+standby. A server becomes master of its shard as the first server, as a standby, or from a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from worldsize.net.registry import Dialer, Registration, Registry
 
 _logger = logging.getLogger(__name__)
 
-_FENCED = 70  # exit code
+_FENCED = 70  # exit code of a server that lost its mastership
 
 
 @dataclass
 class _Standby:
-    """The server that has a copy of the shard, and the numbers of operations that it was sent and has performed."""
+    """A server with a copy of the shard, and its numbers of sent and performed operations."""
 
     channel: Channel
     sent: int = 0
@@ -41,16 +41,16 @@ Ticket = tuple[_Standby, int]  # the number of a forwarded operation
 
 @final
 class ReplicationLog:
-    """Forwards changes of a shard to its standby, in the same order.
+    """Forwards changes of a shard to its standby, in order.
 
     Args:
-        mastership: Renewed when a standby is given up; a server that lost it ends at once, without acknowledging.
-        lease: Seconds without an answer after which a standby is given up.
+        mastership: Renewed when a standby is given up. A server that has lost it exits at once, without acknowledging.
+        lease: Seconds without an answer before a standby is given up.
         expects_standby: Whether a standby will connect.
 
     Attributes:
         changed: Guards the shard; notified when it has changed.
-        ended: Set when the run is over.
+        ended: Set when the run has ended.
     """
 
     def __init__(self, mastership: Mastership, *, lease: float, expects_standby: bool) -> None:
@@ -63,11 +63,11 @@ class ReplicationLog:
             self._is_followed.set()
 
     def start(self) -> None:
-        """Start to check the mastership regularly."""
+        """Start checking the mastership regularly."""
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
     def _watch(self) -> None:
-        """Send heartbeats to the standby, and end this process if another server has become master."""
+        """Send heartbeats to the standby; exit this process if a different server has become master."""
         while not self.ended.wait(self._lease / 4):
             if not self._mastership.is_current():
                 _end_fenced()
@@ -75,11 +75,11 @@ class ReplicationLog:
                 self.forward(Header(CommonOperation.HEARTBEAT), [])
 
     def wait_for_standby(self) -> None:
-        """Wait until a standby has connected, if one is expected, but no longer than a lease."""
+        """Wait for at most one lease until a standby has connected, if one is expected."""
         self._is_followed.wait(self._lease)
 
     def lead(self, channel: Channel, name: str, image: Callable[[], Any]) -> None:
-        """Send the standby ``name`` a copy of the state, and every later operation, until it disconnects.
+        """Send the standby ``name`` the state, then all operations until it disconnects.
 
         Args:
             channel: The connection to the standby.
@@ -87,7 +87,7 @@ class ReplicationLog:
             image: Returns the copy; called with the lock held.
 
         Raises:
-            RefusedError: There is a standby already.
+            RefusedError: There already is a standby.
             LostError: The standby disconnected before it received the copy.
         """
         channel.wait_at_most(self._lease)
@@ -111,8 +111,8 @@ class ReplicationLog:
     def forward(self, header: Header, payload: Sequence[memoryview]) -> Ticket | None:
         """Send an operation to the standby, if there is one.
 
-        The caller holds the lock until it has performed the operation itself, so that both perform all in the same
-        order.
+        The caller must hold the lock until it has performed the operation itself, so that the order is the same on
+        both.
         """
         standby = self._standby
         if standby is None:
@@ -126,7 +126,7 @@ class ReplicationLog:
         return standby, standby.sent
 
     def settle(self, ticket: Ticket | None) -> None:
-        """Wait until the standby has performed the operation, or is given up. The caller holds no lock."""
+        """Wait until the standby performed the operation or is given up. Call without the lock."""
         if ticket is not None:
             standby, number = ticket
             with self.changed:
@@ -141,28 +141,28 @@ class ReplicationLog:
                 _end_fenced()
             self._standby = None
             self.changed.notify_all()
-        _logger.info("there is no standby any more")
+        _logger.info("the standby is gone")
 
 
 def _end_fenced() -> NoReturn:
-    _logger.info("another server is master of this shard now")
+    _logger.info("a different server is master of this shard now")
     os._exit(_FENCED)
 
 
-_POLL = 0.02  # seconds
+_POLL = 0.02  # seconds between two polls of the registry
 
 
 @final
 class Succession:
-    """Waits until a server is master of its shard, as a standby of the current master if there is one.
+    """Waits until a server becomes master of its shard, meanwhile as a standby if possible.
 
     Args:
         dialer: Connects this server to the others.
-        mastership: The right to serve the shard; this server has it when :meth:`run` returns.
-        receiver: Receives pushes to the shard; the master forwards them while this server is its standby.
-        sessions: The sessions of the shard's workers, which are copied from the master meanwhile.
-        lease: Seconds without a heartbeat after which a master is declared dead.
-        is_first: Whether this server becomes master if the shard has had none.
+        mastership: The right to serve the shard; this server has it once :meth:`run` returns.
+        receiver: Receives pushes to the shard, forwarded by the master while this server is its standby.
+        sessions: The sessions of the shard's workers, copied from the master.
+        lease: Seconds without a heartbeat before a master is declared dead.
+        is_first: Whether this server becomes master if the shard has not had one.
         has_standbys: Whether another standby may take over from a dead master.
     """
 
@@ -182,10 +182,10 @@ class Succession:
         self._lease, self._is_first, self._has_standbys = lease, is_first, has_standbys
 
     def run(self) -> None:
-        """Return when this server is master.
+        """Return once this server is master.
 
         Raises:
-            EndedError: The run is over, and this server never became master.
+            EndedError: The run has ended, and this server never became master.
             WorldsizeError: No server became master in time.
         """
         while not self._becomes_master():
@@ -209,10 +209,10 @@ class Succession:
         return self._nobody_came(entry) and self.mastership.renew()
 
     def _stand_by(self, entry: Registration) -> bool:
-        """Be the master's standby until it dies; return False if it is dead already.
+        """Act as the master's standby until it dies. Returns False if it is already dead.
 
         Raises:
-            RefusedError: The master has a standby.
+            RefusedError: The master already has a standby.
         """
         self._registry.check_open()
         try:
@@ -248,13 +248,13 @@ class Succession:
         return False
 
     def _follow(self, channel: Channel) -> None:
-        """Perform every operation of the master, in order. A push that it refused changes nothing here either."""
+        """Perform the master's operations in order. Pushes that it refused have no effect."""
         while True:
             header = channel.header()
             try:
                 self._make(channel, header)
             except RefusedError as error:
-                _logger.info("as the master, refused: %s", error)
+                _logger.info("refused, as by the master: %s", error)
             channel.send(Header(CommonOperation.DONE))
 
     def _make(self, channel: Channel, header: Header) -> None:
@@ -280,20 +280,20 @@ class Succession:
 
 
 class Mastership(ABC):
-    """The right of a server to acknowledge pushes to its shard."""
+    """A server's right to acknowledge pushes to its shard."""
 
     @abstractmethod
     def renew(self) -> bool:
-        """Become master of the next epoch; False if another server has."""
+        """Become master of the next epoch; return False if a different server already has."""
 
     @abstractmethod
     def is_current(self) -> bool:
-        """Return whether no other server has become master since."""
+        """Return whether this server is still the latest master."""
 
 
 @final
 class SoleMastership(Mastership):
-    """The mastership of a server without rivals, which is not registered."""
+    """Unregistered mastership of a server without competitors."""
 
     def renew(self) -> bool:
         return True
@@ -304,16 +304,16 @@ class SoleMastership(Mastership):
 
 @final
 class RegisteredMastership(Mastership):
-    """Mastership by registration: the server that registered for the newest epoch has it.
+    """Mastership by registration: it belongs to the server that registered for the latest epoch.
 
     Args:
-        registry: The registry of the run's services.
-        service: The name of the shard there.
-        address: The address at which this server listens.
+        registry: The run's service registry.
+        service: The shard's name in the registry.
+        address: The address of this server's listener.
         name: The name of this server, as in its certificate.
 
     Attributes:
-        epoch: The epoch in which this server is master, or the newest that it has seen as a standby.
+        epoch: The epoch of this server's mastership, or the latest one it has seen as a standby.
     """
 
     def __init__(self, registry: Registry, service: str, *, address: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A server's memory for the rows of one table, the index of their slots, and optimizers that update single rows."""
+"""A server's storage of a table's rows, their slot index, and row-wise optimizers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.optim import Optimizer
 from worldsize.core import ConfigError
 from worldsize.strategies.wrapping import sparse_embeddings
 
-_LEAST = 1024  # slots
-_EVICTED = 0.1  # fraction of the capacity that is freed at once
+_LEAST = 1024  # minimum number of slots to allocate
+_EVICTED = 0.1  # fraction of the capacity to free per eviction
 
 
 @final
 class RowStore:
-    """Keeps rows in the slots of one tensor, which grows; with a capacity, least recently used rows are evicted.
+    """Rows in a growing tensor; at capacity, the least recently used rows are evicted.
 
     Args:
-        width: Numbers in a row: its values, then its optimizer's state.
-        index: Maps ids of rows to slots; only this store changes it.
-        capacity: Largest number of rows; None: no limit.
+        width: Elements per row: its values, then its optimizer state.
+        index: Maps row ids to slots; only this store may change it.
+        capacity: Maximum number of rows. None for unlimited.
 
     Attributes:
-        data: float32 (slots, width); replaced by another tensor in :meth:`allocate`.
+        data: float32 (slots, width); replaced by a new tensor in :meth:`allocate`.
         evicted: Number of evicted rows.
     """
 
@@ -37,12 +37,12 @@ class RowStore:
         self.evicted = 0
         self._capacity = capacity
         self._ids = torch.empty(0, dtype=torch.int64)
-        self._touched = torch.empty(0, dtype=torch.int64)  # when each slot was touched last
+        self._touched = torch.empty(0, dtype=torch.int64)  # clock of each slot's last use
         self._used, self._free = 0, torch.empty(0, dtype=torch.int64)
 
     @property
     def count(self) -> int:
-        """Number of rows."""
+        """Number of stored rows."""
         return self._used - len(self._free)
 
     def touch(self, slots_n: Tensor, now: int) -> None:
@@ -51,7 +51,7 @@ class RowStore:
             self._touched.index_fill_(0, slots_n, now)
 
     def allocate(self, ids_n: Tensor, now: int) -> Tensor:
-        """Allocate slots for new rows ``ids_n`` (n,): int64 (n,); the caller fills them in ``data``."""
+        """Allocate slots for new rows ``ids_n`` (n,): int64 (n,). The caller fills ``data``."""
         if self._capacity is not None and self.count + len(ids_n) > self._capacity:
             self._evict(self.count + len(ids_n) - self._capacity, self._capacity)
         slots_n = self._room(len(ids_n))
@@ -72,7 +72,7 @@ class RowStore:
         return torch.cat([reused, torch.arange(first, self._used)])
 
     def _evict(self, least: int, capacity: int) -> None:
-        """Evict the least recently used rows, ``least`` or more of them."""
+        """Evict at least ``least`` of the least recently used rows."""
         live_n = self._live()
         count = min(len(live_n), max(least, int(capacity * _EVICTED)))
         gone_n = live_n[self._touched[live_n].topk(count, largest=False).indices]
@@ -86,34 +86,34 @@ class RowStore:
         return live_n.nonzero().flatten()
 
     def by_id(self) -> tuple[Tensor, Tensor]:
-        """Return copies of all ids and rows, ordered by id: int64 (n,) and float32 (n, width)."""
+        """Return copies of all ids and rows, sorted by id: int64 (n,) and float32 (n, width)."""
         live_n = self._live()
         order_n = live_n[self._ids[live_n].argsort()]
         return self._ids[order_n].clone(), self.data[order_n].clone()
 
 
 Sharding = Literal["hash", "range"]
-_DIRECT = 1 << 27  # largest number of rows of a server for an array of slots; a dict is used beyond it
+_DIRECT = 1 << 27  # maximum rows per server for an index array; larger tables use a dict
 
 
 class SlotIndex(ABC):
-    """Maps ids of rows, int64 (n,), to slots, int64 (n,); -1 means that a row has no slot."""
+    """Maps row ids, int64 (n,), to slots, int64 (n,), or -1 for rows without a slot."""
 
     @abstractmethod
     def get(self, ids_n: Tensor) -> Tensor:
-        """Return the slots of rows ``ids_n``: int64 (n,)."""
+        """Return the slots of rows ``ids_n``, int64 (n,)."""
 
     @abstractmethod
     def set(self, ids_n: Tensor, slots_n: Tensor) -> None:
-        """Assign slots (n,) to rows ``ids_n`` (n,); -1 removes a row's slot."""
+        """Assign slots (n,) to rows ``ids_n`` (n,); -1 removes the slot of a row."""
 
 
 @final
 class DirectSlotIndex(SlotIndex):
-    """Slots in an array with an entry for each row that the server may own.
+    """Slots in an array, with an entry for each row that the server may own.
 
     Args:
-        block: Largest number of rows of the table that one server owns.
+        block: Maximum number of the table's rows on one server.
         shards: Number of servers.
         sharding: How rows are assigned to servers.
     """
@@ -136,7 +136,7 @@ class DirectSlotIndex(SlotIndex):
 
 @final
 class HashedSlotIndex(SlotIndex):
-    """Slots in a dict, for tables whose ids cover a huge range."""
+    """Slots in a dict, for tables with a huge range of ids."""
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
@@ -153,22 +153,22 @@ class HashedSlotIndex(SlotIndex):
 
 
 def slot_index(rows: int, *, shards: int, sharding: Sharding) -> SlotIndex:
-    """Make the index of one of ``shards`` servers for a table of ``rows`` rows."""
+    """Create the index for one of ``shards`` servers, for a table with ``rows`` rows."""
     block = -(-rows // shards)
     return DirectSlotIndex(block, shards=shards, sharding=sharding) if block <= _DIRECT else HashedSlotIndex()
 
 
 class RowUpdate(ABC):
-    """An optimizer's update of single rows, which are stored with their state.
+    """An optimizer's update of individual rows, stored with their optimizer state.
 
-    A row is ``dim`` values, then the ``row_state`` parts of its state, then the ``scalar_state`` numbers.
+    A row has ``dim`` values, then ``row_state`` state vectors of that size, then ``scalar_state`` scalars.
 
     Args:
         group: The optimizer's parameter group, with its options.
 
     Attributes:
-        row_state: Parts of the state that are as large as the row's values.
-        scalar_state: Parts of the state that are one number.
+        row_state: Number of state vectors as large as the row's values.
+        scalar_state: Number of scalar states.
     """
 
     row_state: ClassVar[int] = 0
@@ -178,7 +178,7 @@ class RowUpdate(ABC):
         self.group = group
 
     def width(self, dim: int) -> int:
-        """Return the number of elements of a row of ``dim`` values with its state."""
+        """Return the number of elements of a row with ``dim`` values and its state."""
         return dim * (1 + self.row_state) + self.scalar_state
 
     def initial_state(self) -> float:
@@ -191,10 +191,10 @@ class RowUpdate(ABC):
 
         Args:
             data: All rows with their state.
-            slots_n: Unique indices of the rows to update, int64 (n,).
+            slots_n: Unique slots of the rows to update, int64 (n,).
             gradients_nd: Their gradients, float32 (n, dim).
             lr: Learning rate.
-            dim: Number of values of a row.
+            dim: Number of values per row.
         """
 
 
@@ -232,7 +232,7 @@ class AdagradRows(RowUpdate):
 
 @final
 class AdamRows(RowUpdate):
-    """The update of torch.optim.Adam (Kingma and Ba 2015) or AdamW; each row counts its own steps."""
+    """The update of torch.optim.Adam (Kingma and Ba 2015) or AdamW, with a step count per row."""
 
     row_state, scalar_state = 2, 1
 
@@ -241,7 +241,7 @@ class AdamRows(RowUpdate):
 
     def _change(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         values_nd, means_nd, squares_nd = rows_nw[:, :dim], rows_nw[:, dim : 2 * dim], rows_nw[:, 2 * dim : 3 * dim]
-        steps_n1 = rows_nw[:, 3 * dim :].add_(1).double()  # 1 - beta^steps cancels in float32
+        steps_n1 = rows_nw[:, 3 * dim :].add_(1).double()  # float64: 1 - beta^steps cancels in float32
         first, second = self.group["betas"]
         if decay := self.group.get("weight_decay", 0):
             values_nd.mul_(1 - lr * decay)
@@ -253,10 +253,10 @@ class AdamRows(RowUpdate):
 
 
 def update_of(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> RowUpdate:
-    """Return the row-wise form of ``optimizer`` with the options of ``group``, for the rows of the table ``name``.
+    """Return ``optimizer``'s row-wise form for the table ``name``, with ``group``'s options.
 
     Raises:
-        ConfigError: The optimizer has no row-wise form.
+        ConfigError: The optimizer lacks a row-wise form.
     """
     kind = type(optimizer).__name__
     plain = not group.get("weight_decay") and not group.get("momentum") and not group.get("lr_decay")
@@ -274,7 +274,7 @@ def update_of(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> RowU
 
 
 def check_rows(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ConfigError if ``optimizer`` has no row-wise form for a table of ``model``."""
+    """Raise ConfigError if ``optimizer`` lacks a row-wise form for a table of ``model``."""
     names = {id(embedding.weight): name for name, embedding in sparse_embeddings(model).items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

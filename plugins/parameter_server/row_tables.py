@@ -1,4 +1,4 @@
-"""Sparse tables on a server: a row is created when it is first used, and stored with its optimizer's state."""
+"""Sparse tables on a server: rows are created on first use, with optimizer state."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from worldsize.core import ConfigError, RowValues
 from worldsize.errors import neighbours
 from worldsize.strategies.wrapping import sparse_embeddings
 
-RowGradients = tuple[Tensor, Tensor]  # unique sorted ids, int64 (n,), and float32 (n, dim)
-_SAMPLED = 16  # one of so many pushes is sampled
+RowGradients = tuple[Tensor, Tensor]  # unique sorted ids, int64 (n,), and values, float32 (n, dim)
+_SAMPLED = 16  # one in this many pushes is sampled
 
 
 @final
 @dataclass(frozen=True)
 class Table:
-    """An embedding of the model whose rows live on servers.
+    """An embedding of the model with rows on servers.
 
     Attributes:
         name: The name of its weight in the model.
-        rows: Number of its rows.
-        dim: Numbers in a row.
-        padding: The row that stays zero; None: there is none.
-        values: Distribution of its rows before their first update.
+        rows: Number of rows.
+        dim: Elements per row.
+        padding: The row that stays zero, or None.
+        values: Distribution of the rows' initial values.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Table:
 
 
 def find_tables(model: nn.Module, values: Mapping[str, RowValues]) -> list[Table]:
-    """Describe every nn.Embedding and nn.EmbeddingBag with ``sparse=True``, in the order of ``model``.
+    """Return a Table for each ``sparse=True`` nn.Embedding and nn.EmbeddingBag, in order.
 
     Args:
         model: The recipe's model.
-        values: Initial distributions of rows, by the name of the module, see :meth:`Recipe.row_values`.
+        values: Initial distributions of rows by module name; see :meth:`Recipe.row_values`.
 
     Raises:
         ConfigError: ``values`` names a module that ``model`` does not have.
@@ -53,7 +53,7 @@ def find_tables(model: nn.Module, values: Mapping[str, RowValues]) -> list[Table
     modules, normal = dict(model.named_modules()), RowValues()
     for name in values:
         if name not in modules:
-            raise ConfigError(f"row_values: the model has no module {name!r}{neighbours(name, modules)}")
+            raise ConfigError(f"row_values: the model lacks a module {name!r}{neighbours(name, modules)}")
     return [
         Table(f"{name}.weight", each.num_embeddings, each.embedding_dim, each.padding_idx, values.get(name, normal))
         for name, each in sparse_embeddings(model).items()
@@ -63,8 +63,9 @@ def find_tables(model: nn.Module, values: Mapping[str, RowValues]) -> list[Table
 def initial_rows(seed: int, table: Table, ids_n: Tensor) -> Tensor:
     """Return the initial values of the rows ``ids_n``, int64 (n,), as float32 (n, dim).
 
-    They depend only on (seed, table, row id): splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195) of a
-    counter, as uniform numbers, or as normal numbers by Box and Muller (1958).
+    They depend only on (seed, table, row id). A counter is hashed with splitmix64 (Steele et al. 2014,
+    doi:10.1145/2660193.2660195) to uniform values, and converted to normal values by the Box-Muller transform (1958) if
+    needed.
     """
     digest = hashlib.blake2b(f"{seed}/row/{table.name}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
@@ -81,7 +82,7 @@ def initial_rows(seed: int, table: Table, ids_n: Tensor) -> Tensor:
 
 
 def _uniform(counter: Tensor) -> Tensor:
-    """Hash int64 to float64 in [0, 1); arithmetic wraps, and shifts are made logical."""
+    """Hash int64 to float64 in [0, 1). Arithmetic wraps around, and shifts are logical."""
     x = counter * -7046029254386353131
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -92,14 +93,14 @@ def _uniform(counter: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class RowRule:
-    """Rule that assigns rows to servers, and decides which are kept there.
+    """Assigns rows to servers, and decides which of them to retain.
 
     Attributes:
         seed: Seed of the initial values, together with the table and the row.
         shards: Number of servers.
         sharding: "hash" assigns rows by id modulo servers, "range" by ranges of ids.
-        admit_after: Number of pushes before a row is kept.
-        capacity: Number of rows of a table that a server keeps, the most recently used ones; None: all.
+        admit_after: Number of pushes before a row is stored.
+        capacity: Maximum number of rows per table and server; the least recently used are evicted. None for unlimited.
     """
 
     seed: int
@@ -109,7 +110,7 @@ class RowRule:
     capacity: int | None = None
 
     def shard_of(self, ids_n: Tensor, table: Table) -> Tensor:
-        """Return the server of each row ``ids_n`` (n,): int64 (n,)."""
+        """Return the server of each row ``ids_n`` (n,), int64 (n,)."""
         if self.sharding == "hash":
             return ids_n % self.shards
         return ids_n // -(-table.rows // self.shards)
@@ -117,17 +118,17 @@ class RowRule:
 
 @final
 class Rows:
-    """The rows of ``table`` on server ``shard``. Not thread-safe; callers hold the shard's lock.
+    """Rows of ``table`` on server ``shard``. The caller must hold the shard's lock.
 
     Args:
         table: The embedding of the rows.
-        rule: How rows are assigned to servers, and which are kept.
+        rule: How rows are assigned to servers, and which are retained.
         shard: Index of this server.
         update: How gradients change rows; the learning rate in its group may change.
 
     Attributes:
         store: The memory of the rows.
-        missed: Number of gradients of rows that were evicted, or not admitted yet.
+        missed: Number of row gradients dropped because the row was evicted, or not yet admitted.
     """
 
     def __init__(self, table: Table, rule: RowRule, shard: int, update: RowUpdate) -> None:
@@ -137,11 +138,11 @@ class Rows:
         self.missed = 0
         self._update = update
         self._clock = 0  # counts pulls and pushes
-        self._pending = Counter[int]()  # number of pushes of each row that is not admitted yet
-        self._sampled = Counter[int]()  # number of uses of each row in one of sixteen pushes
+        self._pending = Counter[int]()  # number of pushes of each row not yet admitted
+        self._sampled = Counter[int]()  # number of uses of each row in the sampled pushes
 
     def pull(self, ids_n: Tensor) -> Tensor:
-        """Read rows ``ids_n`` (n,): float32 (n, dim). A row that is not kept has its initial value."""
+        """Read rows ``ids_n`` (n,) as float32 (n, dim); initial values if not stored."""
         self._clock += 1
         slots_n = self.store.index.get(ids_n)
         if self.rule.admit_after == 0 and _lacks(slots_n):
@@ -155,9 +156,9 @@ class Rows:
         return rows_nd
 
     def push(self, ids_n: Tensor, gradients_nd: Tensor, share: float = 1.0) -> None:
-        """Update unique rows ``ids_n`` (n,) by gradients (n, dim), with ``share`` of the learning rate.
+        """Update unique rows ``ids_n`` (n,) by gradients (n, dim), using ``share`` of the rate.
 
-        Gradients of rows that are not kept are dropped.
+        Gradients of rows that are not stored are dropped.
         """
         self._clock += 1
         if self._clock % _SAMPLED == 0:
@@ -174,7 +175,7 @@ class Rows:
         self.store.touch(slots_n, self._clock)
 
     def _admit(self, ids_n: Tensor) -> None:
-        """Count a push of rows, and create rows that were pushed often enough."""
+        """Count pushes of new rows, and create rows that were pushed often enough."""
         new = ids_n[self.store.index.get(ids_n) < 0].tolist()
         self._pending.update(new)
         admitted = [row for row in new if self._pending[row] >= self.rule.admit_after]
@@ -190,18 +191,18 @@ class Rows:
         self.store.data[slots_n, : self.table.dim] = initial_rows(self.rule.seed, self.table, ids_n)
 
     def facts(self, *, hottest: int) -> dict[str, Any]:
-        """Return counts, and the ``hottest`` rows of a sample of pushes since the last call, as [id, count]."""
+        """Return counts, and the ``hottest`` rows of sampled new pushes as [id, count]."""
         often = [[row, times] for row, times in self._sampled.most_common(hottest)]
         self._sampled.clear()
         return {"rows": self.store.count, "evicted": self.store.evicted, "missed": self.missed, "hottest": often}
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of all rows, ordered by id, with their optimizer's state: ids (n,) and rows (n, width)."""
+        """Return copies of all rows with state, sorted by id: ids (n,) and rows (n, width)."""
         ids_n, rows_nw = self.store.by_id()
         return {"ids": ids_n, "rows": rows_nw}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load those rows of a :meth:`state` that belong to this server: ids (n,) and rows (n, width)."""
+        """Load the rows of a :meth:`state` that belong to this server: ids (n,) and rows (n, width)."""
         mine_n = self.rule.shard_of(state["ids"], self.table) == self.shard
         ids_n = state["ids"][mine_n]
         self._create(ids_n)
@@ -209,5 +210,5 @@ class Rows:
 
 
 def _lacks(slots_n: Tensor) -> bool:
-    """Return whether a row has no slot. For few rows numpy takes a third of torch's time."""
+    """Return whether any slot is missing. NumPy takes a third of torch's time for few rows."""
     return len(slots_n) > 0 and bool(slots_n.numpy().min() < 0)

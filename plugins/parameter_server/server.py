@@ -1,8 +1,8 @@
-"""Serves a shard over the network: one thread per connection, one lock per shard.
+"""Serves a shard over the network, with one thread per connection and one lock per shard.
 
-Its service for workers receives pushes, and sends weights and rows; that for the leading process does commits, copies
-of its state, and the end. A shard's parameters at the start of a step with several updates are saved, since the step
-is repeated if a worker is lost.
+Workers send pushes, and receive weights and rows. The leading process sends commits and stop requests, and receives
+copies of the state. The parameters at the start of a step with several updates are saved, since the step is repeated if
+a worker is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worldsize.net.credentials import Credentials
 from worldsize.net.endpoints import ConnectionServer, Service
 from worldsize.net.frames import CommonOperation, Header, RefusedError, view
 
-SERVER_PREFIX = "server-"  # beginning of the names of servers
+SERVER_PREFIX = "server-"  # prefix of server names
 
 
 @final
@@ -29,15 +29,15 @@ class ShardServer:
     """Serves the shard of ``master`` to the members of the run.
 
     The kind of a connection is "data" (a worker), "peer" (the leader of the run), "standby", or one of ``services``.
-    Refused requests change nothing.
+    Refused requests have no effect.
 
     Args:
         master: Changes and reads the shard.
-        listener: The socket at which to accept connections.
+        listener: The socket for accepting connections.
         credentials: The certificate of this process; None without TLS.
-        services: Further services, by the kind of connection.
-        leader_prefix: The beginning of the names of processes that may lead the run.
-        on_begin: Called with the number of each step with several updates that begins.
+        services: Additional services, by kind of connection.
+        leader_prefix: Name prefix of processes that may lead the run.
+        on_begin: Called with the number of each step with several updates when it begins.
 
     Attributes:
         start_of_step: Saves the state at the start of such a step.
@@ -62,18 +62,18 @@ class ShardServer:
         )
 
     def start(self) -> None:
-        """Start to serve, in background threads."""
+        """Start to serve in background threads."""
         self.connections.start()
         self.master.log.start()
 
     def facts(self) -> dict[str, Any]:
-        """Return the load since the last call, and the updates lost and frames refused since the start."""
+        """Return the load since the last call, and total lost updates and refused frames."""
         return self.master.facts(refused=self.connections.refused)
 
     def _serve_standby(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         name = str(facts["name"])
         if not name.startswith(SERVER_PREFIX):
-            raise RefusedError(f"{name} is no server")
+            raise RefusedError(f"{name} is not a server")
         self.master.log.lead(channel, name, self.master.image)
 
 
@@ -85,7 +85,7 @@ class LeaderService:
         master: Changes and reads the shard.
         start: Saves the state at the start of a step with several updates.
         facts: Returns the server's load since the last call.
-        leader_prefix: The beginning of the names of processes that may lead, such as "server-".
+        leader_prefix: Name prefix of processes that may lead, such as "server-".
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class LeaderService:
                 channel.send_message(CommonOperation.MESSAGE, self._facts())
             case Operation.STATE:
                 state = self._master.state()
-                channel.send(Header(CommonOperation.DONE))  # the state is copied, and the shard may change again
+                channel.send(Header(CommonOperation.DONE))  # the state is copied; the shard may change again
                 send_tree(channel, state)
             case Operation.STOP:
                 channel.message(header)
@@ -144,7 +144,7 @@ _SEEN_MODULUS = 2**32
 
 @final
 class WorkerService:
-    """Serves pushes and pulls of the shard that ``master`` keeps."""
+    """Serves pushes and pulls to the shard of ``master``."""
 
     def __init__(self, master: ShardMaster) -> None:
         self._master = master
@@ -182,7 +182,7 @@ class WorkerService:
         channel.send_later(Header(CommonOperation.DONE, fields=acknowledged))
 
     def _pull(self, channel: Channel, header: Header) -> None:
-        """Send all buckets, once the updates of steps up to the one in the header are applied."""
+        """Send all buckets, once they include the updates up to the step in the header."""
         shard = self._master.shard
         seen = self._master.wait_for(Fields._make(header.fields).step) % _SEEN_MODULUS
         parameters = shard.parameters
@@ -192,7 +192,7 @@ class WorkerService:
         self._master.count_pull(sum(values_n.nbytes for values_n in parameters.values))
 
     def _pull_rows(self, channel: Channel, header: Header) -> None:
-        """Send rows by their ids, once the updates of steps up to the one in the header are applied."""
+        """Send the requested rows, once they include the updates up to the step in the header."""
         asked = Fields._make(header.fields)
         rows, ids_n = self._master.receiver.receive_ids(channel, header)
         rows_nd, updates, step = self._master.pull_rows(rows, ids_n, step=asked.step)
@@ -204,13 +204,13 @@ class WorkerService:
 def _number(facts: Mapping[str, Any], key: str, default: int | None = None) -> int:
     number = facts.get(key, default)
     if not isinstance(number, int):
-        raise RefusedError(f"JOIN says {key}={str(number)[:50]}")
+        raise RefusedError(f"JOIN has {key}={str(number)[:50]}")
     return number
 
 
 @final
 class StepStart:
-    """Saves a copy of the parameters that ``master`` serves, with their optimizer's state, at the start of a step.
+    """Saves a copy of the parameters and optimizer state of ``master`` at the start of a step.
 
     Args:
         master: Serves the shard.
@@ -222,15 +222,15 @@ class StepStart:
         self._kept: Any = None
 
     def keep(self, step: int) -> None:
-        """Save the present state, at the start of ``step``. Gradients of its first update may have arrived already."""
+        """Save the state at the start of ``step``; gradients may already have arrived."""
         self._on_begin(step)
         with self._master.log.changed:
             self._kept = deepcopy(self._master.shard.parameters.image())
 
     def roll_back(self, updates: int) -> None:
-        """Restore the saved state, and count it as update number ``updates``. Repeated calls have no effect.
+        """Restore the saved state as update number ``updates``. Repeated calls are ignored.
 
-        Gradients of the abandoned attempt belong to updates up to that number, so that late ones are not mistaken for
+        Gradients of the abandoned attempt belong to updates up to that number. Late ones are thus not mistaken for
         gradients of the next attempt.
         """
         shard = self._master.shard

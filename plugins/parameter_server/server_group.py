@@ -1,6 +1,6 @@
-"""The servers of a run: their addresses and credentials, the start of each, and the joint state of their shards.
+"""The servers of a run: addresses, credentials, startup, and all shards' state.
 
-The state of all shards is converted to the form that every strategy saves, and back.
+The combined state is converted to and from the format that all strategies save.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from plugins.parameter_server.shard import PushReceiver, Rule, Shard
 from plugins.parameter_server.shard_master import ShardMaster, ignore_step
 from plugins.parameter_server.shard_parameters import ShardParameters
 from plugins.parameter_server.sharding import ShardingPlan
-from worldsize.core import Cluster, ConfigError, Recipe, Rendezvous, RunContext, StateDict
+from worldsize.core import ONE_UPDATE, Cluster, ConfigError, Recipe, Rendezvous, RunContext, StateDict
 from worldsize.net.credentials import Credentials, create_authority, issue_certificate
 from worldsize.net.endpoints import Service, address_of, listen
 from worldsize.net.registry import Dialer, Registry
+from worldsize.optimizers.groups import optimizer_of
 from worldsize.record.run_directory import private
-from worldsize.strategies.train_state import OptimizedModel, TrainState, optimizer_of
+from worldsize.strategies.train_state import OptimizerPart, TrainState
 
 Transport = Literal["auto", "unix", "tls", "tcp"]
 
@@ -43,11 +44,11 @@ class PendingServer:
     """A server that is not yet master of its shard.
 
     Attributes:
-        train_state: The full model with the newest checkpoint's state, for saving and warnings.
-        succession: Waits until this server is master; run it before :meth:`serve`.
+        train_state: The full model with the state of the newest checkpoint, for saving and warnings.
+        succession: Waits until this server is master; call its ``run`` before :meth:`serve`.
         dialer: Connects this process to the other servers.
-        listener: The socket at which this server will accept connections.
-        lease: Seconds without a heartbeat after which a standby is given up.
+        listener: The socket on which this server will accept connections.
+        lease: Seconds without a heartbeat before a standby is given up.
         has_standby: Whether a standby will connect.
     """
 
@@ -60,7 +61,7 @@ class PendingServer:
 
     @property
     def shard(self) -> Shard:
-        """The shard, which copies the master's while another server is master."""
+        """The shard, replicated from the master while a different server is master."""
         return self.succession.receiver.shard
 
     def serve(
@@ -71,13 +72,13 @@ class PendingServer:
         on_begin: Callable[[int], None] = ignore_step,
         leader_prefix: str = SERVER_PREFIX,
     ) -> ShardServer:
-        """Serve as the shard's master; return when the standby has connected, or none did within a lease.
+        """Serve as master. Returns once the standby has connected, after at most one lease.
 
         Args:
-            services: Further services, by the kind of connection.
-            on_step: Called with the number of the step in progress at each push.
-            on_begin: Called with the number of each step with several updates that begins.
-            leader_prefix: The beginning of the names of processes that may lead the run.
+            services: Additional services, by kind of connection.
+            on_step: Called at each push with the number of the step in progress.
+            on_begin: Called with the number of each step with several updates when it begins.
+            leader_prefix: Name prefix of processes that may lead the run.
         """
         log = ReplicationLog(self.succession.mastership, lease=self.lease, expects_standby=self.has_standby)
         sessions, timeout = self.succession.sessions, self.dialer.timeout
@@ -98,7 +99,7 @@ class PendingServer:
 @final
 @dataclass(frozen=True)
 class ServerGroup:
-    """The servers of a run. The options are those of :class:`ParameterServer`."""
+    """The servers of a run, with the options of :class:`ParameterServer`."""
 
     servers: int
     replicas: int
@@ -109,16 +110,16 @@ class ServerGroup:
 
     @property
     def processes(self) -> int:
-        """Number of servers and standbys together."""
+        """Total number of servers and standbys."""
         return self.servers * (1 + self.replicas)
 
     @property
     def wire(self) -> Transport:
-        """The transport to use; "auto" is resolved."""
+        """The transport in use, with "auto" resolved."""
         return self.transport if self.transport != "auto" else "unix" if self.nodes == 1 else "tls"
 
     def check(self, cluster: Cluster, workers: int) -> None:
-        """Raise ConfigError if the options cannot be used on ``cluster`` with this number of workers."""
+        """Raise ConfigError if the options are invalid for ``cluster`` with this number of workers."""
         if cluster.device != "cpu":
             raise ConfigError(
                 f"parameter servers send gradients from host memory, and cluster.device={cluster.device} computes them "
@@ -137,12 +138,12 @@ class ServerGroup:
             )
 
     def prepare(self, folder: Path) -> None:
-        """Create the run's certificate authority if TLS is used; called in the launching process."""
+        """Create the run's certificate authority if TLS is used. Called in the launching process."""
         if self.wire == "tls":
             create_authority(private(folder) / "keys")
 
     def dialer(self, name: str, context: RunContext) -> Dialer:
-        """Make the dialer of the process ``name`` to the servers of the run. Raises ConfigError outside of a run."""
+        """Create a dialer from process ``name`` to the servers. Raises ConfigError outside a run."""
         meeting = context.meeting_place(needs="a parameter server needs its servers")
         credentials = issue_certificate(meeting.folder / "keys", name) if self.wire == "tls" else None
         return Dialer(name, Registry(meeting.folder, meeting.timeout), credentials, meeting.timeout, Operation)
@@ -150,11 +151,11 @@ class ServerGroup:
     def server(
         self, recipe: Recipe, train_state: TrainState, context: RunContext, *, plan: ShardingPlan, rule: Rule
     ) -> PendingServer:
-        """Make this process's server, with the newest checkpoint's state.
+        """Create this process's server with the state of the newest checkpoint.
 
         Args:
             recipe: The recipe of the run.
-            train_state: The first model that the recipe made in this process; only it has the run's initial weights.
+            train_state: The first model that the recipe created in this process; only it has the run's initial weights.
             context: The context of the run, with its newest checkpoint.
             plan: The assignment of parameters to servers.
             rule: When gradients become an update.
@@ -167,11 +168,11 @@ class ServerGroup:
     def pending(
         self, receiver: PushReceiver, full: TrainState, context: RunContext, dialer: Dialer, *, number: int
     ) -> PendingServer:
-        """Make this process's server of shard ``number``.
+        """Create this process's server for shard ``number``.
 
         Args:
             receiver: Receives pushes to the shard.
-            full: The full model, which receives the state of all shards when it is saved.
+            full: The full model, filled with the state of all shards for saving.
             context: The context of the run.
             dialer: Connects this process to the other servers.
             number: Index of the shard.
@@ -200,19 +201,19 @@ class ServerGroup:
         plan: ShardingPlan,
         rule: Rule,
     ) -> tuple[Shard, TrainState]:
-        """Make the shard, and the full model, from the newest checkpoint if there is one."""
-        full = train_state_of(recipe)
+        """Create the shard and the full model, from the newest checkpoint if there is one."""
+        full, part = train_state_of(recipe), train_state.parts[ONE_UPDATE]
         full.model.load_state_dict(train_state.model.state_dict())  # for frozen weights, which no shard has
-        restored = context.checkpoints.restore(lambda: full_state(full, empty_rows(full), plan.rows))
+        restored = context.checkpoints.restore(lambda: full_state(full, empty_rows(part), plan.rows))
         state, step = restored or (None, 0)
         if state is not None:
             load_full_state(train_state, state)
             load_full_state(full, state)
-        tables = tables_of(train_state, plan.rows, index)  # after loading, which replaces the optimizer's groups
+        tables = tables_of(part, plan.rows, index)  # after loading, which replaces the optimizer's groups
         if state is not None:
             for each in tables:
                 each.load(state["tables"][each.table.name])
-        own = ShardParameters(train_state, plan.shards[index], tables, make=partial(optimizer_of, recipe))
+        own = ShardParameters(part, plan.shards[index], tables, make=partial(optimizer_of, recipe))
         return Shard(own, rule, step=step), full
 
     def _listener(self, credentials: Credentials | None, meeting: Rendezvous, name: str) -> socket.socket:
@@ -222,30 +223,28 @@ class ServerGroup:
         return listen(f"tcp:{host}:0", credentials)
 
 
-_DENSE = 1 << 30  # bytes of a table that is also saved as a whole, with the initial values of untouched rows
+_DENSE = 1 << 30  # bytes; smaller tables are also saved as dense weights, including untouched rows
 RowStates = Mapping[str, Mapping[str, Tensor]]
 
 
 def train_state_of(recipe: Recipe) -> TrainState:
-    """Make the model and optimizer of a recipe, without the rows of its tables."""
+    """Create the model and optimizer of a recipe, without table rows."""
     return TrainState.of(recipe, rowless_model(recipe))
 
 
-def tables_of(train_state: TrainState, rule: RowRule, shard: int) -> list[Rows]:
-    """Make a server's rows of each table, which are updated with the options of the table's parameter group."""
-    return [
-        Rows(each.table, rule, shard, _update_of(train_state.optimizer, each)) for each in remotes(train_state.model)
-    ]
+def tables_of(part: OptimizerPart, rule: RowRule, shard: int) -> list[Rows]:
+    """Create a server's rows of each table, updated with the options of its parameter group."""
+    return [Rows(each.table, rule, shard, _update_of(part.optimizer, each)) for each in remotes(part.model)]
 
 
-def empty_rows(train_state: TrainState) -> dict[str, dict[str, Tensor]]:
-    """Make the state of tables without rows: ids (0,) and rows (0, width), by table."""
+def empty_rows(part: OptimizerPart) -> dict[str, dict[str, Tensor]]:
+    """Return the state of tables without rows, by table: ids (0,) and rows (0, width)."""
     return {
         each.table.name: {
             "ids": torch.empty(0, dtype=torch.int64),
-            "rows": torch.empty(0, _update_of(train_state.optimizer, each).width(each.table.dim)),
+            "rows": torch.empty(0, _update_of(part.optimizer, each).width(each.table.dim)),
         }
-        for each in remotes(train_state.model)
+        for each in remotes(part.model)
     }
 
 
@@ -256,7 +255,7 @@ def _update_of(optimizer: Optimizer, remote: RemoteTable) -> RowUpdate:
 
 
 def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
-    """Join the rows of all shards, ordered by id: ids (n,) and rows (n, width), by table."""
+    """Join the rows of all shards, sorted by id, by table: ids (n,) and rows (n, width)."""
     joined = {}
     for name in states[0]:
         ids_n = torch.cat([state[name]["ids"] for state in states])
@@ -266,13 +265,13 @@ def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
     return joined
 
 
-def full_state(train_state: OptimizedModel, rows: RowStates, rule: RowRule) -> StateDict:
-    """Return model, optimizer and schedule as :meth:`TrainState.state` has them, with the tables."""
+def full_state(train_state: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
+    """Return model, optimizer and schedule like :meth:`TrainState.state`, with the tables."""
     return with_tables({**train_state.state(), "scaler": {}}, train_state.model, rows, rule)
 
 
 def with_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
-    """Add the tables' rows to ``state``; small tables also as the full weights of the recipe's model."""
+    """Add the tables' rows to ``state``; small tables also as the model's dense weights."""
     if not rows:
         return state
     dense = {
@@ -289,7 +288,7 @@ def _dense(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
     return values_rd
 
 
-def load_full_state(train_state: OptimizedModel, state: StateDict) -> None:
+def load_full_state(train_state: TrainState, state: StateDict) -> None:
     """Load a :func:`full_state` without its tables."""
     empty = {remote.table.name: remote.weight for remote in remotes(train_state.model)}
     train_state.load({**state, "model": {**state["model"], **empty}})

@@ -1,6 +1,6 @@
-"""A shard: the parameters of one server, and when gradients update them. No sockets; callers hold a lock.
+"""A shard: parameters of one server, and their updates. No sockets; callers hold a lock.
 
-``PushReceiver`` receives gradients for it, after checking that a worker announces what the shard has room for.
+``PushReceiver`` receives gradients for it, after checking their announced sizes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from worldsize.net.frames import Header, RefusedError, view
 @final
 @dataclass(frozen=True)
 class Rule:
-    """Rule by which gradients become an update.
+    """Rule for turning gradients into updates.
 
     Attributes:
-        logical_ranks: Number of logical ranks of a step.
+        logical_ranks: Number of logical ranks per step.
         synchronous: Whether the mean over all logical ranks of a step is one update. Otherwise each logical rank's
             gradient is an update, with a fraction of the learning rate.
         by_staleness: Whether that fraction is 1 / staleness of the gradient (Zhang et al. 2016, arXiv 1511.05950)
@@ -53,8 +53,8 @@ class Shard:
         step: The last completed step.
 
     Attributes:
-        updates: Number of updates since the run began.
-        last_factor: Factor of the gradient in the last commit; None: its update was skipped.
+        updates: Number of updates since the start of the run.
+        last_factor: Gradient factor of the last commit. None if its update was skipped.
     """
 
     def __init__(self, parameters: ShardParameters, rule: Rule, *, step: int = 0) -> None:
@@ -67,7 +67,7 @@ class Shard:
 
     @property
     def closed(self) -> int:
-        """The last step such that it and all earlier steps are complete."""
+        """The last step up to which all steps are complete."""
         return self.step if self.rule.synchronous else self._units.closed
 
     def push(
@@ -81,24 +81,24 @@ class Shard:
         seen: int = 0,
         present: Tensor | None = None,
     ) -> bool:
-        """Add the gradient of a bucket or a table.
+        """Add the gradient of a bucket or table.
 
         Args:
-            index: Index of the bucket or the table; buckets are numbered first.
-            gradient: For a bucket a tensor (n,); for a table unique sorted ids (n,) and values (n, dim).
+            index: Index of the bucket or table; tables follow buckets.
+            gradient: For a bucket, a tensor (n,); for a table, unique sorted ids (n,) and values (n, dim).
             step: The step of the gradient.
-            width: Number of nodes of a level of the tree over logical ranks, as in
+            width: Number of nodes on one level of the tree over logical ranks, as in
                 :class:`~worldsize.collectives.ordered.PartialSums`.
-            node: Index of the node of that level whose sum the gradient is. Without ``rule.synchronous``, the first
-                logical rank of a unit, whose mean it is.
-            seen: Number of updates in the worker's weights.
-            present: Which pieces of the bucket have a gradient, bool (pieces,); None: all.
+            node: Index of a node on that level; ``gradient`` is its sum. If ``rule.synchronous`` is False, the first
+                logical rank of a unit; ``gradient`` is the unit's mean.
+            seen: Number of updates included in the worker's weights.
+            present: Which pieces of the bucket have a gradient, bool (pieces,). None if all have one.
 
         Returns:
             Whether it is new; False if the gradient of these logical ranks was added before.
 
         Raises:
-            RefusedError: The gradient is not finite, or its step is not being trained; nothing has changed.
+            RefusedError: The gradient is not finite, or is for a step that is not in progress; the shard is unchanged.
         """
         values = gradient if isinstance(gradient, Tensor) else gradient[1]
         if self.rule.finite and not math.isfinite(float(values.sum())):
@@ -116,7 +116,7 @@ class Shard:
     def _push_unit(
         self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int, present: Tensor | None
     ) -> bool:
-        """Apply the update of one unit, with a learning rate of lr / logical ranks: those of a step add up to lr."""
+        """Apply a unit's gradient at lr / logical ranks, or lr / staleness if configured."""
         if not self._units.add(unit, index):
             return False
         staleness = max(1, (self.updates - seen + 1) % 2**32)
@@ -142,21 +142,21 @@ class Shard:
         return self.rule.requires_commit and self._gradients.all_wait
 
     def weigh(self, step: int, factor: float) -> None:
-        """Multiply the uncommitted mean gradient of ``step`` by ``factor``. Repeated calls have no effect.
+        """Scale the uncommitted mean gradient of ``step`` by ``factor``. Repeated calls are ignored.
 
-        For losses that are a sum and a weight, it turns the mean of gradients into the gradient of the weighted mean.
+        If losses are (sum, weight), this turns the mean of gradients into the gradient of the weighted mean.
         """
         if step == self.step + 1 and self.waits_for_commit:
             self._gradients.weigh(factor)
 
     def norms(self) -> dict[str, list[float]]:
-        """Return the L2 norms of the pieces of the uncommitted mean gradient, by parameter."""
+        """Return the L2 norms of the uncommitted mean gradient's pieces, by parameter."""
         return self.parameters.norms(self._gradients.means, self._gradients.present)
 
     def apply(self, step: int, factor: float | None) -> None:
-        """Commit the update of ``step``, with its gradient multiplied by ``factor``; None skips the update."""
+        """Commit ``step`` with its gradient scaled by ``factor``; None skips the update."""
         if step != self.step + 1 or not self.waits_for_commit:
-            return  # committed before, by a request whose answer was lost
+            return  # already committed by a request whose answer was lost
         self.last_factor = factor
         for index, gradient in sorted(self._gradients.means.items()):
             if factor not in (None, 1.0):
@@ -166,16 +166,16 @@ class Shard:
         self._end_step()
 
     def reset(self, step: int, factor: float | None) -> None:
-        """Prepare for a new leading server: complete ``step``, if it was committed, and drop gradients of later steps.
+        """Prepare for a new leader: complete a committed ``step``, drop later gradients.
 
-        ``factor`` is that of the commit of ``step``; None: its update was skipped.
+        ``factor``: the gradient factor of the commit of ``step``. None if its update was skipped.
         """
         self.apply(step, factor)
         if self.rule.synchronous:
             self._gradients = self._gradients.empty(self.step + 1)
 
     def image(self) -> dict[str, Any]:
-        """Return the complete state for a standby, including gradients of steps in progress; tensors are not copied."""
+        """Return the complete state for a standby, with pending gradients, without copying."""
         return {
             "parameters": self.parameters.image(),
             "step": self.step,
@@ -186,7 +186,7 @@ class Shard:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Load the :meth:`image` of the master's shard."""
+        """Load an :meth:`image` of the master's shard."""
         self.parameters.restore(image["parameters"])
         self.step, self.updates, self.last_factor = image["step"], image["updates"], image["last_factor"]
         self._gradients = self._gradients.empty(self.step + 1)
@@ -203,7 +203,7 @@ _ID_BYTES, _NUMBER_BYTES = 8, 4
 
 @final
 class PushReceiver:
-    """Receives payloads of pushes to ``shard``, and decodes them with ``codec`` (None: they are not compressed)."""
+    """Receives pushes to ``shard``, and decodes them with ``codec``, unless None."""
 
     def __init__(self, shard: Shard, codec: GradientCodec | None) -> None:
         self.shard, self._codec = shard, codec
@@ -211,12 +211,12 @@ class PushReceiver:
     def receive(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
         """Receive the payload of a push; return its bytes and the decoded gradient.
 
-        A number for each piece follows the gradient of a bucket that lacks some, see :func:`with_presence`; the result
-        has them, too.
+        If pieces of a bucket lack a gradient, presence flags follow the gradient, also in the result; see
+        :func:`with_presence`.
 
         Raises:
-            LostError: The peer has gone.
-            RefusedError: The shard has no such bucket or table, or the payload has the wrong size.
+            LostError: The peer has disconnected.
+            RefusedError: The bucket or table is not in the shard, or the payload has the wrong size.
         """
         if header.operation == Operation.PUSH_ROWS:
             return self._receive_rows(channel, header)
@@ -245,7 +245,7 @@ class PushReceiver:
         return payload, (ids_n, gradients_nd)
 
     def receive_ids(self, channel: Channel, header: Header) -> tuple[Rows, Tensor]:
-        """Receive the payload of PULL_ROWS: the table, and ids, int64 (n,). Raises the errors of :meth:`receive`."""
+        """Receive PULL_ROWS: the table and ids, int64 (n,). Raises like :meth:`receive`."""
         rows = self._rows(header)
         if header.dtype != torch.int64 or len(header.shape) != 1 or header.shape[0] > rows.table.rows:
             raise RefusedError(f"PULL_ROWS of {rows.table.name} carries {header.dtype} {list(header.shape)}")
@@ -274,8 +274,8 @@ class PushReceiver:
 
 
 def _check_ids(rows: Rows, ids_n: Tensor) -> None:
-    """Raise RefusedError unless these are unique sorted ids (n,) of rows of this server."""
-    ids = ids_n.numpy()  # its calls cost a quarter of torch's for few rows
+    """Raise RefusedError unless ``ids_n`` (n,) are sorted, unique and assigned to this server."""
+    ids = ids_n.numpy()  # for few rows, NumPy takes a quarter of the time of torch
     if not len(ids):
         return
     if not (ids[1:] > ids[:-1]).all():
@@ -283,4 +283,4 @@ def _check_ids(rows: Rows, ids_n: Tensor) -> None:
     if ids[0] < 0 or ids[-1] >= rows.table.rows:
         raise RefusedError(f"{rows.table.name} has rows 0 to {rows.table.rows - 1}; the request has others")
     if rows.rule.shards > 1 and not bool((rows.rule.shard_of(ids_n, rows.table) == rows.shard).all()):
-        raise RefusedError(f"the request has rows of {rows.table.name} that belong to another server")
+        raise RefusedError(f"the request has rows of {rows.table.name} that belong to a different server")

@@ -1,4 +1,4 @@
-"""A worker's connections to the shards, for gradients and weights, and its dense parameters there."""
+"""A worker's connections to the shards, for gradients and weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worldsize.net.registry import Dialer
 
 @dataclass
 class _Push:
-    """A push that the server has not acknowledged; its buffers must not change until then."""
+    """A push not yet acknowledged by the server; its buffers must not change until then."""
 
     header: Header
     payload: Sequence[memoryview]
@@ -30,15 +30,15 @@ class _Push:
 
 @final
 class ShardLink:
-    """Pushes to and pulls from one shard; pushes lost with a connection are sent again, and applied once.
+    """Pushes to and pulls from one shard. Lost pushes are resent, and applied once.
 
     Args:
         dialer: Connects to the current master of the shard.
         shard: Index of the shard.
-        epoch: The epoch in which the worker was admitted, see :class:`TaskScheduler`.
+        epoch: The epoch of the worker's admission; see :class:`TaskScheduler`.
 
     Attributes:
-        step: The last step that the shard had completed when this link was made.
+        step: The last step completed by the shard when this link was created.
     """
 
     def __init__(self, dialer: Dialer, shard: int, epoch: int) -> None:
@@ -60,7 +60,7 @@ class ShardLink:
         self._push(header, payload)
 
     def push_rows(self, table: int, ids_n: Tensor, gradients_nd: Tensor, *, step: int, width: int, node: int) -> None:
-        """Send gradients of rows, float32 (n, dim), with unique sorted ids, int64 (n,)."""
+        """Send row gradients, float32 (n, dim), with unique sorted ids, int64 (n,)."""
         payload = [view(ids_n), view(gradients_nd.contiguous())]
         shape = (ids_n.nbytes + gradients_nd.nbytes,)
         header = Header(Operation.PUSH_ROWS, torch.uint8, shape, Fields(table, width, node, step=step))
@@ -75,7 +75,7 @@ class ShardLink:
         self._persist(lambda: self._channel.send(numbered, payload))
 
     def ask_rows(self, table: int, ids_n: Tensor, *, step: int) -> None:
-        """Request rows ``ids_n``, int64 (n,), that include all updates up to ``step`` and all earlier pushes."""
+        """Request rows ``ids_n``, int64 (n,), including updates to ``step`` and all own pushes."""
         header = Header(Operation.PULL_ROWS, torch.int64, (len(ids_n),), Fields(table, step=step))
         while not self._persist(lambda: self._channel.send(header, [view(ids_n)])):
             pass
@@ -84,7 +84,7 @@ class ShardLink:
         """Receive the requested rows.
 
         Returns:
-            float32 (n, dim), and the step up to which they include all updates.
+            The rows, float32 (n, dim), and the last step up to which they include all updates.
         """
         rows_nd = torch.empty(len(ids_n), dim)
         while True:
@@ -100,7 +100,7 @@ class ShardLink:
                 self.ask_rows(table, ids_n, step=step)
 
     def _weights(self) -> Header:
-        """Receive acknowledgements of pushes up to the header of the next weights, and return it."""
+        """Receive acknowledgments of pushes up to the next weights, and return the weights' header."""
         done = CommonOperation.DONE
         while (header := self._channel.answer(Operation.WEIGHTS, done)).operation == done:
             self._pending.popleft()
@@ -122,7 +122,7 @@ class ShardLink:
             pass
 
     def _persist(self, send: Callable[[], None]) -> bool:
-        """Return whether ``send`` succeeded; if not, reconnect and send the unacknowledged pushes again."""
+        """Return whether ``send`` succeeded; if not, reconnect and resend the unacknowledged pushes."""
         try:
             send()
         except LostError:
@@ -139,7 +139,7 @@ class ShardLink:
                     fields = Fields._make(header.fields)
                     header.require(dtype, (sum(part.nbytes for part in parts) // dtype.itemsize,))
                     if fields.table != index:
-                        raise RefusedError(f"received weights of table {fields.table}, expected those of {index}")
+                        raise RefusedError(f"received weights of table {fields.table}, expected table {index}")
                     self._channel.fill(parts)
                     self._seen = fields.seen
                 return
@@ -148,7 +148,7 @@ class ShardLink:
                 self.ask(self._asked_step)
 
     def _recover(self) -> None:
-        """Reconnect to the current master, and send again the pushes that it has not seen."""
+        """Reconnect to the current master, and resend the pushes that it has not applied."""
         while True:
             self._channel.close()
             self._channel, facts = self._dialer.connect(self._service, "data", epoch=self._epoch, seen=self._seen)
@@ -174,14 +174,14 @@ _SEQUENCE = Fields._fields.index("sequence")
 
 @final
 class DenseLinks:
-    """Pushes gradients of dense parameters to their servers, and pulls their weights into the model's own memory.
+    """Pushes dense gradients to servers, and pulls weights directly into the model.
 
     Args:
         parameters: The model's trained parameters, by name.
         plan: The buckets of each server, and the wire format of gradients.
-        first: The server to begin with, modulo their number: each worker begins with a different one, so that they do
-            not all wait for the same link.
-        faults: Points at which a fault can be injected between the pushes to two servers.
+        first: Index, modulo their number, of the first server to use; it differs between workers, so that they do not
+            all wait for the same link.
+        faults: Fault injection points before the push to each server.
     """
 
     def __init__(
@@ -206,14 +206,14 @@ class DenseLinks:
         self._links = links
 
     def pull(self, step: int) -> None:
-        """Pull all weights, once they include the updates of steps up to ``step``."""
+        """Pull all weights, once they include the updates up to ``step``."""
         for link in self._links:
             link.ask(step)
         for server in self._order:
             self._links[server].receive(self._memory[server])
 
     def push(self, gradients: Mapping[str, Tensor | None], *, step: int, width: int, node: int) -> None:
-        """Push all gradients, by name and in the shapes of their parameters; see :meth:`push_bucket`."""
+        """Push all gradients, by parameter name and in parameter shapes; see :meth:`push_bucket`."""
         part = {"step": step, "width": width, "node": node}
         for turn, server in enumerate(self._order):
             self._faults.at("push:next-server" if turn else "push:begin")
@@ -225,9 +225,8 @@ class DenseLinks:
 
         Args:
             key: The bucket.
-            gradients: Gradients of the parameters in it, by name, in the shapes of the parameters; None: a parameter
-                has none.
-            part: The part of a step that they are, as keywords of :meth:`ShardLink.push`.
+            gradients: Gradients of the bucket's parameters by name, in parameter shapes; None for a missing gradient.
+            part: Keyword arguments ``step``, ``width`` and ``node`` of :meth:`ShardLink.push`.
         """
         server, table = key
         bucket = self._shards[server][table]
@@ -242,7 +241,7 @@ class DenseLinks:
         self._links[server].push(table, dtype, payload, **part)
 
     def settle(self) -> None:
-        """Wait until the servers have acknowledged all pushes over these links, including rows of tables."""
+        """Wait until all pushes on these links, including rows, are acknowledged."""
         for link in self._links:
             link.settle()
 

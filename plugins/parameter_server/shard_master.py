@@ -1,6 +1,6 @@
-"""Changes a shard on its master: under one lock, and acknowledged only after its standby has made the change.
+"""Changes a shard on its master under one lock; acknowledges after its standby's change.
 
-``ServerLoad`` is the load of a server since the last query.
+``ServerLoad`` counts the load of a server since the last query.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worldsize.net.frames import Header, RefusedError, message
 
 _logger = logging.getLogger(__name__)
 
-_HOTTEST = 5  # most used rows of a table that the facts list
+_HOTTEST = 5  # number of most used rows per table in the facts
 
 
 def ignore_step(step: int) -> None:
@@ -31,14 +31,14 @@ def ignore_step(step: int) -> None:
 
 @final
 class ShardMaster:
-    """Changes and reads a shard while it is served. Every method takes the lock itself.
+    """Changes and reads a shard while it is served. Each method acquires the lock itself.
 
     Args:
         receiver: Receives pushes to the shard.
         sessions: The record of pushes of each worker.
-        log: Forwards every change to the standby; its lock guards the shard.
+        log: Forwards all changes to the standby; its lock guards the shard.
         timeout: Seconds to wait for a step to end.
-        on_step: Called with the number of the step in progress at each push.
+        on_step: Called at each push with the number of the step in progress.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class ShardMaster:
         self.timeout = timeout
         self._sessions, self._on_step = sessions, on_step
         self._load = ServerLoad()
-        self._lost = 0  # updates that workers had received and this server has lost
+        self._lost = 0  # updates that workers received before this server lost them
 
     def open_session(self, name: str, epoch: int, *, seen: int) -> Session:
-        """Begin or resume the session of a worker whose weights include ``seen`` updates. Raises RefusedError."""
+        """Open the session of a worker with weights of ``seen`` updates. Raises RefusedError."""
         with self.log.changed:
             session = self._sessions.open(name, epoch)
             missing = seen - self.shard.updates - self._lost
@@ -68,7 +68,7 @@ class ShardMaster:
             return session
 
     def push(self, header: Header, payload: Sequence[memoryview], gradient: Gradient, session: Session) -> None:
-        """Apply the next push of a session; return when the standby has it, too. Raises RefusedError."""
+        """Apply a session's next push here and on the standby. Raises RefusedError."""
         sequence = Fields._make(header.fields).sequence
         self._load.queue(+1)
         with self.log.changed:
@@ -84,7 +84,7 @@ class ShardMaster:
         self.log.settle(ticket)
 
     def wait_for(self, step: int) -> int:
-        """Wait until the updates of steps up to ``step`` are applied, and return the number of updates applied.
+        """Wait until updates to ``step`` are applied; return the number of applied updates.
 
         Raises:
             RefusedError: The step did not end in time.
@@ -95,10 +95,10 @@ class ShardMaster:
             return self.shard.updates
 
     def pull_rows(self, rows: Rows, ids_n: Tensor, *, step: int) -> tuple[Tensor, int, int]:
-        """Read rows ``ids_n`` (n,) once the updates of steps up to ``step`` are applied.
+        """Read rows ``ids_n`` (n,), once they include the updates up to ``step``.
 
         Returns:
-            float32 (n, dim), the number of updates applied, and the step up to which all steps are complete.
+            The rows, float32 (n, dim), the number of applied updates, and the last step up to which all are complete.
 
         Raises:
             RefusedError: The step did not end in time.
@@ -112,7 +112,7 @@ class ShardMaster:
         self._load.count_pull(nbytes)
 
     def norms(self) -> dict[str, list[float]]:
-        """Return the gradient norms of the uncommitted step, by parameter, once all its gradients have arrived.
+        """Return the gradient norms of the uncommitted step by parameter, once complete.
 
         Raises:
             RefusedError: The gradients did not arrive in time.
@@ -122,7 +122,7 @@ class ShardMaster:
             return self.shard.norms()
 
     def apply(self, step: int, factor: float | None) -> None:
-        """Commit the update of ``step``; repeated calls have no effect. See :meth:`Shard.apply`."""
+        """Commit the update of ``step``. Repeated calls are ignored. See :meth:`Shard.apply`."""
         with self.log.changed:
             ticket = self.log.forward(*message(Operation.APPLY, {"step": step, "factor": factor}))
             self.shard.apply(step, factor)
@@ -130,14 +130,14 @@ class ShardMaster:
         self.log.settle(ticket)
 
     def advance(self, value: float, step: int) -> None:
-        """Advance the schedule by the metric of the evaluation after ``step``; repeated calls have no effect."""
+        """Advance the schedule by the metric evaluated after ``step``. Repeated calls are ignored."""
         with self.log.changed:
             ticket = self.log.forward(*message(Operation.ADVANCE, {"value": value, "step": step}))
             self.shard.parameters.advance_schedule_by(value, step=step)
         self.log.settle(ticket)
 
     def weigh(self, step: int, factor: float) -> None:
-        """Multiply the mean gradient of ``step`` by ``factor``, once it is complete; see :meth:`Shard.weigh`.
+        """Scale the mean gradient of ``step`` by ``factor``, once complete; see :meth:`Shard.weigh`.
 
         Raises:
             RefusedError: The gradients did not arrive in time.
@@ -149,7 +149,7 @@ class ShardMaster:
         self.log.settle(ticket)
 
     def reset(self, step: int, factor: float | None) -> None:
-        """Prepare for a new leading server, given the last commit's ``factor``; see :meth:`Shard.reset`."""
+        """Prepare for a new leader, given the last commit's ``factor``; see :meth:`Shard.reset`."""
         with self.log.changed:
             ticket = self.log.forward(*message(Operation.RESET, {"step": step, "factor": factor}))
             self.shard.reset(step, factor)
@@ -157,16 +157,16 @@ class ShardMaster:
         self.log.settle(ticket)
 
     def state(self) -> dict[str, Any]:
-        """Copy the shard's state."""
+        """Return a copy of the shard's state."""
         with self.log.changed:
             return self.shard.state()
 
     def image(self) -> dict[str, Any]:
-        """Return the complete state for a standby. The caller holds the lock."""
+        """Return the complete state for a standby. The caller must hold the lock."""
         return {"shard": self.shard.image(), "sessions": self._sessions.image()}
 
     def facts(self, *, refused: int) -> dict[str, Any]:
-        """Return the load since the last call, and the updates lost and frames ``refused`` since the start."""
+        """Return the load since the last call, and total lost updates and ``refused`` frames."""
         with self.log.changed:
             load, self._load = self._load, ServerLoad(waiting=self._load.waiting)
             tables = {rows.table.name: rows.facts(hottest=_HOTTEST) for rows in self.shard.parameters.tables}
@@ -175,7 +175,7 @@ class ShardMaster:
 
 
 def _await_gradients(log: ReplicationLog, shard: Shard, *, seconds: float) -> None:
-    """Wait until all gradients of the next step to commit have arrived. The caller holds the lock."""
+    """Wait for all gradients of the next step to commit. The caller must hold the lock."""
     if not log.changed.wait_for(lambda: shard.waits_for_commit, seconds):
         raise RefusedError(f"the gradients of step {shard.step + 1} did not all arrive")
 
@@ -186,9 +186,9 @@ class ServerLoad:
     """Counts pushes and pulls and their bytes.
 
     Attributes:
-        waiting: Number of pushes that now wait for the shard.
-        longest_queue: Largest number of pushes that waited at once.
-        since: Start of the counts, in seconds of ``time.perf_counter``.
+        waiting: Number of pushes now waiting for the shard.
+        longest_queue: Maximum number of pushes waiting at once.
+        since: Start time of the counts, in seconds of ``time.perf_counter``.
     """
 
     pushes: int = 0
@@ -200,7 +200,7 @@ class ServerLoad:
     since: float = field(default_factory=time.perf_counter)
 
     def queue(self, change: int) -> None:
-        """Count a push that begins (1) or ends (-1) to wait."""
+        """Count a push that starts (1) or stops (-1) waiting."""
         self.waiting += change
         self.longest_queue = max(self.longest_queue, self.waiting)
 

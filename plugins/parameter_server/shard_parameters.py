@@ -1,6 +1,6 @@
-"""The parameters that one server owns, with the optimizer and the schedule that update them.
+"""The parameters owned by one server, with their optimizer and schedule.
 
-A bucket has an optimizer of its own, made by the recipe for the pieces that are in it.
+Each bucket has a separate optimizer, created by the recipe for its pieces.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from plugins.parameter_server.sharding import Bucket, RowPiece
 from worldsize.core import ConfigError
 from worldsize.optimizers.groups import all_parameters
 from worldsize.strategies.optimizer_trial import substituted
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart
 
 
 @final
 class ShardParameters:
     """The ``buckets`` of a model, with its optimizer and schedule, and the rows of ``tables``.
 
-    Their gradients are numbered: buckets first, then tables.
+    Gradient indices count buckets first, then tables.
 
     Args:
-        train_state: The full model, whose schedule is used. Its optimizer loses its parameters.
-        buckets: The pieces of parameters that this server owns.
-        tables: The rows that it owns.
-        make: Makes the recipe's optimizer for a model.
+        part: The optimizer of the full model, which is stripped of its parameters, and the schedule to use.
+        buckets: The pieces of parameters owned by this server.
+        tables: The rows owned by this server.
+        make: Creates the recipe's optimizer for a model.
 
     Attributes:
-        values: The values of each bucket, a tensor (n,), which the optimizer updates in place.
+        values: The values of each bucket, a tensor (n,), updated in place by the optimizer.
     """
 
     def __init__(
         self,
-        train_state: TrainState,
+        part: OptimizerPart,
         buckets: Sequence[Bucket],
         tables: Sequence[Rows] = (),
         *,
         make: MakeOptimizer,
     ) -> None:
-        model = train_state.model
+        model = part.model
         full = dict(model.named_parameters())
         self.buckets, self.tables = buckets, tables
         self.values = [_flat(bucket, full) for bucket in buckets]
-        self._leading, self._schedule = train_state.optimizer, train_state.schedule
+        self._leading, self._schedule = part.optimizer, part.schedule
         self._own = [
             BucketOptimizer(make, model, self._leading, bucket, values)
             for bucket, values in zip(buckets, self.values, strict=True)
@@ -58,11 +58,11 @@ class ShardParameters:
         for group in self._leading.param_groups:
             group["params"] = []
         self._leading.state.clear()
-        self._leading._opt_called = True  # type: ignore[attr-defined]  # else schedules warn that it takes no steps
+        self._leading._opt_called = True  # type: ignore[attr-defined]  # else schedules warn
 
     @property
     def gradients(self) -> int:
-        """Number of gradients of a complete update."""
+        """Number of gradients in a complete update."""
         return len(self.buckets) + len(self.tables)
 
     @property
@@ -70,9 +70,9 @@ class ShardParameters:
         return float(self._leading.param_groups[0]["lr"])
 
     def update(self, index: int, gradient: Gradient, share: float = 1.0, *, present: Tensor | None = None) -> None:
-        """Update one bucket or table by its gradient, with a fraction ``share`` of the learning rate.
+        """Update a bucket or table by its gradient, with ``share`` of the learning rate.
 
-        ``present``: which pieces of the bucket have a gradient, bool (pieces,); None: all.
+        ``present``: which pieces of the bucket have a gradient, bool (pieces,). None if all have one.
         """
         if not isinstance(gradient, Tensor):
             self.tables[index - len(self.buckets)].push(*gradient, share)
@@ -82,17 +82,17 @@ class ShardParameters:
         self._own[index].step([view if own else None for view, own in zip(views, has, strict=True)], share)
 
     def advance_schedule(self) -> None:
-        """Set the learning rate of the next step, and other options that the schedule changes."""
+        """Set the learning rate and other scheduled options for the next step."""
         if self._schedule is not None:
             self._advance(self._schedule.step)
 
     def advance_schedule_by(self, value: float, *, step: int) -> None:
-        """Advance a schedule that needs a metric by that of the evaluation after ``step``."""
+        """Advance a metric-based schedule by the value evaluated after ``step``."""
         if self._schedule is not None:
             self._advance(partial(self._schedule.advance_by, value, step=step))
 
     def _advance(self, advance: Callable[[], None]) -> None:
-        """Call ``advance``, and set the options that it changes for all buckets."""
+        """Call ``advance``, and copy the options that it changes to all buckets."""
         before = options_of(self._leading)
         advance()
         changed = [
@@ -103,9 +103,7 @@ class ShardParameters:
             own.set_options(changed)
 
     def norms(self, gradients: Mapping[int, Gradient], present: Mapping[int, Tensor]) -> dict[str, list[float]]:
-        """Return the L2 norm of each piece of these gradients, by parameter; see
-        :attr:`StepGradients.present` (pieces,) for ``present``.
-        """
+        """Return L2 norms of the gradients' pieces, by parameter; ``present``: bool (pieces,)."""
         norms: dict[str, list[float]] = {}
         for index, gradient in gradients.items():
             if isinstance(gradient, Tensor):
@@ -120,7 +118,7 @@ class ShardParameters:
         return norms
 
     def image(self) -> dict[str, Any]:
-        """Return the complete state by position, for a standby; tensors are not copied."""
+        """Return the complete state by position, for a standby. Tensors are not copied."""
         return {
             "values": self.values,
             "states": [own.states() for own in self._own],
@@ -130,7 +128,7 @@ class ShardParameters:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Load the :meth:`image` of the master's parameters."""
+        """Load an :meth:`image` of the master's parameters."""
         for mine, theirs in zip(self.values, image["values"], strict=True):
             mine.copy_(theirs)
         leading, *groups = image["groups"]
@@ -145,7 +143,7 @@ class ShardParameters:
             rows.load(state)
 
     def state(self) -> dict[str, Any]:
-        """Return a copy by name: each parameter's pieces with their first row, value and optimizer state."""
+        """Return a copy by name: pieces with first row, value and optimizer state."""
         entries: dict[str, Any] = {}
         for bucket, own in zip(self.buckets, self._own, strict=True):
             for piece, parameter, state in zip(bucket.pieces, own.parameters, own.states(), strict=True):
@@ -175,20 +173,20 @@ def _presence(present: Tensor | None, pieces: int) -> list[bool]:
     return [True] * pieces if present is None else present.tolist()
 
 
-def gather_states(states: Sequence[Mapping[str, Any]], train_state: TrainState) -> None:
-    """Combine the :meth:`ShardParameters.state` of all shards in a full model, optimizer and schedule."""
+def gather_states(states: Sequence[Mapping[str, Any]], part: OptimizerPart) -> None:
+    """Gather all shards' :meth:`ShardParameters.state` into model, optimizer and schedule."""
     pieces: dict[str, list[Any]] = {}
     for state in states:
         for name, entries in state["parameters"].items():
             pieces.setdefault(name, []).extend(entries)
-    for name, parameter in train_state.model.named_parameters():
+    for name, parameter in part.model.named_parameters():
         if name in pieces:
-            _gather(parameter, sorted(pieces[name], key=lambda entry: int(entry["first"])), train_state.optimizer)
+            _gather(parameter, sorted(pieces[name], key=lambda entry: int(entry["first"])), part.optimizer)
     counted = next((state for state in states if state["parameters"]), states[0])
-    for group, values in zip(train_state.optimizer.param_groups, counted["groups"], strict=True):
+    for group, values in zip(part.optimizer.param_groups, counted["groups"], strict=True):
         group.update(values)
-    if train_state.schedule is not None:
-        train_state.schedule.load_state_dict(states[0]["schedule"])
+    if part.schedule is not None:
+        part.schedule.load_state_dict(states[0]["schedule"])
 
 
 def _gather(parameter: nn.Parameter, entries: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
@@ -209,20 +207,20 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 @final
 class BucketOptimizer:
-    """Updates the pieces of ``bucket``, one step for each gradient of it.
+    """Updates the pieces of ``bucket``, one step per gradient.
 
-    Gradients arrive bucket by bucket. With one optimizer for each, counters in options or attributes count the steps of
-    training.
+    Gradients arrive bucket by bucket. With a separate optimizer per bucket, counters in options or attributes correctly
+    count training steps.
 
     Args:
-        make: Makes the recipe's optimizer.
+        make: Creates the recipe's optimizer.
         model: The full model.
-        leading: The optimizer of the full model, whose present options and state of the pieces are used.
+        leading: The optimizer of the full model, from which options and state are copied.
         bucket: The pieces.
-        values: Their values, a tensor (n,); it is updated in place.
+        values: Their values, a tensor (n,), updated in place.
 
     Attributes:
-        parameters: The pieces as parameters, in the bucket's order.
+        parameters: The pieces as parameters, in bucket order.
     """
 
     def __init__(
@@ -238,9 +236,9 @@ class BucketOptimizer:
                 owner.state[parameter] = {key: _part(value, piece) for key, value in state.items()}
 
     def step(self, gradients: Sequence[Tensor | None], share: float) -> None:
-        """Update the pieces by their gradients, of their shapes, with a fraction ``share`` of the learning rate.
+        """Update the pieces by gradients of their shapes, with ``share`` of the learning rate.
 
-        A piece without a gradient has None, and stays as it is.
+        None for a piece leaves it unchanged.
         """
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -265,13 +263,13 @@ class BucketOptimizer:
                 group.update(options)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the optimizer's state of each piece; tensors are not copied."""
+        """Return the optimizer state of each piece. Tensors are not copied."""
         return [
             dict(owner.state.get(each, {})) if (owner := self._owner.get(id(each))) else {} for each in self.parameters
         ]
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load what :meth:`states` returned."""
+        """Load the result of :meth:`states`."""
         for parameter, state in zip(self.parameters, states, strict=True):
             if owner := self._owner.get(id(parameter)):
                 owner.state[parameter] = dict(state)
@@ -286,7 +284,7 @@ _Part = list[tuple[RowPiece, nn.Parameter]]
 
 
 def _apart(pairs: _Part) -> list[_Part]:
-    """Divide pieces so that no two in a part are of one parameter."""
+    """Group pieces so that no group has two pieces of the same parameter."""
     parts: list[_Part] = [[]]
     for piece, parameter in pairs:
         free = next((part for part in parts if all(other.name != piece.name for other, _ in part)), None)
@@ -297,7 +295,7 @@ def _apart(pairs: _Part) -> list[_Part]:
 
 
 def _made(make: MakeOptimizer, model: nn.Module, leading: Optimizer, part: _Part) -> Optimizer:
-    """Make the recipe's optimizer for these pieces only."""
+    """Create the recipe's optimizer for these pieces only."""
     full = dict(model.named_parameters(remove_duplicate=False))
     replacements = {
         id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)

@@ -1,6 +1,6 @@
-"""The plan of a recipe's model on servers: which server owns which parameters, and the recipes that cannot be served.
+"""Assignment of a model's parameters to servers, and checks of recipes.
 
-Parameters are split into pieces, balanced by bytes, and grouped in buckets. Recipes that parameter servers cannot
+Parameters are split into pieces, balanced by bytes, and grouped into buckets. Recipes that parameter servers cannot
 train are refused before the start.
 """
 
@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from plugins.parameter_server.gradients import GradientCodec
 from plugins.parameter_server.row_tables import RowRule
-from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe, saves_state
-from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.core import ConfigError, Recipe, saves_state
 from worldsize.strategies.optimizer_checks import updates_elements
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
 from worldsize.strategies.step_hooks import refuse_step_hooks
@@ -32,7 +31,7 @@ _SMALLEST = 1 << 16  # bytes; smaller parameters are not split
 @final
 @dataclass(frozen=True)
 class RowPiece:
-    """Rows ``first`` to ``first + shape[0]`` of the parameter ``name``, or all of it if it has no dimension."""
+    """Rows ``first`` to ``first + shape[0]`` of the parameter ``name``, or a scalar parameter."""
 
     name: str
     dtype: torch.dtype
@@ -48,14 +47,14 @@ class RowPiece:
         return self.numel * self.dtype.itemsize
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this piece of a full ``tensor``, a view of its rows; scalars, such as step counts, are not split."""
+        """Return this piece of a full ``tensor``, a view of its rows, or a whole scalar."""
         return tensor[self.first : self.first + self.shape[0]] if self.shape and tensor.ndim else tensor
 
 
 @final
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces of one dtype that are sent as one frame, flattened and in this order."""
+    """Pieces of one dtype, flattened and sent in this order as one frame."""
 
     pieces: tuple[RowPiece, ...]
 
@@ -68,24 +67,24 @@ class Bucket:
         return sum(piece.numel for piece in self.pieces)
 
     def views(self, flat_n: Tensor) -> list[Tensor]:
-        """Return the pieces inside a tensor (n,), as views in their own shapes."""
+        """Return the pieces of a flat tensor (n,), as views with their own shapes."""
         ends = accumulate(piece.numel for piece in self.pieces)
         return [flat_n[end - p.numel : end].view(p.shape) for end, p in zip(ends, self.pieces, strict=True)]
 
 
 ShardLayout = tuple[Bucket, ...]
-BucketKey = tuple[int, int]  # the server, and the bucket's index there
+BucketKey = tuple[int, int]  # the server, and the bucket's index on it
 
 
 @final
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The plan on which servers and workers agree.
+    """The plan shared by servers and workers.
 
     Attributes:
         shards: The buckets of each shard.
-        rows: How rows of tables are assigned to servers and kept.
-        codec: Wire format of pushed gradients; None: uncompressed.
+        rows: How table rows are assigned to servers and retained.
+        codec: Wire format of pushed gradients. None for no compression.
     """
 
     shards: Sequence[ShardLayout]
@@ -94,13 +93,13 @@ class ShardingPlan:
 
 
 def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: int, cut: bool) -> list[ShardLayout]:
-    """Plan the buckets of each of ``count`` servers, in the order in which a backward pass fills them.
+    """Plan the buckets of each of ``count`` servers, in the order of a backward pass.
 
     Args:
         parameters: Parameters of any shapes, by name.
         count: Number of servers.
         bucket_bytes: Size of a bucket in bytes.
-        cut: Whether large parameters are split along their first dimension, which is valid for elementwise optimizers.
+        cut: Whether to split large parameters along dimension 0; valid for elementwise optimizers.
     """
     total = sum(tensor.nbytes for tensor in parameters.values())
     order = {name: place for place, name in enumerate(reversed(list(parameters)))}
@@ -141,14 +140,14 @@ def _bucketed(pieces: Sequence[RowPiece], limit: int) -> Iterator[list[RowPiece]
 @final
 @dataclass(frozen=True)
 class ShardPlanner:
-    """Makes the same plan in every process of a run.
+    """Creates the same plan in all processes of a run.
 
     Attributes:
         servers: Number of servers.
-        bucket_bytes: Bytes of parameters that are sent as one frame.
-        keeps_whole: Whether no parameter is split between servers.
-        rows: How rows of tables are assigned to servers and kept.
-        codec: Wire format of pushed gradients; None: uncompressed.
+        bucket_bytes: Bytes of parameters per frame.
+        keeps_whole: Whether parameters must not be split between servers.
+        rows: How table rows are assigned to servers and retained.
+        codec: Wire format of pushed gradients. None for no compression.
     """
 
     servers: int
@@ -157,18 +156,10 @@ class ShardPlanner:
     rows: RowRule
     codec: GradientCodec | None
 
-    def plan(self, recipe: Recipe, train_state: TrainState) -> ShardingPlan:
-        """Plan for a recipe with one optimizer. Raises ConfigError if servers cannot run it."""
-        check_served(train_state.model, train_state.optimizer)
-        trained = {name: p for name, p in train_state.model.named_parameters() if p.requires_grad and p.numel()}
-        return ShardingPlan(
-            self._shards(recipe, train_state.model, trained, train_state.optimizer), self.rows, self.codec
-        )
+    def plans(self, recipe: Recipe, train_state: TrainState) -> dict[str, ShardingPlan]:
+        """Return plans by optimizer name. Raises ConfigError if servers cannot run one.
 
-    def update_plans(self, recipe: MultiUpdateRecipe, train_state: MultiTrainState) -> dict[str, ShardingPlan]:
-        """Plan for a recipe with several optimizers, by name. Raises ConfigError if servers cannot run one of them.
-
-        Each plan begins with a different server, so that the largest pieces are not all on the same one.
+        Each plan starts with a different server, so that the largest pieces are not all on the same one.
         """
         plans, owned = {}, parameters_by_optimizer(train_state)
         for place, (name, part) in enumerate(train_state.parts.items()):
@@ -185,8 +176,8 @@ class ShardPlanner:
         return plan_shards(parameters, self.servers, bucket_bytes=self.bucket_bytes, cut=cut)
 
 
-def parameters_by_optimizer(train_state: MultiTrainState) -> dict[str, dict[str, nn.Parameter]]:
-    """Return the trained parameters of each optimizer by name; the first one also has those of no optimizer."""
+def parameters_by_optimizer(train_state: TrainState) -> dict[str, dict[str, nn.Parameter]]:
+    """Return trained parameters by optimizer and name, by default of the first optimizer."""
     first = next(iter(train_state.parts))
     groups = [(name, group) for name, part in train_state.parts.items() for group in part.optimizer.param_groups]
     owners = {id(parameter): name for name, group in groups for parameter in group["params"]}
@@ -198,11 +189,11 @@ def parameters_by_optimizer(train_state: MultiTrainState) -> dict[str, dict[str,
 
 
 def check_served(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse models and optimizers that change weights that no server owns.
+    """Check that servers can run the model and its optimizer.
 
     Raises:
-        ConfigError: the model has batch statistics, complex parameters or hooks on gradients, or the optimizer has
-            step hooks or no learning rate.
+        ConfigError: the model has batch statistics, complex parameters or gradient hooks, or the optimizer has step
+            hooks or lacks a learning rate.
     """
     refuse_gradient_hooks(model)
     refuse_step_hooks(
@@ -211,7 +202,7 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
     )
     if any(not isinstance(group.get("lr"), float | int | Tensor) for group in optimizer.param_groups):
         raise ConfigError(
-            f"{type(optimizer).__name__} has no learning rate (lr), by which servers scale an update. Set its lr, or "
+            f"{type(optimizer).__name__} lacks a learning rate (lr); servers scale updates by it. Set its lr, or "
             "use strategy=ddp."
         )
     refuse_complex(model, because="servers hold real numbers")
@@ -224,7 +215,7 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def refuse_remembering(recipe: Recipe) -> None:
-    """Raise ConfigError for a recipe that keeps values from step to step, in processes that come and go."""
+    """Raise ConfigError if a recipe has state across steps, since workers may come and go."""
     if recipe.remembers or saves_state(recipe):
         raise ConfigError(
             f"{type(recipe).__name__} keeps values from step to step in each process, and workers of a parameter "
@@ -232,14 +223,14 @@ def refuse_remembering(recipe: Recipe) -> None:
         )
 
 
-def check_updates(recipe: MultiUpdateRecipe, *, consistency: str, replicas: int, compression: str) -> None:
-    """Refuse options with which several updates per step are not exact.
+def check_updates(recipe: Recipe, *, consistency: str, replicas: int, compression: str) -> None:
+    """Check that several updates per step are exact with these options.
 
     Args:
         recipe: The recipe with several updates.
         consistency: The effective consistency of the strategy.
-        replicas: Number of standbys of each server.
-        compression: The format of pushed gradients.
+        replicas: Number of standbys per server.
+        compression: The wire format of pushed gradients.
 
     Raises:
         ConfigError: steps overlap, servers have standbys, or gradients are compressed.
@@ -247,13 +238,13 @@ def check_updates(recipe: MultiUpdateRecipe, *, consistency: str, replicas: int,
     kind = type(recipe).__name__
     if consistency != "sync":
         raise ConfigError(
-            f"{kind} takes several updates a step, which do not overlap with those of other steps. "
+            f"{kind} takes several updates a step; they cannot overlap with other steps. "
             "Set strategy.consistency=sync, or strategy=ddp."
         )
     if replicas:
         raise ConfigError(
-            f"{kind} takes several updates a step, in the middle of which no standby can take over. "
-            "Set strategy.replicas=0; with launcher.max_restarts a run goes on from its last checkpoint."
+            f"{kind} takes several updates a step; a standby cannot take over in the middle of a step. "
+            "Set strategy.replicas=0; with launcher.max_restarts a run resumes from its last checkpoint."
         )
     if compression != "none":
         raise ConfigError(
@@ -261,14 +252,14 @@ def check_updates(recipe: MultiUpdateRecipe, *, consistency: str, replicas: int,
         )
 
 
-def check_no_tables(recipe: MultiUpdateRecipe, model: nn.Module) -> None:
-    """Refuse tables of rows for a recipe with several updates a step.
+def check_no_tables(recipe: Recipe, model: nn.Module) -> None:
+    """Check that a model with several updates per step does not have tables.
 
     Raises:
         ConfigError: the model has a sparse embedding.
     """
     for name in sparse_embeddings(model):
         raise ConfigError(
-            f"{name} has sparse=True, and {type(recipe).__name__} takes several updates a step, which servers make of "
-            "dense parameters alone. Set sparse=False."
+            f"{name} has sparse=True, and {type(recipe).__name__} takes several updates a step; servers support "
+            "these for dense parameters only. Set sparse=False."
         )

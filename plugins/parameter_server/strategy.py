@@ -1,6 +1,6 @@
-"""The parameter server as a strategy: roles, consistency, transport, and the cost of a step.
+"""The parameter server strategy: roles, consistency, transport, and the cost of a step.
 
-``run_updates`` is the part of each process in a run whose recipe has several updates a step.
+``run_updates`` runs one process of a run with several updates per step.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from plugins.parameter_server.worker import Worker, WorkerOptions
 from worldsize.collectives.cluster_cost import across, served_bytes, served_seconds
 from worldsize.collectives.cost import exposed_seconds
 from worldsize.core import (
+    ONE_UPDATE,
     Cluster,
     ConfigError,
     Cost,
-    MultiUpdateRecipe,
     Numerics,
     Range,
     Recipe,
@@ -52,7 +52,6 @@ from worldsize.core import (
 from worldsize.core.limits import MEBIBYTES, SECONDS
 from worldsize.strategies.declared_buffers import refuse_unserved_buffers
 from worldsize.strategies.loss_watch import bounded_embeddings, bounded_rows
-from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.optimizer_checks import refuse_extra_state, refuse_joint_updates
 from worldsize.strategies.train_state import TrainState
 
@@ -64,37 +63,37 @@ Consistency = Literal["sync", "bounded", "async"]
 @final
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Servers own the parameters; workers push gradients and pull weights (Li et al. 2014, OSDI).
+    """Servers own parameters; workers push gradients and pull weights (Li et al. 2014, OSDI).
 
-    Embeddings with ``sparse=True`` are tables: a row is created on its server when it is first used, with an initial
-    value that depends on ``seed``, table and row.
+    Embeddings with ``sparse=True`` are tables: a row is created on its server on first use, with an initial value that
+    depends on ``seed``, table and row.
 
-    A recipe with several updates a step needs ``consistency="sync"``: the workers take each update together, and each
-    server has a part of every optimizer. Servers keep a copy of the state at the start of the step, and restore it if a
-    worker is lost.
+    A recipe with several updates per step needs ``consistency="sync"``. All workers contribute to each update, and each
+    server has a shard of every optimizer. Servers save their state at the start of the step, and restore it if a worker
+    is lost.
 
     Attributes:
-        servers: Number of servers, each of which owns a shard.
-        replicas: Number of hot standbys of each server, 0 or 1, that take over when it dies.
-        consistency: With "sync", an update is the mean gradient of a whole step, as in DDP; with "bounded", a worker
+        servers: Number of servers; each owns a shard.
+        replicas: Number of hot standbys per server, 0 or 1, which take over when it dies.
+        consistency: With "sync", an update is the mean gradient of a whole step, as in DDP. With "bounded", a worker
             may be ``staleness`` clocks ahead of the slowest (Ho et al. 2013); with "async", any number.
-        staleness: The bound of "bounded".
-        lease: Seconds without a heartbeat after which a worker's unit is assigned to others.
+        staleness: The bound for "bounded".
+        lease: Seconds without a heartbeat before a worker's unit is reassigned.
         by_staleness: If steps overlap, whether the learning rate of an update is lr / staleness (Zhang et al. 2016,
-            arXiv 1511.05950) instead of proportional to its part of the batch.
-        bucket_mb: MiB of parameters that are sent as one frame.
-        compression: Format of pushed gradients, "bf16", "onebit" or "topk"; the error is added to the next gradient.
-        top_share: Fraction of numbers, those of largest magnitude, that "topk" sends.
-        transport: "unix" inside a host, "tls" between hosts (mutual TLS 1.3, with keys made for this run), "tcp"
-            without either, only on loopback; "auto" chooses by ``nodes``.
-        host: Address that servers bind to; None: the address at which other hosts reach this host.
+            arXiv 1511.05950) instead of proportional to its fraction of the batch.
+        bucket_mb: MiB of parameters per frame.
+        compression: Wire format of pushed gradients, "bf16", "onebit" or "topk", with error feedback.
+        top_share: Fraction of elements, the largest in magnitude, that "topk" sends.
+        transport: "unix" within a host, "tls" between hosts (mutual TLS 1.3, with keys created for this run), "tcp"
+            without TLS, only on loopback. "auto" chooses by ``nodes``.
+        host: Address that servers bind to. None for this host's address as seen from other hosts.
         nodes: Number of hosts of the run.
         seed: Seed of the initial values of rows.
         sharding: Assignment of rows to servers, by "hash" (id modulo servers) or by "range" of ids.
-        admit_after: Number of pushes before a row is kept.
-        capacity: Number of rows of a table that a server keeps, the most recently used ones; None: all.
-        cache_rows: Number of rows of each table that a worker caches. A row is pulled again if it lacks updates that
-            ``staleness`` requires, including the worker's own.
+        admit_after: Number of pushes before a row is stored.
+        capacity: Maximum rows per table and server; the least recently used are evicted. None for unlimited.
+        cache_rows: Number of rows of each table cached by a worker. Rows are pulled again if they lack updates required
+            by ``staleness``, including the worker's own.
     """
 
     supports = frozenset({"multi_update", "activation_checkpointing"})
@@ -134,7 +133,7 @@ class ParameterServer(Strategy):
 
     @property
     def bound(self) -> float:
-        """Number of clocks that the fastest worker may be ahead of the slowest; infinite for "async"."""
+        """Maximum number of clocks by which workers may be apart; infinite for "async"."""
         return {"sync": 0, "bounded": self.staleness, "async": math.inf}[self.consistency]
 
     @property
@@ -175,20 +174,21 @@ class ParameterServer(Strategy):
         return self.bound == 0
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
-        raise ConfigError("the processes of a parameter server serve; they have no replica. Call serve instead.")
+        raise ConfigError("the processes of a parameter server serve, without a replica. Call serve instead.")
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         planner = self._planner(context.numerics)
-        if isinstance(recipe, MultiUpdateRecipe):
+        if recipe.has_several_updates:
             return run_updates(recipe, context, self._group, planner)
         if context.world.role == "server":
             train_state = train_state_of(recipe)
-            plan, rule = planner.plan(recipe, train_state), _rule(context, self.bound, by_staleness=self.by_staleness)
+            plan = planner.plans(recipe, train_state)[ONE_UPDATE]
+            rule = _rule(context, self.bound, by_staleness=self.by_staleness)
             pending = self._group.server(recipe, train_state, context, plan=plan, rule=rule)
-            _warn_of_momentum(pending.train_state, staleness=self.staleness)
+            _warn_of_momentum(pending.train_state.optimizer, staleness=self.staleness)
             return run_server(pending, context, bound=self.bound, rows=_row_rule(self))
         model, tables = linked_model(recipe, _row_rule(self), cache_rows=self.cache_rows)
-        plan = planner.plan(recipe, TrainState.of(recipe, model))
+        plan = planner.plans(recipe, TrainState.of(recipe, model))[ONE_UPDATE]
         dialer = self._group.dialer(f"worker-{context.world.rank}", context)
         options = WorkerOptions(self.bound == 0, staleness=self.staleness)
         Worker(recipe, context, dialer, plan, options, model=model, tables=tables).run(self.lease)
@@ -197,7 +197,7 @@ class ParameterServer(Strategy):
     def check_recipe(self, recipe: Recipe) -> None:
         super().check_recipe(recipe)
         refuse_remembering(recipe)
-        if isinstance(recipe, MultiUpdateRecipe):
+        if recipe.has_several_updates:
             overlaps = self.consistency if self.bound else "sync"
             check_updates(recipe, consistency=overlaps, replicas=self.replicas, compression=self.compression)
 
@@ -209,7 +209,7 @@ class ParameterServer(Strategy):
         check_rows(model, optimizer)
         refuse_joint_updates(recipe, model, optimizer, because="each server updates some of them")
         refuse_extra_state(recipe, model, optimizer)
-        if isinstance(recipe, MultiUpdateRecipe):
+        if recipe.has_several_updates:
             check_no_tables(recipe, model)
 
     def _planner(self, numerics: Numerics) -> ShardPlanner:
@@ -235,15 +235,15 @@ def _rule(context: RunContext, bound: float, *, by_staleness: bool) -> Rule:
         context.logical_ranks,
         synchronous=synchronous,
         by_staleness=by_staleness,
-        # otherwise a worker that repeats the unit of one that died between two pushes would pull a mixture
+        # otherwise a worker that repeats a unit of one that died between two pushes would pull mixed weights
         requires_commit=synchronous,
         finite=context.numerics.nonfinite == "stop",
     )
 
 
-def _warn_of_momentum(train_state: TrainState, *, staleness: int) -> None:
-    """Warn about momentum with stale weights: 0.9 is ten times slower with a delay of 4, and diverges with 8."""
-    for group in train_state.optimizer.param_groups:
+def _warn_of_momentum(optimizer: Optimizer, *, staleness: int) -> None:
+    """Warn of momentum with stale weights: 0.9 is 10 × slower with delay 4, diverges with 8."""
+    for group in optimizer.param_groups:
         momentum = float(group.get("momentum") or 0.0)
         if momentum / (1 - momentum) * staleness >= _DIVERGES:
             _logger.warning(
@@ -264,11 +264,11 @@ def served_cost(
     bucket_bytes: float,
     same: bool,
 ) -> Cost:
-    """Return the cost of a step: a push and a pull over the busiest link, which is that of servers if they are fewer.
+    """Return a step's cost: a push and a pull over the busiest links of servers or workers.
 
     Pushes of ``pushed_bytes`` overlap with the backward pass, except for the last frame of ``bucket_bytes``. Servers
-    add up gradients as they arrive, and update when all have arrived. Workers are the processes from ``first_worker``
-    on.
+    accumulate gradients as they arrive, and update once all have arrived. Workers are the processes from
+    ``first_worker``.
     """
     payload, shards, workers = work.parameter_bytes, range(servers), range(first_worker, cluster.processes)
     pull, push = (served_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))
@@ -288,17 +288,16 @@ def served_cost(
 
 
 def run_updates(
-    recipe: MultiUpdateRecipe, context: RunContext, group: ServerGroup, planner: ShardPlanner
+    recipe: Recipe, context: RunContext, group: ServerGroup, planner: ShardPlanner
 ) -> UpdateCoordinator | None:
-    """Serve or work, according to the role of this process.
+    """Run this process as a server or a worker, according to its role.
 
     Returns:
-        The replica with which the training loop drives the run, if this is the first server; otherwise None, when the
-        run is over.
+        On the first server, the replica for the training loop. Otherwise None, after the run ends.
     """
     model, serves = recipe.model(), context.world.role == "server"
-    train_state = MultiTrainState.of(recipe, model if serves else model.to(context.world.device))
-    plans = planner.update_plans(recipe, train_state)
+    train_state = TrainState.of(recipe, model if serves else model.to(context.world.device))
+    plans = planner.plans(recipe, train_state)
     if serves:
         pending = pending_update_server(group, recipe, train_state, context, plans=plans)
         return pending.run(context, count=group.servers)

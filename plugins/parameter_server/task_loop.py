@@ -1,7 +1,7 @@
-"""A worker's membership in a run: it is connected to all shards, and takes tasks from the leading server.
+"""A worker's membership in a run: connects to all shards, executes the leader's tasks.
 
-It sends heartbeats. All kinds of workers share this, their part of an evaluation, and the detection of changes of
-weights that no server owns, which would not reach other workers.
+Shared by all kinds of workers: heartbeats, evaluation, and the detection of changes to weights that no server owns.
+Such changes would not reach other workers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from worldsize.strategies.model_replica import autocast, collected_metrics
 
 _logger = logging.getLogger(__name__)
 
-Task = Mapping[str, Any]  # the facts of the message TASK
-Act = Callable[[Task], dict[str, Any]]  # does a task, and returns the facts for the next TICK
+Task = Mapping[str, Any]  # fields of the message TASK
+Act = Callable[[Task], dict[str, Any]]  # executes a task, and returns the fields of the next TICK
 
 
 @final
 class TaskLoop:
-    """Does the tasks of one run, from the first to the last.
+    """Executes the tasks of one run, from the first to the last.
 
     Args:
         dialer: Connects to the servers.
-        stop: Whether this worker is asked to leave.
+        stop: Whether this worker is requested to leave.
         shards: Number of shards.
         connect: Called with new connections to the shards.
-        acts: Functions that do a task, by its kind.
-        last_words: Called at the end; what it returns is logged.
+        acts: Functions that execute tasks, by the kind of task.
+        last_words: Called at the end; its result is logged.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class TaskLoop:
         self._connect, self._acts, self._last_words = connect, acts, last_words
 
     def run(self, lease: float) -> None:
-        """Work until the leading server ends the run; reconnect to it if the connection is lost.
+        """Work until the leading server ends the run; reconnect if the connection is lost.
 
-        ``lease``: seconds without a heartbeat after which the worker is declared dead.
+        ``lease``: seconds without a heartbeat before the worker is declared dead.
         """
         heartbeat = WorkerHeartbeat(self._dialer, lease)
         try:
@@ -69,7 +69,7 @@ class TaskLoop:
             heartbeat.stop()
 
     def _joined(self) -> bool:
-        """Work as a member; return False if the leading server is gone, or has retired this worker."""
+        """Join and work. Returns False if the leading server is lost, or has retired this worker."""
         with ExitStack() as connections:
             control, facts = self._dialer.connect(shard_service(0), "control")
             connections.callback(control.close)
@@ -84,7 +84,7 @@ class TaskLoop:
                 return False
 
     def _work(self, control: Channel) -> bool:
-        """Do task after task until the run ends; return False if this worker is no longer a member."""
+        """Execute tasks until the run ends. Returns False if this worker's membership ends earlier."""
         done: dict[str, Any] = {}
         while True:
             control.send_message(Operation.TICK, {**done, "leaves": self._stop.is_wanted()})
@@ -99,11 +99,11 @@ class TaskLoop:
 
 @final
 class WorkerHeartbeat:
-    """Sends heartbeats to the leading server, from a background thread while the worker computes.
+    """Sends heartbeats to the leading server from a background thread while the worker computes.
 
     Args:
-        dialer: Connects to that server.
-        lease: Seconds after which the worker is declared dead; four heartbeats are sent in that time.
+        dialer: Connects to the leading server.
+        lease: Seconds before the worker is declared dead; four heartbeats are sent in that time.
     """
 
     def __init__(self, dialer: Dialer, lease: float) -> None:
@@ -128,13 +128,13 @@ class WorkerHeartbeat:
 
 
 def evaluated_part(recipe: Recipe, model: nn.Module, context: RunContext, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluate the part that ``task`` names, and return the facts for the message TICK.
+    """Evaluate the split's part assigned by ``task``; return the fields of the message TICK.
 
     Args:
         recipe: The recipe that evaluates a batch.
         model: The recipe's model, with the weights to evaluate.
         context: The context of the run.
-        task: The facts of the message TASK.
+        task: The fields of the message TASK.
     """
     device = context.world.device
     batches = context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])
@@ -147,15 +147,15 @@ def evaluated_part(recipe: Recipe, model: nn.Module, context: RunContext, task: 
 
 
 def served_watch(model: nn.Module, context: RunContext) -> LossWatch:
-    """Watch the losses of a worker, whose changes of weights the next pull would replace; workers form no group."""
+    """Watch the losses of a worker, which has no group; pulls overwrite its weight changes."""
     return LossWatch(model, processes=2, logical_ranks=context.logical_ranks, ordered=False, has_group=False)
 
 
 @final
 class UnownedWeights:
-    """Watches the frozen parameters and saved buffers of ``model``, such as averaged copies, for changes.
+    """Detects changes to ``model``'s frozen parameters and saved buffers, e.g. averages.
 
-    A check compares two numbers per tensor, since torch counts the changes of each tensor.
+    The check compares two integers per tensor: its id, and the version counter maintained by torch.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -170,13 +170,13 @@ class UnownedWeights:
         self._before = self._versions()
 
     def check(self) -> None:
-        """Raise ConfigError if one of these tensors has changed since this object was made."""
+        """Raise ConfigError if one of these tensors has changed since this object was created."""
         for name, version in self._versions().items():
             if version != self._before[name]:
                 raise ConfigError(
-                    f"training has changed {name}, which is not trained: with a parameter server it reaches neither "
-                    "evaluation nor checkpoints. Use strategy=ddp, or register it with persistent=False if it is a "
-                    "cache."
+                    f"training has changed {name}, an untrained tensor: with a parameter server the change reaches "
+                    "neither evaluation nor checkpoints. Use strategy=ddp, or register it with persistent=False if it "
+                    "is a cache."
                 )
 
     def _versions(self) -> dict[str, tuple[int, int]]:

@@ -1,10 +1,10 @@
-"""The tasks of a run and the results of workers, under stale synchronous parallel scheduling.
+"""Tasks and results of workers, with stale synchronous parallel (SSP) scheduling.
 
-A scheduler has the clocks of workers, and the units of each step that they compute. The rule is Bösen's (Ho et al.
-2013, NIPS, "stale synchronous parallel"): a worker that has finished c clocks may begin the next one iff every other
-one has finished at least c - s. s = 0 is bulk-synchronous, s = ∞ asynchronous.
+A scheduler tracks the workers' clocks, and the units of each step that they compute. The rule is from Bösen (Ho et al.
+2013, NIPS): a worker that has finished c clocks may begin the next one iff all others have finished at least c - s. s =
+0 is bulk-synchronous, s = ∞ asynchronous.
 
-Pure logic: no sockets, no threads; callers hold a lock, and the time is an argument.
+Pure logic without sockets or threads. The caller must hold a lock, and passes the time as an argument.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from worldsize.strategies.loss_record import LossRecord
 @final
 @dataclass(frozen=True)
 class Unit:
-    """A worker's part of one clock: some logical ranks of one step. If it dies, another worker gets them."""
+    """A worker's logical ranks of one step, its share of a clock; reassigned if it dies."""
 
     step: int
     logical_ranks: tuple[int, ...]
@@ -40,16 +40,16 @@ class _Member:
 @final
 @dataclass
 class StalenessScheduler:
-    """Assigns units of training under stale synchronous parallelism (SSP).
+    """Assigns training units under stale synchronous parallelism (SSP).
 
-    It assigns steps after ``first`` up to ``last``, but none beyond the last one that was opened by :meth:`open`.
+    It assigns steps after ``first``, up to the last one allowed by :meth:`open`.
 
     Attributes:
-        staleness: Number of clocks that the fastest worker may be ahead of the slowest, 0 to infinity.
-        logical_ranks: Number of logical ranks of a step; each is a unit if steps may overlap.
-        lease: Seconds without a heartbeat after which a worker is declared dead.
-        done: Total number of completed logical ranks of the steps after ``first``.
-        orphans: Units of workers that have left, and the clock in which each was begun.
+        staleness: Maximum clock difference between the fastest and slowest worker, 0 to infinity.
+        logical_ranks: Number of logical ranks per step; each is a unit if steps may overlap.
+        lease: Seconds without a heartbeat before a worker is declared dead.
+        done: Total number of completed logical ranks in steps after ``first``.
+        orphans: Units of workers that have left, each with the clock in which it began.
     """
 
     staleness: float
@@ -68,12 +68,12 @@ class StalenessScheduler:
 
     @property
     def complete(self) -> int:
-        """The last complete step, by the number of completed logical ranks."""
+        """The last complete step, derived from the number of completed logical ranks."""
         return self.first + self.done // self.logical_ranks
 
     @property
     def floor(self) -> float:
-        """The slowest clock; that of a dead worker counts until its unit is done."""
+        """The slowest clock; a dead worker's clock counts until its unit is done."""
         return min([*(member.clock for member in self.members.values()), *self.orphans.values()], default=math.inf)
 
     def open(self, last: int) -> None:
@@ -81,47 +81,45 @@ class StalenessScheduler:
         self.last = max(self.last, last)
 
     def join(self, name: str, now: float) -> int:
-        """Admit or readmit a worker at the time ``now``, in seconds, with the slowest clock; return its clock."""
+        """(Re)admit a worker at time ``now``, in seconds, at the slowest clock; return that."""
         self.retire(name)
         clock = 0 if self.floor == math.inf else int(self.floor)
         self.members[name] = _Member(self._opened if self.staleness == 0 else clock, now + self.lease)
         return self.members[name].clock
 
     def retire(self, name: str) -> Unit | None:
-        """Remove a worker; return its unit, which will be assigned again."""
+        """Remove a worker; return its unit, which will be reassigned."""
         member = self.members.pop(name, None)
         if member is None:
             return None
         if member.hand is not None and member.hand not in self.orphans:
             self.orphans[member.hand] = member.clock
         elif self.staleness == 0 and member.clock < self._opened:
-            self.orphans[self._todo.pop()] = member.clock  # its unit that it had not begun
+            self.orphans[self._todo.pop()] = member.clock  # a unit that the worker had not started
         return member.hand
 
     def renew(self, name: str, now: float) -> bool:
-        """Renew a worker's lease at the time ``now``, in seconds; return False if it is not a member."""
+        """Renew a worker's lease at time ``now``, in seconds. Returns False if it is not a member."""
         if name in self.members:
             self.members[name].deadline = now + self.lease
         return name in self.members
 
     def expired(self, now: float, busy: Container[str] = ()) -> list[str]:
-        """Return the workers whose lease has expired at ``now``, in seconds, while others wait for them.
+        """Return workers with pending work and an expired lease at time ``now``, in seconds.
 
-        These have a unit, have not begun their part of a synchronous step, or are ``busy`` otherwise.
+        A worker has pending work if it has a unit, has not begun its share of a synchronous step, or is in ``busy``.
         """
-        owed = self._opened if self.staleness == 0 else 0  # clocks that each worker has to finish
+        owed = self._opened if self.staleness == 0 else 0  # clocks that each worker must finish
         late = [(name, member) for name, member in self.members.items() if member.deadline < now]
         return [name for name, member in late if member.hand or name in busy or member.clock < owed]
 
     def finish(self, name: str, unit: Unit) -> bool:
-        """Record that ``name`` has completed ``unit``; return False if the unit is not assigned to it."""
+        """Record ``unit`` as completed by ``name``. Returns False if it is not assigned to it."""
         member = self.members.get(name)
         if member is None or member.hand != unit:
             return False
         member.hand = None
-        if (
-            unit in self.orphans
-        ):  # done in place of another worker, whose clock is removed; that of this worker has advanced already
+        if unit in self.orphans:  # this worker's clock has already advanced in this step
             del self.orphans[unit]
         else:
             member.clock += 1
@@ -129,7 +127,7 @@ class StalenessScheduler:
         return True
 
     def next(self, name: str, now: float) -> Unit | None:
-        """Assign a unit to ``name`` at the time ``now``, in seconds; None: it has to wait."""
+        """Assign a unit to ``name`` at time ``now``, in seconds, or return None if it has to wait."""
         member = self.members[name]
         hands = {each.hand for each in self.members.values()}
         orphan = next((unit for unit in self.orphans if unit not in hands), None)
@@ -139,7 +137,7 @@ class StalenessScheduler:
         return member.hand
 
     def repeat(self) -> None:
-        """Assign the step in progress again, to the present members; only for ``staleness`` 0."""
+        """Reassign the step in progress to the current members. Only for ``staleness`` 0."""
         self._opened -= 1
         self.done = (self._opened - self.first) * self.logical_ranks
         self._todo.clear()
@@ -153,11 +151,11 @@ class StalenessScheduler:
         if not self._todo and self._opened < self.last:
             self._deal()
         if self.staleness == 0 and member.clock >= self._opened:
-            return None  # it has completed its part of this step
+            return None  # it has completed its share of this step
         return self._todo.popleft() if self._todo else None
 
     def _deal(self) -> None:
-        """Divide the next step into units: among the present members, or into single logical ranks if steps overlap."""
+        """Split the next step into units: one per member, or one per logical rank if steps overlap."""
         self._opened += 1
         ranks = range(self.logical_ranks)
         if self.staleness:
@@ -171,13 +169,13 @@ class StalenessScheduler:
 
 @final
 class EvaluationTasks:
-    """One evaluation, divided into ``parts`` that are assigned like units of training.
+    """One evaluation, split into ``parts`` that are assigned like training units.
 
     Attributes:
         split: Name of the evaluated split.
-        step: The step after which it is evaluated.
+        step: The last step before the evaluation.
         done: Number of completed parts.
-        sums: Sums and counts of each batch, by its index.
+        sums: Sums and counts of each batch, by batch index.
         names: Names of the metrics.
         hands: The part assigned to each worker.
     """
@@ -191,19 +189,19 @@ class EvaluationTasks:
         self._todo = deque(range(parts))
 
     def deal(self, name: str) -> int | None:
-        """Assign a part to a worker; None: none is left."""
+        """Assign a part to a worker, or return None if none is left."""
         if not self._todo:
             return None
         self.hands[name] = part = self._todo.popleft()
         return part
 
     def give_back(self, name: str) -> None:
-        """Make the part of a worker that has left available again."""
+        """Return the part of a lost worker to the queue."""
         if (part := self.hands.pop(name, None)) is not None:
             self._todo.append(part)
 
     def take(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Record the result of a part, if it is the one assigned to the worker."""
+        """Record the result of a part, if it is assigned to the worker."""
         if self.hands.get(name) == facts["part"]:
             del self.hands[name]
             self.done += 1
@@ -217,30 +215,30 @@ def _sums(pairs: Mapping[str, Any]) -> Sums:
 
 @final
 class TaskPool:
-    """Assigns parts of an evaluation first, then units of training as ``staleness`` allows.
+    """Assigns parts of an evaluation first, then training units as ``staleness`` allows.
 
     Attributes:
-        evaluation: The evaluation in progress; if there is none, one without parts.
+        evaluation: The evaluation in progress, or one without parts.
     """
 
     def __init__(self, staleness: StalenessScheduler) -> None:
         self.staleness = staleness
         self.evaluation = EvaluationTasks(0)
         self._records: dict[tuple[int, int], LossRecord] = {}  # records not yet returned, by step and logical rank
-        self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)  # with metrics whose counts are 0
+        self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)  # with metric counts set to 0
 
     def join(self, name: str, now: float) -> int:
-        """Admit or readmit a worker, without a task, at the time ``now`` in seconds; return its clock."""
+        """Admit or readmit a worker, without a task, at time ``now`` in seconds; return its clock."""
         self.evaluation.give_back(name)
         return self.staleness.join(name, now)
 
     def retire(self, name: str) -> Unit | None:
-        """Remove a worker, and make its tasks available again; return its unit of training."""
+        """Remove a worker and release its tasks; return its training unit."""
         self.evaluation.give_back(name)
         return self.staleness.retire(name)
 
     def deal(self, name: str, now: float) -> dict[str, Any] | None:
-        """Return a member's next task at the time ``now`` in seconds, as facts of TASK; None: it has to wait."""
+        """Return a member's next task at ``now``, in seconds, as TASK fields; None to wait."""
         if (part := self.evaluation.deal(name)) is not None:
             self.staleness.renew(name, now)
             which = {"split": self.evaluation.split, "step": self.evaluation.step}
@@ -249,7 +247,7 @@ class TaskPool:
         return {"do": "train", "step": unit.step, "ranks": unit.logical_ranks} if unit else None
 
     def take(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Record the result in a worker's message TICK, if it is that of the task assigned to it."""
+        """Record the result in a worker's TICK message, if it belongs to the assigned task."""
         if "unit" in facts:
             step, ranks = facts["unit"]
             if self.staleness.finish(name, Unit(step, tuple(ranks))):
@@ -260,10 +258,10 @@ class TaskPool:
             self.evaluation.take(name, facts)
 
     def pop_records(self, step: int) -> list[LossRecord]:
-        """Return a record for each logical rank; over the steps of a run, each metric that was sent counts once.
+        """Return a loss record per logical rank. Each received metric counts once per run.
 
-        They are the records of ``step``, plus the metrics of earlier steps that arrived late. If steps overlap and a
-        record of ``step`` is missing, they are the most recent losses, with the metrics of all records that arrived.
+        These are the records of ``step``, plus late metrics of earlier steps. If steps overlap and a record of ``step``
+        is missing, they are the most recent losses, with the metrics of all records received.
         """
         ranks = range(self.staleness.logical_ranks)
         is_whole = all((step, rank) in self._records for rank in ranks)
@@ -273,5 +271,5 @@ class TaskPool:
         return [record.with_counts_of(records) for record, records in zip(losses, counted, strict=True)]
 
     def expired(self, now: float) -> list[str]:
-        """Return the workers with a task whose lease has expired at the time ``now``, in seconds."""
+        """Return workers with a task and an expired lease at time ``now``, in seconds."""
         return self.staleness.expired(now, self.evaluation.hands)

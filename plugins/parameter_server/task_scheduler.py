@@ -1,4 +1,4 @@
-"""Assigns the tasks of a run to its workers, and keeps their results until the training loop asks for them.
+"""Assigns tasks to the workers of a run, and collects the results for the training loop.
 
 The leading server sends tasks to workers and receives their heartbeats.
 """
@@ -15,7 +15,7 @@ from typing import Any, final
 from plugins.parameter_server.protocol import Operation
 from plugins.parameter_server.task_pool import EvaluationTasks, StalenessScheduler, TaskPool
 from worldsize.collectives.exact import Sums
-from worldsize.collectives.peer_waits import PEER_WAIT
+from worldsize.collectives.group import PEER_WAIT
 from worldsize.errors import WorldsizeError
 from worldsize.net.channel import Channel, LostError
 from worldsize.net.frames import CommonOperation, RefusedError
@@ -26,20 +26,20 @@ _logger = logging.getLogger(__name__)
 
 @final
 class TaskScheduler:
-    """Decides what each worker does next. Thread-safe: connections of workers and the training loop use it.
+    """Decides each worker's next task. Thread-safe, for connections and the training loop.
 
     Args:
         staleness: Decides which worker may begin which unit.
         timeout: Seconds to wait without any worker.
 
     Attributes:
-        changed: Guards everything, including ``staleness``; notified after each change.
-        ended: Why the run has ended; None: it has not.
+        changed: Guards all state, including ``staleness``; notified after each change.
+        ended: Why the run has ended, or None.
     """
 
     def __init__(self, staleness: StalenessScheduler, *, timeout: float) -> None:
         self.staleness, self._pool, self._timeout = staleness, TaskPool(staleness), timeout
-        self._epochs = count(time.time_ns())  # later than those of an earlier leader
+        self._epochs = count(time.time_ns())  # higher than the epochs of an earlier leader
         self.changed = threading.Condition()
         self._epoch_of: dict[str, int] = {}
         self.ended: str | None = None
@@ -47,7 +47,7 @@ class TaskScheduler:
     # ------------------------------------------------------------ for connections
 
     def admit(self, name: str) -> int:
-        """Make a worker a member of the run; return the epoch of its membership."""
+        """Admit a worker to the run; return the epoch of its membership."""
         with self.changed:
             clock = self._pool.join(name, time.monotonic())
             self._epoch_of[name] = epoch = next(self._epochs)
@@ -56,7 +56,7 @@ class TaskScheduler:
         return epoch
 
     def expects(self, name: str) -> bool:
-        """Return whether a worker is still expected to ask for tasks."""
+        """Return whether a worker is still expected to request tasks."""
         return self.ended is None or name in self.staleness.members
 
     def renew(self, name: str) -> None:
@@ -65,20 +65,20 @@ class TaskScheduler:
             self.staleness.renew(name, time.monotonic())
 
     def retire(self, name: str, epoch: int, why: str) -> None:
-        """End the membership that began in ``epoch``, unless the worker has joined again since."""
+        """End the membership that began in ``epoch``, unless the worker has rejoined since."""
         with self.changed:
             if self._epoch_of.get(name) != epoch:
                 return
             del self._epoch_of[name]
             unit = self._pool.retire(name)
             self.changed.notify_all()
-        _logger.info("%s is retired: %s%s", name, why, f"; {unit} is dealt again" if unit else "")
+        _logger.info("%s is retired: %s%s", name, why, f"; {unit} is reassigned" if unit else "")
 
     def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Record a worker's result, and wait until there is a task for it.
+        """Record a worker's result, and wait for its next task.
 
-        When the run has ended, the task is to stop, and the worker stays a member until the caller has sent it: the
-        server ends as soon as there are no members.
+        After the run has ended, the task is to stop. The worker remains a member until the caller has sent this task,
+        since the server exits once all members have left.
         """
         with self.changed:
             if self._epoch_of.get(name) != epoch:
@@ -93,14 +93,14 @@ class TaskScheduler:
                     return task
                 self.changed.wait()
             if self.ended is None:
-                self.retire(name, epoch, "asked to leave")  # under the lock, so that one worker stays
+                self.retire(name, epoch, "asked to leave")  # under the lock, so that at least one worker stays
             return {"do": "stop", "why": self.ended or "asked to leave"}
 
     # ------------------------------------------------------------ for the training loop
 
     @property
     def workers(self) -> list[str]:
-        """Names of the workers that are members now."""
+        """Names of the current members."""
         return list(self.staleness.members)
 
     def meet(self, count: int, *, seconds: float) -> None:
@@ -115,20 +115,20 @@ class TaskScheduler:
             self.changed.notify_all()
 
     def finished(self, step: int) -> list[LossRecord]:
-        """Wait for ``step``, and return the records of its losses by logical rank, or the last ones if steps overlap.
+        """Wait for ``step``; return loss records by logical rank, recent ones if steps overlap.
 
         Raises:
-            WorldsizeError: There was no worker for longer than the timeout.
+            WorldsizeError: There were no workers for longer than the timeout.
         """
         self.wait_for(lambda: self.staleness.complete >= step)
         with self.changed:
             return self._pool.pop_records(step)
 
     def evaluate(self, parts: int, *, split: str, step: int) -> tuple[dict[int, Sums], tuple[str, ...]]:
-        """Let workers evaluate ``split`` after ``step``, each part by one worker.
+        """Let the workers evaluate ``split`` after ``step``, in ``parts``.
 
         Returns:
-            Sums and counts of each batch by its index, and the metrics' names.
+            Sums and counts of each batch, by batch index, and the names of the metrics.
         """
         with self.changed:
             self._pool.evaluation = evaluation = EvaluationTasks(parts, split=split, step=step)
@@ -138,17 +138,17 @@ class TaskScheduler:
         return evaluation.sums, evaluation.names
 
     def end(self, why: str) -> None:
-        """Tell each worker to end after its present task; return when all are told."""
+        """End each worker's membership after its current task. Returns once all have been notified."""
         with self.changed:
             self.ended = why
             self.changed.notify_all()
         self.wait_for(lambda: not self.staleness.members, alone=True)
 
     def wait_for(self, done: Callable[[], bool], *, alone: bool = False) -> None:
-        """Wait for ``done``, and retire workers whose lease expires; unless ``alone``, there must be a worker.
+        """Wait for ``done``; retire workers with expired leases. Requires a worker unless ``alone``.
 
         Raises:
-            WorldsizeError: There was no worker for longer than the timeout.
+            WorldsizeError: There were no workers for longer than the timeout.
         """
         since = time.monotonic()
         with PEER_WAIT.during("work of the workers"), self.changed:
@@ -166,12 +166,12 @@ class TaskScheduler:
                     self.retire(name, epoch, f"no heartbeat within its lease of {self.staleness.lease:g} s")
 
 
-NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # of a worker, its epoch, and its last result
+NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # arguments: worker, epoch, and the last result
 
 
 @final
 class TaskService:
-    """Serves the connections on which workers ask ``scheduler`` for tasks.
+    """Serves workers' connections, with tasks from ``scheduler``.
 
     Args:
         scheduler: Admits and retires workers.
@@ -182,7 +182,7 @@ class TaskService:
         self._scheduler, self._next_task = scheduler, next_task or scheduler.next_task
 
     def control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
-        """Serve one worker: each TICK has its last result, each TASK its next task. Raises RefusedError."""
+        """Serve a worker: TICK has its last result, TASK its next task. Raises RefusedError."""
         name = str(facts["name"])
         epoch = self._scheduler.admit(name)
         try:
@@ -202,7 +202,7 @@ class TaskService:
             raise
 
     def beat(self, channel: Channel, facts: Mapping[str, Any]) -> None:
-        """Receive the heartbeats of a worker. Raises LostError or RefusedError."""
+        """Receive a worker's heartbeats. Raises LostError or RefusedError."""
         channel.send_message(CommonOperation.WELCOME, {})
         while True:
             header = channel.header()

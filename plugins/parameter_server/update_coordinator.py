@@ -1,6 +1,6 @@
-"""The replica of the leading server, for a recipe with several updates a step.
+"""Replica of the leading server, for recipes with several updates per step.
 
-Each update is a barrier: no worker continues until all have contributed to it.
+Each update is a barrier: workers continue once all have contributed to it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from worldsize.collectives.step_timer import phase
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
 from worldsize.errors import WorldsizeError
 from worldsize.net.registry import Registry
+from worldsize.optimizers.groups import parameters_of
 from worldsize.strategies.gradient_reducer import clip_factor
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics
 from worldsize.strategies.loss_scaling import weight_factor
-from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
 from worldsize.strategies.multi_update import UpdateResult, step_result
+from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.update_pass import updates_differ
 
 _logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 5  # at one step, before the run fails
+_ATTEMPTS = 5  # maximum attempts at one step before the run fails
 
 
 @final
 class UpdateCoordinator(Replica):
-    """The replica with which the training loop drives the run.
+    """Replica of the leading server, used by the training loop.
 
     Args:
         shards: All shards of each optimizer; this process serves the first of each.
         rounds: Synchronizes the updates of the workers.
-        registry: The registry of the run's services, through which the run is ended.
-        train_state: The full model with its optimizers, which receive the shards' state when it is saved.
+        registry: The run's service registry, used to end the run.
+        train_state: The full model with its optimizers, filled with the shards' state for saving.
         context: The context of the run.
-        step_reached: The step of the checkpoint from which the run resumes.
+        step_reached: The step of the checkpoint to resume from.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class UpdateCoordinator(Replica):
         shards: Mapping[str, AllShards],
         rounds: UpdateRounds,
         registry: Registry,
-        train_state: MultiTrainState,
+        train_state: TrainState,
         context: RunContext,
         *,
         step_reached: int,
@@ -62,7 +63,7 @@ class UpdateCoordinator(Replica):
         self.step_reached: int = step_reached
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Let the workers compute the next step, loading its data themselves; repeat it if one of them is lost.
+        """Let the workers compute the next step and load its data; repeat it if a worker is lost.
 
         Raises:
             WorldsizeError: workers were lost in every attempt.
@@ -103,7 +104,7 @@ class UpdateCoordinator(Replica):
             self._rounds.complete_update()
 
     def _applied(self, reported: Reported) -> UpdateResult:
-        """Weigh and clip the mean gradient, and let the shards of the optimizers apply the update."""
+        """Weigh and clip the mean gradient, and apply it on the shards of the optimizers."""
         counts = {name: self._shards[name].own.master.shard.step + 1 for name in reported.names}
         losses, factor = _weighed(reported.records)
         if factor is not None:
@@ -128,7 +129,7 @@ class UpdateCoordinator(Replica):
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Let the workers evaluate; they load the batches themselves. Return the metrics by name."""
+        """Let the workers evaluate; they load the batches themselves. Return metrics by name."""
         parts = max(1, len(self._scheduler.workers))
         sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
@@ -138,16 +139,16 @@ class UpdateCoordinator(Replica):
             shards.advance(value, step)
 
     def state(self) -> StateDict:
-        """Combine the states of all shards."""
+        """Gather the state of all shards."""
         for name, shards in self._shards.items():
             gather_states(shards.states(), self._train_state.parts[name])
         return {**self._train_state.state(), "scaler": {}}
 
     def load(self, state: StateDict) -> None:
-        """Do nothing: each server has loaded its own part."""
+        """Do nothing: each server loads its own shard."""
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the load of each server since the last call, over all optimizers, and the number of workers."""
+        """Return each server's load over all optimizers since the last call, and the worker count."""
         loads = zip(*(shards.facts() for shards in self._shards.values()), strict=True)
         servers = [_combined_load(each, step=self.step_reached) for each in loads]
         return {"servers": servers, "workers": len(self._scheduler.workers)}
@@ -160,7 +161,7 @@ class UpdateCoordinator(Replica):
 
 
 def _weighed(records: Sequence[LossRecord]) -> tuple[list[Tensor], float | None]:
-    """Return each record's part of the mean loss, and the factor of the gradient if losses are sums, else None."""
+    """Return the loss terms, and the gradient's factor if losses are sums, else None."""
     check_same_form(records)
     if not records[0].is_weighted:
         return [record.loss for record in records], None
@@ -169,7 +170,7 @@ def _weighed(records: Sequence[LossRecord]) -> tuple[list[Tensor], float | None]
 
 
 def _combined_load(loads: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, Any]:
-    """Combine the loads (:meth:`ShardServer.facts`) of a server's shards, one for each optimizer."""
+    """Combine the loads (:meth:`ShardServer.facts`) of one server's shards, one per optimizer."""
     counts = ("lost_updates", "refused", "pushes", "pulls", "bytes_in", "bytes_out")
     largest = {name: max(load[name] for load in loads) for name in ("longest_queue", "seconds")}
     return {"step": step, **{name: sum(load[name] for load in loads) for name in counts}, **largest}
@@ -181,9 +182,9 @@ class _Round:
     """One update of the step in progress.
 
     Attributes:
-        updates: The optimizers to whose update each worker has contributed, by the worker's name.
-        records: Records of the losses, by logical rank.
-        is_applied: Whether the update is applied; False: the step is abandoned; None: undecided.
+        updates: For each worker, by name, the optimizers of the update that it has contributed to.
+        records: Loss records, by logical rank.
+        is_applied: Whether the update is applied. False if the step is abandoned, None while undecided.
     """
 
     updates: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -194,11 +195,11 @@ class _Round:
 @final
 @dataclass(frozen=True)
 class Reported:
-    """An update to which all workers have contributed their gradients.
+    """An update with the gradients of all workers.
 
     Attributes:
-        names: The optimizers; empty: the step has no further update.
-        records: Records of the losses, by logical rank.
+        names: The optimizers, empty once the step is complete.
+        records: Loss records, by logical rank.
     """
 
     names: Sequence[str]
@@ -209,8 +210,8 @@ class Reported:
 class UpdateRounds:
     """Synchronizes the workers of ``scheduler`` at each update of a step.
 
-    A worker that is lost during a step cannot be replaced: earlier updates are applied already, so that its part of
-    them cannot be computed again. :meth:`reported` then returns None, and the step must be repeated.
+    If a worker is lost during a step, its share of earlier, already applied updates cannot be recomputed.
+    :meth:`reported` then returns None, and the step must be repeated.
 
     Args:
         kind: Name of the recipe's class.
@@ -221,12 +222,12 @@ class UpdateRounds:
         self.kind, self.scheduler = kind, scheduler
         self._round = _Round()
         self._counts: Mapping[str, int] = {}
-        self._attempt = 0  # number of the attempt at a step
+        self._attempt = 0  # total number of attempts at steps
 
     # ------------------------------------------------------------ for connections
 
     def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Record a worker's result, a part of an update or any other task, and return its next task."""
+        """Record a worker's contribution to an update, or its task result, and return its next task."""
         with self.scheduler.changed:
             if "update" in facts:
                 if self._join_update(name, facts):
@@ -236,7 +237,7 @@ class UpdateRounds:
             return {**task, "attempt": self._attempt, "counts": self._counts} if task["do"] == "train" else task
 
     def _join_update(self, name: str, facts: Mapping[str, Any]) -> bool:
-        """Record a worker's part of an update, and wait for all others; return False if the step is abandoned."""
+        """Record a worker's contribution, and wait for the others. Returns False if abandoned."""
         step, ranks = facts["unit_of"]
         member = self.scheduler.staleness.members.get(name)
         if facts["attempt"] != self._attempt or member is None or member.hand != Unit(step, tuple(ranks)):
@@ -252,11 +253,11 @@ class UpdateRounds:
     # ------------------------------------------------------------ for the training loop
 
     def open(self, step: int, counts: Mapping[str, int], *, again: bool) -> None:
-        """Start ``step``, or start it again.
+        """Start or restart ``step``.
 
         Args:
             step: The step.
-            counts: Number of updates of each optimizer, as the shards count them.
+            counts: Number of updates of each optimizer, as counted by its shards.
             again: Whether an earlier attempt was abandoned.
         """
         with self.scheduler.changed:
@@ -267,14 +268,14 @@ class UpdateRounds:
             self.scheduler.open(step)
 
     def reported(self, step: int) -> Reported | None:
-        """Wait until all workers have contributed to the next update of ``step``, or have ended the step.
+        """Wait until all workers contributed to the next update of ``step``, or finished it.
 
         Returns:
-            The update; None: a worker was lost, and the step must be repeated.
+            The update, or None if a worker was lost and the step must be repeated.
 
         Raises:
             ConfigError: Workers are at different updates.
-            WorldsizeError: There was no worker for longer than the timeout.
+            WorldsizeError: There were no workers for longer than the timeout.
         """
         staleness, current = self.scheduler.staleness, self._round
         before = (step - 1 - staleness.first) * staleness.logical_ranks
@@ -294,7 +295,7 @@ class UpdateRounds:
             return Reported(first, [current.records[rank] for rank in sorted(current.records)])
 
     def complete_update(self) -> None:
-        """Release the workers: the update is applied."""
+        """Release the workers after the update was applied."""
         with self.scheduler.changed:
             self._end_round(is_applied=True)
 

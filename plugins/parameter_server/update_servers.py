@@ -1,6 +1,6 @@
-"""The servers of a recipe with several updates a step: each has a shard of the parameters of each optimizer.
+"""Servers for several updates per step; each has a shard of every optimizer's parameters.
 
-A shard counts the updates of its optimizer; that of an ordinary recipe counts steps.
+A shard's step counts the updates of its optimizer; with ordinary recipes, it counts training steps.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import final
-
-from torch import nn
-from torch.optim import Optimizer
 
 from plugins.parameter_server.coordinator import AllShards
 from plugins.parameter_server.protocol import Peers
@@ -23,9 +20,10 @@ from plugins.parameter_server.sharding import ShardingPlan
 from plugins.parameter_server.task_pool import StalenessScheduler
 from plugins.parameter_server.task_scheduler import TaskScheduler, TaskService
 from plugins.parameter_server.update_coordinator import UpdateCoordinator, UpdateRounds
-from worldsize.core import MultiUpdateRecipe, RunContext
+from worldsize.core import Recipe, RunContext
 from worldsize.net.registry import Dialer, EndedError
-from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
+from worldsize.optimizers.groups import optimizer_of
+from worldsize.strategies.train_state import TrainState
 
 
 @final
@@ -35,26 +33,25 @@ class PendingUpdateServer:
 
     Attributes:
         kind: Name of the recipe's class.
-        servers: The server of each optimizer's shard, by the optimizer's name.
-        train_state: The full model, which receives the state of all shards when it is saved.
-        step: The step of the checkpoint from which the run resumes.
+        servers: The pending server for each optimizer's shard, by optimizer name.
+        train_state: The full model, filled with the state of all shards for saving.
+        step: The step of the checkpoint to resume from.
         dialer: Connects this process to the other servers.
-        lease: Seconds without a heartbeat after which a worker is declared dead.
+        lease: Seconds without a heartbeat before a worker is declared dead.
     """
 
     kind: str
     servers: Mapping[str, PendingServer]
-    train_state: MultiTrainState
+    train_state: TrainState
     step: int
     dialer: Dialer
     lease: float
 
     def run(self, context: RunContext, *, count: int) -> UpdateCoordinator | None:
-        """Serve, as one of ``count`` servers, from when this one is master of its shards until the run ends.
+        """Wait to become master, then serve, as one of ``count`` servers, until the run ends.
 
         Returns:
-            The replica with which the training loop drives the run, if this is the first server; otherwise None, when
-            the run is over.
+            On the first server, the replica for the training loop. Otherwise None, after the run ends.
         """
         try:
             for pending in self.servers.values():
@@ -88,23 +85,23 @@ class PendingUpdateServer:
 
 def pending_update_server(
     group: ServerGroup,
-    recipe: MultiUpdateRecipe,
-    train_state: MultiTrainState,
+    recipe: Recipe,
+    train_state: TrainState,
     context: RunContext,
     *,
     plans: Mapping[str, ShardingPlan],
 ) -> PendingUpdateServer:
-    """Make this process's server, with the newest checkpoint's state.
+    """Create this process's server with the state of the newest checkpoint.
 
     Args:
         group: The servers of the run.
         recipe: The recipe of the run.
-        train_state: The first model that the recipe made in this process; only it has the run's initial weights.
+        train_state: The first model that the recipe created in this process; only it has the run's initial weights.
         context: The context of the run, with its newest checkpoint.
-        plans: The assignment of parameters to servers, by the optimizer's name.
+        plans: The assignment of parameters to servers, by optimizer name.
     """
     index, dialer = context.world.rank, group.dialer(f"{SERVER_PREFIX}{context.world.rank}", context)
-    full = MultiTrainState.of(recipe, recipe.model())
+    full = TrainState.of(recipe, recipe.model())
     full.model.load_state_dict(train_state.model.state_dict())
     rows = next(iter(plans.values())).rows
     state, step = context.checkpoints.restore(lambda: full_state(full, {}, rows)) or (None, 0)
@@ -113,17 +110,13 @@ def pending_update_server(
         load_full_state(full, state)
     rule = Rule(
         context.logical_ranks,
-        requires_commit=True,  # an update is weighed and clipped over all servers, and can be abandoned
+        requires_commit=True,  # an update is weighed and clipped over all servers, and may be abandoned
         finite=context.numerics.nonfinite == "stop",
     )
     servers = {}
     for place, (name, plan) in enumerate(plans.items()):
-        make = partial(_optimizer_of, recipe, name)
+        make = partial(optimizer_of, recipe, name=name)
         shard = Shard(ShardParameters(train_state.parts[name], plan.shards[index], make=make), rule)
         receiver, number = PushReceiver(shard, plan.codec), place * group.servers + index
-        servers[name] = group.pending(receiver, full.parts[name], context, dialer, number=number)
+        servers[name] = group.pending(receiver, full, context, dialer, number=number)
     return PendingUpdateServer(type(recipe).__name__, servers, full, step, dialer, group.lease)
-
-
-def _optimizer_of(recipe: MultiUpdateRecipe, name: str, model: nn.Module) -> Optimizer:
-    return optimizers_of(recipe, model)[name]

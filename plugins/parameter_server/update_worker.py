@@ -1,13 +1,12 @@
-"""A worker for a recipe with several updates a step, which computes every update together with all others.
+"""A worker for recipes with several updates per step; workers compute each update together.
 
-``UnitStart`` saves the parts of its model that no server has, at the start of a unit.
+``UnitStart`` saves the state of its model that is not on any server, at the start of a unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -18,39 +17,40 @@ from plugins.parameter_server.sharding import ShardingPlan, parameters_by_optimi
 from plugins.parameter_server.task_loop import Task, TaskLoop, UnownedWeights, evaluated_part, served_watch
 from worldsize.collectives.ordered import PartialSums
 from worldsize.collectives.step_timer import phase
-from worldsize.core import ConfigError, MultiUpdateRecipe, RunContext
+from worldsize.core import ConfigError, Recipe, RunContext
 from worldsize.net.registry import Dialer
+from worldsize.optimizers.groups import parameters_of
 from worldsize.strategies.gradient_reducer import Presence, taken
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.model_replica import ModelFlags, autocast
-from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
+from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.update_pass import UpdatePass
 
-_Sums = Mapping[tuple[int, int], Sequence[Tensor | None]]  # gradients, by the level of the tree and the node there
+_Sums = Mapping[tuple[int, int], Sequence[Tensor | None]]  # gradients, by tree level and node
 
 
 @final
 class UpdateWorker:
     """Works for one run, from its first task to its last.
 
-    Its unit of a step is a generator that stops at each update, until the leading server releases all workers.
+    Its unit of a step is a generator that pauses at each update until the leading server releases all workers.
 
     Args:
         recipe: The recipe to train.
         context: The context of the run: rank, data, numerics, and stop flag.
         dialer: Connects to the servers.
-        plans: The assignment of parameters to servers, by the optimizer's name.
-        train_state: The recipe's model on the device of this process, and its optimizers, which never step here.
+        plans: The assignment of parameters to servers, by optimizer name.
+        train_state: The recipe's model on this process's device, and its optimizers, which never step here.
     """
 
     def __init__(
         self,
-        recipe: MultiUpdateRecipe,
+        recipe: Recipe,
         context: RunContext,
         dialer: Dialer,
         plans: Mapping[str, ShardingPlan],
-        train_state: MultiTrainState,
+        train_state: TrainState,
     ) -> None:
         self._recipe, self._context, self._dialer = recipe, context, dialer
         self._model, self._parts = train_state.model, train_state.parts
@@ -63,11 +63,11 @@ class UpdateWorker:
             for name, plan in plans.items()
         }
         self._servers = len(next(iter(plans.values())).shards)
-        self._pulled: dict[str, int] = {}  # number of updates of each optimizer in the model's weights
+        self._pulled: dict[str, int] = {}  # number of updates included in the model's weights, by optimizer
         self._unit: Generator[dict[str, Any], None, None] | None = None
 
     def run(self, lease: float) -> None:
-        """Work until the leading server ends the run; it retires workers after ``lease`` seconds of silence."""
+        """Work until the run ends. The leader retires workers after ``lease`` seconds of silence."""
         TaskLoop(
             self._dialer,
             self._context.stop,
@@ -82,7 +82,7 @@ class UpdateWorker:
             dense.connect(links[place * self._servers : (place + 1) * self._servers])
 
     def _begin(self, task: Task) -> dict[str, Any]:
-        """Begin a unit, which may repeat the last one; return the facts about its first update."""
+        """Start a unit, or restart the last one; return the fields for its first update."""
         if self._unit is not None:
             self._unit.close()
         self._unit = self._updates(task)
@@ -100,13 +100,14 @@ class UpdateWorker:
         return evaluated_part(self._recipe, self._model, self._context, task)
 
     def _updates(self, task: Task) -> Generator[dict[str, Any], None, None]:
-        """Compute a unit, update by update: yield the facts about each update, and finally about the unit."""
+        """Compute a unit; yield the TICK fields of each update, and finally of the unit."""
         step, ranks, counts = task["step"], task["ranks"], dict(task["counts"])
         unit = {"unit_of": [step, ranks], "attempt": task["attempt"]}
         batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
         options = self._options()
         flags = ModelFlags(self._model)
-        passes = [self._pass(batch, flags) for batch in batches]
+        device, names = self._context.world.device, self._parts
+        passes = [UpdatePass(self._recipe, each, names=names, device=device, flags=flags) for each in batches]
         with self._context.timing.measured(step), taken_back(self._model, passes):
             for each, count in counts.items():
                 self._pull(each, count)
@@ -127,14 +128,9 @@ class UpdateWorker:
         if self._options() != options:
             raise ConfigError(
                 f"{type(self._recipe).__name__}.updates has changed an optimizer's options, such as its learning rate; "
-                "the servers, which take the updates, do not see that. Give the recipe schedules, or use strategy=ddp."
+                "the servers take the updates and do not see that. Give the recipe schedules, or use strategy=ddp."
             )
         yield {"unit": [step, ranks], "records": [each.take_metrics().message() for each in passes]}
-
-    def _pass(self, batch: Any, flags: ModelFlags) -> UpdatePass:
-        begin = partial(self._recipe.micro_batch_updates, self._model, batch)
-        kind, device = type(self._recipe).__name__, self._context.world.device
-        return UpdatePass(kind, begin, batch, names=self._parts, device=device, flags=flags)
 
     def _computed(
         self, passes: Sequence[UpdatePass], ranks: Sequence[int]
@@ -142,8 +138,8 @@ class UpdateWorker:
         """Run all generators to the next update, and compute its gradient.
 
         Returns:
-            The records of the losses; the gradients by optimizer, of none if the generators have ended. A parameter
-            that no micro-batch here has used has None.
+            The loss records, and the gradients by optimizer, empty if the generators have ended. The gradient of a
+            parameter unused by all micro-batches is None.
         """
         total, records = self._context.logical_ranks, []
         arrivals: dict[str, tuple[PartialSums, Presence]] = {}
@@ -167,7 +163,7 @@ class UpdateWorker:
         }
 
     def _owned(self, name: str) -> list[nn.Parameter]:
-        """Return the parameters that optimizer ``name`` now trains, all of which the servers must own."""
+        """Return the parameters currently trained by optimizer ``name``; servers must own them all."""
         owned, trained = {id(each) for each in self._parameters[name].values()}, []
         for parameter in parameters_of(self._parts[name].optimizer):
             if parameter.numel() and id(parameter) not in owned:
@@ -179,16 +175,16 @@ class UpdateWorker:
         return trained
 
     def _push(self, name: str, arrivals: Mapping[tuple[int, int], Sequence[Tensor | None]], *, count: int) -> None:
-        """Push the gradient of update number ``count``, and wait until all shards have received it."""
+        """Push the gradient of update ``count``, and wait until all shards acknowledge it."""
         for (width, node), gradients in arrivals.items():
             named = dict(zip(self._parameters[name], gradients, strict=True))
             self._dense[name].push(named, step=count, width=width, node=node)
         self._dense[name].settle()
 
     def _pull(self, name: str, count: int) -> None:
-        """Pull weights that include ``count`` updates, unless the model has them.
+        """Pull weights that include ``count`` updates, unless the model already has them.
 
-        An autograd graph that saved the old weights becomes invalid, which torch detects by their version.
+        This invalidates autograd graphs that saved the old weights, which torch detects by their version.
         """
         if self._pulled.get(name) != count:
             self._dense[name].pull(count)
@@ -196,7 +192,7 @@ class UpdateWorker:
             torch.autograd.graph.increment_version(tuple(self._parameters[name].values()))
 
     def _options(self) -> list[dict[str, Any]]:
-        """Copy the options of all optimizers, such as learning rates."""
+        """Return a copy of all optimizers' options, such as learning rates."""
         groups = [group for part in self._parts.values() for group in part.optimizer.param_groups]
         return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
 
@@ -220,7 +216,7 @@ def _plain(value: Any) -> Any:
 
 @final
 class UnitStart:
-    """A copy of flags and unsaved buffers of ``model``, which an abandoned unit may leave half changed."""
+    """A copy of flags and unsaved buffers of ``model``, restored if a unit is abandoned."""
 
     def __init__(self, model: nn.Module) -> None:
         self._flags = ModelFlags(model)

@@ -1,6 +1,6 @@
-"""A worker: takes tasks, computes and pushes gradients, and pulls weights. It does not know other workers.
+"""A worker: executes tasks, computes and pushes gradients, and pulls weights.
 
-Buckets are pushed while the backward pass computes others (Zhang et al. 2017, Poseidon, arXiv 1706.03292).
+Buckets are pushed while the backward pass is still computing others (Zhang et al. 2017, Poseidon, arXiv 1706.03292).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from worldsize.collectives.ordered import PartialSums
 from worldsize.collectives.step_timer import phase
 from worldsize.core import LossOutput, Recipe, RunContext
 from worldsize.net.registry import Dialer
-from worldsize.record.determinism import seed_generators
+from worldsize.seeds import seed_generators
 from worldsize.strategies.gradient_reducer import Presence, clip_factor, taken
 from worldsize.strategies.loss_record import LossRecord, mean_loss, trainable
 from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.model_replica import autocast
 from worldsize.strategies.parameter_changes import ParameterChanges
 
-_OVERLAPPED = 1 << 20  # bytes of gradients; fewer are sent in less time than starting a thread takes
+_OVERLAPPED = 1 << 20  # bytes of gradients below which sending takes less time than starting a thread
 
 
 @final
@@ -40,7 +40,7 @@ class WorkerOptions:
     """Options of a worker: how it computes gradients and reads weights.
 
     Attributes:
-        synchronous: Whether the gradients of a step are summed to one update.
+        synchronous: Whether the gradients of a step are combined into one update.
         staleness: Number of steps that the worker's weights may be behind.
     """
 
@@ -59,7 +59,7 @@ class Worker:
         plan: The assignment of parameters to servers.
         options: How gradients are computed and weights are read.
         model: The recipe's model, with its tables on servers.
-        tables: The links through which it reads rows, see :func:`linked_model`.
+        tables: The links for reading rows; see :func:`linked_model`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Worker:
         self._changes = ParameterChanges(self._model, hooks=True)
 
     def run(self, lease: float) -> None:
-        """Work until the leading server ends the run; it retires workers after ``lease`` seconds of silence."""
+        """Work until the run ends. The leader retires workers after ``lease`` seconds of silence."""
         TaskLoop(
             self._dialer,
             self._context.stop,
@@ -107,12 +107,12 @@ class Worker:
         with self._context.timing.measured(step):
             records = self._learn(batches, step, ranks)
             self._dense.settle()
-        self._context.faults.at("push:end")  # servers have the gradients, before the leader gets the report
+        self._context.faults.at("push:end")  # servers have the gradients, but the leader lacks the report
         self._watch.end_step()
         return {"unit": [step, ranks], "records": [record.message() for record in records]}
 
     def _learn(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
-        """Pull weights, compute gradients and push them; return the records of the losses."""
+        """Pull weights, compute and push gradients; return the loss records."""
         synchronous = self._options.synchronous
         self._pull(step - 1 if synchronous else 0)
         self._tables.oldest = step - 1 - self._options.staleness
@@ -121,7 +121,7 @@ class Worker:
         return self._push_after_backward(batches, step, ranks)
 
     def _push_after_backward(self, batches: Sequence[Any], step: int, ranks: Sequence[int]) -> list[LossRecord]:
-        """Push the summed gradients after all backward passes; return the records of the losses."""
+        """Push the summed gradients after all backward passes; return the loss records."""
         total, arrivals, losses, touched = self._context.logical_ranks, PartialSums(self._context.logical_ranks), [], []
         presence = Presence(list(self._parameters.values()))
         for rank, batch in zip(ranks, batches, strict=True):
@@ -139,12 +139,12 @@ class Worker:
         return losses
 
     def _push_during_backward(self, overlap: OverlappedPush, batch: Any, step: int, rank: int) -> LossRecord:
-        """Push gradients during the single backward pass; return the record of the loss."""
+        """Push gradients during a single backward pass; return the loss record."""
         part = {"step": step, "width": self._context.logical_ranks, "node": rank}
         try:
             with overlap.during_backward(lambda key, gradients: self._dense.push_bucket(key, gradients, part)):
                 loss = self._backward(batch)
-        finally:  # otherwise gradients of an abandoned pass would be added to those of the next
+        finally:  # otherwise gradients of a failed pass would be added to the next pass
             taken(self._parameters.values())
             touched = take_gradients(self._remotes)
         self._tables.push(touched, **part)
@@ -156,15 +156,15 @@ class Worker:
         with autocast(device, self._context.numerics.precision), self._watch.watching():
             output = LossOutput.of(self._recipe.micro_batch_loss(self._model, batch))
         total, record = trainable(output)
-        if not self._options.synchronous:  # a synchronous step divides by its total weight
+        if not self._options.synchronous:  # a synchronous step divides by its total weight later
             total, record = trainable(replace(output, loss=mean_loss(output)))
-        self._changes.check()  # before a gradient is pushed
+        self._changes.check()  # before any gradient is pushed
         self._unowned.check()
         total.backward()  # type: ignore[no-untyped-call]
         return record
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
-        """Clip a unit's gradient by its own norm, if steps overlap."""
+        """Clip the gradient of a unit by its own norm; used if steps overlap."""
         limit = self._context.numerics.clip_norm
         if limit is not None:
             norm = nn.utils.get_total_norm(gradients)
@@ -180,12 +180,12 @@ class Worker:
         return evaluated_part(self._recipe, self._model, self._context, task)
 
 
-Push = Callable[[BucketKey, Mapping[str, Tensor | None]], None]  # a bucket, and the gradients in it by name
+Push = Callable[[BucketKey, Mapping[str, Tensor | None]], None]  # a bucket, and its gradients by parameter name
 
 
 @final
 class OverlappedPush:
-    """Pushes a bucket as soon as all its gradients are ready, from a separate thread."""
+    """Pushes each bucket from a separate thread, as soon as all its gradients are ready."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Sequence[ShardLayout]) -> None:
         self._parameters = parameters
@@ -196,19 +196,19 @@ class OverlappedPush:
         }
         self._buckets = {name: [key for key, names in self._names.items() if name in names] for name in parameters}
         self._missing: dict[BucketKey, set[str]] = {}
-        self._queue: SimpleQueue[BucketKey | None] = SimpleQueue()  # of the backward pass in progress
+        self._queue: SimpleQueue[BucketKey | None] = SimpleQueue()  # for the backward pass in progress
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def during_backward(self, push: Push) -> Iterator[None]:
-        """Push the gradients of the backward pass inside the block; those with missing ones are pushed at its end.
+        """Push gradients of a backward pass in this context, incomplete buckets at its end.
 
-        Nothing else may use the connections of ``push`` inside the block. An exception of ``push`` is raised at its
-        end; nothing is pushed after the block, even if it fails.
+        Within the context, nothing else may use the connections of ``push``. Exceptions in ``push`` are raised at its
+        end. Nothing is pushed after the context, even if it fails.
         """
         self._missing = {key: set(names) for key, names in self._names.items()}
-        queue = self._queue = SimpleQueue()  # a new queue, since that of a failed pass may hold buckets
+        queue = self._queue = SimpleQueue()  # a new queue: after a failed pass, the old one may contain buckets
         errors: list[Exception] = []
         thread = threading.Thread(target=self._work, args=(push, queue, errors), daemon=True, name="push")
         thread.start()
@@ -237,5 +237,5 @@ class OverlappedPush:
         try:
             while (key := queue.get()) is not None:
                 push(key, {name: self._parameters[name].grad for name in self._names[key]})
-        except Exception as error:  # raised again at the end of the block
+        except Exception as error:  # re-raised at the end of the context
             errors.append(error)

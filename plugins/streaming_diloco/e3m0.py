@@ -1,8 +1,8 @@
-"""Four bits a number: a sign and three bits of exponent, no mantissa, and a scale for each block of numbers.
+"""E3M0, a 4-bit float: one sign bit, three exponent bits, no mantissa, block scales.
 
-The magnitudes are 0 and 2^-6, 2^-5, ..., 1, times the block's scale, which is a power of two (codes 0 to 7: an exponent
-field of 0 is zero, as in IEEE 754 without a mantissa). Blocks and scales are those of the microscaling formats: 32
-numbers, one byte with bias 127, and 255 for a block that is not finite (OCP Microscaling Formats v1.0, E8M0).
+The magnitudes are 0 and 2^-6, 2^-5, ..., 1 (codes 0 to 7), times the block's scale, a power of two. Code 0 is zero,
+like the exponent field 0 of an IEEE 754 format without a mantissa. Blocks and scales follow the microscaling formats
+(OCP Microscaling Formats v1.0, E8M0): 32 elements per block, one scale byte with bias 127 (255 if not finite).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from worldsize.devices import on_device
 BLOCK = 32
 _BIAS, _NAN = 127, 255
 _MAGNITUDES = (0.0, *(2.0**power for power in range(-6, 1)))
-# between two neighbours lies where the upper one begins: just above the middle if the lower code is even
+# rounding bounds: a midpoint rounds to the even code, thus down if the lower code is even
 _MIDDLES = torch.tensor([(low + high) / 2 for low, high in pairwise(_MAGNITUDES)])
 _VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 _BOUNDS = torch.where(torch.arange(7) % 2 == 0, torch.nextafter(_MIDDLES, torch.tensor(1.0)), _MIDDLES)
 
 
 def size(numel: int) -> int:
-    """Return the bytes that ``numel`` numbers take, a multiple of BLOCK."""
+    """Return the encoded size of ``numel`` elements in bytes; ``numel`` is a multiple of BLOCK."""
     return numel // 2 + numel // BLOCK
 
 
 def encode(rows_rn: Tensor) -> Tensor:
-    """float32 (r, n), n a multiple of BLOCK → uint8 (r, n / 2 + n / BLOCK): two numbers a byte, then the scales.
+    """Encode float32 (r, n), n a multiple of BLOCK, as uint8 (r, n / 2 + n / BLOCK).
 
-    Each number becomes the nearest one that can be told, of two as near the one with an even code. The scale is the
-    power of two nearest to the block's largest magnitude.
+    Each byte has two codes. Elements are rounded to the nearest representable value, ties to the even code. The scale
+    is the power of two nearest to the block's largest magnitude.
     """
     blocks_rkb = rows_rn.view(len(rows_rn), -1, BLOCK)
     largest_rk1 = blocks_rkb.abs().amax(2, keepdim=True)
@@ -46,7 +46,7 @@ def encode(rows_rn: Tensor) -> Tensor:
 
 
 def decode(payload_rp: Tensor, numel: int) -> Tensor:
-    """Return the float32 rows [r, numel] of which :func:`encode` has made ``payload_rp``."""
+    """Decode ``payload_rp`` from :func:`encode` to float32 rows (r, numel)."""
     pair_rh, scale_rk = payload_rp[:, : numel // 2], payload_rp[:, numel // 2 :]
     code_rn = torch.stack([pair_rh & 15, pair_rh >> 4], dim=2).flatten(1)
     known = on_device(_VALUES, payload_rp.device)

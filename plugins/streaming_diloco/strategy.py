@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: parts of the model in turn, in the background, in four bits a number."""
+"""Streaming DiLoCo: synchronize fragments in turn, in the background, in 4-bit floats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worldsize.strategies.periodic import (
     trained_parameters,
 )
 from worldsize.strategies.periodic_exchange import Exact, Exchange, Fragment
-from worldsize.strategies.train_state import OptimizedModel
+from worldsize.strategies.train_state import TrainState
 
 _EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered, "e3m0_scatter": Scattered}
 
@@ -30,15 +30,15 @@ _EXCHANGES: dict[str, type[Exchange]] = {"fp32": Exact, "e3m0_gather": Gathered,
 @final
 @dataclass(frozen=True)
 class StreamingDiLoCo(PeriodicSyncStrategy):
-    """Douillard et al. 2025, arXiv 2501.18512, algorithm 2.
+    """Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512, algorithm 2).
 
-    Fragments of ``fragment_blocks`` of the recipe's blocks each, strided (block i is in fragment i mod their number),
-    and one of all other parameters, take turns within ``inner_steps`` steps. Outer gradients are sent while training
-    goes on; ``delay`` steps later the outer step is taken, and a worker's parameters become ``mix`` × its own +
-    (1 − mix) × the outcome. Buffers are averaged in float32 with the last fragment.
+    The fragments take turns within ``inner_steps`` steps. Each has ``fragment_blocks`` of the recipe's blocks, strided
+    (block i is in fragment i mod the number of fragments); the last one has all other parameters. Outer gradients are
+    sent while training continues. The outer step follows ``delay`` steps later: a worker's parameters become ``mix`` ×
+    its own + (1 − mix) × the result. Buffers are averaged in float32 with the last fragment.
 
-    ``wire``: "fp32"; "e3m0_gather": four bits, every row to every worker, rounded once; "e3m0_scatter": four bits
-    there and back, rounded twice, fewer bytes with three workers and more.
+    ``wire``: "fp32"; "e3m0_gather": four bits, all-gather, rounded once; "e3m0_scatter": four bits in both directions,
+    rounded twice, fewer bytes with three or more workers.
     """
 
     inner_steps: Annotated[int, Range(least=1)] = 100
@@ -58,12 +58,12 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
             )
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        """Add to what local SGD keeps: what was agreed, its momentum, and outer gradients on their way.
+        """Add synchronized parameters, momentum and outer gradients in flight to local SGD's memory.
 
-        The exchange hides behind the steps until it is applied.
+        Communication overlaps with training until the outer step.
         """
         averaging = averaging_cost(work, cluster, every=self.inner_steps)
-        smaller = 1.0 if self.wire == "fp32" else (1 / 2 + 1 / BLOCK) / 4  # of four bytes
+        smaller = 1.0 if self.wire == "fp32" else (1 / 2 + 1 / BLOCK) / 4  # relative to four bytes
         gathered = cluster.processes / 2 if self.wire == "e3m0_gather" else 1.0
         return Cost(
             memory_bytes=averaging.memory_bytes + 3 * work.parameter_bytes,
@@ -73,7 +73,7 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
             same=False,
         )
 
-    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         parts = partition(train_state.model, recipe.blocks(train_state.model), self.fragment_blocks)
         offsets = [place * self.inner_steps // len(parts) for place in range(len(parts))]
         exchange = _EXCHANGES[self.wire](world)
@@ -85,9 +85,9 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
 
 
 def partition(model: nn.Module, blocks: Sequence[nn.Module], each: int) -> list[list[Tensor]]:
-    """Divide the trained parameters, of any shapes, into fragments; those in no block come last.
+    """Partition the trained parameters, of any shapes, into fragments, blocks first.
 
-    A parameter that blocks share is where it is met first.
+    A parameter shared by several blocks belongs to the first one.
     """
     count = -(-len(blocks) // each)
     left = {id(parameter): parameter for parameter in trained_parameters(model)}

@@ -1,23 +1,21 @@
-"""TensorBoard: metrics of a run as event files, written by TensorBoard's own library."""
+"""TensorBoard logger: writes metrics to event files with TensorBoard's own library."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone, logged_name
-from worldsize.errors import missing_extra
+from worldsize.errors import require
 from worldsize.observe.events import Alert, alert_for
 
-if find_spec("tensorboard") is None:  # told before a process starts; the library itself is imported beside the training
-    raise missing_extra("logger=tensorboard", package="tensorboard", extra="tensorboard")
+require("logger=tensorboard", "tensorboard", extra="tensorboard")
 
 
 @final
 class TensorBoard:
-    """Writes below ``folder`` / ``folder_name``; the folders above it name the run in TensorBoard."""
+    """Writes to ``folder`` / ``folder_name``; the parent folders name the run in TensorBoard."""
 
     def __init__(
         self,
@@ -32,8 +30,8 @@ class TensorBoard:
         self._folder = folder / folder_name
         self._config = config
         self._writer: Any = None
-        self._step = 0  # the last one that was logged
-        self._early: list[Alert] = []  # alerts before the first step, at which the files are opened
+        self._step = 0  # last logged step
+        self._early: list[Alert] = []  # alerts before the files are opened at the start of training
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -60,8 +58,8 @@ class TensorBoard:
         self._writer.flush()
 
     def _open(self, first: int) -> None:
-        """Open the event files; if the run goes on after step ``first``, hide what was written of later steps."""
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds
+        """Open the event files; when resuming after step ``first``, hide records of later steps."""
+        from torch.utils.tensorboard import SummaryWriter  # slow import (seconds)
 
         self._writer = SummaryWriter(self._folder, purge_step=first + 1 if first else None)
         if first == 0:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from recipes.click_through.samples import CATEGORIES, COUNTS, Samples
 from worldsize.core import Range, Recipe, RowValues
 
-_HASH = 0x9E3779B1  # golden ratio, so that categories that share low digits do not share rows
+_HASH = 0x9E3779B1  # golden ratio: spreads categories with equal low digits over different rows
 
 
 def _row_values(rows: int) -> RowValues:
@@ -28,13 +28,13 @@ def _row_values(rows: int) -> RowValues:
 
 @final
 class DLRM(nn.Module):
-    """Combine a network over counts with embedding tables over categories by pairwise dot products.
+    """Combine an MLP over the counts and embeddings of the categories by pairwise dot products.
 
     Args:
-        dim: width of an embedding, and of the bottom network's output.
-        rows: rows of each of the 26 tables; a category's row is its hash modulo ``rows``.
-        bottom: hidden widths of the network over counts.
-        top: hidden widths of the network over the dot products.
+        dim: embedding dimension, and output width of the bottom MLP.
+        rows: rows of each of the 26 tables; a category maps to the row given by its hash modulo ``rows``.
+        bottom: hidden widths of the MLP over the counts.
+        top: hidden widths of the MLP over the dot products.
         sparse: whether the tables have sparse gradients.
     """
 
@@ -62,7 +62,7 @@ class DLRM(nn.Module):
 
 
 def _network(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
-    """Chain linear layers of these sizes with a ReLU between them, and end with ``last``."""
+    """Chain linear layers of the given sizes with ReLUs between them, followed by ``last``."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -72,7 +72,7 @@ def _network(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
 @final
 @dataclass(frozen=True)
 class ClickThrough(Recipe):
-    """Train a DLRM to predict clicks; the arguments ``dim`` to ``sparse`` are those of :class:`DLRM`."""
+    """Train a DLRM to predict clicks; see :class:`DLRM` for ``dim`` to ``sparse``."""
 
     dim: Annotated[int, Range(least=1)]
     rows: Annotated[int, Range(least=1)]
@@ -103,7 +103,7 @@ class ClickThrough(Recipe):
         return F.binary_cross_entropy_with_logits(model(counts, categories), labels)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return the log loss, mean prediction and mean label (their ratio is 1 if calibrated), as (sum, count)."""
+        """Return log loss, mean prediction and mean label (equal if calibrated) as (sum, count)."""
         counts, categories, labels = batch
         logits, count = model(counts, categories).float(), torch.tensor(len(labels))
         loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").double().sum()

@@ -1,4 +1,4 @@
-"""Samples in Criteo's format (a label, 13 counts, 26 categories), read from a file or generated."""
+"""Samples in Criteo's format (label, 13 counts, 26 categories), read or generated."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Array = NDArray[Any]
 
 
 class Samples(ABC):
-    """A source of samples, chosen by ``data=``."""
+    """Source of samples, selected by ``data=``."""
 
     @abstractmethod
     def read(self, split: str) -> TensorDataset:
         """Return counts float32 (n, 13) as log(1 + count), categories int64 (n, 26) and labels float32 (n,)."""
 
     def files(self) -> Mapping[str, Path]:
-        """Return the files that :meth:`read` needs, by name."""
+        """Return the files read by :meth:`read`, by name."""
         return {}
 
 
 @final
 @dataclass(frozen=True)
 class Criteo(Samples):
-    """Read ``train.txt`` of the Display Advertising Challenge from the folder ``path``.
+    """Read ``train.txt`` of the Criteo Display Advertising Challenge from the folder ``path``.
 
-    The first ``rows`` lines are the training split, the ``test_rows`` lines after them the test split. A line is a
-    label, 13 integers and 26 hexadecimal numbers, separated by tabs; any but the label may be missing and counts as 0.
+    The first ``rows`` lines are the training split; the next ``test_rows`` lines are the test split. Each line has a
+    label, 13 integers and 26 hexadecimal numbers, separated by tabs. Missing values, except for the label, count as 0.
     """
 
     path: Annotated[str, FilePath()]
@@ -62,7 +62,7 @@ class Criteo(Samples):
 
 
 def _parsed(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
-    """Parse numbered lines; raise ConfigError with the number of a line that has another form."""
+    """Parse numbered lines. Raises ConfigError with the line number if a line is malformed."""
     labels, counts, categories = [], [], []
     for number, line in lines:
         fields = line.rstrip("\n").split("\t")
@@ -76,7 +76,7 @@ def _parsed(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
         if len(fields) != 1 + COUNTS + CATEGORIES:
             raise ConfigError(f"{path}, line {number} has {len(fields)} fields, not {1 + COUNTS + CATEGORIES}.")
     if not labels:
-        raise ConfigError(f"{path} has no such lines. Lower data.rows or data.test_rows.")
+        raise ConfigError(f"{path} does not have such lines. Lower data.rows or data.test_rows.")
     counts_nc = torch.tensor(counts, dtype=torch.float32).clamp(min=0).log1p()
     return TensorDataset(counts_nc, torch.tensor(categories), torch.tensor(labels))
 
@@ -84,19 +84,19 @@ def _parsed(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
 @final
 @dataclass(frozen=True)
 class Synthetic(Samples):
-    """Generate samples whose categories follow a power law, as those of real logs do.
+    """Generate samples with power-law distributed categories, as in real logs.
 
     Category k of each feature occurs with a probability proportional to (k + 1)^-``exponent``. Each category has a
-    hidden weight, normal with deviation 0.5, and each count one with deviation 0.1; a sample is clicked with the
-    probability sigmoid(-1 + the sum of its weights / 2). A model that knew the weights would reach the log loss that
-    :meth:`best` computes.
+    hidden normal weight with standard deviation 0.5, each count a normal slope with standard deviation 0.1. The click
+    probability is sigmoid(-1 + score / 2), where the score sums the weights and slope × log(1 + count). A model with
+    exactly these weights would reach the log loss computed by :meth:`best`.
     """
 
     rows: Annotated[int, Range(least=1)]
     test_rows: Annotated[int, Range(least=1)]
     categories: Annotated[int, Range(least=1)]
     exponent: Annotated[float, Range()]
-    seed: Annotated[int, Range(least=0, most=2**32 - 3)]  # NumPy takes 32 bits, of which the splits take two more seeds
+    seed: Annotated[int, Range(least=0, most=2**32 - 3)]  # 32 bits in NumPy; the splits use seed + 1 and + 2
 
     def read(self, split: str) -> TensorDataset:
         counts_nc, categories_nf, chance_n, random = self._drawn(split)
@@ -108,12 +108,12 @@ class Synthetic(Samples):
         )
 
     def best(self, split: str) -> float:
-        """Return the lowest possible mean log loss, which is the entropy of the clicks."""
+        """Return the lowest achievable mean log loss: the entropy of the clicks."""
         chance_n = self._drawn(split)[2]
         return float(-(chance_n * numpy.log(chance_n) + (1 - chance_n) * numpy.log1p(-chance_n)).mean())
 
     def _drawn(self, split: str) -> tuple[Array, Array, Array, numpy.random.RandomState]:
-        """Draw counts, categories and the chance of a click, and return the generator that decides each click."""
+        """Sample counts, categories and click probabilities; return the generator, too."""
         hidden = numpy.random.RandomState(self.seed)
         weights_fk = hidden.normal(0, 0.5, (CATEGORIES, self.categories))
         slopes_c = hidden.normal(0, 0.1, COUNTS)

@@ -1,11 +1,10 @@
-"""Classify handwritten digits: 1,797 images of 8 × 8 pixels, ten classes (UCI, as shipped in scikit-learn)."""
+"""Classify handwritten digits: 1,797 images, 8 × 8 pixels, ten classes (UCI, scikit-learn)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, final
 
@@ -18,13 +17,14 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import Range, Recipe
 
-_TEST = 360  # images held out, one in five
+DATA = Path(__file__).with_name("digits.csv.gz")
+_TEST = 360  # held-out images, one in five
 
 
 @final
 @dataclass(frozen=True)
 class Digits(Recipe):
-    """A convolutional network of ``width`` and ``2 × width`` channels with dropout before its classifier."""
+    """Train a CNN with ``width`` and ``2 × width`` channels and dropout before the classifier."""
 
     width: Annotated[int, Range(least=1)]
     dropout: Annotated[float, Range(least=0, most=1)]
@@ -50,9 +50,9 @@ class Digits(Recipe):
         return self.make_schedule(optimizer) if self.make_schedule else None
 
     def data(self, split: str) -> TensorDataset:
-        """Return images float32 (n, 1, 8, 8) in 0..1 and labels int64 (n,); a fixed permutation makes the split."""
-        images, labels = read_digits(data_file())
-        order = torch.from_numpy(numpy.random.RandomState(0).permutation(len(labels)))  # NumPy keeps this stream
+        """Return images float32 (n, 1, 8, 8) in 0..1 and labels int64 (n,); fixed random split."""
+        images, labels = read_digits(DATA)
+        order = torch.from_numpy(numpy.random.RandomState(0).permutation(len(labels)))  # same in all NumPy versions
         rows = order[:_TEST] if split == "test" else order[_TEST:]
         return TensorDataset(images[rows], labels[rows])
 
@@ -68,15 +68,7 @@ class Digits(Recipe):
         return {"accuracy": ((logits.argmax(1) == labels).sum(), count), "loss": (loss, count)}
 
     def files(self) -> Mapping[str, Path]:
-        return {"digits.csv.gz": data_file()}
-
-
-def data_file() -> Path:
-    """Find the data file inside scikit-learn without importing it: the import takes longer than the training."""
-    spec = find_spec("sklearn")
-    if spec is None or spec.origin is None:
-        raise ImportError("the digits recipe reads the data file of scikit-learn, which is not installed.")
-    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+        return {DATA.name: DATA}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Train any causal language model of Hugging Face transformers on text files."""
+"""Train any causal language model from Hugging Face transformers on text files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes.stdlib_lm.corpus import Windows
 from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe
 from worldsize.data.source import Source
 from worldsize.data.sources.documents import IGNORED
-from worldsize.errors import missing_extra
+from worldsize.errors import require
 
 _OPTIONS = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 
@@ -35,9 +35,9 @@ def _names(file: Path) -> Collection[str]:
 
 
 def _built(recipe: HFCausalLM) -> nn.Module:
-    """Build the model without a file's weights: they are random, or zeros for an ``empty`` recipe."""
+    """Build the model with random weights, or with zeros if the recipe is ``empty``."""
     transformers = _transformers()
-    from transformers.initialization import no_init_weights  # takes seconds
+    from transformers.initialization import no_init_weights  # slow import (seconds)
 
     if recipe.pretrained is not None:
         config = transformers.AutoConfig.from_pretrained(recipe.pretrained)
@@ -47,7 +47,7 @@ def _built(recipe: HFCausalLM) -> nn.Module:
     with no_init_weights() if recipe.empty else nullcontext():
         model: Any = transformers.AutoModelForCausalLM.from_config(config, **_OPTIONS)
     if recipe.empty:
-        model.tie_weights()  # as the initialization would have
+        model.tie_weights()  # normally done by weight initialization, which is skipped
         for parameter in model.parameters():
             parameter.detach().zero_()
     trained: nn.Module = model.train()
@@ -72,34 +72,33 @@ def _loaded_tokenizer(name: str) -> Tokenizer:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise missing_extra("recipe=hf_causal_lm", package="transformers", extra="recipes") from None
+    require("recipe=hf_causal_lm", "transformers", extra="recipes")
+    import transformers
+
     return transformers
 
 
 @final
 @dataclass(frozen=True)
 class HFCausalLM(Recipe):
-    """Train a model of transformers, pretrained or with random weights; no code of a model's repository is run.
+    """Train a transformers model from given or random weights, without remote code.
 
     Args:
-        text: a text file, or a folder whose ``*.txt`` are read in the order of their names. None: the standard
-            library's source.
-        context: tokens a window.
-        pretrained: a folder or a hub name whose weights (safetensors) training starts from. None: random weights.
-        tokenizer: a folder or a hub name. None: the tokenizer of ``pretrained``, or bytes.
-        config: arguments of ``transformers.AutoConfig.for_model``, used without ``pretrained``.
-        source: tokens to learn from instead of ``text``, chosen by ``data=``; with documents, attention and prediction
-            stay within each.
-        test_share: share that is the test split: of the text's tokens, at its end; of a source's samples, by a hash.
-        test_tokens: at most this many tokens are tested. None: all of the test split.
-        empty: build the model of ``pretrained`` with zeros in place of its weights, for those who read them in parts.
+        text: a text file, or a folder; its ``*.txt`` files are read in order of their names. Default: the source code
+            of the standard library.
+        context: tokens per window.
+        pretrained: folder or hub name of the initial weights (safetensors). None for random weights.
+        tokenizer: folder or hub name. None for the tokenizer of ``pretrained``, or bytes without ``pretrained``.
+        config: arguments for ``transformers.AutoConfig.for_model``, used without ``pretrained``.
+        source: token source to train on instead of ``text``, selected by ``data=``. With documents, attention and
+            prediction stay within each document.
+        test_share: fraction held out for testing: the end of the text's tokens, or a source's samples selected by hash.
+        test_tokens: maximum number of tokens to test on. None for the whole test split.
+        empty: build the model of ``pretrained`` with zero weights, for loading the weights in shards later.
 
     Raises:
-        ConfigError: transformers is not installed, the text is missing or shorter than two windows, or a source's
-            samples are no windows of ``context`` tokens.
+        ConfigError: transformers is not installed, the text is missing or shorter than two windows, or the samples of a
+            source are not windows of ``context`` tokens.
     """
 
     make_optimizer: Callable[..., Optimizer]
@@ -117,7 +116,7 @@ class HFCausalLM(Recipe):
     def __post_init__(self) -> None:
         _transformers()
         if self.pretrained is None and "model_type" not in self.config:
-            raise ConfigError("recipe.config names no model_type. Set it, e.g. llama, or recipe.pretrained.")
+            raise ConfigError("recipe.config lacks a model_type. Set it, e.g. llama, or recipe.pretrained.")
         if self.source is None:
             self.files()
         else:
@@ -132,7 +131,7 @@ class HFCausalLM(Recipe):
         return model.train()
 
     def pretrained_weights(self) -> PretrainedWeights | None:
-        """Return the folder of :attr:`pretrained` if its safetensors files name weights as the model does."""
+        """Return the :attr:`pretrained` folder if its safetensors match the model's names."""
         files = sorted(Path(self.pretrained).glob("*.safetensors")) if self.pretrained else []
         if self.empty or not files:
             return None
@@ -140,7 +139,7 @@ class HFCausalLM(Recipe):
         apart = replace(self, empty=True)
         with torch.device("meta"):
             tensors = apart.model().state_dict(keep_vars=True)
-        read = {id(tensors[name]) for name in names & tensors.keys()}  # of tied weights, one name is enough
+        read = {id(tensors[name]) for name in names & tensors.keys()}  # one name is enough for tied weights
         fits = names <= tensors.keys() and read == {id(tensor) for tensor in tensors.values()}
         return PretrainedWeights(Path(str(self.pretrained)), apart) if fits else None
 
@@ -154,7 +153,7 @@ class HFCausalLM(Recipe):
         return self.context
 
     def data(self, split: str) -> Any:
-        """Return windows of ``context`` tokens, of which :func:`language_batch` takes batches."""
+        """Return windows of ``context`` tokens, for :func:`language_batch`."""
         if self.source is not None:
             return source_split(
                 self.source, split, share=self.test_share, tokens=self.test_tokens, context=self.context
@@ -171,9 +170,9 @@ class HFCausalLM(Recipe):
         return Windows(tokens[: first // self.context * self.context], self.context)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the summed cross entropy of all predicted tokens in nats, and their number, two scalars.
+        """Return the summed cross entropy in nats and the number of predicted tokens, two scalars.
 
-        A batch of token ids is (batch, sequence); its logits are (batch, sequence, vocabulary).
+        A batch of token ids has shape (batch, sequence), its logits (batch, sequence, vocabulary).
         """
         asked = language_batch(batch)
         logits, targets = _logits(model, asked), asked.targets_bt.flatten()
@@ -181,14 +180,14 @@ class HFCausalLM(Recipe):
         return nats, (targets != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return the cross entropy per token in nats as (sum, count); its exponential is the perplexity."""
+        """Return nats per token, the cross entropy, as (sum, count); exp gives the perplexity."""
         asked = language_batch(batch)
         logits, targets = _logits(model, asked).float(), asked.targets_bt.flatten()
         nats = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none").double().sum()
         return {"nats_per_token": (nats, (targets != IGNORED).sum())}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the layers that transformers itself keeps on one device."""
+        """Return the layers that transformers never splits across devices."""
         names = getattr(model, "_no_split_modules", None) or ()
         return [module for module in model.modules() if type(module).__name__ in names]
 

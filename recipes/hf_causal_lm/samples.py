@@ -1,4 +1,4 @@
-"""Turns samples of token sources into inputs and targets of a causal language model."""
+"""Convert samples of token sources to inputs and targets of a causal language model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from worldsize.data.splits import split_source
 
 
 class LanguageBatch(NamedTuple):
-    """Inputs of a language model, and the tokens that follow each: int64 [batch, context] both.
+    """Input tokens and the next token of each, both int64 (batch, context).
 
-    Positions count from the beginning of each document, so that attention stays within it; None: from that of the
+    Positions restart at each document, which keeps attention within it. None if they count from the start of the
     window.
     """
 
@@ -30,7 +30,7 @@ class LanguageBatch(NamedTuple):
 
 
 def language_batch(batch: Any) -> LanguageBatch:
-    """Return a batch of windows with their targets, of tokens [batch, context + 1], or of packed documents."""
+    """Split a batch of windows (batch, context + 1), packed documents, or given pairs."""
     if isinstance(batch, Tensor):
         return LanguageBatch(batch[:, :-1], batch[:, 1:])
     if isinstance(batch, Mapping):
@@ -40,7 +40,7 @@ def language_batch(batch: Any) -> LanguageBatch:
 
 
 def check_source(source: Source, context: int) -> None:
-    """Raise ConfigError unless ``source`` has windows of ``context`` tokens."""
+    """Raise ConfigError unless the samples of ``source`` are windows of ``context`` tokens."""
     makers: dict[str, str] = {}
     for part in _parts(source):
         if not isinstance(part, TokenFiles):
@@ -62,24 +62,24 @@ def check_source(source: Source, context: int) -> None:
 
 
 def vocabulary_of(source: Source, given: int | None) -> int:
-    """Return how many different tokens a model of ``source`` knows.
+    """Return the vocabulary size of a model to train on ``source``.
 
     Args:
-        given: number of tokens that the recipe or its tokenizer has; None: that of the data counts.
+        given: vocabulary size of the recipe or its tokenizer. None to use the data's size.
 
     Raises:
-        ConfigError: neither says how many there are, or the data have more.
+        ConfigError: neither size is known, or the data's vocabulary is larger.
     """
     known = [part.vocabulary for part in _parts(source) if isinstance(part, TokenFiles)]
     most = max((number for number in known if number is not None), default=None)
     if given is None and (most is None or None in known):
         raise ConfigError(
-            "the data do not say how many different tokens there are. Set recipe.tokenizer to the one that they were "
+            "the data lack their vocabulary size. Set recipe.tokenizer to the one that they were "
             "prepared with, or recipe.config.vocab_size."
         )
     if given is not None and most is not None and given < most:
         raise ConfigError(
-            f"the model knows {given:,} different tokens, and the data were prepared with {most:,}. Set "
+            f"vocabulary mismatch: the model has {given:,} tokens, the data {most:,}. Set "
             "recipe.tokenizer or recipe.config.vocab_size to those of the data."
         )
     return given if given is not None else most or 0
@@ -90,7 +90,7 @@ def _parts(source: Source) -> list[Source]:
 
 
 def source_split(source: Source, split: str, *, share: float, tokens: int | None, context: int) -> Dataset[Any]:
-    """Return the samples of a split, "train" or "test"; those of the test have at most ``tokens`` tokens."""
+    """Return a split, "train" or "test", with at most ``tokens`` tokens for testing."""
     side = split_source(source, split, share=share)
     if split == "train" or tokens is None:
         return side
@@ -98,7 +98,7 @@ def source_split(source: Source, split: str, *, share: float, tokens: int | None
 
 
 def _evenly_chosen(side: Source, count: int) -> list[int]:
-    """Return the indices of about ``count`` samples, evenly spread over ``side``; of a mixture, in its shares."""
+    """Return the indices of about ``count`` evenly spaced samples; a mixture keeps its shares."""
     if not isinstance(side, Mixture):
         taken = min(count, len(side))
         return [number * len(side) // taken for number in range(taken)]

@@ -1,4 +1,4 @@
-"""Read text files as one stream of tokens."""
+"""Read text files as a single stream of tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from worldsize.core import ConfigError
 
 
 class Tokenizer:
-    """A tokenizer of transformers; its end-of-sequence token, if it has one, ends each text."""
+    """Tokenizer from transformers. Its end-of-sequence token, if it has one, ends each text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     @property
     def size(self) -> int:
-        """Number of different tokens."""
+        """Vocabulary size."""
         return len(self._tokenizer)
 
     def encode(self, text: bytes) -> Tensor:
@@ -32,12 +32,12 @@ class Tokenizer:
         return torch.tensor(tokens if end is None else [*tokens, end])
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer as transformers loads it."""
+        """Save the tokenizer in transformers' format."""
         self._tokenizer.save_pretrained(folder)
 
 
 class Bytes(Tokenizer):
-    """A tokenizer whose tokens are the text's bytes, with a zero at the end of each text."""
+    """Byte-level tokenizer with a zero byte at the end of each text."""
 
     def __init__(self) -> None: ...
 
@@ -49,22 +49,22 @@ class Bytes(Tokenizer):
         return torch.from_numpy(numpy.frombuffer(text + b"\0", dtype=numpy.uint8).copy())
 
     def save(self, folder: Path) -> None:
-        """Write nothing: transformers has no such tokenizer."""
+        """Do nothing: transformers lacks an equivalent tokenizer."""
 
 
 def files_of(text: str | None) -> Mapping[str, Path]:
-    """Return the files of ``text`` by name; raise ConfigError if there are none."""
+    """Return the files of ``text`` by name. Raises ConfigError if there are none."""
     if text is None:
         return sources()
     root = Path(text).expanduser()
     files = {root.name: root} if root.is_file() else {str(path.relative_to(root)): path for path in root.rglob("*.txt")}
     if not files:
         raise ConfigError(
-            f"recipe.text={text}: there is no such file, or no *.txt in it. Give a text file or a folder."
+            f"recipe.text={text}: the file does not exist, or the folder lacks *.txt. Give a text file or a folder."
         )
     return dict(sorted(files.items()))
 
 
 def tokens_of(files: Iterable[Path], tokenizer: Tokenizer) -> Tensor:
-    """Concatenate the tokens of all files: uint8 or int64 (tokens,)."""
+    """Concatenate the tokens of all files, uint8 or int64 (tokens,)."""
     return torch.cat([tokenizer.encode(file.read_bytes()) for file in files])

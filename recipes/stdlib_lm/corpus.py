@@ -1,4 +1,4 @@
-"""The source of the installed Python standard library as bytes, split by file into train and test."""
+"""Source code of the installed standard library as bytes, split by file into train and test."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from worldsize.core import ConfigError
 from worldsize.data.sources.documents import IGNORED
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-_BUILT = ("_sysconfigdata", "config-")  # written when Python was built: they name the machine's own folders
+_BUILT = ("_sysconfigdata", "config-")  # generated when Python was built; they contain machine-specific paths
 
 
 def sources(root: Path | None = None) -> dict[str, Path]:
-    """Return every module of the standard library but its tests, by relative path in sorted order."""
+    """Return all modules of the standard library except tests, by relative path in sorted order."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     modules = {path.relative_to(root).as_posix(): path for path in _walk(root)}
     if not modules:
@@ -33,21 +33,21 @@ def sources(root: Path | None = None) -> dict[str, Path]:
 
 def _walk(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
-        # site-packages may hold a hundred times more files than the library: do not enter it
+        # skip site-packages, which may have a hundred times more files than the library
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(_BUILT)]
         yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith(_BUILT))
 
 
 def is_test(name: str) -> bool:
-    """Return whether a file is tested on: one in ten, by a hash of its path, so that no file depends on the others."""
+    """Return whether a file belongs to the test split: one in ten, by a hash of its path."""
     return _hash(name)[0] < 26
 
 
 def read(split: str, limit: int | None = None) -> Tensor:
-    """Return the bytes of a split, uint8 (bytes,), at most ``limit``; a zero byte ends each file.
+    """Return at most ``limit`` bytes of a split, uint8 (bytes,); a zero byte ends each file.
 
-    Files follow each other in the order of their hash, so that a limit takes a sample of the library
-    and not its first letters.
+    Files are in the order of their hashes, so that a limit samples the whole library instead of the first letters of
+    the alphabet.
     """
     modules = sources()
     chosen = sorted((name for name in modules if is_test(name) == (split == "test")), key=_hash)
@@ -61,10 +61,10 @@ def _hash(name: str) -> bytes:
 
 @final
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Cut text into windows that do not overlap: inputs and the bytes that follow them, int64 (context,) each.
+    """Split text into non-overlapping windows of inputs and next bytes, int64 (context,) each.
 
-    Together the windows predict every byte exactly once. Each starts with the last byte of the one before, the first
-    with a zero byte, as after the end of a file. Targets past the end of the text are ``IGNORED``.
+    The windows together predict every byte exactly once. Each window starts with the last byte of the previous one; the
+    first starts with a zero byte, as after the end of a file. Targets past the end of the text are ``IGNORED``.
     """
 
     def __init__(self, text: Tensor, context: int) -> None:
@@ -81,7 +81,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return inputs_bt[0], targets_bt[0]
 
     def load_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return windows ``indices``, int64 (batch,), as inputs and targets int64 (batch, context)."""
+        """Return windows ``indices`` (batch,): inputs and targets int64 (batch, context)."""
         places_bt = indices[:, None] * self.context + torch.arange(self.context + 1)
         tokens_bt = self.text[places_bt].long()
         return tokens_bt[:, :-1], tokens_bt[:, 1:].masked_fill(places_bt[:, 1:] > self.known, IGNORED)

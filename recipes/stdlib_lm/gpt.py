@@ -15,7 +15,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model; ``width / heads``, the size of a head, must be even for rotary embedding."""
+    """Sizes of the model. The head size ``width / heads`` must be even for rotary embedding."""
 
     width: int = 128
     depth: int = 4
@@ -32,7 +32,7 @@ class Sizes:
 
 
 class GPT(nn.Module):
-    """Map bytes int64 (batch, time) to logits (batch, time, 256); output weights are tied to the embedding."""
+    """Map bytes int64 (batch, time) to logits (batch, time, 256), with tied embeddings."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class GPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        """Return logits (batch, time, 256) of the byte that follows each byte of ``tokens_bt`` (batch, time)."""
+        """Return logits (batch, time, 256) of the next byte for each of ``tokens_bt`` (batch, time)."""
         hidden_btw = self.embedding(tokens_bt)
         for block in self.blocks:
             hidden_btw = block(hidden_btw)
@@ -50,7 +50,7 @@ class GPT(nn.Module):
 
 
 class Logits(nn.Module):
-    """The final norm and output projection of a :class:`GPT` as a layer of its own."""
+    """The final norm and output projection of a :class:`GPT` as a separate layer."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -61,10 +61,9 @@ class Logits(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and a four times wider GELU layer, each added to the residual stream.
+    """Pre-norm attention and a GELU MLP of four times the width, with residual connections.
 
-    The outputs of the query-key-value projection are ordered by head, so that a contiguous part of them holds whole
-    heads.
+    The query-key-value projection orders its outputs by head, so that a contiguous shard contains whole heads.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -85,7 +84,7 @@ class Block(nn.Module):
         return hidden_btw + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden_btw)))))
 
     def _attend(self, hidden_btw: Tensor) -> Tensor:
-        """Attend with as many heads as the projection gives; under tensor parallelism that is a part of them."""
+        """Attend with the projected heads, which under tensor parallelism are only this rank's."""
         batch, time, _ = hidden_btw.shape
         rotation = (self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time])
         projected = self.query_key_value(hidden_btw).view(batch, time, -1, 3, self.head_size)
@@ -101,14 +100,14 @@ class Block(nn.Module):
 
 
 def rotations(context: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine, float32 (context, size / 2), of rotary position embedding (arXiv 2104.09864, eq. 34)."""
+    """Return rotary cosine and sine, float32 (context, size / 2) (arXiv 2104.09864, eq. 34)."""
     frequency = 10_000.0 ** (-torch.arange(0, size, 2) / size)
     angle_tf = torch.outer(torch.arange(context), frequency)
     return angle_tf.cos(), angle_tf.sin()
 
 
 def rotate(x_bhtd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (i, i + d/2) of the last axis by its position's angle, in float32 whatever dtype ``x`` has."""
+    """Rotate pairs (i, i + d/2) of the last axis by their position's angle, in float32."""
     cosine_tf, sine_tf = rotation
     first, second = x_bhtd.chunk(2, dim=-1)
     turned = torch.cat((first * cosine_tf - second * sine_tf, second * cosine_tf + first * sine_tf), dim=-1)
@@ -116,9 +115,9 @@ def rotate(x_bhtd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise linear layers to keep their input's variance.
+    """Initialize linear layers to preserve the variance of their input.
 
-    The usual deviation of 0.02 leaves the attention of a narrow model uniform.
+    With the usual standard deviation of 0.02, attention in a narrow model stays uniform.
     """
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=module.in_features**-0.5)

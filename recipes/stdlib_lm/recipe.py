@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on the source of the Python standard library."""
+"""Train a byte-level GPT on the source code of the Python standard library."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class StdlibLM(Recipe):
     Args:
         width: size of the residual stream; ``width / heads`` must be even.
         depth: number of blocks.
-        heads: attention heads a block.
-        context: bytes a window.
-        dropout: probability of dropping an output of attention or of the wide layer.
-        test_bytes: at most this many bytes are evaluated. None: the whole test split, about 2 MB.
+        heads: attention heads per block.
+        context: bytes per window.
+        dropout: dropout probability after attention and after the MLP.
+        test_bytes: maximum number of bytes to evaluate on. None for the whole test split, about 2 MB.
     """
 
     width: Annotated[int, Range(least=1)]
@@ -42,11 +42,11 @@ class StdlibLM(Recipe):
     make_schedule: Callable[[Optimizer], LRScheduler] | None = None
 
     def __post_init__(self) -> None:
-        _ = self.sizes  # sizes that do not fit are an error here, before any process starts
+        _ = self.sizes  # fail on invalid sizes here, before any process starts
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of the model, checked."""
+        """Validated sizes of the model."""
         return Sizes(self.width, self.depth, self.heads, self.context, self.dropout)
 
     def model(self) -> nn.Module:
@@ -62,16 +62,16 @@ class StdlibLM(Recipe):
         return self.context
 
     def data(self, split: str) -> Windows:
-        """Return windows of ``context`` bytes and the bytes that follow them, int64 (context,) each."""
+        """Return windows of ``context`` bytes and the next byte of each, int64 (context,) each."""
         if split == "test":
             return Windows(read("test", self.test_bytes), self.context)
         text = read("train")
         return Windows(text[: len(text) // self.context * self.context], self.context)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the summed cross entropy of all predicted bytes in nats, and their number, two scalars.
+        """Return the summed cross entropy in nats and the number of predicted bytes, two scalars.
 
-        A batch of bytes is (batch, sequence); its logits are (batch, sequence, 256).
+        A batch of bytes has shape (batch, sequence), its logits (batch, sequence, 256).
         """
         _, targets_bt = batch
         logits = model(*self.model_inputs(batch)).flatten(0, 1)
@@ -79,7 +79,7 @@ class StdlibLM(Recipe):
         return nats, (targets_bt != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return bits per byte, the cross entropy in base 2 of predicted bytes, as (sum, count)."""
+        """Return bits per byte, the base-2 cross entropy of the predicted bytes, as (sum, count)."""
         _, targets_bt = batch
         logits = model(*self.model_inputs(batch)).float().flatten(0, 1)
         nats = F.cross_entropy(logits, targets_bt.flatten(), ignore_index=IGNORED, reduction="none").double().sum()
@@ -97,7 +97,7 @@ class StdlibLM(Recipe):
         return (batch[0],)
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
-        """Split attention by heads and the wide layer by features."""
+        """Shard attention by heads and the MLP by features."""
         styles: dict[str, TensorStyle] = {"query_key_value": "column", "attention_out": "row"}
         styles |= {"mlp_in": "column", "mlp_out": "row"}
         blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]

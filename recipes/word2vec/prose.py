@@ -1,4 +1,4 @@
-"""English prose of the Python distribution: the language reference and the standard library's docstrings."""
+"""English prose shipped with Python: the language reference and library docstrings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-_DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)  # parsing the modules instead would take many seconds
+_DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)  # parsing the modules would take many seconds
 _SKIPPED = {"test", "tests", "idle_test", "lib2to3", "site-packages"}
 _WORD = re.compile(r"[a-z]+")
 
@@ -23,7 +23,7 @@ def library() -> Path:
 
 
 def sources() -> list[Path]:
-    """Return the standard library's modules, sorted, without tests and without files that Python's build generated."""
+    """Return the standard library's modules, sorted, without tests and generated files."""
     modules = [*library().glob("*.py"), *library().glob("[a-z]*[a-z]/*.py")]
     return sorted(path for path in modules if path.parent.name not in _SKIPPED and not path.name.startswith("_sysc"))
 
@@ -45,16 +45,16 @@ def words(text: str) -> list[str]:
 
 
 def vocabulary(pages: Sequence[Sequence[str]], min_count: int) -> dict[str, int]:
-    """Return the counts of words that occur at least ``min_count`` times, most frequent first."""
+    """Return word counts, most frequent first, of words that occur at least ``min_count`` times."""
     counts = Counter(word for page in pages for word in page)
     kept = [(word, count) for word, count in counts.items() if count >= min_count]
     return dict(sorted(kept, key=lambda pair: (-pair[1], pair[0])))
 
 
 def pairs(pages: Sequence[NDArray[numpy.int32]], window: int, seed: int) -> NDArray[numpy.int32]:
-    """Pair each word with its neighbours; return ids int32 (n, 2).
+    """Pair each word with its neighbors; return ids int32 (n, 2).
 
-    A neighbour is at most r words away in the same text, r drawn from 1 to ``window`` for each word.
+    Neighbors are at most r words apart in the same text, with r sampled from 1 to ``window`` for each word.
     """
     tokens = numpy.concatenate([numpy.concatenate([page, numpy.full(window, -1, numpy.int32)]) for page in pages])
     reach = numpy.random.RandomState(seed).randint(1, window + 1, len(tokens))

@@ -19,21 +19,21 @@ from torch.utils.data import Dataset
 from recipes.word2vec.prose import library, pairs, texts, vocabulary, words
 from worldsize.core import Range, Recipe, RowValues
 
-_TEST = 20  # one text in 20 is held out
-_FREQUENT = 1e-3  # words with a larger share of the text are thinned out (equation 5 of the paper)
+_TEST = 20  # holds out one in 20 texts
+_FREQUENT = 1e-3  # more frequent words are subsampled (equation 5 of the paper)
 _SHOWN = ("class", "return", "string", "file", "error", "first")
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def _row_values(dim: int) -> dict[str, RowValues]:
-    """Return the initial values of vectors of length ``dim``, by the name of their embedding."""
+    """Return the initial values of vectors of length ``dim``, by embedding name."""
     return {"inner": RowValues("uniform", 0.5 / dim), "outer": RowValues("uniform", 0.0)}
 
 
 @final
 class SkipGram(nn.Module):
-    """Two vectors per word: ``inner`` for a word as the center, ``outer`` for it as a neighbour."""
+    """Two vectors per word: ``inner`` as the center, ``outer`` as a neighbor."""
 
     def __init__(self, words: int, dim: int, *, sparse: bool) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class SkipGram(nn.Module):
         values["outer"].fill(self.outer)
 
     def forward(self, center_b: Tensor, others_bk: Tensor) -> Tensor:
-        """Return scores (b, k) of each center with each of its k other words."""
+        """Return scores (b, k) of each center with each of its k candidate words."""
         scores: Tensor = torch.einsum("bd,bkd->bk", self.inner(center_b), self.outer(others_bk))
         return scores
 
 
 @final
 class Pairs(Dataset[Triple]):
-    """Pairs of words that occur together, int32 (n, 2), each with negatives drawn by frequency^0.75."""
+    """Co-occurring word pairs, int32 (n, 2), with negatives sampled by frequency^0.75."""
 
     def __init__(self, pairs: Tensor, counts: Tensor, negatives: int) -> None:
         self.pairs, self.negatives = pairs, negatives
@@ -79,8 +79,8 @@ class Word2Vec(Recipe):
     Args:
         dim: length of a vector.
         window: largest distance between two words of a pair.
-        negatives: random words that each pair is compared with.
-        min_count: a word that occurs less often is left out.
+        negatives: negative samples per pair.
+        min_count: rarer words are dropped.
         sparse: whether the tables have sparse gradients.
     """
 
@@ -98,7 +98,7 @@ class Word2Vec(Recipe):
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Count of each word of the vocabulary, in the order of their ids."""
+        """Count of each word of the vocabulary, in order of word ids."""
         return vocabulary(self._pages, self.min_count)
 
     def model(self) -> nn.Module:
@@ -114,14 +114,14 @@ class Word2Vec(Recipe):
         return self.make_schedule(optimizer) if self.make_schedule else None
 
     def data(self, split: str) -> Pairs:
-        """Return pairs of words and their negatives; one text in 20 is the test split."""
+        """Return word pairs with negatives; one in 20 texts belongs to the test split."""
         counts = torch.tensor(list(self.counts.values()))
         chosen = [page for number, page in enumerate(self._pages) if (number % _TEST == 0) == (split == "test")]
         paired = torch.from_numpy(pairs(self._numbered(chosen), self.window, seed=0))
         return Pairs(paired, counts, self.negatives)
 
     def _numbered(self, pages: list[list[str]]) -> list[Any]:
-        """Return the ids of the words in each text; frequent words are dropped at random (equation 5 of the paper)."""
+        """Convert texts to word ids, randomly dropping frequent words (equation 5 of the paper)."""
         ids = {word: number for number, word in enumerate(self.counts)}
         shares = numpy.array(list(self.counts.values())) / sum(self.counts.values())
         kept = numpy.minimum(1.0, numpy.sqrt(_FREQUENT / shares))
@@ -135,7 +135,7 @@ class Word2Vec(Recipe):
         return -(F.logsigmoid(scores[:, 0]) + F.logsigmoid(-scores[:, 1:]).sum(1)).mean()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return, as (sum, count), how many held-out pairs score above the center with a similarly frequent word."""
+        """Return, as (sum, count), how many held-out neighbors outscore a word of similar frequency."""
         center_b, context_b, _ = batch
         rival_b = context_b ^ 1
         rival_b = torch.where(rival_b < len(self.counts), rival_b, context_b - 1)
@@ -144,7 +144,7 @@ class Word2Vec(Recipe):
         return {"accuracy": (ahead.sum(), torch.tensor(len(center_b)))}
 
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
-        """List the five nearest words, by cosine similarity of embeddings (words, dim), of some frequent words."""
+        """List the five nearest words of some words, by cosine of embeddings (words, dim)."""
         vectors_wd = F.normalize(model["inner.weight"].float(), dim=1)
         names = list(self.counts)
         ids = {word: number for number, word in enumerate(names)}

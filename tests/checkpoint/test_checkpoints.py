@@ -24,10 +24,10 @@ from worldsize.checkpoint.load import load, newest
 from worldsize.checkpoint.manifest_tree import join, split
 from worldsize.checkpoint.safetensors import DTYPES, read_entries
 from worldsize.checkpoint.save import Saver
-from worldsize.core import StateDict, World
+from worldsize.core import ONE_UPDATE, StateDict, World
 from worldsize.errors import CheckpointError, ConfigError, OtherSchemaError, SaveFailedError
 from worldsize.strategies.schedules import Schedule
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart, TrainState
 from worldsize.testing.worlds import run_in_worlds
 
 
@@ -80,12 +80,12 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.bits
 def test_a_loaded_state_has_the_order_and_the_memory_layout_of_a_trained_one(tmp_path: Path) -> None:
-    """Bits depend on the layout: an all-reduce of the whole state sums each part of the ring in another order."""
+    """The layout determines bits: it sets the summation order of an all-reduce of the whole state in a ring."""
 
     def trained() -> TrainState:
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10), nn.Linear(10, 2))
         model[3].requires_grad_(False)
-        learning = TrainState(model, torch.optim.AdamW(model.parameters()), None)
+        learning = TrainState(model, {ONE_UPDATE: OptimizerPart(model, torch.optim.AdamW(model.parameters()))})
         model(torch.ones(1, 1, 8, 8)).sum().backward()
         learning.optimizer.step()
         return learning
@@ -111,9 +111,9 @@ def test_a_loaded_state_has_the_order_and_the_memory_layout_of_a_trained_one(tmp
 
 
 def test_a_frozen_parameter_has_no_optimizer_state_before_or_after_a_load() -> None:
-    """Adagrad creates such state in its constructor, and torch leaves it out of what it loads."""
+    """Adagrad creates this state in its constructor, and torch omits it on load."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
-    learning = TrainState(model, torch.optim.Adagrad(model.parameters()), None)
+    learning = TrainState(model, {ONE_UPDATE: OptimizerPart(model, torch.optim.Adagrad(model.parameters()))})
     model(torch.ones(1, 3)).sum().backward()
     learning.optimizer.step()
     before = learning.state()
@@ -256,7 +256,7 @@ def lost_manifest(folder: Path) -> None:
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest and seal it again, as an attacker would."""
+    """Change the manifest and re-seal it, as an attacker would."""
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     text = json.dumps(manifest).encode()
@@ -302,7 +302,7 @@ def test_a_checkpoint_of_another_schema_is_refused_with_what_reads_it(root: Path
     said = rf"schema version {version}; this worldsize reads version 2. {remedy}"
     with pytest.raises(OtherSchemaError, match=said):
         read(folder)
-    for allow_older in (False, True):  # it may well be good: nothing stands in for it, and nothing takes its place
+    for allow_older in (False, True):  # it may be intact: no older checkpoint replaces it, and none is saved over it
         with pytest.raises(RuntimeError, match=said):
             run_in_worlds(lambda world: newest(root, world, allow_older=allow_older), 2)  # noqa: B023
     with pytest.raises(RuntimeError, match=said):
@@ -319,7 +319,7 @@ def saved_again(root: Path, world: World) -> None:
 def test_where_every_checkpoint_is_damaged_nothing_begins_anew(root: Path) -> None:
     for folder in complete(root):
         unsealed(folder)
-    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used. To begin anew, remove them"):
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used. To start over, remove them"):
         alone_newest(root, allow_older=True)
 
 
@@ -357,7 +357,8 @@ def test_another_model_is_refused_before_anything_is_written_and_a_part_can_be_i
 def learning(lr: float, weight_decay: float = 0.0) -> TrainState:
     """Return a linear model whose learning rate is halved after each step."""
     optimizer = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr, momentum=0.9, weight_decay=weight_decay)
-    return TrainState(model, optimizer, Schedule(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)))
+    schedule = Schedule(torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5))
+    return TrainState(model, {ONE_UPDATE: OptimizerPart(model, optimizer, schedule)})
 
 
 @pytest.mark.parametrize(
@@ -376,8 +377,7 @@ def test_ignored_hyperparameters_are_those_of_now_and_the_rate_keeps_its_place_i
         first, second = learning(0.1), learning(now, weight_decay=0.01)
         first.model(torch.ones(2)).sum().backward()
         first.optimizer.step()
-        assert first.schedule is not None
-        first.schedule.step()
+        first.schedules[0].step()
         writer = saver(tmp_path, world)
         writer.save(first.state(), step=1, facts={})
         writer.finish()
@@ -486,7 +486,7 @@ def test_after_a_failure_on_any_rank_all_know_where_a_restart_begins_and_save_ag
 
 def test_a_folder_that_cannot_be_made_fails_each_save_until_it_can(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    root.touch()  # in place of a folder without permission, which does not keep out root
+    root.touch()  # stands in for a folder without write permission: root ignores permissions
 
     def body(world: World) -> None:
         writer = saver(root, world)
@@ -515,7 +515,7 @@ def test_a_model_with_a_nan_is_not_saved_over_a_good_one(tmp_path: Path) -> None
         writer.save(state, step=2, facts={"metrics": {}})
         with pytest.raises(CheckpointError, match="model/v holds NaN or infinity") as failed:
             writer.finish()
-        assert not isinstance(failed.value, SaveFailedError)  # training must not go on with it
+        assert not isinstance(failed.value, SaveFailedError)  # training must stop instead of continuing with a NaN
 
     run_in_worlds(body, 2)
     assert [read(path).step for path in complete(tmp_path)] == [1]
@@ -535,7 +535,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_the_one_that_training_goes
 
 
 def sealed_over(folder: Path, text: bytes) -> None:
-    """Write a manifest with a valid ``COMPLETE``, as anyone who can write to the folder could."""
+    """Write a manifest with a valid ``COMPLETE``, as anyone with write access to the folder could."""
     (folder / MANIFEST).write_bytes(text)
     (folder / COMPLETE).write_text(f"{hashlib.sha256(text).hexdigest()}\n")
 
@@ -567,7 +567,7 @@ def test_a_sealed_manifest_cannot_lead_out_of_the_checkpoint_or_leave_a_tensor_u
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["tensors"]["x"]["chunks"][0].update(change)
     sealed_over(folder, json.dumps(manifest).encode())
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match="is not a manifest"):
         alone_newest(folder.parent)
 
 
@@ -576,7 +576,7 @@ def test_a_sealed_file_that_is_no_manifest_is_refused_and_an_older_checkpoint_us
     root: Path, text: bytes
 ) -> None:
     sealed_over(root / "step_0000002", text)
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match="is not a manifest"):
         alone_newest(root)
     assert alone_newest(root, allow_older=True).step == 1
 

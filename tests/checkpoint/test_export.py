@@ -1,4 +1,4 @@
-"""Weights leave checkpoints in files that other libraries read, and come back from them."""
+"""Weights are exported from checkpoints to files that other libraries read, and imported back."""
 
 from __future__ import annotations
 
@@ -186,12 +186,12 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[bytes], byt
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"net.weight": MODEL["net.weight"]}, file)
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CheckpointError, match="no safetensors file, or damaged"):
+    with pytest.raises(CheckpointError, match="not a safetensors file, or damaged"):
         read_entries(file)
 
 
 def described(file: Path, shape: list[int], dtype: str = "F32") -> Path:
-    """Write a safetensors file that says of its one tensor whatever is given."""
+    """Write a safetensors file whose header declares this shape and dtype for its one tensor."""
     text = json.dumps({"net.weight": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text)
     return file
@@ -199,13 +199,13 @@ def described(file: Path, shape: list[int], dtype: str = "F32") -> Path:
 
 @pytest.mark.parametrize("shape", [[1] * 65, [(1 << 63) - 1] * 5000, [1 << 32, 1 << 31]])
 def test_a_shape_that_no_tensor_has_is_refused_before_it_is_multiplied(tmp_path: Path, shape: list[int]) -> None:
-    with pytest.raises(CheckpointError, match=r"has \d+ dimensions, which is more than 64|elements .* is too large"):
+    with pytest.raises(CheckpointError, match=r"has \d+ dimensions, more than the limit of 64|elements .* too large"):
         read_entries(described(tmp_path / "model.safetensors", shape))
 
 
 @pytest.mark.parametrize("dtype", ["U16", "U32", "U64"])
 def test_a_dtype_that_is_not_read_is_named(tmp_path: Path, dtype: str) -> None:
-    with pytest.raises(CheckpointError, match=f"net.weight is of dtype {dtype}, which worldsize does not read"):
+    with pytest.raises(CheckpointError, match=f"net.weight is of dtype {dtype}, and worldsize does not read it"):
         read_entries(described(tmp_path / "model.safetensors", [0], dtype))
 
 
@@ -232,18 +232,18 @@ def test_a_damaged_state_dict_is_refused_in_our_words(tmp_path: Path) -> None:
 
 def test_a_dtype_that_is_not_exported_is_named_whatever_the_format(tmp_path: Path) -> None:
     torch.save({"wave": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="wave is of dtype torch.complex128, which worldsize does not export"):
+    with pytest.raises(CheckpointError, match="wave is of dtype torch.complex128, and worldsize does not export it"):
         write_torch(open_weights(tmp_path / "model.pt"), tmp_path / "out.pt", nothing)
 
 
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     torch.save({"model": MODEL}, tmp_path / "nested.pt")
     torch.save(Path, tmp_path / "code.pt")
-    with pytest.raises(CheckpointError, match="is no state_dict: names with a tensor each"):
+    with pytest.raises(CheckpointError, match="is not a state_dict of names and tensors"):
         open_weights(tmp_path / "nested.pt")
     with pytest.raises(CheckpointError, match="weights_only"):
         open_weights(tmp_path / "code.pt")
     for name in ("absent", "empty"):
         (tmp_path / "empty").mkdir(exist_ok=True)
-        with pytest.raises(WorldsizeError, match="is not there|no run, no checkpoint"):
+        with pytest.raises(WorldsizeError, match="is not there|not contain a run, a checkpoint"):
             open_weights(source_of(tmp_path / name))

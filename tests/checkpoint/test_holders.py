@@ -1,4 +1,4 @@
-"""Each tensor of a checkpoint is written once, by the rank that has the least to write of those that hold it."""
+"""Each tensor of a checkpoint is written once, by whichever of its holders has the least to write."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_least_loaded_holder_writes_each_tensor(data: st.DataObject) -> None
 
 
 def parts(world: World) -> dict[str, Tensor]:
-    """Give each rank a tensor of its own, one that all have, and one that only the last lacks."""
+    """Give each rank one private tensor, one that all share, and one that only the last rank lacks."""
     lacks = {f"own{rank}": rank != world.rank for rank in range(world.size)}
     lacks |= {"all": False, "most": world.rank == world.size - 1}
     return {name: torch.zeros(2, device="meta" if is_lacking else "cpu") for name, is_lacking in lacks.items()}

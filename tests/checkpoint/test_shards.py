@@ -1,4 +1,4 @@
-"""Each rank's file of a checkpoint is one that the safetensors library opens, with the tensors that its names tell."""
+"""Each rank's checkpoint file opens with the safetensors library and contains the tensors that its keys name."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from worldsize.core import RunContext, StateDict, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.errors import CheckpointError
+from worldsize.loop.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.fit import LoopCallbacks, LoopConfig, fit
 
 ALONE = World.alone(torch.device("cpu"))
 PART = re.compile(r"(?s)(.*)\[([\d:,]*)\]")
@@ -56,7 +56,7 @@ def shards_of(root: Path) -> list[Path]:
 
 
 def told(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a shard, with their own dtypes, and its metadata, by the library alone."""
+    """Read a shard's tensors, in their dtypes, and its metadata with only the safetensors library."""
     with safetensors.safe_open(file, "pt") as opened:
         facts = {key: json.loads(text) if text[0] == "{" else text for key, text in opened.metadata().items()}
     tensors = safetensors.torch.load_file(file)
@@ -68,7 +68,7 @@ def told(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def put_together(files: list[Path]) -> dict[str, Tensor]:
-    """Return all tensors of a state, from what names and metadata of its shards tell."""
+    """Reassemble all tensors of a state from the names and metadata of its shards."""
     whole: dict[str, Tensor] = {}
     for file in files:
         tensors, facts = told(file)
@@ -94,7 +94,7 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-# ---------------------------------------------------------------- what strategies save
+# ---------------------------------------------------------------- shards of each strategy
 
 STRATEGIES: dict[str, Strategy] = {
     "ddp": DDP(),
@@ -182,7 +182,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 def test_the_library_opens_the_checkpoint_of_any_state(state: StateDict) -> None:
     try:
         expected, _ = split(state)
-    except CheckpointError:  # two tensors of one path
+    except CheckpointError:  # two tensors with the same path
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -204,7 +204,7 @@ def _with(state: Any, values: Any) -> Any:
 
 
 def test_a_dtype_that_a_checkpoint_cannot_hold_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="rank 0: x is of dtype uint16, which a checkpoint cannot hold"):
+    with pytest.raises(CheckpointError, match="rank 0: x is of dtype uint16, which checkpoints do not support"):
         saved(tmp_path, {"x": torch.zeros(3, dtype=torch.uint16)})
     assert list(tmp_path.iterdir()) == []
 
@@ -220,7 +220,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def sealed_again(folder: Path, data: bytes, change: Callable[[dict[str, Any]], None]) -> None:
-    """Write a shard and a changed manifest, with all digests, as whoever can write to the folder could."""
+    """Write a shard and a changed manifest with valid digests, as anyone with write access to the folder could."""
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / "rank_00000.safetensors").write_bytes(data)
@@ -273,15 +273,20 @@ def cut_in_two(manifest: dict[str, Any]) -> None:
             swapped,
             r"has x as F32\[4\] at byte (\d+) in its header, expected x as F32\[4\] at byte (?!\1)\d+,",
         ),
-        (b'"x":{', b'"x":[', nothing, r"is no safetensors file, or damaged \("),
+        (b'"x":{', b'"x":[', nothing, r"is not a safetensors file, or damaged \("),
         (
             b'"step":"3"',
             b'"step":"9"',
             nothing,
-            "has other metadata in its header, expected what",
+            "has other metadata in its header, expected the",
         ),
-        (b'"step":"3"', b'"step":3', nothing, "has other metadata in its header, expected what"),
-        (b'"shape":[4]', b'"shape":""', nothing, r"is no safetensors file, or damaged \(the shape of x is no list"),
+        (b'"step":"3"', b'"step":3', nothing, "has other metadata in its header, expected the"),
+        (
+            b'"shape":[4]',
+            b'"shape":""',
+            nothing,
+            r"is not a safetensors file, or damaged \(the shape of x is not a list",
+        ),
     ],
 )
 def test_a_header_that_disagrees_with_the_manifest_is_damage_though_all_digests_are_right(
@@ -312,7 +317,7 @@ def test_a_header_that_is_far_too_long_is_not_looked_into(folder: Path) -> None:
             manifest["tensors"][name]["chunks"][0]["offset"] += added
 
     sealed_again(folder, len(text).to_bytes(8, "little") + text + data[8 + length :], later)
-    with pytest.raises(CheckpointError, match=f"its header is said to have {len(text)} bytes"):
+    with pytest.raises(CheckpointError, match=f"the length of its header is invalid: {len(text)} bytes"):
         verify(read(folder))
 
 
@@ -330,7 +335,7 @@ def test_a_manifest_that_gives_a_tensor_the_bytes_of_the_header_or_leaves_some_t
 
     for change, said in ((in_the_header, "no chunk has the bytes of"), (between, "where its dtype cannot")):
         sealed_again(folder, data, change)
-        with pytest.raises(CheckpointError, match=f"is no manifest .*{said}"):
+        with pytest.raises(CheckpointError, match=f"is not a manifest .*{said}"):
             read(folder)
 
 
@@ -362,5 +367,5 @@ def test_a_part_of_a_weight_is_read_from_the_shards_that_have_some_of_it(tmp_pat
 def test_one_rank_s_file_is_not_taken_for_a_model(folder: Path) -> None:
     (folder / MANIFEST).unlink()
     for place in (folder, folder / "rank_00000.safetensors"):
-        with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is what one rank wrote of a checkpoint"):
+        with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is one rank's part of a checkpoint"):
             open_weights(place)

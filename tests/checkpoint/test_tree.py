@@ -1,4 +1,4 @@
-"""A checkpoint holds plain values, and NumPy's numbers as these."""
+"""A checkpoint holds plain values, and converts NumPy scalars to them."""
 
 from __future__ import annotations
 
@@ -39,5 +39,7 @@ def test_numbers_of_numpy_may_be_keys() -> None:
 
 @pytest.mark.parametrize("value", [np.complex64(1j), np.datetime64("2020-01-01"), np.ones(2), 1j, object(), {1, 2}])
 def test_any_other_value_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"optimizer/best is a .*, which a checkpoint cannot hold\. Keep tensors"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer/best is a .*, which checkpoints do not support\. Keep tensors"
+    ):
         split({"optimizer": {"best": value}})

@@ -1,4 +1,4 @@
-"""A manifest that was sealed again is refused if it makes no sense, with the file and the reason."""
+"""A re-sealed manifest is refused if it is inconsistent, with the file and the reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sealed_again(folder: Path, change: Change) -> None:
 
 
 def put(*keys: str | int, value: Any) -> Change:
-    """Return what sets one value inside a manifest."""
+    """Return a change that sets one value in a manifest."""
 
     def change(manifest: dict[str, Any]) -> None:
         node: Any = manifest
@@ -60,7 +60,7 @@ def put(*keys: str | int, value: Any) -> Change:
 
 
 def chunks_of_x(*spans: tuple[int, int]) -> Change:
-    """Return what divides the vector into chunks of these (offset, size), with bytes that follow each other."""
+    """Return a change that splits the vector into chunks of these (offset, size), with consecutive bytes."""
 
     def change(manifest: dict[str, Any]) -> None:
         (first,) = manifest["tensors"]["model/x"]["chunks"]
@@ -74,7 +74,7 @@ def chunks_of_x(*spans: tuple[int, int]) -> Change:
 
 
 def shared_bytes(manifest: dict[str, Any]) -> None:
-    """Let a vector of sixteen take its halves from the same eight numbers."""
+    """Let both halves of a vector of sixteen refer to the same eight numbers."""
     (first,) = manifest["tensors"]["model/x"]["chunks"]
     manifest["tensors"]["model/x"] = {
         "dtype": "float32",
@@ -95,18 +95,18 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "world_size 0": (put("world_size", value=0), "world_size is 0"),
     "world_size half": (put("world_size", value=1.5), "world_size is 1.5"),
     "schema_version NaN": (put("schema_version", value=math.nan), "schema_version is nan"),
-    "facts": (put("facts", value=[]), "facts are no mapping"),
+    "facts": (put("facts", value=[]), "facts are not a mapping"),
     "skipped": (put("facts", "skipped", value="x"), "skipped is 'x'"),
     "evaluated": (put("facts", "evaluated", value=1), "evaluated is 1"),
     "metric": (put("facts", "metrics", "accuracy", value="best"), "metric 'accuracy' is 'best'"),
     "file size": (put("files", "rank_00000.safetensors", "size", value=-1), "size of rank_00000.safetensors is -1"),
     "file digest": (put("files", "rank_00000.safetensors", "sha256", value=7), "TypeError"),
-    "file name": (put("files", "../rank_00000.safetensors", value={"size": 1, "sha256": "0" * 64}), "no name"),
+    "file name": (put("files", "../rank_00000.safetensors", value={"size": 1, "sha256": "0" * 64}), "lacks the name"),
     "dtype": (put(*X, "dtype", value="float4"), "KeyError: 'float4'"),
     "shape of minus one": (put(*X, "shape", value=[-1]), "shape of model/x is -1"),
     "shape that overflows": (put(*X, "shape", value=[0, 1 << 62]), "shape of model/x is larger"),
     "shape beyond int64": (put(*X, "shape", value=[1 << 70]), "which is too large"),
-    "shape text": (put(*X, "shape", value="8"), "which is no list"),
+    "shape text": (put(*X, "shape", value="8"), "not a list"),
     "many dimensions": (put(*Y, "shape", value=[1] * 65), "shape of model/y is larger"),
     "negative size": (put(*X, "chunks", 0, "sizes", value=[-8]), "sizes of a chunk of model/x is -8"),
     "huge length": (put(*X, "chunks", 0, "length", value=1 << 80), "length of a chunk of model/x is"),
@@ -120,15 +120,15 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         "the chunks of model/y do not make up",
     ),
     "shared bytes": (shared_bytes, "two chunks share bytes of rank_00000.safetensors"),
-    "values": (put("values", value=[]), "values are no mapping"),
-    "values of a tuple": (put("values", value={"$tuple": []}), "values are no mapping"),
-    "unknown tensor": (put(*VALUE, "$tensor", value="model/z"), "'model/x' in values is said to be the tensor"),
-    "another's tensor": (put(*VALUE, "$tensor", value="model/y"), "'model/x' in values is said to be the tensor"),
+    "values": (put("values", value=[]), "values are not a mapping"),
+    "values of a tuple": (put("values", value={"$tuple": []}), "values are not a mapping"),
+    "unknown tensor": (put(*VALUE, "$tensor", value="model/z"), "'model/x' in values refers to the tensor"),
+    "another's tensor": (put(*VALUE, "$tensor", value="model/y"), "'model/x' in values refers to the tensor"),
     "tensor by number": (put(*VALUE, "$tensor", value=5), "'model/x' in values is {'$tensor': 5}"),
     "tensor without a name": (put(*VALUE, "$tensor", value=None), "'model/x' in values is"),
     "tensor and more": (put(*VALUE, "more", value=1), "'model/x' in values is"),
     "no reference": (put(*VALUE, value=1), "the tensor 'model/x' is nowhere in values"),
-    "one more reference": (put("values", "model", "z", value={"$tensor": "model/z"}), "which does not exist"),
+    "one more reference": (put("values", "model", "z", value={"$tensor": "model/z"}), "but it does not exist"),
     "no such code": (put("values", "schedule", "lr", value={"$code": "x"}), "'schedule/lr' in values is"),
     "a float by text": (put("values", "schedule", "lr", value={"$float": "x"}), "'schedule/lr' in values is"),
     "a bare NaN": (put("values", "schedule", "lr", value=math.nan), "'schedule/lr' in values is nan"),
@@ -143,7 +143,7 @@ def test_a_hostile_manifest_is_refused_with_its_file_and_the_reason(folder: Path
     sealed_again(folder, change)
     with pytest.raises(CheckpointError) as refused:
         newest(folder.parent, World.alone(torch.device("cpu")))
-    assert str(refused.value).startswith(f"the checkpoint is damaged: {folder / MANIFEST} is no manifest (")
+    assert str(refused.value).startswith(f"the checkpoint is damaged: {folder / MANIFEST} is not a manifest (")
     assert reason in str(refused.value)
 
 
@@ -151,7 +151,7 @@ def test_a_manifest_that_is_sealed_again_unchanged_is_read(folder: Path) -> None
     sealed_again(folder, chunks_of_x((5, 3), (0, 5)))
     checkpoint = read(folder)
     state = load(checkpoint, {"model": {"x": torch.zeros(8), "y": torch.zeros(())}, "schedule": {}})
-    assert state["model"]["x"].tolist() == [3, 4, 5, 6, 7, 0, 1, 2]  # as the chunks say now
+    assert state["model"]["x"].tolist() == [3, 4, 5, 6, 7, 0, 1, 2]  # in the order of the new chunks
     assert state["schedule"] == {"lr": 0.1, "ends": (1, math.inf)}
 
 
@@ -180,7 +180,7 @@ def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(folder: Path) -> None:
 def test_an_optimizer_of_another_form_is_refused_when_its_options_are_those_of_now(folder: Path) -> None:
     tensor = {"x": torch.zeros(8), "y": torch.zeros(())}
     now = {"model": tensor, "schedule": {}, "optimizer": {"param_groups": [{"lr": 0.1, "params": [0]}]}}
-    with pytest.raises(CheckpointError, match=r"step_0000003 holds another optimizer or schedule .*KeyError"):
+    with pytest.raises(CheckpointError, match=r"step_0000003 holds a different optimizer or schedule .*KeyError"):
         load(read(folder), now, ignore=["hyperparameters"])
 
 
@@ -188,7 +188,7 @@ def test_an_optimizer_of_another_form_is_refused_when_its_options_are_those_of_n
 
 
 def counted(shape: list[int], boxes: list[Box]) -> bool:
-    """Count how often each element is covered: the definition."""
+    """Count how often each element is covered, by definition."""
     count = np.zeros(shape, dtype=int)
     for box in boxes:
         count[tuple(slice(*side) for side in box)] += 1
@@ -197,7 +197,7 @@ def counted(shape: list[int], boxes: list[Box]) -> bool:
 
 @st.composite
 def covers(draw: st.DrawFn) -> tuple[list[int], list[Box]]:
-    """Draw a shape, and boxes that make it up: each is cut in two again and again."""
+    """Draw a shape, and boxes that tile it, by repeated cuts."""
     shape = draw(st.lists(st.integers(0, 6), max_size=4))
     boxes: list[Box] = [tuple((0, size) for size in shape)]
     for _ in range(draw(st.integers(0, 12)) if shape else 0):
@@ -225,7 +225,7 @@ def test_boxes_that_nearly_cover_a_shape_are_told_from_those_that_do(
     changed: list[list[tuple[int, int]]] = [list(box) for box in boxes]
     for _ in range(data.draw(st.integers(1, 3))):
         one = data.draw(st.integers(0, len(changed) - 1))
-        if not shape or data.draw(st.booleans()):  # one takes the place of another, or comes twice
+        if not shape or data.draw(st.booleans()):  # a copy of one box replaces a box or is added
             other = data.draw(st.integers(0, len(changed)))
             changed[other : other + 1] = [list(changed[one])]
             continue
@@ -237,14 +237,14 @@ def test_boxes_that_nearly_cover_a_shape_are_told_from_those_that_do(
 
 
 def test_boxes_of_the_same_volume_that_overlap_and_leave_a_gap_do_not_cover() -> None:
-    """A pinwheel cannot be cut apart by straight lines; turned over, it has the same volume and another shape."""
+    """A pinwheel cannot be cut by straight lines; its mirror image has the same volume and a different shape."""
     pinwheel: list[Box] = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
     assert covers_exactly([3, 3], pinwheel)
     assert not covers_exactly([3, 3], [*pinwheel[:-1], ((0, 1), (0, 1))])
 
 
 def test_a_table_of_many_shards_is_checked_without_comparing_all_pairs() -> None:
-    """All pairs would take minutes."""
+    """Comparing all pairs would take minutes."""
     count = 20_000
     rows: list[Box] = [((row, row + 1), (0, 64)) for row in reversed(range(count))]
     assert covers_exactly([count, 64], rows)
@@ -268,6 +268,6 @@ def test_what_is_written_of_any_state_is_accepted(state: dict[str, Any]) -> None
     tensors: dict[str, Tensor]
     try:
         tensors, value = split(state)
-    except CheckpointError:  # keys such as 1 and '1', whose tensors would have one path
+    except CheckpointError:  # keys such as 1 and '1' would give their tensors the same path
         return
     check_encoded(json.loads(json.dumps(value)), tensors.keys())

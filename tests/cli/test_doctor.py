@@ -1,4 +1,4 @@
-"""Doctor ends, and shows what is known, where the first host can leave no report."""
+"""Doctor exits and shows the facts gathered so far if the first host cannot leave a report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from worldsize.cli import doctor
 from worldsize.config.compose import compose_only
 from worldsize.config.composed import settings_of
+from worldsize.config.purpose import Examine
 from worldsize.core import Cluster
 from worldsize.launch import examine
 from worldsize.plan.doctor.findings import write_facts
@@ -46,9 +47,8 @@ def test_it_ends_with_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_report_that_cannot_be_written_is_in_the_hosts_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = SimpleNamespace(model=lambda: torch.nn.Linear(2, 2))
-    settings: Any = SimpleNamespace(cluster=Cluster("test", 2, 2, "cpu", "gloo"), recipe=recipe)
-    examine.leave_report(settings, RunDirectory(tmp_path / "absent"))
+    recipe: Any = SimpleNamespace(model=lambda: torch.nn.Linear(2, 2))
+    examine.leave_report(recipe, Cluster("test", 2, 2, "cpu", "gloo"), RunDirectory(tmp_path / "absent"))
     shown = capsys.readouterr().out
     report = report_in(shown)
     assert report is not None
@@ -63,9 +63,7 @@ def test_spare_nodes_are_examined_also_if_racks_do_not_divide_them(hosts: str, e
     cfg = compose_only([*words, "+cluster.tiers.rack=2", "strategy.on_failure=heal"])
     settings = settings_of(cfg)
     assert settings.cluster.tiers == {"rack": 2}, "four of them train"
-    doctor._let_spares_take_part(cfg, settings)
-    doctor._alter(cfg, doctor.Examination())
-    examined = settings_of(cfg).cluster
+    examined = settings_of(cfg, doctor.with_spares(Examine(), cfg, settings)).cluster
     assert (examined.nodes, examined.spare_nodes, examined.tiers) == (4 + spare, 0, expected)
 
 
@@ -73,8 +71,6 @@ def test_spare_nodes_are_examined_also_if_the_strategy_could_not_train_on_as_man
     spares = ["cluster.spare_nodes=1", "cluster.spares=1"]
     words = ["recipe=stdlib_lm", "+cluster=ssh", "cluster.hosts=[a,b,c,d,e]", *spares]
     cfg = compose_only([*words, "strategy=mesh", "strategy.pipeline=2", "strategy.on_failure=heal"])
-    doctor._let_spares_take_part(cfg, settings_of(cfg))
-    doctor._alter(cfg, doctor.Examination())
-    settings = settings_of(cfg)
+    settings = settings_of(cfg, doctor.with_spares(Examine(), cfg, settings_of(cfg)))
     assert settings.roles["worker"].processes == 5
     assert settings.cluster.spares == 0, "it would be started, and have no part"

@@ -1,4 +1,4 @@
-"""``worldsize evaluate`` gives the figures that training logged, at any world size, and leaves the run as it is."""
+"""``worldsize evaluate`` reproduces the logged metrics at any world size, and leaves the run unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.test_evaluation import WORDS, evaluations, project
+from tests.loop.test_evaluation import WORDS, evaluations, project
 
 pytestmark = pytest.mark.heavy
 
@@ -22,7 +22,7 @@ Evaluate = Callable[..., Any]
 
 @pytest.fixture
 def evaluate(command: Any, project: Path, environment_without_wandb: dict[str, str]) -> Evaluate:
-    """``evaluate(run, "split=test")`` calls the command; its outcome, and what it has written."""
+    """``evaluate(run, "split=test")`` calls the command and returns its outcome and output."""
 
     def call(run: Any, *words: str) -> Any:
         return command("evaluate", str(run.folder), *words, cwd=project, environment=environment_without_wandb)
@@ -31,13 +31,13 @@ def evaluate(command: Any, project: Path, environment_without_wandb: dict[str, s
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the run's files but those of evaluations."""
+    """Return the digests of the run's files, excluding evaluations."""
     files = [file for file in folder.rglob("*") if file.is_file() and "evaluations" not in file.parts]
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def written(run: Any) -> dict[str, Any]:
-    """Return what the newest evaluation has written."""
+    """Return the contents of the newest ``evaluation.json``."""
     files = sorted((run.folder / "evaluations").glob("*/evaluation.json"), key=lambda file: file.stat().st_mtime_ns)
     evaluation: dict[str, Any] = json.loads(files[-1].read_text())
     return evaluation
@@ -74,7 +74,7 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(train: Any, evaluate:
     )
     for words, said in (
         (("checkpoint=5",), "Known: best, last, 4, 8."),
-        (("checkpoint=best",), "the run has no metric for the best checkpoint"),
+        (("checkpoint=best",), "the run is not configured with a metric for the best checkpoint"),
         (("split=validatoin",), "no split 'validatoin'; did you mean 'validation'?"),
         (("split=",), "split= is empty"),
         (("cluster=slurm",), "evaluate starts its processes on this machine"),

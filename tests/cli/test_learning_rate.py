@@ -1,4 +1,4 @@
-"""A learning rate is asked for where something takes it, and nowhere else."""
+"""A learning rate is required only where something uses it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ recipe:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project whose recipe ``line`` has an optimizer of its own, and ``taking`` the configured one."""
+    """A project with two recipes: ``line`` defines an optimizer, ``taking`` takes the configured one."""
     conf = tmp_path / "recipes" / "line" / "conf" / "recipe"
     conf.mkdir(parents=True)
     (conf.parents[1] / "recipe.py").write_text(RECIPE)
@@ -100,12 +100,14 @@ def test_an_optimizer_without_a_learning_rate_trains_is_resumed_and_needs_none(
 def test_servers_refuse_an_optimizer_without_a_learning_rate(project: Path, train: Any) -> None:
     run = train("recipe=line", "strategy=parameter_server", "cluster.processes=2")
     assert (run.code, run.folder) == (2, None)
-    assert "Stride has no learning rate (lr)" in run.error
+    assert "Stride lacks a learning rate (lr)" in run.error
 
 
 @pytest.mark.parametrize("words", [(), ("lr=null",)])
 def test_a_learning_rate_that_the_optimizer_takes_is_asked_for(project: Path, words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"^lr is missing, and optimizer.lr takes it. Set lr=0.001 or another"):
+    with pytest.raises(
+        ConfigError, match=r"^lr is missing, and optimizer.lr takes it. Set the learning rate, e.g. lr="
+    ):
         composed("recipe=taking", *words)
 
 

@@ -1,4 +1,4 @@
-"""Commands end without a word when nobody reads their output any more."""
+"""Commands exit silently once the reader of their output has gone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_command_whose_reader_has_gone_says_nothing(words: tuple[str, ...]) ->
     with os.fdopen(writing, "wb") as output:
         done = subprocess.run([sys.executable, "-m", "worldsize", *words], stdout=output, stderr=subprocess.PIPE)
     assert done.stderr == b""
-    assert done.returncode in (0, 141)  # 0: of argparse, which does not care
+    assert done.returncode in (0, 141)  # 0: argparse ignores a closed pipe
 
 
 def test_the_help_of_a_run_that_only_its_first_line_is_read_of_says_nothing(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_the_help_of_a_run_that_only_its_first_line_is_read_of_says_nothing(tmp_
         assert running.stdout.readline().strip() != b""
         running.stdout.close()
         assert running.stderr.read() == b""
-    assert running.returncode in (0, 141)  # 0: all was written before it closed
+    assert running.returncode in (0, 141)  # 0: everything was written before it closed
 
 
 def test_another_connection_that_breaks_is_an_error() -> None:
@@ -93,7 +93,7 @@ def test_a_hint_begins_with_uv_run_where_nothing_else_finds_the_command(
 
 
 def test_an_exit_leaves_operators_registered_and_removes_temporary_folders(tmp_path: Path) -> None:
-    import torch  # takes seconds, for which the other tests need not wait
+    import torch  # imported here, because it takes seconds
 
     import worldsize.cli.list  # noqa: F401 - the command, whose name in its package is that of a built-in
 

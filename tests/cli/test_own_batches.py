@@ -1,4 +1,4 @@
-"""Data that are batches already need no ``batch_size``."""
+"""Data that come in batches do not need ``batch_size``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.testing import composed
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to a folder with the recipe of the page."""
+    """Change to a folder with the recipe from the page."""
     for name, text in files(REPOSITORY / "docs" / "howto" / "data.md").items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

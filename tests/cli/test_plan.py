@@ -33,7 +33,7 @@ def plan(command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
 
 
 def rows(output: str, *, columns: int = 9) -> dict[str, list[str]]:
-    """Return the cells of the table with so many columns, which the table of strategies is, by the first of them."""
+    """Return the cells of the table with this many columns (the strategies), keyed by the first cell of each row."""
     lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line]
     return {cells[0]: cells[1:] for cells in lines if len(cells) == columns}
 
@@ -114,7 +114,7 @@ def test_a_plan_uses_measured_links_the_devices_memory_and_the_batch_of_the_last
     before.mkdir(parents=True)
     write_manifest(before / "run_manifest.json", {"config": {"batch_size": 16}, "attempts": []})
     words = ("cluster.nodes=8", "cluster.gpus_per_node=1", "cluster.device_memory=7e9", "cluster.price_per_hour=3")
-    fails = "cluster.mtbf_hours=1000"  # an older run whose record lacks what it is compared by is passed over
+    fails = "cluster.mtbf_hours=1000"  # an older run is skipped if its record lacks a compared setting
     done = plan("--links", "doctor.json", *TEXTBOOK, *words, fails, "--strategies", "ddp,fsdp")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("│ ddp ")]
@@ -149,7 +149,7 @@ def test_a_plan_says_when_the_run_ends_on_nodes_that_fail_beside_what_a_run_then
     assert "A save holds up training for 0.01 s, and a restart takes 2 s." in done.stdout
     alone = plan(*words, "cluster.spot_market.price_per_hour=1")
     assert alone.returncode == 2
-    assert "cluster.spot_market.price_per_hour says nothing without cluster.spot_market.mtbf_hours" in alone.stderr
+    assert "cluster.spot_market.price_per_hour has no effect without cluster.spot_market.mtbf_hours" in alone.stderr
 
 
 def test_thousands_of_ranks_are_a_short_table() -> None:
@@ -176,7 +176,7 @@ def test_what_cannot_be_planned_is_refused(plan: Any) -> None:
         2,
         "--model-size does not determine a step's time. Add --compute, e.g. --compute 250ms.\n",
     )
-    assert "has no unit" in plan("--compute", "250").stderr
+    assert "lacks a unit" in plan("--compute", "250").stderr
     assert "no strategy 'fdsp'; did you mean 'fsdp'?" in plan("--strategies", "ddp,fdsp").stderr
 
 
@@ -226,7 +226,7 @@ def test_the_payload_at_which_half_of_a_step_computes_is_that_of_the_formula(pla
     ("words", "message"),
     [
         (("--payload",), "Add --compute, e.g. --compute 250ms, and leave --model-size out."),
-        (("cluster.nodes=8..1",), "cluster.nodes=8..1 is no range of sizes."),
+        (("cluster.nodes=8..1",), "cluster.nodes=8..1 is not a range of sizes."),
         (("--study", "here"), "Add one, e.g. cluster.nodes=1..64."),
     ],
 )

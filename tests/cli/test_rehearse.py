@@ -1,4 +1,4 @@
-"""``worldsize rehearse`` draws what each rank would hold and send, and refuses what it cannot rehearse."""
+"""``worldsize rehearse`` shows each rank's memory and traffic, and refuses runs that it cannot rehearse."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from worldsize.cli.rehearse import _show
+from worldsize.core import Cluster
 from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.memory import Peak
 from worldsize.plan.rehearsal.operators import Group
@@ -61,7 +61,7 @@ def test_a_large_model_is_rehearsed_on_fakes(rehearse: Any, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     for each in json.loads(file.read_text()):
         parts = each["peak"]["parts"]
-        assert parts["parameters"] == pytest.approx(4 * PARAMETERS / 1024, rel=0.02)  # what does not divide is padded
+        assert parts["parameters"] == pytest.approx(4 * PARAMETERS / 1024, rel=0.02)  # uneven shards are padded
         gathered = sum(
             call["nbytes"]
             for call in each["calls"]
@@ -73,11 +73,11 @@ def test_a_large_model_is_rehearsed_on_fakes(rehearse: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("strategy=parameter_server", "cluster.processes=3"), "has processes that serve"),
-        (("strategy=ddp", "cluster.processes=2", "--ranks", "0,2"), "there is no rank 2 among 2. They are 0 to 1."),
+        (("strategy=parameter_server", "cluster.processes=3"), "has servers, whose work depends on their peers"),
+        (("strategy=ddp", "cluster.processes=2", "--ranks", "0,2"), "rank 2 does not exist. The 2 ranks are 0 to 1."),
         (("strategy=ddp", "cluster.processes=2", "--ranks", "first"), "'first' is not a rank."),
         (("strategy=ddp", "cluster.processes=4", "--ranks", "3-1"), "'3-1' is an empty range. Write the smaller"),
-        (("strategy=ddp", "cluster.processes=2", "--steps", "2.5"), "'2.5' is no whole number."),
+        (("strategy=ddp", "cluster.processes=2", "--steps", "2.5"), "'2.5' is not a whole number."),
         (("strategy=ddp", "cluster.processes=4", "--ranks", "0-1", "--calls", "2"), "that rank is not rehearsed"),
         (("strategy=ddp", "cluster.processes=2", "--json", "/absent/ranks.json"), "it cannot be written"),
         (("strategy=ddp", "cluster.processes=2", "--json", "/tmp"), "it cannot be written"),
@@ -100,7 +100,7 @@ def test_what_cannot_be_rehearsed_is_refused(rehearse: Any, words: tuple[str, ..
 def test_one_rank_alone_agrees_with_nobody(rehearse: Any) -> None:
     done = rehearse("recipe=digits", "strategy=ddp", "cluster.processes=4", "--ranks", "2")
     assert done.returncode == 0, done.stderr
-    assert "Rank 2 was rehearsed alone" in done.stdout
+    assert "Only rank 2 was rehearsed" in done.stdout
     assert "same calls" not in done.stdout
 
 
@@ -111,8 +111,8 @@ def ranks(*errors: str | None) -> list[Rehearsed]:
 
 def shown(rehearsed: Sequence[Rehearsed]) -> int:
     options = argparse.Namespace(steps=2, calls=None)
-    settings: Any = SimpleNamespace(cluster=SimpleNamespace(processes=3, nodes=1, processes_per_node=3))
-    return _show(rehearsed, settings, options)
+    cluster = Cluster("test", 1, 3, "cpu", "gloo")
+    return _show(rehearsed, cluster, options)
 
 
 def test_what_several_ranks_fail_with_is_said_once_without_advice_on_differences(
@@ -134,5 +134,5 @@ def test_ranks_that_do_not_settle_are_not_accused(capsys: pytest.CaptureFixture[
     first, second, third = ranks(None, None, None)
     assert shown([first, replace(second, calls=[], is_settled=False), replace(third, is_settled=False)]) == 1
     said = capsys.readouterr().out
-    assert "What ranks 1-2 call still changes each time" in said
+    assert "The calls of ranks 1-2 still change each time" in said
     assert "makes no further call" not in said

@@ -1,8 +1,10 @@
-"""``worldsize status`` asks a scheduler about runs, and copes with one that does not answer."""
+"""``worldsize status`` queries a scheduler about runs, and copes with one that does not respond."""
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from worldsize.record.run_record import RunView
 
 
 class Asked(BatchLauncher):
-    """A launcher that gives its answers in turn, and counts how often it is asked."""
+    """A launcher that returns scripted answers in turn and counts the queries."""
 
     def __init__(self, *answers: str | Exception | None) -> None:
         self.answers = list(answers)
@@ -78,3 +80,27 @@ def test_processes_of_spare_nodes_are_shown_beside_those_that_train(
     monkeypatch.setattr(sys, "argv", ["worldsize status", str(run)])
     status.main()
     assert "  4 + 6  " in capsys.readouterr().out
+
+
+def test_the_newest_run_comes_first_with_its_metric_and_all_of_it_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    attempt = {"number": 1, "exit_reason": "completed", "exit_code": 0, "world_size": 4, "hosts": ["h"]}
+    for name, start in (("old", 1_000_000_000), ("new", 1_000_100_000)):
+        times = {"start_at": float(start), "end_at": start + 90.0, "start": "then", "end": "later"}
+        results = {"exit_reason": "completed", "metrics": {"accuracy": 0.98765}}
+        write_run(tmp_path / "runs" / "digits" / name, steps=1, attempts=[{**attempt, **times}], results=results)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["worldsize status"])
+    status.main()
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[-1] for row in rows] == ["runs/digits/new", "runs/digits/old"]
+    assert head.split() == [*status._HEAD]
+    assert all(word in rows[1] for word in ("completed  digits", "90 s", "2001-09-09 01:46", "accuracy 0.9877"))
+    monkeypatch.setattr(sys, "argv", ["worldsize status", "--json"])
+    status.main()
+    new, _ = json.loads(capsys.readouterr().out)
+    assert (new["run"], new["seconds"], new["started_at"]) == ("runs/digits/new", 90.0, 1_000_100_000.0)
+    assert new["metrics"] == {"accuracy": 0.98765}

@@ -1,4 +1,4 @@
-"""train.py is run as a user does: results, folders, records and refusals."""
+"""Run train.py as a user does: results, folders, records and refusals."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.config.test_malformed import called
 from tests.support.own_recipe import write_recipe
@@ -68,7 +69,7 @@ import time
 from types import SimpleNamespace
 
 from recipes.digits.recipe import Digits
-from worldsize.train import window
+from worldsize.loop import window
 
 late = [0.0]
 window.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0])
@@ -140,7 +141,7 @@ def test_a_value_that_must_not_be_null_is_refused_in_our_words(train: Any, key: 
 def test_a_batch_size_that_is_missing_is_refused(train: Any) -> None:
     run = train(*QUICK, "batch_size=???", "launch=show")
     assert run.code == 2
-    assert "Set batch_size=64 or another number, or batch_size=null if the recipe's data are batches" in run.error
+    assert "Set e.g. batch_size=64, or batch_size=null if the recipe's data are batches" in run.error
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -202,7 +203,7 @@ REFUSALS = {
         "no strategy 'dpd'; did you mean 'ddp'? Known: ddp,",
     ),
     "unknown option with a plus": (["+recipe=digit"], "no recipe 'digit'; did you mean 'digits'?"),
-    "no retention": (["checkpoint.keep=null"], "checkpoint.keep=null says nothing of what it is. Leave it out."),
+    "no retention": (["checkpoint.keep=null"], "checkpoint.keep=null does not describe an object. Leave it out."),
     "a key of Hydra's": (["optimizer._partial_=null"], "_partial_ flag must be a bool"),
     "unknown key": (["steqs=3"], "no key 'steqs'; did you mean 'steps'?"),
     "unknown nested key": (["cluster.procesess=3"], "no key 'cluster.procesess'; did you mean 'processes'?"),
@@ -237,11 +238,11 @@ REFUSALS = {
     "logical ranks": (["logical_ranks=3"], "3 logical ranks do not divide over 2 data-parallel workers."),
     "sums by node": (
         ["strategy=zero", "strategy.reduce=hierarchical"],
-        "strategy.reduce='hierarchical' is no way in which ZeRO sums. Known: flat, ordered.",
+        "strategy.reduce='hierarchical' is not a reduction of ZeRO. Known: flat, ordered.",
     ),
     "sums that the level wants": (
         ["strategy=easgd", "cluster.processes=3", "reproducibility=elastic"],
-        "Known: flat. reproducibility=elastic asks for it. Set another level, or strategy=ddp, say.",
+        "Known: flat. reproducibility=elastic requires it. Set a different level, or strategy=ddp, say.",
     ),
     "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
     "a mesh whose recipe does not say how layers divide": (
@@ -261,8 +262,8 @@ REFUSALS = {
     "a folder for Hydra's files": (["hydra.output_subdir=.hydra"], "hydra.output_subdir is not followed"),
     "another configuration": (["--config-path=conf"], "--config-path would replace the configuration of worldsize"),
     "a pickled configuration": (["--experimental-rerun=config.pickle"], "--experimental-rerun would unpickle"),
-    "nothing to resolve": (["--resolve"], "--resolve goes with --cfg or --help alone."),
-    "two modes": (["--run", "--multirun"], "--run and --multirun exclude each other. Give one of them."),
+    "nothing to resolve": (["--resolve"], "--resolve needs --cfg or --help."),
+    "two modes": (["--run", "--multirun"], "--run and --multirun are mutually exclusive; pass one of them."),
     "unknown argument of an optimizer": (
         ["optimizer.amsgrad=true"],
         "If its _target_ takes 'amsgrad', add it: +optimizer.amsgrad=VALUE.",
@@ -385,7 +386,7 @@ def test_a_run_name_cannot_be_taken_twice(train: Any) -> None:
     train(*QUICK, "run.name=mine", "cluster.processes=1")
     again = train(*QUICK, "run.name=mine", "cluster.processes=1")
     assert again.code == 2
-    assert "exists. Choose another run.name" in again.error
+    assert "exists. Choose a different run.name" in again.error
 
 
 def test_help_lists_groups_and_their_options(train: Any) -> None:
@@ -395,6 +396,13 @@ def test_help_lists_groups_and_their_options(train: Any) -> None:
     assert {"ddp", "fsdp", "hybrid_parameter_server", "single"} <= set(shown["strategy"].split(", "))
     assert {"click_through", "digits", "stdlib_lm"} <= set(shown["recipe"].split(", "))
     assert "_schema" not in run.output
+    composed = OmegaConf.create(train("--cfg", "job").output)
+    _, _, keys = run.output.partition("Keys: set one with key=value")
+    described = re.findall(r"^  (\S+(?:, \S+)*)  ", keys.partition("Examples")[0], re.MULTILINE)
+    assert len(described) == 15
+    for key in ", ".join(described).split(", "):
+        assert OmegaConf.select(composed, key, default="absent") != "absent", key
+    assert "interrupt_grace: " in train("--help", "all").output
 
 
 def test_help_on_hydra_is_hydras_own(train: Any) -> None:
@@ -408,7 +416,7 @@ def test_help_on_hydra_is_hydras_own(train: Any) -> None:
     "program", [(str(REPOSITORY / "train.py"),), ("-m", "worldsize", "train")], ids=["file", "module"]
 )
 def test_an_interrupt_while_it_imports_ends_it_quietly(tmp_path: Path, program: tuple[str, ...], module: str) -> None:
-    """A module of that name that comes first on the path stands for Ctrl-C at the time when it is imported."""
+    """A module of the same name, first on the path, simulates Ctrl-C during its import."""
     interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError('nothing was interrupted')\n"
     (tmp_path / f"{module}.py").write_text(interrupt)
     variables = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""What may not be read is said in a sentence by every command that takes a run."""
+"""Every command that takes a run reports unreadable files in one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.record.code import checked_out, read_patch
 from worldsize.record.run_directory import RunDirectory, runs_below
 from worldsize.record.run_record import opened, view
 
-LONG = Path("/tmp") / ("x" * 300)  # raises OSError where it is looked at, as a folder does that one may not enter
+LONG = Path("/tmp") / ("x" * 300)  # raises OSError when it is inspected, like a folder without permission to enter
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "compare", "report", "watch", "cancel"])

@@ -1,4 +1,4 @@
-"""``worldsize doctor`` on a cluster that takes jobs: started, and compared with what its job leaves in its folder."""
+"""``worldsize doctor`` on a cluster that takes jobs: start it, and check it against its job's folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LINKS = "cluster.links.network={bandwidth: 1e6, latency: 1e-4}"
 
 @final
 class DoctorJob:
-    """A doctor that has submitted its job, which is in the file ``submitted`` by then.
+    """A doctor whose submitted job is in the file ``submitted``.
 
     Args:
         words: Options of the cluster.
         python: The interpreter.
         folder: Working directory.
         environment: Its environment.
-        submitted: The file in which the command of the cluster leaves the job.
+        submitted: File where the cluster's command stores the job.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DoctorJob:
             time.sleep(0.05)
 
     def check(self, log: Path, text: str, runs: Path) -> None:
-        """Give the cluster's command the job's ``log``, of content ``text``, and check what the doctor says of it."""
+        """Write ``text`` to the job's ``log`` for the cluster's command, and check the doctor's output about it."""
         draft = log.with_name("draft")
         draft.write_text(text)
         draft.rename(log)

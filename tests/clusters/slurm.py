@@ -8,13 +8,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from getpass import getuser
 from pathlib import Path
 
+from tests.support.waiting import wait_until
 from worldsize.testing.hosts import Hosts
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -74,7 +74,7 @@ class Slurm:
     """A running Slurm."""
 
     folder: Path
-    inside: Sequence[str] = ()  # a command prefix that starts daemons in other namespaces
+    inside: Sequence[str] = ()  # a command prefix that starts daemons in different namespaces
 
     @property
     def environment(self) -> dict[str, str]:
@@ -93,7 +93,7 @@ class Slurm:
         return []
 
     def facts(self, job: str) -> dict[str, str]:
-        """Return what Slurm shows of a job."""
+        """Return Slurm's description of a job."""
         try:
             words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         except subprocess.CalledProcessError:  # the controller is busy
@@ -126,12 +126,8 @@ class Slurm:
         """Start the daemon of a node."""
         _run(self, "slurmd", "-N", node, "-f", f"{self.folder}/slurm.conf")
 
-    def wait_for(self, job: str, *states: str, seconds: float = 180) -> str:
-        deadline = time.monotonic() + seconds
-        while (state := self.state(job)) not in states:
-            assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(states)}"
-            time.sleep(0.1)
-        return state
+    def wait_for(self, job: str, *states: str, seconds: float = 180) -> None:
+        wait_until(lambda: self.state(job) in states, lambda: f"job {job} is {self.state(job)}.", seconds)
 
 
 def _variables(environ: Path) -> set[bytes]:
@@ -171,7 +167,7 @@ def running(
 ) -> Iterator[Slurm]:
     """Run Slurm while the context is open; it takes ``port`` and one port per node after it.
 
-    ``task``: its plugin that binds processes to CPUs, of which each node claims ``cpus``.
+    ``task``: plugin that binds processes to CPUs; each node claims ``cpus`` of them.
     """
     slurm = Slurm(folder, inside)
     for name in ("munge", "state", "run", "log"):
@@ -186,7 +182,7 @@ def running(
         _start(slurm, nodes)
         yield slurm
     finally:
-        if not inside:  # process ids of another namespace mean nothing here
+        if not inside:  # process ids of a different namespace are meaningless here
             _stop(folder)
 
 
@@ -194,7 +190,7 @@ def running(
 def running_on(hosts: Hosts, folder: Path, *, port: int) -> Iterator[Slurm]:
     """Run Slurm while the context is open, on hosts with a network: the last one controls, the others are its nodes.
 
-    Its commands reach the controller from everywhere, as if it had a network of its own; those of a job too.
+    Its commands, also a job's, reach the controller from every host, as if it had a separate network.
     """
     slurm, last = Slurm(folder), hosts.count
     for name in ("munge", "state", "run", "log", "bin", *(f"spool.h{host}" for host in range(1, last))):
@@ -240,10 +236,8 @@ def _start(slurm: Slurm, nodes: int) -> None:
 
 
 def _wait_for_nodes(slurm: Slurm, nodes: int) -> None:
-    deadline = time.monotonic() + 120
-    while slurm.nodes() != ["idle"] * nodes:
-        assert time.monotonic() < deadline, (slurm.folder / "log" / "slurmctld.log").read_text()[-2000:]
-        time.sleep(0.1)
+    log = slurm.folder / "log" / "slurmctld.log"
+    wait_until(lambda: slurm.nodes() == ["idle"] * nodes, lambda: log.read_text()[-2000:])
 
 
 def _run(slurm: Slurm, name: str, *words: str) -> None:
@@ -256,7 +250,7 @@ def _stop(folder: Path) -> None:
     for file in (folder / "run").glob("*.pid"):
         with suppress(OSError, ValueError):
             os.kill(int(file.read_text()), signal.SIGKILL)
-    for environ in Path("/proc").glob("[0-9]*/environ"):  # processes that jobs have left behind
+    for environ in Path("/proc").glob("[0-9]*/environ"):  # processes left behind by jobs
         with suppress(OSError):
             if f"SLURM_CONF={folder}/slurm.conf".encode() in environ.read_bytes().split(b"\0"):
                 os.kill(int(environ.parent.name), signal.SIGKILL)

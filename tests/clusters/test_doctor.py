@@ -1,4 +1,4 @@
-"""worldsize doctor is run on four hosts that ssh reaches, healthy ones and ones with planted faults."""
+"""Run worldsize doctor on four hosts reachable by ssh: healthy ones, and ones with planted faults."""
 
 from __future__ import annotations
 

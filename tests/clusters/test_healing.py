@@ -1,4 +1,4 @@
-"""A gang on several hosts goes on without the dead, and ends with the bits of an undisturbed run."""
+"""A gang on several hosts continues without dead hosts, and ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_until
 from worldsize.testing.hosts import Hosts
 
 pytestmark = pytest.mark.heavy
@@ -22,14 +23,14 @@ LAYERS = ("recipe=stdlib_lm", "recipe.width=16", "recipe.depth=1", "recipe.heads
 SHARED = (*LAYERS, "recipe.test_bytes=2000", "log_every=1", "checkpoint.every=0", "strategy=mesh", "strategy.tensor=2")
 ELASTIC = ("reproducibility=elastic", "logical_ranks=8", "cluster.threads=1", "logger=none", "evaluate_every=50")
 SLOW = "{action: sleep, rank: null, step: null, seconds: 0.05, attempt: null}"
-SLOWER = SLOW.replace("0.05", "0.2")  # as many seconds take a quarter of the steps, and of their processor time
+SLOWER = SLOW.replace("0.05", "0.2")  # the same time then takes a quarter of the steps, and of their processor time
 
 
 @pytest.fixture
 def launch(four: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path) -> Iterator[Any]:
-    """``launch("steps=30")`` starts a run that heals on four hosts, from the first.
+    """``launch("steps=30")`` starts a healing run on four hosts, from the first.
 
-    ``each``: processes of a host; with 2 there are two hosts.
+    ``each``: processes per host; with 2 there are two hosts.
     """
     folder = tmp_path / "project"
     folder.mkdir()
@@ -49,15 +50,12 @@ def launch(four: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str
         )
 
     yield start
-    deadline = time.monotonic() + 120
-    while four.processes("worldsize agent"):  # no process may be left on any host
-        assert time.monotonic() < deadline, four.processes("worldsize agent")
-        time.sleep(0.1)
+    wait_until(lambda: not four.processes("worldsize agent"), lambda: four.processes("worldsize agent"))
 
 
 @pytest.fixture
 def undisturbed(reference_run: Any) -> Callable[..., str]:
-    """``undisturbed("steps=30")`` is the digest of one process that nobody disturbs."""
+    """``undisturbed("steps=30")`` is the digest of an undisturbed run on one process."""
 
     def run(*options: str) -> str:
         alone = reference_run(*DIGITS, *ELASTIC, "strategy=single", "cluster.processes=1", *options)
@@ -67,7 +65,7 @@ def undisturbed(reference_run: Any) -> Callable[..., str]:
 
 
 def _host(rank: int) -> str:
-    return f"h{rank % 4 + 1}"  # those that join later are dealt to the hosts, as the first ones are
+    return f"h{rank % 4 + 1}"  # later ones are dealt to the hosts in the same way as the first ones
 
 
 def ended(process: subprocess.Popen[str], root: Path) -> tuple[str, str, list[list[int]]]:
@@ -82,13 +80,13 @@ def ended(process: subprocess.Popen[str], root: Path) -> tuple[str, str, list[li
 
 
 def attempts(folder: Path) -> list[Any]:
-    """Return what the manifest has of each attempt of a run."""
+    """Return the manifest's entry for each attempt of a run."""
     listed: list[Any] = json.loads((folder / "run_manifest.json").read_text())["attempts"]
     return listed
 
 
 def wait_for(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
-    """Wait until something has happened in a run, which must not end before."""
+    """Wait for a condition, and fail if the run exits first."""
     while not happened():
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
@@ -101,7 +99,7 @@ def test_a_killed_rank_costs_no_restart_and_no_bit(
     process = launch("steps=60", f"strategy={strategy}", "faults=[{action: kill, rank: 2, step: 20}]")
     digest, output, memberships = ended(process, tmp_path)
     assert memberships == [[0, 1, 2, 3], [0, 1, 3]], output
-    assert "worker 2 failed: killed by SIGKILL; going on without it" in output
+    assert "worker 2 failed: killed by SIGKILL; continuing without it" in output
     assert digest == undisturbed("steps=60")
 
 
@@ -119,7 +117,7 @@ def test_a_rank_that_is_started_again_joins_on_its_host(
 def test_the_others_go_on_without_a_host_whose_link_is_cut(
     four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
 ) -> None:
-    """Each host holds a quarter of the model and of its optimizer's state, and a copy of another host's."""
+    """Each host holds a quarter of the model and optimizer state, and a copy of a peer's quarter."""
     sharded = ("strategy=fsdp", "checkpoint.at_end=false")
     process = launch("steps=120", "launcher.node_timeout=6", f"faults=[{SLOW}]", *sharded)
     folder = begun(tmp_path / "project", after=8)
@@ -129,7 +127,7 @@ def test_the_others_go_on_without_a_host_whose_link_is_cut(
     finally:
         four.link(2, "up")
     assert memberships == [[0, 1, 2, 3], [0, 2, 3]], output
-    assert "the host h2 (node 1) has not answered for 6 s, or is gone; going on without it" in output
+    assert "the host h2 (node 1) has not answered for 6 s, or is gone; continuing without it" in output
     assert not list((folder / "checkpoints").glob("*"))
     assert digest == undisturbed("steps=120")
 
@@ -142,7 +140,7 @@ def test_spare_hosts_take_the_places_of_lost_ones_in_the_same_change(
     begun: Any,
     tmp_path: Path,
 ) -> None:
-    """Each host that trains holds half of the model, and what a lost one held comes from the other's memory."""
+    """Each training host holds half of the model; a lost half is restored from the other host's memory."""
     sharded = ("strategy=fsdp", "checkpoint.at_end=false", "cluster.spare_nodes=2")
     faults = f"faults=[{{action: kill, rank: 2, step: 30}}, {SLOWER}]"
     process = launch("steps=40", "launcher.node_timeout=6", *sharded, faults)
@@ -165,7 +163,7 @@ def test_spare_hosts_take_the_places_of_lost_ones_in_the_same_change(
 def test_another_host_leads_from_the_newest_checkpoint_when_the_first_is_lost(
     four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
 ) -> None:
-    """The lost host still reaches the run folder, and must have ended before another one writes there."""
+    """The lost host still reaches the run folder, and must exit before its replacement writes there."""
     hosts = ("cluster.hosts=[h2,h3,h4]", "cluster.spare_nodes=1", "launcher.node_timeout=6", "launcher.max_restarts=1")
     process = launch("steps=90", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
     folder = begun(tmp_path / "project", after=25)
@@ -218,10 +216,7 @@ def test_a_host_whose_link_comes_back_takes_part_again(
     folder = begun(tmp_path / "project", after=8)
     four.link(2, "down")
     try:
-        deadline = time.monotonic() + 120
-        while not (folder / "events.jsonl").exists():  # the others go on
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until((folder / "events.jsonl").exists)  # the other hosts continue
     finally:
         four.link(2, "up")
     digest, output, memberships = ended(process, tmp_path)
@@ -248,11 +243,11 @@ def test_workers_come_and_go_and_the_first_host_may_have_none(
 def test_a_host_that_is_cut_off_while_it_logs_writes_no_more(
     four: Hosts, launch: Any, undisturbed: Callable[..., str], begun: Any, tmp_path: Path
 ) -> None:
-    """It still reaches the run folder, and must not write there what the others write, too."""
+    """It still reaches the run folder, and must not write there alongside the others."""
     faults = f"faults=[{{action: kill, rank: 0, step: 5}}, {SLOWER}]"
     process = launch("steps=40", "launcher.node_timeout=6", faults)
     folder = begun(tmp_path / "project", after=12)
-    four.link(2, "down")  # the host of rank 1, which logs now
+    four.link(2, "down")  # the host of rank 1, now the logging rank
     try:
         digest, output, memberships = ended(process, tmp_path)
     finally:
@@ -266,7 +261,7 @@ def test_a_host_that_is_cut_off_while_it_logs_writes_no_more(
 
 @pytest.mark.slow
 def test_ranks_that_share_layers_stay_on_one_host(launch: Any, reference_run: Any, tmp_path: Path) -> None:
-    """Rank 1, whose host has no other one left, waits, and does not train with one of the other host."""
+    """Rank 1 has lost its only partner on the host: it waits instead of training with a rank of the other host."""
     process = launch("steps=20", "faults=[{action: kill, rank: 0, step: 5}]", model=SHARED, each=2)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
@@ -314,7 +309,7 @@ def test_two_hosts_lead_in_turn_when_each_is_lost(
 def test_a_spare_host_gives_a_mesh_the_ranks_of_a_lost_one(
     four: Hosts, launch: Any, reference_run: Any, begun: Any, tmp_path: Path
 ) -> None:
-    """The two ranks of the spare host share layers, as those of the lost one did."""
+    """The two ranks of the spare host share layers, as the two on the lost host did."""
     hosts = ("cluster.hosts=[h1,h2,h3]", "cluster.spare_nodes=1", "launcher.node_timeout=6")
     process = launch("steps=60", *hosts, f"faults=[{SLOW}]", model=SHARED, each=2)
     folder = begun(tmp_path / "project", after=8)

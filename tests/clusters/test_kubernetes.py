@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes are compared with its published schemas, and their pods' commands are run here."""
+"""Kubernetes manifests are validated against its published schemas, and their pods' commands run locally."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_manifests_are_valid_for_jobset_and_for_three_versions_of_kubernetes(tra
             continue
         parsed = JobsetV1alpha2JobSet.from_dict(document)
         assert parsed is not None
-        assert parsed.to_dict()["spec"] == document["spec"]  # every key is known to JobSet
+        assert parsed.to_dict()["spec"] == document["spec"]  # JobSet accepts every key
         for part in document["spec"]["replicatedJobs"]:
             job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **part["template"]}
             for version in VERSIONS:
@@ -77,7 +77,7 @@ def variables(spec: Any) -> dict[str, str]:
 def ended_pods(
     documents: dict[str, Any], tmp_path: Path, environment: dict[str, str]
 ) -> tuple[list[subprocess.Popen[str]], list[str]]:
-    """Run the commands of the pods of an indexed Job here, and return them and what they have printed."""
+    """Run the pod commands of an indexed Job locally, and return the processes and their output."""
     spec = documents["Job"]["spec"]
     mounted = tmp_path / "mounted"
     mounted.mkdir()
@@ -118,12 +118,12 @@ def test_pods_that_kubernetes_would_start_train_to_the_bits_of_one_machine(
 ) -> None:
     applied = tmp_path / "applied.yaml"
     kubectl = tmp_path / "kubectl"
-    # a kubectl that saves what is applied, and prints how it is asked for logs
+    # a kubectl that saves applied manifests and prints its arguments for logs
     kubectl.write_text(f'#!/bin/sh\n[ $2 = apply ] && cat > {applied}\n[ $2 = logs ] && echo "$@"\nexit 0\n')
     kubectl.chmod(0o755)
     own = (f"launcher.kubectl=[{kubectl}]", f"launcher.python={warm_python}", f"cluster.run_root={tmp_path}/pods")
     volume = f"cluster.volumes=[{{claim: shared, path: {tmp_path}/pods}}]"
-    shared = tmp_path / "shared"  # the pods have no access to it
+    shared = tmp_path / "shared"  # the pods cannot access it
     run = train(
         *BASE,
         *VOLUME,
@@ -168,7 +168,7 @@ def test_no_key_is_shown(train: Any, command: Any, environment_without_wandb: di
         assert file.stat().st_mode & 0o77 == 0, "only this user may read it"
         words = ("resume", str(run.folder), "steps=30")
         refused = command(*words, cwd=run.folder, environment=environment_without_wandb)
-        assert (refused.returncode, "Resume it without other ones" in refused.stderr) == (2, True)
+        assert (refused.returncode, "Resume it without new ones" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -189,16 +189,16 @@ def test_what_cannot_be_applied_is_refused(train: Any, options: tuple[str, ...],
 def test_an_image_without_a_digest_gives_a_warning(train: Any) -> None:
     run = train(*BASE, VOLUME[1], "cluster.image=images.example/digits:latest", *SHAPES["ddp"], "launch=show")
     assert run.code == 0
-    assert "has no digest that can be seen here" in run.error
+    assert "has no digest visible here" in run.error
     required = ("cluster.image=images.example/digits:latest", "cluster.image_digest=required")
     refused = train(*BASE, VOLUME[1], *required, *SHAPES["ddp"])
-    assert (refused.code, "has no digest that can be seen here" in refused.error) == (2, True)
+    assert (refused.code, "has no digest visible here" in refused.error) == (2, True)
 
 
 def test_doctor_reads_the_report_in_the_log_of_the_pods(
     tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
-    """The job examines the pods, and leaves its report in its log and in the run folder on the volume."""
+    """The job examines the pods, and writes its report to its log and to the run folder on the volume."""
     applied, log, kubectl = tmp_path / "applied.yaml", tmp_path / "log", tmp_path / "kubectl"
     kubectl.write_text(
         f"#!/bin/sh\n[ $2 = apply ] && cat > {applied}.part && mv {applied}.part {applied}\n"

@@ -1,4 +1,4 @@
-"""A project with a strategy written from docs/plugins.md alone runs on a laptop and on Slurm, and is reproduced."""
+"""A project with a strategy written only from docs/plugins.md runs on a laptop and on Slurm, and is reproduced."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.docs.blocks import files
 pytestmark = pytest.mark.heavy
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "plugins.md"
-DETERMINISTIC = ("recipe=mine", "reproducibility=deterministic", "steps=20")
+DETERMINISTIC = ("reproducibility=deterministic", "steps=20")
 
 
 def files_of(plugin: str) -> dict[str, str]:
-    """Return what a reader writes for ``plugin``, by path."""
+    """Return the files that a reader writes for ``plugin``, by path."""
     return {name: text for name, text in files(DOCUMENTATION).items() if plugin in name}
 
 
 @pytest.fixture
 def project(tmp_path: Path, command: Any, environment_without_wandb: dict[str, str]) -> Path:
-    """A project made by ``init``, with the documentation's strategy, and other plugins as ``new`` makes them."""
+    """A project from ``init``, with the documentation's strategy, and further plugins from ``new``."""
 
     def made(*words: str, cwd: Path) -> str:
         done = command(*words, cwd=cwd, environment=environment_without_wandb)
@@ -34,7 +34,7 @@ def project(tmp_path: Path, command: Any, environment_without_wandb: dict[str, s
         return str(done.stdout)
 
     shown = made("init", "second", cwd=tmp_path)
-    assert shown.splitlines() == ["cd second", "uv run train.py recipe=mine", "uv run pytest"]
+    assert shown.splitlines() == ["cd second", "uv run train.py", "uv run pytest"]
     folder = tmp_path / "second"
     for kind in ("strategy", "recipe", "logger"):
         made("new", kind, f"one_{kind}", cwd=folder)
@@ -78,7 +78,7 @@ def test_a_strategy_written_from_the_documentation_trains_and_is_reproduced_on_l
     recorded = {plugin["name"]: plugin for plugin in json.loads((there / "run_manifest.json").read_text())["plugins"]}
     assert recorded.keys() == {"plugins.rounded", "plugins.witness", "recipes.mine"}
     assert [recorded[name]["kept"] for name in sorted(recorded)] == [False, True, False]
-    for folder in (laptop, there):  # WORLDSIZE_PLUGINS is not set, so the record has to suffice
+    for folder in (laptop, there):  # without WORLDSIZE_PLUGINS, the record has to suffice
         assert "bitwise identical" in run("reproduce", str(folder), **slurm.environment)
 
 

@@ -1,4 +1,4 @@
-"""Hosts in two racks are ordered by the switches above them, and doctor tells links inside from those between."""
+"""Hosts in two racks are ordered by switch, and doctor measures links within and between racks separately."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def test_an_elastic_run_on_two_racks_has_the_digest_of_one_process_whatever_the_
     assert (ordered, hosts) == (expected, ["h1", "h2", "h3", "h4"])
     by_tier, hosts = trained(racks, tmp_path / "tiers", *where, switches, "strategy.reduce=hierarchical")
     assert hosts == ["h1", "h2", "h3", "h4"]
-    assert by_tier != expected  # without elastic the order of sums is another one
+    assert by_tier != expected  # without elastic the summation order differs
 
 
 def test_doctor_tells_the_links_of_a_rack_from_the_uplink_that_its_hosts_share(
     racks: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
-    """A host has 320 Mbit/s (40 MB/s), a rack's uplink 40 Mbit/s (5 MB/s); short bursts pass a bound."""
+    """A host has 320 Mbit/s (40 MB/s), a rack's uplink 40 Mbit/s (5 MB/s); short bursts may exceed a limit."""
     (tmp_path / "topology.conf").write_text(TOPOLOGY)
     (tmp_path / "runs").mkdir()
     racks.shape("320mbit")
     racks.shape_uplinks("40mbit")
     own = (f"cluster.ssh=[{','.join(racks.ssh)}]", f"cluster.python={warm_python}", "cluster.folder=null")
     where = ("+cluster=ssh", "cluster.hosts=[h1,h3,h2,h4]", f"cluster.topology={tmp_path}/topology.conf")
-    declared = "cluster.links.network={bandwidth: 20e6, latency: 1e-4}"  # which is not so
+    declared = "cluster.links.network={bandwidth: 20e6, latency: 1e-4}"  # a false declaration
     words = ("recipe=digits", "cluster.threads=1", "cluster.processes_per_node=1", f"run.root={tmp_path}/runs")
     command = [str(warm_python), "-m", "worldsize", "doctor", "--json", str(tmp_path / "report.json")]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tasks for SkyPilot are compared with its own schema, and run on two hosts, one of which is reclaimed."""
+"""SkyPilot tasks are validated against its schema, and run on two hosts; one of them is reclaimed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_launched_task_holds_no_secret(train: Any, tmp_path: Path, environment
 
 
 class Cluster:
-    """Two fresh hosts with the bucket's folder, which execute the `run` section of SkyPilot's task."""
+    """Two fresh hosts with the bucket's folder that execute the `run` section of a SkyPilot task."""
 
     def __init__(self, hosts: Hosts, task: Any, home: Path, environment: dict[str, str]) -> None:
         addresses = "\n".join(f"10.77.0.{host}" for host in (1, 2))
@@ -129,7 +129,7 @@ class Cluster:
         ]
 
     def reclaim(self, grace: float) -> None:
-        """Reclaim the hosts as a cloud does: a warning, a period of grace, and the end."""
+        """Reclaim the hosts like a cloud: a warning, a grace period, and the end."""
         for node in self.nodes:
             node.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace
@@ -207,9 +207,9 @@ def test_doctor_reads_the_report_in_the_log_of_the_task(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("cluster.checkpoint_bucket=null",), "a run that is reclaimed begins anew"),
+        (("cluster.checkpoint_bucket=null",), "a reclaimed run starts over"),
         (("cluster.checkpoint_bucket=mine",), "is not a bucket. Write e.g. s3://NAME"),
-        (("cluster.checkpoint_bucket=/proc/mine",), "is no folder that we may write"),
+        (("cluster.checkpoint_bucket=/proc/mine",), "is not a writable folder"),
         (("cluster.bucket_mode=COPY",), "Known: MOUNT, MOUNT_CACHED"),
         (("cluster.accelerators=A100:four",), "not of the form NAME:COUNT"),
         (("cluster.job_recovery=FAILOVER", "cluster.spot_recovery=FAILOVER"), "the old name of cluster.job_recovery"),

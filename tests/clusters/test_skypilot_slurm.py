@@ -1,4 +1,4 @@
-"""SkyPilot itself is run end to end: its API server, and its Slurm cloud against a real Slurm."""
+"""Run SkyPilot itself end to end: its API server, and its Slurm cloud against a real Slurm."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 
 from tests.clusters import slurm as real
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("skypilot.sh")
 SKYPILOT = "skypilot[slurm,server]==0.14.1"
-SERVER = 46580  # the port at which SkyPilot's client expects its server
+SERVER = 46580  # the port where SkyPilot's client expects its server
 SLURM = 17_800
 NEEDED = ("uv", "sshd", "ssh-keygen", "rsync", "curl", "nsenter", "unshare", "setpriv")
 DIGITS = ("recipe=digits", "reproducibility=elastic", "cluster.threads=1", "log_every=1", "checkpoint.every=10")
@@ -61,7 +62,7 @@ def _python310() -> Path | None:
 
 @dataclass(frozen=True)
 class Sky:
-    """SkyPilot in a namespace whose home and /tmp end with it."""
+    """SkyPilot in a namespace with a temporary home and /tmp."""
 
     command: Path
     slurm: real.Slurm
@@ -122,7 +123,7 @@ def _install(venv: Path) -> None:
 
 @contextmanager
 def _namespace(folder: Path, kept: list[Path]) -> Iterator[None]:
-    """Hold namespaces in which the ``kept`` folders are as here, and whose processes all end with them."""
+    """Hold namespaces that keep the ``kept`` folders as they are here, and end all processes in them on exit."""
     python = _python310()
     assert python is not None
     # uv on the path may be a shim, as pyenv's, that needs files of the home folder
@@ -137,7 +138,7 @@ def _namespace(folder: Path, kept: list[Path]) -> Iterator[None]:
     }
     (folder / "names").write_text("".join(f"{name}={shlex.quote(str(value))}\n" for name, value in names.items()))
     kept = [*kept, python.parents[1], Path(uv).parent]
-    ends = ["setpriv", "--pdeathsig", "KILL"]  # the holder ends with this process, even if that is killed
+    ends = ["setpriv", "--pdeathsig", "KILL"]  # the holder exits with this process, even if this one is killed
     apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "--propagation", "private"]
     with (folder / "hold.log").open("w") as log:
         hold = ["bash", str(SCRIPT), "hold", str(folder), *map(str, kept)]
@@ -156,7 +157,7 @@ def _namespace(folder: Path, kept: list[Path]) -> Iterator[None]:
 
 
 def _forget_cgroups() -> None:
-    """Remove the empty cgroups that Slurm leaves of its nodes."""
+    """Remove the empty cgroups left by Slurm's nodes."""
     time.sleep(1)
     for node in Path("/sys/fs/cgroup").glob("*/slurm_127.0.0.*"):
         for group, *_ in os.walk(node, topdown=False):
@@ -165,7 +166,7 @@ def _forget_cgroups() -> None:
 
 
 def launched(train: Any, sky: Sky, bucket: Path, *options: str) -> str:
-    """Launch a run, and return the name that SkyPilot knows it by."""
+    """Launch a run, and return its name in SkyPilot."""
     own = (f"cluster.python={sys.executable}", f"launcher.sky=[{sky.command}]", "cluster.setup=['true']")
     run = train(*DIGITS, *NODES, "cluster.cpus=2", f"cluster.checkpoint_bucket={bucket}", *own, *options)
     assert run.code == 0, run.output + run.error
@@ -173,20 +174,16 @@ def launched(train: Any, sky: Sky, bucket: Path, *options: str) -> str:
 
 
 def ended(bucket: Path, seconds: float) -> Path:
-    deadline = time.monotonic() + seconds
-    while True:
-        for file in bucket.rglob("result.json"):
-            if json.loads(file.read_text()).get("exit_reason") == "completed":
-                return file.parent
-        assert time.monotonic() < deadline, sorted(bucket.rglob("*"))
-        time.sleep(1)
+    def completed() -> list[Path]:
+        results = bucket.rglob("result.json")
+        return [file.parent for file in results if json.loads(file.read_text()).get("exit_reason") == "completed"]
+
+    wait_until(lambda: bool(completed()), lambda: sorted(bucket.rglob("*")), seconds)
+    return completed()[0]
 
 
 def checkpointed(bucket: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not any(bucket.rglob("step_0000020")):
-        assert time.monotonic() < deadline, sorted(bucket.rglob("*"))
-        time.sleep(0.5)
+    wait_until(lambda: any(bucket.rglob("step_0000020")), lambda: sorted(bucket.rglob("*")), seconds)
 
 
 def digest(folder: Path) -> str:
@@ -210,8 +207,5 @@ def test_a_managed_job_that_loses_its_nodes_is_recovered(sky: Sky, train: Any, t
     laptop = train(*DIGITS, "steps=120", "cluster.processes=4").json("result.json")
     assert digest(folder) == laptop["state_digest"]
     assert len(json.loads((folder / "run_manifest.json").read_text())["attempts"]) == 2
-    deadline = time.monotonic() + 120
-    while (job := sky.job(name))["status"] != "SUCCEEDED":
-        assert time.monotonic() < deadline, job
-        time.sleep(2)
-    assert job["recovery_count"] == 1
+    wait_until(lambda: sky.job(name)["status"] == "SUCCEEDED", lambda: sky.job(name))
+    assert sky.job(name)["recovery_count"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -97,7 +98,7 @@ def test_a_run_is_saved_before_the_time_limit_and_queued_again_by_itself(
     assert exit_reasons[0] == "preempted"
     assert exit_reasons[-1] == "completed"
     requeues = manifest(run.folder)["attempts"][-1]["job"]["requeues"]
-    assert requeues >= len(exit_reasons) - 1  # more if Slurm's signal came before training began
+    assert requeues >= len(exit_reasons) - 1  # more if Slurm's signal arrived before training began
     assert state_digest(run.folder) == laptop("steps=120")
 
 
@@ -116,7 +117,7 @@ def test_a_signal_that_comes_before_the_agent_handles_signals_loses_no_run(
 
 @contextmanager
 def taken_out(slurm: Slurm, node: str) -> Iterator[None]:
-    """Take a node out of all jobs within the block."""
+    """Take a node out of all jobs inside the context."""
     slurm.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     try:
         yield
@@ -184,7 +185,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_cause(slurm: Slurm, submit: Any
     (attempt,) = run.json("run_manifest.json")["attempts"]
     assert (attempt["failure"]["rank"], attempt["failure"]["step"]) == (3, 9)
     assert (attempt["failure"]["host"], attempt["failure"]["cause"]) == (attempt["hosts"][1], "killed by SIGKILL")
-    assert "worker 3 on" in run.error  # of the command that waited
+    assert "worker 3 on" in run.error  # from the command that waited
 
 
 def test_a_failed_gang_is_restarted_within_its_job(submit: Any, laptop: Any) -> None:
@@ -199,7 +200,8 @@ def test_a_failed_gang_is_restarted_within_its_job(submit: Any, laptop: Any) -> 
 def test_a_sweep_is_a_job_array(submit: Any, tmp_path: Path, laptop: Any) -> None:
     run = submit("--multirun", "steps=20", "seed=1,2", "launcher.wait=true", "sweep.metric=loss")
     assert run.code == 0, run.error
-    assert "sweep    2 of 2 runs completed\nbest     " in run.output
+    assert re.search(r"^sweep    2 of 2 runs completed\nrun  seed  loss +state +folder\n1 ", run.output, re.MULTILINE)
+    assert len(re.findall(r" completed, best  ", run.output)) == 1
     folders = sorted(path.parent for path in (tmp_path / "runs").rglob("run_manifest.json"))
     jobs = sorted(job_of(folder) for folder in folders)
     assert [job.partition("_")[2] for job in jobs] == ["0", "1"]
@@ -298,7 +300,7 @@ def test_a_run_that_heals_goes_on_without_a_node_that_is_taken_out(
 def test_a_run_that_heals_is_queued_again_after_a_signal_and_when_its_first_node_is_taken_out(
     slurm: Slurm, submit: Any, laptop: Any, begun: Any
 ) -> None:
-    """Slurm kills the script with the node, upon which the job would have failed."""
+    """Slurm kills the script with the node; without a remedy the job would have failed."""
     slow = "faults=[{action: sleep, rank: null, step: null, seconds: 0.1, attempt: null}]"
     run = submit("steps=120", "strategy.on_failure=heal", "log_every=1", slow)
     begun(run.folder, after=3)

@@ -1,4 +1,4 @@
-"""Slurm binds the processes of a job to its CPUs, and the job asks for as many as they need."""
+"""Slurm binds a job's processes to its CPUs, and the job requests as many CPUs as they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.clusters import slurm as real
 from worldsize.observe.report.page import page
 
-# the interpreter of these jobs is one of its own (not `warm_python`), since another parent would not be bound by Slurm
+# these jobs start a fresh interpreter (not `warm_python`): Slurm would not bind processes of an outside parent
 CPUS = os.cpu_count() or 1
 pytestmark = [
     pytest.mark.heavy,
@@ -26,7 +26,7 @@ SLOW = ("steps=8", "observe.health.every=0.2", "faults=[{action: sleep, step: nu
 
 @pytest.fixture(scope="module")
 def binding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
-    """Slurm with one node that has all CPUs of this machine. It binds processes to the CPUs of their job."""
+    """Slurm with one node that has all CPUs of this machine, and binds processes to their job's CPUs."""
     if why := real.missing():
         pytest.skip(why)
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
@@ -36,7 +36,7 @@ def binding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
 
 
 def cpus_of_ranks(folder: Path) -> set[int]:
-    """Return on how many CPUs the ranks could run together, by the samples of the node's health."""
+    """Return the number of CPUs the ranks could use together, from the samples of the node's health."""
     (file,) = (folder / "health").rglob("node_00000.jsonl")
     return {json.loads(line)["cpus"] for line in file.read_text().splitlines()} - {0}  # 0: before they began
 
@@ -63,5 +63,5 @@ def test_a_node_with_fewer_cpus_than_its_ranks_need_is_warned_of(binding: real.S
 def test_more_cpus_than_a_node_has_are_refused_with_the_key_that_says_how_many(binding: real.Slurm, train: Any) -> None:
     run = train(*ON_ONE_NODE, f"data_workers={CPUS}", **binding.environment)
     assert run.code == 2
-    assert f"The job asks for {2 + 2 * CPUS} CPUs on each node; cluster.cpus_per_task sets another number." in run.error
+    assert f"The job requests {2 + 2 * CPUS} CPUs on each node; set cluster.cpus_per_task to change that." in run.error
     assert run.folder is None

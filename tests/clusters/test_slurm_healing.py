@@ -1,4 +1,4 @@
-"""Under a real Slurm, a run that heals goes on after the loss of any of its nodes."""
+"""Under a real Slurm, a healing run survives the loss of any of its nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from tests.clusters import slurm as real
 from tests.clusters.test_slurm import DIGITS, job_of, logs, manifest, reasons, state_digest, taken_out
+from tests.support.waiting import wait_until
 from worldsize.testing.hosts import Hosts
 
 SLOW = "faults=[{action: sleep, rank: null, step: null, seconds: 0.1, attempt: null}]"
@@ -34,7 +34,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
 
 @pytest.fixture
 def undisturbed(reference_run: Any) -> Callable[..., str]:
-    """``undisturbed("steps=60")`` is the digest of four processes on this machine that nobody disturbs."""
+    """``undisturbed("steps=60")`` is the digest of an undisturbed run of four local processes."""
     return lambda *options: state_digest(reference_run(*DIGITS, *options, "cluster.processes=4").folder)
 
 
@@ -56,14 +56,14 @@ def test_a_spare_node_takes_the_place_of_one_that_is_taken_out(
 def test_a_run_whose_first_node_dies_is_queued_again_by_another_and_goes_on_from_its_checkpoint(
     three: real.Slurm, train: Any, undisturbed: Callable[..., str], begun: Any, warm_python: Path
 ) -> None:
-    """The job's script dies with the node, and Slurm alone would leave the job to the others until its time is over."""
+    """The job's script dies with the node; Slurm by itself would keep the other nodes busy until the time limit."""
     own = (f"launcher.python={warm_python}", "cluster.processes_per_node=2", "cluster.spare_nodes=1")
     run = train(*DIGITS, *HEAL, *own, "steps=80", **three.environment)
     begun(run.folder, after=25)
     three.kill("127.0.0.1")
     three.wait_for(job_of(run.folder), "PENDING", "REQUEUED")
     assert (run.folder / "logs" / f"code_{job_of(run.folder)}_0.lost").exists()
-    three.start("127.0.0.1")  # it is repaired; the job needs three nodes
+    three.start("127.0.0.1")  # the node is repaired; the job needs three
     three.wait_for(job_of(run.folder), "COMPLETED", seconds=300)
     first, second = manifest(run.folder)["attempts"]
     assert (first["exit_reason"], second["exit_reason"]) == ("killed", "completed"), logs(run.folder)
@@ -75,7 +75,7 @@ def test_a_run_whose_first_node_dies_is_queued_again_by_another_and_goes_on_from
 def test_a_first_node_that_was_cut_off_ends_before_the_job_that_was_queued_again_begins(
     three: real.Slurm, train: Any, begun: Any
 ) -> None:
-    """Slurm cannot end what is on a node that it does not reach: the node must ask whether the job is still its own."""
+    """Slurm cannot end processes on a node it cannot reach: the node must check whether it still owns the job."""
     own = (f"launcher.python={sys.executable}", "cluster.processes_per_node=2")
     run = train(*DIGITS, *HEAL, *own, "steps=2000", **three.environment)
     begun(run.folder, after=25)
@@ -84,12 +84,12 @@ def test_a_first_node_that_was_cut_off_ends_before_the_job_that_was_queued_again
     agent, *_ = three.processes(first, agents)
     os.kill(agent, signal.SIGSTOP)
     try:
-        wait_until(lambda: three.facts(job)["Restarts"] == "1")  # the other node has queued the job again
+        wait_until(lambda: three.facts(job)["Restarts"] == "1")  # the other node has requeued the job
         assert agent in three.processes(first, agents)
     finally:
         os.kill(agent, signal.SIGCONT)
     wait_until(lambda: not three.processes(first, agents))
-    assert "is lost, and this one does not lead the run any more: it ends" in logs(run.folder)
+    assert "is lost, and this one no longer leads the run: it ends" in logs(run.folder)
     assert reasons(run.folder) == ["running"]  # the next attempt has not begun
     three.ask("scancel", job)
     three.start(first)
@@ -98,7 +98,7 @@ def test_a_first_node_that_was_cut_off_ends_before_the_job_that_was_queued_again
 def test_a_node_that_alone_loses_its_link_to_the_first_has_no_healthy_job_queued_again(
     four: Hosts, tmp_path: Path, train: Any, undisturbed: Callable[..., str], begun: Any, warm_python: Path
 ) -> None:
-    """It still reaches Slurm, the run folder and the other node, and takes part again once it hears the first."""
+    """It still reaches Slurm, the run folder and the other node, and rejoins once it reaches the first again."""
     own = (f"launcher.python={warm_python}", "cluster.nodes=3", "cluster.processes_per_node=1", "logical_ranks=12")
     with real.running_on(four, tmp_path / "slurm", port=17_050) as cluster:
         run = train(*DIGITS, *HEAL, *own, "steps=320", "checkpoint.every=0", **cluster.environment)
@@ -106,7 +106,7 @@ def test_a_node_that_alone_loses_its_link_to_the_first_has_no_healthy_job_queued
         begun(run.folder, after=20)
         separate(four, 1, 2, state="on")
         try:
-            wait_until(lambda: (run.folder / "events.jsonl").exists())  # the others go on
+            wait_until(lambda: (run.folder / "events.jsonl").exists())  # the other nodes continue
         finally:
             separate(four, 1, 2, state="off")
         cluster.wait_for(job_of(run.folder), "COMPLETED")
@@ -118,15 +118,7 @@ def test_a_node_that_alone_loses_its_link_to_the_first_has_no_healthy_job_queued
 
 
 def separate(hosts: Hosts, *apart: int, state: str) -> None:
-    """Let hosts hear each other no more ("on"), but still all others, or again ("off")."""
+    """Cut the connections between these hosts, but not to others ("on"), or restore them ("off")."""
     for host in apart:
         port = ("link", "set", f"p{host}", "type", "bridge_slave", "isolated", state)
         subprocess.run(["ip", "-n", hosts.switch(host), *port], check=True, timeout=120)
-
-
-def wait_until(happened: Callable[[], bool], seconds: float = 120) -> None:
-    """Wait until something has happened."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A run trains across hosts that ssh reaches."""
+"""A run trains across hosts reachable by ssh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_until
 from worldsize.testing.hosts import Hosts
 
 pytestmark = pytest.mark.heavy
@@ -58,10 +58,9 @@ def launch(hosts: Hosts, tmp_path: Path, environment_without_wandb: dict[str, st
         return Launched(hosts, folder, environment_without_wandb, python, *options)
 
     yield start
-    deadline = time.monotonic() + 120
-    while hosts.processes("worldsize agent"):  # no process may be left on any host
-        assert time.monotonic() < deadline, hosts.processes("worldsize agent")
-        time.sleep(0.1)
+    wait_until(
+        lambda: not hosts.processes("worldsize agent"), lambda: hosts.processes("worldsize agent")
+    )  # on any host
 
 
 def folder_of(root: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Create a plugin outside of any project: a logger that writes down from where it was imported."""
+"""Create a plugin outside of any project: a logger that records the location it was imported from."""
 
 from __future__ import annotations
 

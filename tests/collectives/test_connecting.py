@@ -1,4 +1,4 @@
-"""Ranks that gloo would connect later are connected at once where torch waits, and other waits end with the gang."""
+"""Connections that gloo would defer are made at once where torch waits, and other waits end with the gang."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.peer_waits import INTERRUPTION
-from worldsize.collectives.step_timer import connect, receive, send
+from worldsize.collectives.group import INTERRUPTION, connect, receive, send
 from worldsize.core import World
+from worldsize.healing.groups import _sockets  # of this process
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.meetings import _sockets  # of this process
 
 WAITED = timedelta(seconds=600)
 
 
 def late_group(world: World) -> ProcessGroup:
-    """Make a group of all ranks, two of which connect when they first communicate."""
+    """Create a group of all ranks where a pair connects on first use."""
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     return cast("ProcessGroup", dist.new_group([*range(world.size)], WAITED, backend="gloo"))
 
 
 def test_after_that_rings_and_trees_connect_nobody() -> None:
-    """Pairs at distances of a power of two are used, which are not all in 11 ranks."""
+    """They use pairs at power-of-two distances: 8 of the 10 peers of a rank among 11."""
 
     def body(world: World) -> tuple[int, int, int]:
         group = late_group(world)
         counts = [len(_sockets())]
         dist.barrier(world.group)  # before anybody connects
         connect([group])
-        dist.barrier(group)  # the last connections of others with this rank are there
+        dist.barrier(group)  # the other ranks' last connections to this rank exist
         counts.append(len(_sockets()))
         for size in (1, 11 * 40_000):
             row = torch.ones(size)
@@ -49,7 +48,7 @@ def test_after_that_rings_and_trees_connect_nobody() -> None:
         dist.all_gather_object(places, "place", group=group)
         dist.broadcast_object_list(["place"], group=group, group_src=3)
         counts.append(len(_sockets()))
-        dist.barrier(world.group)  # who leaves closes its connections
+        dist.barrier(world.group)  # a rank that leaves closes its connections
         before, connected, after = counts
         return before, connected, after
 
@@ -61,7 +60,7 @@ def test_after_that_rings_and_trees_connect_nobody() -> None:
 @pytest.mark.parametrize("waiting", [0, 1])
 @pytest.mark.parametrize("wait", ["connect", "send", "receive"])
 def test_a_wait_for_a_rank_that_never_connects_ends_when_the_gang_does(wait: str, waiting: int) -> None:
-    """One of two ranks connects to the other, which waits for it; it may be either."""
+    """Either of the two ranks may be the one that waits for the other to connect."""
 
     def body(world: World) -> None:
         group, row = late_group(world), torch.ones(4)

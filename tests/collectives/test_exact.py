@@ -1,4 +1,4 @@
-"""Exact reductions over real gloo processes agree with fractions computed without rounding."""
+"""Exact reductions over real gloo processes match fractions computed without rounding."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Total = Callable[[Sequence[float]], float]
 
 
 def in_accumulators(values: Sequence[float]) -> float:
-    """Add in accumulators: the first half in one, the second in another."""
+    """Sum in two accumulators, one per half."""
     middle = len(values) // 2
     first, second = (torch.tensor([half], dtype=torch.float64) for half in (values[:middle], values[middle:]))
     return rounded(accumulated(first) + accumulated(second))[0]
@@ -73,7 +73,7 @@ def test_the_smallest_and_the_largest_floats_are_added_exactly(total: Total) -> 
     assert total([tiny, tiny, -largest, tiny, largest]) == 3 * tiny
     assert total([largest, -tiny]) == largest
     assert total([2.0**-1022, -tiny]) == 2.0**-1022 - tiny  # the largest number without a leading bit
-    assert total([1.0, 2.0**-53]) == 1.0  # halves go to the even
+    assert total([1.0, 2.0**-53]) == 1.0  # halves round to even
     assert total([1.0, 2.0**-53, tiny]) == 1.0 + 2.0**-52
     assert total([-0.0]) == 0.0
 

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks come to the first one as it asks for them, one at a time."""
+"""Sharded tensors are gathered on the first rank one at a time, on request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from worldsize.checkpoint.pieces import cut, pieces_of
 from worldsize.checkpoint.safetensors import box_of
 from worldsize.collectives.gather_full import gather_full, use_full
 from worldsize.collectives.gather_full import whole as sharded_whole
 from worldsize.core import World
+from worldsize.healing.pieces import cut, pieces_of
 from worldsize.record.determinism import tensor_digests
 from worldsize.testing.worlds import run_in_worlds
 
@@ -30,7 +30,7 @@ def whole() -> dict[str, Tensor]:
 
 
 def spread(world: World) -> Mapping[str, Tensor]:
-    """Give this rank its part of each tensor: of two it has a shard, of two only one rank has anything."""
+    """Give this rank its part of each tensor: shards of two, and two that only one rank holds."""
     mesh, tensors = init_device_mesh("cpu", (world.size,)), whole()
     sharded = {"rows": [Shard(0)], "columns": [Shard(1)]}
     parts = {name: distribute_tensor(tensors[name], mesh, placements) for name, placements in sharded.items()}
@@ -51,7 +51,7 @@ def test_the_first_rank_sees_what_one_process_would_hold(size: int) -> None:
 
 
 def test_shards_of_layers_that_ranks_share_become_the_whole_tensor_and_lie_where_they_say() -> None:
-    """Two ranks share the layers, of which three parts of the data hold shards; ten rows divide by no six."""
+    """Two tensor-parallel ranks share each layer, three data-parallel ranks shard it; ten rows do not divide by six."""
 
     def body(world: World) -> None:
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""The tree of logical ranks follows its definition, and the reduction agrees with one process."""
+"""The tree of logical ranks follows its definition, and the reduction matches one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIVISORS = [(total, size) for total in (1, 2, 3, 4, 6, 8, 12, 16) for size in ra
 
 
 def values(total: int, length: int = 1003) -> Tensor:
-    """Draw values of very different sizes, so that every order of summation rounds to other bits."""
+    """Draw values of very different magnitudes, so that every summation order rounds differently."""
     generator = torch.Generator().manual_seed(total)
     return torch.randn(total, length, generator=generator) * 10 ** torch.empty(total, length).uniform_(
         -4, 4, generator=generator
@@ -23,7 +23,7 @@ def values(total: int, length: int = 1003) -> Tensor:
 
 
 def by_definition(rows: Tensor) -> Tensor:
-    """Sum the rows by the tree that the docstring of the module defines."""
+    """Sum the rows by the tree defined in the module's docstring."""
     count = len(rows)
     if count == 1:
         return rows[0]

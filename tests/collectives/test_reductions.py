@@ -1,4 +1,4 @@
-"""Compressed and hierarchical sums agree with float64 sums of the same numbers."""
+"""Compressed and hierarchical sums match float64 sums of the same numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worldsize.core import World
 from worldsize.strategies.communication_hooks import Tiers
 from worldsize.testing.worlds import run_in_worlds
 
-LENGTH = 2501  # no multiple of a world size, and more than two blocks
+LENGTH = 2501  # not a multiple of a world size, and more than two blocks
 
 
 def row(rank: int, step: int = 0) -> Tensor:
@@ -63,7 +63,7 @@ def test_a_compressed_sum_is_near_the_exact_one_and_the_same_on_all_ranks(size: 
 
 
 def test_compression_errors_are_fed_back() -> None:
-    """The error of a sum over many steps is that of one step, not of all (Karimireddy et al. 2019, lemma 3)."""
+    """The error of a sum over many steps is one step's error, not the sum of all (Karimireddy et al. 2019, lemma 3)."""
     steps = 50
 
     def body(world: World) -> tuple[Tensor, Tensor]:
@@ -104,4 +104,4 @@ def test_a_sum_over_any_number_of_tiers_agrees_with_the_exact_one(
         assert torch.equal(total, results[0][0])
         assert shares == 4
         assert len(groups) == 3
-    assert results[5][1] == [[4, 5], [5, 7], [1, 5]]  # the same places below, whatever the tiers are called
+    assert results[5][1] == [[4, 5], [5, 7], [1, 5]]  # equal assignments below, whatever the names of the tiers

@@ -1,4 +1,4 @@
-"""Sums of some of the numbers are those of the papers, computed in plain PyTorch on one process."""
+"""Sparse sums match the formulas of the papers, computed in plain PyTorch on one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def row(rank: int, step: int) -> Tensor:
 
 
 def sums(summation: Summation, world: World) -> tuple[list[Tensor], list[Tensor]]:
-    """Sum the rows of all steps; return the sums, and what this rank has kept after each step."""
+    """Sum the rows of all steps; return the sums, and this rank's residual after each step."""
     assert world.group is not None
     error, totals, kept = torch.zeros(LENGTH), [], []
     for step in range(STEPS):
@@ -78,7 +78,7 @@ def mask_of(seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "sent"), [("topk", 320.0), ("randomk", 160.0)])
 def test_the_cost_formula_has_the_bytes_of_the_collectives(kind: CompressionKind, sent: float) -> None:
-    """Forty of 800 numbers are sent: with their places to the one other rank, or in a ring, in which 2 (n-1)/n = 1."""
+    """Of 800 numbers, 40 are sent: with their indices to the one peer, or in a ring, where 2 (n-1)/n = 1."""
     cluster = replace(cluster_of(2), links={"node": Link(bandwidth=1e9, latency=1e-6)})
     cost = DDP(compress=kind, density=0.05).cost(Workload(parameter_bytes=3200, optimizer_bytes=0), cluster)
     assert cost is not None
@@ -137,7 +137,7 @@ def test_random_places_follow_from_the_seed_and_leave_out_the_share_of_the_paper
 def test_random_numbers_without_memory_are_right_on_average() -> None:
     """Compare the mean of many sums, and their squared norm, with section 2 of Wangni et al. 2018.
 
-    The norm is that of x_i^2 / p_i, n/k times the squared norm of the exact sum if all probabilities are equal.
+    The norm is the sum of x_i^2 / p_i: n/k times the squared norm of the exact sum if all probabilities are equal.
     """
     times, width = 2000, 5
 
@@ -177,7 +177,7 @@ def test_a_number_that_is_not_finite_reaches_all_ranks_and_is_not_kept(summation
 
 
 def plain(density: float, ranks: int, steps: int) -> tuple[list[float], list[Tensor]]:
-    """Train sparsified SGD with memory in plain PyTorch on one process, which plays all ranks.
+    """Train sparsified SGD with memory in plain PyTorch on one process that plays all ranks.
 
     Returns:
         The losses, and the memory of each rank after the last step, in the order of parameters.
@@ -205,7 +205,7 @@ def plain(density: float, ranks: int, steps: int) -> tuple[list[float], list[Ten
 
 
 def test_training_by_top_k_is_sparsified_sgd_with_memory() -> None:
-    """Compare losses, and what a checkpoint has of each rank's memory: by parameter, whatever the buckets are."""
+    """Compare losses, and each rank's memory in a checkpoint: it is stored per parameter, independent of buckets."""
 
     def body(world: World) -> tuple[Trained, Tensor]:
         replica = strategy.replica(CHAIN, RunContext(world))
@@ -224,7 +224,7 @@ def test_training_by_top_k_is_sparsified_sgd_with_memory() -> None:
 
 
 def test_what_is_kept_belongs_to_parameters_and_not_to_buckets() -> None:
-    """Deal the errors to buckets, change them, and deal them anew to other buckets."""
+    """Distribute the errors over buckets, change them, and distribute them over different buckets."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     first, *others = model.parameters()
     errors = Errors(model, shares=1)
@@ -247,7 +247,7 @@ def test_what_is_kept_belongs_to_parameters_and_not_to_buckets() -> None:
     ids=["topk", "randomk by node"],
 )
 def test_a_resumed_run_goes_on_with_what_was_left_out(strategy: DDP, size: int, tmp_path: Path) -> None:
-    """Compare the bits of 7 steps with those of 4, a checkpoint and 3 more, over buckets that DDP forms anew."""
+    """Compare the bits of 7 steps with 4 steps, a checkpoint and 3 more, over buckets that DDP rebuilds."""
 
     def trained(steps: int, folder: Path | None, *, save: bool) -> Trained:
         def body(world: World) -> Trained:
@@ -265,7 +265,7 @@ def test_a_resumed_run_goes_on_with_what_was_left_out(strategy: DDP, size: int, 
 def test_what_cannot_keep_its_promise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"leaves out other parts of sums at each world size.*elastic"):
         DDP(reduce="ordered", compress="randomk")
-    with pytest.raises(ConfigError, match=r"what it leaves out would be lost\. Set strategy.error_feedback=true"):
+    with pytest.raises(ConfigError, match=r"errors would be lost\. Set strategy.error_feedback=true"):
         DDP(compress="topk", error_feedback=False)
     with pytest.raises(ConfigError, match=r"from 8 ranks: with strategy.density=0.2 .* at most 1/8"):
         DDP(compress="topk", density=0.2).roles(cluster_of(8))

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def timer(monkeypatch: pytest.MonkeyPatch) -> StepTimer:
     """A timer whose clock reads 0, 1, 2 ..."""
-    clock = SimpleNamespace(perf_counter=map(float, count()).__next__)  # read by this timer alone, by no other thread
+    clock = SimpleNamespace(perf_counter=map(float, count()).__next__)  # read only by this timer, not by other threads
     monkeypatch.setattr(step_timer, "time", clock)
     return StepTimer(CPU)
 
@@ -118,7 +118,7 @@ def test_the_wait_for_ddps_reducer_begins_after_the_last_gradient() -> None:
         assert isinstance(replica, SynchronousReplica)
         order, timer, seen = Order(0, 8, 2, (world.rank,)), StepTimer(world.device), list[str]()
         batches = micro_batches(Chain().data("train"), order, world.device)
-        replica.step(next(batches))  # the first step has exchanges of its own
+        replica.step(next(batches))  # the first step has extra exchanges
         _note(replica.model, timer, seen)
         with timer.opened():
             timer.start(data=0.0)
@@ -133,7 +133,7 @@ def test_the_wait_for_ddps_reducer_begins_after_the_last_gradient() -> None:
 
 
 def _note(model: nn.Module, timer: StepTimer, seen: list[str]) -> None:
-    """Note what happens in order: gradients, and changes of phase."""
+    """Record gradients and phase changes in order."""
     switch = timer.switch
 
     def noted(phase: Phase) -> Phase:

@@ -121,7 +121,7 @@ def _misspelt(draw: Random, key: str) -> str:
 
 
 def _keys() -> list[str]:
-    """Return every key of the composed configuration, also those of its sections."""
+    """Return every key of the composed configuration, including nested keys."""
     plain: Any = OmegaConf.to_container(compose_only(list(USUAL)))
     return sorted(_below(plain, ""))
 

@@ -17,7 +17,7 @@ from tests.support.runs import Command, environment
 from worldsize.launch import execute
 
 _SEED = 44
-_RAW = re.compile(  # words of the libraries that a user of worldsize need not know
+_RAW = re.compile(  # words of libraries that a user of worldsize should not see
     r"Traceback|full_key|object_type|expecting \{|\w+Exception\b|ValidationError|ListConfig|DictConfig|"
     r"Interpolation key|while resolving|Could not (override|append|delete)|Error merging|defaults list|looks like a"
 )
@@ -61,7 +61,7 @@ def _check_in_process(
 
 
 def _check_started(words: Sequence[str], folder: Path, command: Command) -> None:
-    """Start the words as a command, which must train or be refused without a trace."""
+    """Run the words as a command; it must train, or be refused without leaving files."""
     folder.mkdir()
     done = command("train", *USUAL, *words, cwd=folder, environment=environment(HOME=str(folder)))
     assert "Traceback" not in done.stdout + done.stderr, (words, done)

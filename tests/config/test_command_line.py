@@ -1,4 +1,4 @@
-"""Options of groups are chosen with and without a plus, wherever a group comes from."""
+"""Options of groups are chosen with or without a plus, from any source of the group."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_error_of_hydra_without_a_message_is_named(monkeypatch: pytest.Monkey
 def test_a_single_run_has_the_configuration_that_hydras_command_line_gives(words: Sequence[str]) -> None:
     def seen(*flags: str) -> list[Any]:
         found: list[Any] = []
-        said = [*flags, *words, "hydra.job.name=app"]  # else it is the name of the module that has the function below
+        said = [*flags, *words, "hydra.job.name=app"]  # the default is the module of the function below
         compose_and_call(lambda cfg: found.extend([cfg, OmegaConf.to_container(HydraConfig.get())]), said)
         found[1]["mode"] = None  # Hydra's command line names it, and among the overrides
         found[1]["overrides"]["hydra"] = [word for word in found[1]["overrides"]["hydra"] if "mode" not in word]
@@ -145,7 +145,7 @@ def test_files_of_an_additional_folder_are_checked_as_all_others(
     (trials / "swept.yaml").write_text(
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n"
     )
-    with pytest.raises(ConfigError, match="^no key 'trial'"):  # which it would be without a header
+    with pytest.raises(ConfigError, match="^no key 'trial'"):  # it would be without a header
         composed(*words, "trial=late")
     assert "late.yaml, line 2: '# @package _global_' has no effect" in caplog.text
     with pytest.raises(ConfigError, match=r"placed.yaml: hydra.run.dir is not followed"):
@@ -242,10 +242,10 @@ def test_a_file_that_says_where_hydra_shall_put_a_run_is_refused(project: Path) 
 @pytest.mark.parametrize("word", ["logger=null", "+checkpoint=null"])
 def test_null_as_an_option_of_a_group_that_has_none_names_that(word: str) -> None:
     group = word.removeprefix("+").removesuffix("=null")
-    with pytest.raises(ConfigError, match=rf"null is no option of the group {group}\. Set {group}=none\.$"):
+    with pytest.raises(ConfigError, match=rf"null is not an option of the group {group}\. Set {group}=none\.$"):
         composed(word, "recipe=digits")
 
 
 def test_null_as_an_option_of_a_group_that_needs_one_names_the_options() -> None:
-    with pytest.raises(ConfigError, match=r"null is no option of the group cluster.* Known: .*laptop"):
+    with pytest.raises(ConfigError, match=r"null is not an option of the group cluster.* Known: .*laptop"):
         composed("cluster=null", "recipe=digits")

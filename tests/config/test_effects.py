@@ -1,4 +1,4 @@
-"""A typed value that can have no effect is refused, and an optimizer's own rate is the run's rate."""
+"""A value typed without effect is refused, and an optimizer's own learning rate is the run's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changed defaults show as a diff of golden files."""
+"""Changed defaults appear as a diff of golden files."""
 
 from __future__ import annotations
 

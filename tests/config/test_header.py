@@ -1,4 +1,4 @@
-"""A header that says where a file's keys go counts at the top of the file alone."""
+"""A package header takes effect only at the top of a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def warnings_of(
     file.write_text(text)
     monkeypatch.chdir(folder)
     with caplog.at_level(logging.WARNING, logger="worldsize"):
-        for _ in range(2):  # told once
+        for _ in range(2):  # warns once
             try:
                 compose_and_call(lambda cfg: None, ["+experiment=wide"])
             except ConfigError:

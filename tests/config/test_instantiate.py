@@ -1,4 +1,4 @@
-"""``_target_`` must be inside the allow-list, and its arguments must fit the signature."""
+"""``_target_`` must be in the allow-list, and its arguments must fit the signature."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_misspelt_class_is_told_with_those_of_its_module_and_not_with_what_tha
     known = str(refused.value).partition("Known: ")[2].rstrip(".").split(", ")
     assert "DDP" in known
     assert not {"Mapping", "annotations", "torch", "Strategy"} & {*known}
-    with pytest.raises(ConfigError, match="did you mean 'Linear'"):  # a package has the classes of its modules
+    with pytest.raises(ConfigError, match="did you mean 'Linear'"):  # a package includes the classes of its modules
         make({"_target_": "torch.nn.Lineer"})
 
 
@@ -55,7 +55,7 @@ def test_a_target_outside_the_allow_list_is_refused(target: Any) -> None:
     "target", ["worldsize.worker.process.os.system", "worldsize.record.run_directory.shutil.rmtree"]
 )
 def test_an_alias_of_something_outside_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match="which is outside the allow-list"):
+    with pytest.raises(ConfigError, match="outside the allow-list"):
         make({"_target_": target}, ALL)
 
 
@@ -109,7 +109,7 @@ def test_only_what_a_configuration_may_name_is_built(target: str) -> None:
 
 
 def targets_in(node: Any) -> Iterator[str]:
-    """Yield the targets anywhere in a parsed YAML file, but for those that other keys name."""
+    """Yield all targets in a parsed YAML file, except those under other keys."""
     if isinstance(node, dict) and "$" not in (target := node.get("_target_", "$")):
         yield target
     for child in [*node.values()] if isinstance(node, dict) else node if isinstance(node, list) else []:

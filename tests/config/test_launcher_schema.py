@@ -19,14 +19,14 @@ from worldsize.config.section import plain_type
 from worldsize.core.launcher import OF_CLUSTER, cluster_option
 
 CLUSTERS = sorted(path.stem for path in (REPOSITORY / "conf" / "cluster").glob("*.yaml"))
-ALSO_OF_LAUNCHERS = {"port"}  # keys of every cluster that a launcher takes too, and means the same by
+ALSO_OF_LAUNCHERS = {"port"}  # keys common to clusters and launchers, with the same meaning
 
 
 @dataclass(frozen=True)
 class Made:
     first: str = cluster_option()
     options: Mapping[str, Any] = cluster_option({})
-    port: int | None = cluster_option(None)  # a key that every cluster has
+    port: int | None = cluster_option(None)  # a key of every cluster
     words: Sequence[str] = ("sky",)
 
 
@@ -69,7 +69,7 @@ class Clashing:
 
 
 def clashes(launcher: type) -> set[str]:
-    """Return the cluster options of ``launcher`` that are keys of every cluster with another meaning."""
+    """Return the cluster options of ``launcher`` that clash with a key of every cluster."""
     every = {each.name: each.default for each in fields(ClusterSchema)}
     means, own = get_type_hints(ClusterSchema), get_type_hints(launcher)
     return {
@@ -83,7 +83,7 @@ def clashes(launcher: type) -> set[str]:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_no_option_of_a_launcher_is_a_key_of_every_cluster_with_another_meaning(cluster: str) -> None:
-    """``cluster.NAME`` is one key: the launcher would get what the cluster is described by, and not its own option."""
+    """``cluster.NAME`` is one key: the launcher would receive the cluster's value instead of its own option."""
     target = OmegaConf.load(REPOSITORY / "conf" / "cluster" / f"{cluster}.yaml").launcher._target_
     assert not clashes(resolve_target(target, Allowed(), cluster))
 
@@ -94,7 +94,7 @@ def test_an_option_of_a_launcher_that_is_a_key_of_every_cluster_is_found_by_its_
 
 
 def test_composing_a_cluster_imports_no_torch() -> None:
-    """The import takes seconds, which every `--cfg job`, `--help` and misspelt option would cost."""
+    """The import takes seconds, on every `--cfg job`, `--help` and misspelt option."""
     code = (
         "import sys; from worldsize.config.compose import compose_and_call\n"
         "for cluster in sys.argv[1:]:\n"

@@ -1,4 +1,4 @@
-"""Lengths of a schedule in epochs, samples and tokens become steps before the start."""
+"""Schedule lengths in epochs, samples and tokens are converted to steps before the start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from worldsize.config.composed import written_lengths
 
 def test_texts_that_are_lengths_are_told_from_others_at_any_depth() -> None:
     node = {"_target_": "torch.steps", "warmup": 0.1, "milestones": ["2 epochs", 3], "floor": {"at": "1.5M tokens"}}
-    assert dict(written_lengths(node)) == {"schedule.milestones.0": "2 epochs", "schedule.floor.at": "1.5M tokens"}
+    lengths = {key: (length.count, length.unit) for key, length in written_lengths(node)}
+    assert lengths == {"schedule.milestones.0": (2, "epoch"), "schedule.floor.at": (1.5e6, "token")}
 
 
 SHOWN = ("launch=show", "cluster.processes=1", "steps=99")

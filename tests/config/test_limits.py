@@ -1,4 +1,4 @@
-"""What an annotation says of a value is checked before anything is built, for our own fields and for a plugin's."""
+"""Annotated ranges are checked before anything is built, for the framework's fields and a plugin's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FilePath, FolderName, OneOf, Range
 from worldsize.core.limits import check_limits
 from worldsize.launch.slurm import Slurm
-from worldsize.train import faults
+from worldsize.loop import faults
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as Mesh
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Stand for options that a plugin's author has annotated."""
+    """Stand for options annotated by a plugin's author."""
 
     share: Annotated[float, Range(least=0, below=1, hint="0.5 is usual")] = 0.5
     rate: Annotated[float, Range(above=0)] = 0.1
@@ -75,7 +75,7 @@ def test_what_an_annotation_allows_is_taken(values: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Partly:
-    """Stand for a plugin that imports a name for type checkers alone."""
+    """Stand for a plugin that imports a name only for type checkers."""
 
     mesh: Mesh | None = None
     share: Annotated[float, Range(least=0, below=1)] = 0.5
@@ -92,6 +92,30 @@ def test_a_name_for_type_checkers_alone_takes_the_limits_of_no_other_option(name
         check_node({"_target_": name, "share": "x"}, allowed=allowed, key="strategy")
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """Stand for a plugin whose limits refer to a class imported only for type checkers."""
+
+    share: Annotated[float | Mesh, Range(least=0, below=1)] = 0.5
+
+
+Share = Annotated[float, Range(least=0, below=1)]
+
+
+@dataclass(frozen=True)
+class UnreadableAlias:
+    """Stand for a plugin that refers to such a class beside an alias with limits."""
+
+    share: Share | Mesh = 0.5
+
+
+@pytest.mark.parametrize("kind", [Unreadable, UnreadableAlias])
+def test_limits_that_cannot_be_read_are_refused_instead_of_forgotten(kind: type) -> None:
+    node = {"_target_": f"{__name__}.{kind.__name__}", "share": 1.0}
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: the limits of share: .*'Mesh' is not defined\. Import"):
+        check_node(node, allowed=Allowed((__name__,)), key="strategy")
+
+
 def test_a_whole_number_with_an_exponent_is_to_be_written_in_digits() -> None:
     node = {"_target_": "recipes.digits.recipe.Digits", "dropout": 0.0, "make_optimizer": {}}
     with pytest.raises(ConfigError, match=r"it takes int\. Write recipe.width=100\.$"):
@@ -101,7 +125,7 @@ def test_a_whole_number_with_an_exponent_is_to_be_written_in_digits() -> None:
 
 
 def partly(mesh: Mesh | None = None, share: Annotated[float, Range(least=0, below=1)] = 0.5) -> None:
-    """Stand for a function that names what is imported for type checkers alone."""
+    """Stand for a function whose annotations are imported only for type checkers."""
 
 
 def test_a_word_or_a_number_is_either() -> None:

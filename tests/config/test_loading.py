@@ -1,9 +1,9 @@
-"""A configuration is loaded once: each object that it describes is built once, whatever must be computed before."""
+"""A configuration is loaded once: each object is built once, whatever must be computed first."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,9 @@ import pytest
 
 from recipes.digits.recipe import Digits
 from worldsize.config import settings
-from worldsize.config.compose import compose_only, resolved
-from worldsize.config.composed import _OF_SHAPE, settings_of
+from worldsize.config.compose import compose_only
+from worldsize.config.composed import settings_of
 from worldsize.config.instantiate import build
-from worldsize.config.settings import load_shape
 from worldsize.errors import ConfigError
 
 WORDS = ("recipe=digits", "strategy=local_sgd", "cluster.processes=2")
@@ -49,14 +48,21 @@ def test_values_that_follow_from_the_data_reach_every_section() -> None:
     assert found.training.steps == 30  # 2 epochs of 15 steps
     assert found.strategy == replace(found.strategy, inner_steps=30)  # type: ignore[call-arg]
     assert found.run.group == f"lr{found.training.lr}"
-    assert found.training.lr == 0.005 / 2  # each of two workers updates by half a step's samples
+    assert found.training.lr == 0.005 / 2  # each of two workers updates with half of a step's samples
+
+
+def test_lengths_are_not_written_into_the_composed_configuration() -> None:
+    cfg = compose_only([*WORDS, "epochs=2", "batch_size=null", "optimizer.lr=0.1", "cluster.scale_lr=linear"])
+    before = deepcopy(cfg)
+    assert settings_of(cfg).training.lr != 0.1
+    assert cfg == before
 
 
 def test_a_step_that_does_not_divide_is_refused_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Digits, "data", lambda *_: pytest.fail("the data are read"))
     with pytest.raises(ConfigError, match="batch_size=97 does not divide"):
         settings_of(compose_only([*WORDS, "epochs=2", "batch_size=97"]))
-    with pytest.raises(ConfigError, match="have no common scale of the loss"):
+    with pytest.raises(ConfigError, match="do not share a loss scale"):
         settings_of(
             compose_only(["recipe=digits", "strategy=mesh", "cluster.processes=2", "epochs=2", "precision=fp16"])
         )
@@ -65,25 +71,3 @@ def test_a_step_that_does_not_divide_is_refused_before_the_data_are_read(monkeyp
 def test_the_batch_size_of_a_recipe_that_takes_it_is_known_before_its_data() -> None:
     found = settings_of(compose_only(["recipe=digits", "recipe.width=${batch_size}", "batch_size=null", "epochs=1"]))
     assert found.recipe == replace(found.recipe, width=found.training.batch_size)  # type: ignore[type-var]
-
-
-class Read(dict[str, Any]):
-    """A configuration that records the keys read from it."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self.keys_read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.keys_read.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.keys_read.add(key)
-        return super().get(key, default)
-
-
-def test_the_processes_follow_from_keys_whose_changes_are_noticed() -> None:
-    config = Read(resolved(compose_only([*WORDS, "steps=3"])))
-    load_shape(config)
-    assert config.keys_read - {"allow_targets"} == {*_OF_SHAPE}  # a length may decide no others

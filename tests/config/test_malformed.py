@@ -1,4 +1,4 @@
-"""Whatever is malformed on a command line is refused: exit code 2, one sentence, no process and no folder."""
+"""Any malformed command line is refused: exit code 2, one sentence, and neither a process nor a folder."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FolderName, Limit, OneOf, Range
 from worldsize.core.launcher import OF_CLUSTER
 from worldsize.core.limits import check_limits
+from worldsize.devices import device_count
 
-Option = tuple[tuple[str, ...], str, Any]  # what else is typed, the key, and its annotation
-RUN, PLACE = "RUN", "PLACE"  # stand for a run's folder and for a path that is none
+Option = tuple[tuple[str, ...], str, Any]  # further words, the key, and its annotation
+RUN, PLACE = "RUN", "PLACE"  # stand for a run's folder and for a path without a run
 
 
-# ---------------------------------------------------------------- which options there are
+# ---------------------------------------------------------------- the options
 
 
 def of_schema(section: type, path: str = "") -> Iterator[Option]:
     for name, hint in get_type_hints(section, include_extras=True).items():
         if is_dataclass(hint) and isinstance(hint, type):
-            if name != "numerics":  # its keys are interpolations of others
+            if name != "numerics":  # its keys interpolate other keys
                 yield from of_schema(hint, f"{path}{name}.")
         elif hint is not Any and not name.startswith("_"):
             yield (), path + name, hint
 
 
 def of_group(group: str, key: str, folder: Path) -> Iterator[Option]:
-    """Yield the options of every dataclass that a YAML of the group names."""
+    """Yield the options of every dataclass used by a YAML of the group."""
     for file in sorted(folder.glob(f"conf/{group}/*.yaml")):
         whole: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         node = whole if "_target_" in whole else whole.get(key) or {}
@@ -81,7 +82,7 @@ def options() -> Iterator[Option]:
     yield (), "logger.mode", Literal["auto", "online", "offline", "disabled"]
 
 
-# ---------------------------------------------------------------- what is wrong for each
+# ---------------------------------------------------------------- the faults of each
 
 
 WORDS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).map(lambda word: f"zz{word}")
@@ -93,7 +94,7 @@ NUMBERS = st.one_of(
 
 
 def malformed(hint: Any) -> st.SearchStrategy[str] | None:
-    """Return words that no value of the annotation is written as; None: everything is one."""
+    """Return words that do not parse as the annotation; None if everything does."""
     kinds, limits = parts(hint)
     choices: list[st.SearchStrategy[str]] = []
     if {int, float} & kinds and not {str, Any} & kinds:
@@ -128,7 +129,7 @@ def parts(hint: Any) -> tuple[set[Any], list[Limit]]:
 
 def is_outside(hint: Any, value: float, *, whole: bool) -> bool:
     if (whole and value != value) or (whole and isinstance(value, float)):
-        return True  # a fraction, or no number
+        return True  # a fraction, or not a number
     holder = type("Holder", (), {"__annotations__": {"key": hint}})
     try:
         check_limits(holder, {"key": value}, key="")
@@ -144,7 +145,7 @@ COMPOSED = (["train"], ["train", "launch=show"], ["plan"], ["doctor"], ["resume"
 
 @st.composite
 def composed(draw: st.DrawFn) -> list[str]:
-    """Draw a command that composes a configuration, with one thing wrong in it."""
+    """Draw a command that composes a configuration, with one fault in it."""
     command = draw(st.sampled_from(COMPOSED))
     if draw(st.integers(0, 9)) == 0:
         return [*command, draw(GARBAGE)]
@@ -196,7 +197,7 @@ OTHERS: Sequence[Sequence[str | st.SearchStrategy[str]]] = (
 
 @st.composite
 def other(draw: st.DrawFn) -> list[str]:
-    """Draw a command that composes none, or is wrong before that."""
+    """Draw a command that does not compose, or fails before it does."""
     words = draw(st.sampled_from(OTHERS))
     return [word if isinstance(word, str) else draw(word) for word in words]
 
@@ -205,7 +206,7 @@ def other(draw: st.DrawFn) -> list[str]:
 
 
 class Place:
-    """A working directory with a run's folder and with paths that are no run."""
+    """A working directory with a run's folder and with paths that are not runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -222,7 +223,7 @@ class Place:
         self.places = ("nowhere", "empty", "file", "cut", "foreign", "list", "binary")
 
     def files(self) -> dict[str, bytes]:
-        """Read every file but locks, which a command that goes on with a run takes before it reads anything."""
+        """Read every file except locks: a resuming command takes them before it reads anything."""
         return {
             str(path): path.read_bytes()
             for path in sorted(self.folder.rglob("*"))
@@ -236,11 +237,12 @@ def stop(*_: object, **__: object) -> NoReturn:
 
 @contextmanager
 def nothing_starts(folder: Path) -> Iterator[None]:
-    """Work in ``folder``, where an exit is a SystemExit and a new process an error; all is as before afterwards."""
+    """Work in ``folder``: an exit is a SystemExit, a new process an error; everything is restored afterwards."""
 
     def leave(code: int) -> NoReturn:
         raise SystemExit(code)
 
+    device_count("cuda")  # after earlier tests have forked runs, this queries the driver in a child, once
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.chdir(folder)
@@ -257,7 +259,7 @@ def nothing_starts(folder: Path) -> Iterator[None]:
 
 
 def called(words: Sequence[str], folder: Path) -> tuple[int, str, str]:
-    """Call ``worldsize WORDS`` in this process; exit code, standard output and standard error."""
+    """Call ``worldsize WORDS`` in this process; return exit code, standard output and standard error."""
     output, error = io.StringIO(), io.StringIO()
     before = sys.argv
     sys.argv = ["worldsize", *words]
@@ -294,7 +296,7 @@ LIGHT = settings(
     max_examples=12,
     deadline=None,
     derandomize=True,
-    phases=[Phase.generate],  # a command with one thing wrong is small already
+    phases=[Phase.generate],  # a command with one fault is already minimal
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )

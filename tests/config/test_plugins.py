@@ -187,7 +187,7 @@ def test_new_refuses_names_that_are_taken_or_invalid(
         ("logger", "diloco"): "plugins.diloco is taken by",
         ("recipe", "My-Recipe"): "cannot be the name of a module",
         ("recipe", "class"): "cannot be the name of a module",
-        ("strategy", "world"): "would be a class World, which its file uses",
+        ("strategy", "world"): "would be class World, used by its file",
     }
     for words, message in refusals.items():
         done = command("new", *words, cwd=project, environment=environment_without_wandb)

@@ -1,4 +1,4 @@
-"""The learning rate follows the samples of an update where these depend on the workers, and nowhere else."""
+"""The learning rate scales with an update's samples only where they depend on the number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = ("recipe=digits", "batch_size=96", "lr=0.02", "launch=show")
 
 @pytest.mark.parametrize(("samples", "base"), [(8192, 256), (12, 96), (7, 7)])
 def test_the_factors_are_those_of_the_papers(samples: int, base: int) -> None:
-    """Goyal et al. 2017: lr = 0.1 k n / 256. Hoffer et al. 2017: the noise of an update, σ² lr² / batch, stays."""
+    """Goyal et al. 2017: lr = 0.1 k n / 256. Hoffer et al. 2017: keep the update's noise, σ² lr² / batch, constant."""
     assert 0.1 * rate_factor("linear", samples=samples, base=base) == pytest.approx(0.1 * samples / base)
     rate = 0.1 * rate_factor("sqrt", samples=samples, base=base)
     assert rate**2 / samples == pytest.approx(0.1**2 / base)
@@ -38,7 +38,7 @@ def test_a_scaled_run_is_the_run_with_the_rate_by_the_formula(
     run = train(*PLAIN, *shape.split(), *rule.split())
     assert run.code == 0, run.error
     assert [(row["lr"], row["update_samples"]) for row in run.steps()] == [(pytest.approx(lr), samples)] * 2
-    assert f"an update: {samples} samples" in run.output
+    assert f"global batch {samples} " in run.output
     by_hand = train(*PLAIN, *shape.split(), f"lr={run.steps()[0]['lr']!r}")
     assert by_hand.json("result.json")["state_digest"] == run.json("result.json")["state_digest"]
 
@@ -53,9 +53,9 @@ def test_a_run_goes_on_with_other_workers_at_the_rate_of_their_updates_once_that
     assert "lr: 0.01 then, 0.006666666666666666 now" in refused.stderr
     resumed = command(*words, "--ignore", "lr", cwd=run.folder, environment=environment_without_wandb)
     assert resumed.returncode == 0, resumed.stderr
-    assert "an update: 32 samples, of batch_size=96 over 3 workers; lr 0.00666667 = 0.02 × 32/96" in resumed.stdout
+    assert "global batch 32 (batch_size=96 / 3 workers) · lr 0.00666667 = 0.02 × 32/96" in resumed.stdout
     assert [row["update_samples"] for row in run.steps()] == [48, 48, 32, 32]
-    peaks = [0.01, 0.01, 0.02 / 3, 0.02 / 3]  # the cosine of the schedule comes on top
+    peaks = [0.01, 0.01, 0.02 / 3, 0.02 / 3]  # multiplied by the schedule's cosine
     undisturbed = train(*DIGITS, "lr=1", "steps=4")
     shares = [row["lr"] for row in undisturbed.steps()]
     assert [row["lr"] for row in run.steps()][2:] == pytest.approx(
@@ -66,19 +66,17 @@ def test_a_run_goes_on_with_other_workers_at_the_rate_of_their_updates_once_that
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("strategy=ddp cluster.processes=3", "an update: 96 samples, at any number of processes; lr 0.02\n"),
+        ("strategy=ddp cluster.processes=3", "global batch 96 · lr 0.02\n"),
         (
             "strategy=diloco cluster.processes=4 cluster.scale_lr=sqrt cluster.base_batch=48",
-            "an update: 24 samples, of batch_size=96 over 4 workers; "
-            "lr 0.0141421 = 0.02 × √(24/48) (cluster.scale_lr=sqrt)\n",
+            "global batch 24 (batch_size=96 / 4 workers) · lr 0.0141421 = 0.02 × √(24/48) (cluster.scale_lr=sqrt)\n",
         ),
         ("strategy=local_sgd cluster.processes=4", "lr 0.02 at any number of workers (cluster.scale_lr=none)\n"),
         (
             "strategy=parameter_server strategy.consistency=async cluster.processes=3",
-            "an update: 48 samples, of batch_size=96 over 2 logical ranks; "
-            "lr 0.02, of which each update takes a part\n",
+            "global batch 48 (batch_size=96 / 2 logical ranks) · lr 0.02, of which each update takes a part\n",
         ),
-        ("strategy=parameter_server cluster.processes=3", "an update: 96 samples, at any number of processes; lr"),
+        ("strategy=parameter_server cluster.processes=3", "global batch 96 · lr"),
     ],
     ids=["ddp", "diloco", "local_sgd", "asynchronous servers", "synchronous servers"],
 )

@@ -1,4 +1,4 @@
-"""Values of a command line mean what their keys take: text stays text, and needs no quotes."""
+"""Command-line values are parsed by the type of their key: text stays text, without quotes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_option_of_several_lines_is_no_line_of_a_job_script() -> None:
 
 @pytest.mark.parametrize("text", ["'${'", "'${a b}'", "${oc.env:}", "${oc.nothing:x}"])
 def test_a_reference_that_means_nothing_is_to_be_left_out(text: str) -> None:
-    """Objects that are built take no such text, also not after a backslash."""
+    """Configured objects do not accept such text, also after a backslash."""
     with pytest.raises(ConfigError, match=r"^optimizer\.fused: [^\\]* or leave \$\{ out\.$"):
         value("optimizer.fused", f"optimizer.fused={text}")
 

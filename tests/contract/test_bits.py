@@ -1,6 +1,6 @@
-"""Bits depend on no address: killed and resumed on a disordered heap, every strategy ends with the same bits.
+"""Bits do not depend on addresses: killed and resumed on a disordered heap, strategies reproduce their bits.
 
-``uv run pytest -m bits`` runs under each ATEN_CPU_CAPABILITY that the machine has: another vector width may give
+``uv run pytest -m bits`` runs under each ATEN_CPU_CAPABILITY of the machine: a different vector width may give
 other bits, but each must give its own at every world size and after every restart.
 """
 
@@ -23,9 +23,9 @@ DIGITS = ("recipe=digits", "recipe.width=4", "steps=10", "clip_norm=0.5")
 _NETWORK = ("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.context=32")
 GPT = ("recipe=stdlib_lm", *_NETWORK, "recipe.test_bytes=2000", "steps=10", "batch_size=12")
 _TABLES = ("recipe.dim=4", "recipe.rows=50", "recipe.bottom=[8,4]", "recipe.top=[8]")
-_SAMPLES = ("data.rows=2000", "data.test_rows=200", "data.categories=500")  # each process makes them anew
+_SAMPLES = ("data.rows=2000", "data.test_rows=200", "data.categories=500")  # each process generates them again
 CLICKS = ("recipe=click_through", *_TABLES, *_SAMPLES, "steps=10", "batch_size=32")
-PLAYERS = ("recipe=players", "steps=10", "logical_ranks=4")  # several updates a step
+PLAYERS = ("recipe=players", "steps=10", "logical_ranks=4")  # several updates per step
 PACE = ("log_every=3", "evaluate_every=5", "checkpoint.every=4", "checkpoint.keep.last=3", "cluster.threads=1")
 PERTURBED = "{action: perturb, rank: null, attempt: null}"
 
@@ -81,7 +81,7 @@ def disturbed(train: Any, *options: str) -> Any:
     return run
 
 
-# under other vectors the elastic runs below stand for those of the same strategy, whose kernels are the same
+# with other vector widths, the elastic runs below cover the other strategies, since their kernels are the same
 OWN_ARITHMETIC = ("int8", "powersgd", "mesh", "hybrid_parameter_server")
 
 
@@ -97,7 +97,7 @@ def test_a_deterministic_run_that_is_killed_ends_with_its_own_bits_wherever_memo
 
 @pytest.fixture
 def one_process(reference_run: Any) -> Callable[..., tuple[str, str]]:
-    """``one_process(*options)`` is the digests of one process that nothing disturbs."""
+    """``one_process(*options)`` returns the digests of an undisturbed run of one process."""
     alone = ("reproducibility=elastic", *DIGITS, *PACE, "strategy=single", "cluster.processes=1")
     return lambda *options: digests(reference_run(*alone, *options))
 

@@ -1,4 +1,4 @@
-"""Strategies train what a plain loop trains, or refuse it; with ordered sums, with one digest at every world size."""
+"""Strategies match a plain loop or refuse it; with ordered sums, every world size gives the same digest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worldsize.testing.loss_loops import GRADIENT_CASES, Experts
 
 pytestmark = pytest.mark.heavy
 
-# the others take processes of their own, and these strategies refuse them as others do
+# the other cases need separate processes, and these strategies refuse them as others do
 TOGETHER = [case for case in CASES if not case.apart]
 GATHERING = {  # parameters for a loss, within a copy of the model
     *("methods", "items", "penalty", "early-penalty", "named-penalty", "block-penalty"),
@@ -42,7 +42,7 @@ ORDERED: dict[str, tuple[Strategy, int, Sequence[Case]]] = {
 LOGICAL_RANKS = 4
 
 
-@pytest.mark.timeout(900)  # some hundred small runs
+@pytest.mark.timeout(900)  # several hundred small runs
 def test_ordered_sums_give_every_case_one_digest_or_a_refusal() -> None:
     ended = {
         name: outcomes(strategy, cases, size, logical_ranks=LOGICAL_RANKS)
@@ -71,7 +71,7 @@ def test_a_mesh_of_data_and_summed_shards_train_what_a_plain_loop_trains() -> No
 
 @dataclass(frozen=True)
 class LateExperts(Experts):
-    """One expert for all samples in three steps; later ones use the others, each in some micro-batches."""
+    """All samples use one expert in the first three steps; later ones use the others, each in some micro-batches."""
 
     def loss_at(self, model: nn.Module, batch: Any, step: int) -> Tensor:
         return self.loss(model, (batch[0], batch[1], batch[2] * (step > 3)))

@@ -1,4 +1,4 @@
-"""Every strategy resumes from the checkpoint of every other one, at another world size."""
+"""Every strategy resumes from the checkpoint of every other one, at a different world size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 @pytest.fixture(scope="module")
 def saved(once: Once) -> dict[str, tuple[Path, dict[str, Tensor]]]:
-    """The checkpoint folder and the weights of each strategy after four steps on four processes of two nodes."""
+    """Each strategy's checkpoint folder and weights after four steps on four processes of two nodes."""
     root = once("the checkpoints of all strategies", _save_all)
     return {name: (root / name, torch.load(root / f"{name}.pt")) for name in STRATEGIES}
 

@@ -1,4 +1,4 @@
-"""Every built-in strategy keeps the contract."""
+"""Every built-in strategy fulfils the contract."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.heavy
 
 
 class Held(StrategyContract):
-    """Neither a worse loss nor a better one: the algorithms are those of one process, up to the tolerance."""
+    """The loss is neither worse nor better: the algorithms match one process, up to the tolerance."""
 
     two_sided = True
 
@@ -59,7 +59,7 @@ class TestPowerSGD(Held):
     cases = GRADIENT_CASES
 
 
-@pytest.mark.slow  # the gate has tests/collectives/test_sparse.py: the algorithm, and the bits of a resumed run
+@pytest.mark.slow  # the gate runs tests/collectives/test_sparse.py: the algorithm, and the bits of a resumed run
 class TestTopK(Held):
     strategy = DDP(compress="topk", density=0.25, bucket_mb=0.001)
     sizes = (3,)

@@ -1,4 +1,4 @@
-"""Streams of the libraries that checkpoints hold the states of, each over the samples 0 to SAMPLES - 1."""
+"""Streams of the libraries whose states checkpoints can hold, each over the samples 0 to SAMPLES - 1."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loader(**options: Any) -> Any:
 
 
 def nodes(root: Any) -> Any:
-    """Return a loader that ends: one that restarts itself gives an old state after a resume at the end of an epoch."""
+    """Return a loader that ends: one that restarts itself has a stale state if resumed at the end of an epoch."""
     return Loader(root, restart_on_stop_iteration=False)
 
 
@@ -39,7 +39,7 @@ def grain_loader() -> Any:
 
 
 class Plain(IterableDataset[int]):
-    """A stream without a state, which counts what is read of it."""
+    """A stateless stream that counts the samples read."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -51,7 +51,7 @@ class Plain(IterableDataset[int]):
 
 
 class Sharded:
-    """A stream that can be divided, with a state of some kilobytes and keys that JSON does not have."""
+    """A divisible stream with a state of a few kilobytes and keys that JSON does not support."""
 
     num_shards = 12
 

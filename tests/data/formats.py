@@ -1,4 +1,4 @@
-"""The same 50 samples in files of every format, written by the library that a format is of."""
+"""The same 50 samples in files of every format, written by each format's own library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def rows() -> list[Row]:
-    """Return the samples: a number, words of unequal length that are no ASCII, and two numbers."""
+    """Return the samples: a number, non-ASCII words of unequal length, and two numbers."""
     return [
         {"id": number, "text": "größer 語 " * (number % 7), "values": [number / 4, float(number % 3)]}
         for number in range(SAMPLES)
@@ -38,7 +38,7 @@ def rows() -> list[Row]:
 
 
 def halves() -> Iterator[tuple[str, list[Row]]]:
-    """Yield the samples of two files, of which the first is the larger."""
+    """Yield the samples of two files; the first is larger."""
     yield "a", rows()[:30]
     yield "b", rows()[30:]
 
@@ -51,7 +51,7 @@ class Format:
         write: Writes the samples into a folder.
         source: Reads them at a path or URL.
         reference: Reads them by the format's own library.
-        plain: Turns a sample into what can be compared.
+        plain: Converts a sample for comparison.
     """
 
     write: Callable[[Path], None]
@@ -85,7 +85,7 @@ def _read_parquet(folder: Path) -> list[Row]:
 
 
 def _write_feather(folder: Path) -> None:
-    for name, part in halves():  # the one compressed, the other not
+    for name, part in halves():  # one compressed, one not
         compression = "lz4" if name == "a" else "uncompressed"
         feather.write_feather(
             pyarrow.Table.from_pylist(part), folder / f"{name}.feather", compression=compression, chunksize=7

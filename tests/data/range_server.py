@@ -1,4 +1,4 @@
-"""Serves a folder over HTTP on this machine, in parts where a part is asked for."""
+"""Serve a folder over HTTP on this machine, with range requests."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from threading import Thread
 
 @dataclass
 class Served:
-    """A running server, and what it was asked for."""
+    """A running server and the requests that it received."""
 
     url: str
     ranges: list[str] = field(default_factory=list)
     sent: int = 0
-    failures: int = 0  # requests for a part that are answered with an error, before the next is answered
+    failures: int = 0  # range requests that fail before the next one succeeds
     ignores_ranges: bool = False
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Answers requests for a part of a file, which Python's own does not."""
+    """Answers range requests, unlike Python's own handler."""
 
     protocol_version = "HTTP/1.1"
 

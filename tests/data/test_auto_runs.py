@@ -1,4 +1,4 @@
-"""A run with ``data_workers=auto`` and a slow data set starts workers, and ends with the bits of one without any."""
+"""With ``data_workers=auto``, a slow data set gets workers, and the run ends with the same bits as without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``data_workers=auto`` raises the number of worker processes while that makes steps shorter, and draws the same."""
+"""``data_workers=auto`` adds worker processes while steps become shorter, and draws the same samples."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from worldsize.data.order import Order
 from worldsize.data.worker_loader import AutoWorkers, loaded_by, settling_steps
 
 CPU = torch.device("cpu")
-Times = Callable[[int], tuple[float, float]]  # the seconds of wait and of the rest with so many workers
+Times = Callable[[int], tuple[float, float]]  # seconds of wait and of the rest, by number of workers
 
 
 def decided(times: Times, *, most: int = 16, steps: int = 400, batches: int = 1) -> list[tuple[int, int]]:
-    """Return the changes, from and to so many workers, of a run whose steps take these times."""
+    """Return the changes in the number of workers, as (from, to), of a run with these step times."""
     told: list[DataWorkersChanged] = []
     auto = AutoWorkers(most, tell=told.append, rank=3)
     for step in range(1, steps + 1):
@@ -33,7 +33,7 @@ def decided(times: Times, *, most: int = 16, steps: int = 400, batches: int = 1)
 
 
 def loading(seconds: float, compute: float) -> Times:
-    """Return the times of steps whose data take so long to load, which workers share, beside the computing."""
+    """Return the times of steps with this loading time, divided among workers, and this compute time."""
 
     def times(workers: int) -> tuple[float, float]:
         return (seconds if workers == 0 else max(0.0, seconds / workers - compute)), compute
@@ -51,7 +51,7 @@ def test_one_worker_is_enough_where_computing_takes_longer_than_loading() -> Non
 
 def test_a_number_that_does_not_make_steps_shorter_is_taken_back_for_good() -> None:
     def disk(workers: int) -> tuple[float, float]:
-        return (0.1 if workers == 0 else 0.05), 0.02  # a disk that two workers read no faster than one
+        return (0.1 if workers == 0 else 0.05), 0.02  # a disk that is not faster with two workers
 
     assert decided(disk) == [(0, 1), (1, 2), (2, 1)]
 
@@ -78,7 +78,7 @@ def test_steps_that_hardly_wait_start_no_workers(wait: float, rest: float) -> No
 
 
 def test_evaluations_and_checkpoints_between_steps_hide_no_wait() -> None:
-    """Each tenth step has an evaluation after it, which takes as long as 100 steps."""
+    """An evaluation as long as 100 steps follows every tenth step."""
     number = iter(range(10_000))
 
     def times(workers: int) -> tuple[float, float]:
@@ -109,11 +109,11 @@ def test_the_share_that_an_event_tells_is_that_of_the_window_it_was_decided_by()
     assert event.waited == pytest.approx(0.75)
 
 
-# ---------------------------------------------------------------- the loaders that it changes
+# ---------------------------------------------------------------- changes of loaders
 
 
 class Loader:
-    """A loader that says which one it is; it loads no step after its last."""
+    """A loader whose steps contain its number of workers; it loads nothing after its last step."""
 
     def __init__(self, first: int, workers: int) -> None:
         self.next, self.workers, self.last, self.closed = first + 1, workers, 10**9, False
@@ -139,7 +139,7 @@ class Loader:
 
 
 def waiting_clock() -> Callable[[], float]:
-    """Return a clock by which steps wait for as long as they compute: each look at it takes a second."""
+    """Return a clock that advances a second per reading, so that steps wait as long as they compute."""
     ticks = count()
     return lambda: float(next(ticks))
 
@@ -156,12 +156,12 @@ def test_a_new_loader_goes_on_at_the_step_after_the_last_one_of_the_old() -> Non
     assert [step for step, _ in drawn] == list(range(8, 208))
     assert [(loader.workers, loader.closed) for loader in made] == [(0, True), (1, True), (2, True), (0, False)]
     lengths = [sum(1 for _ in group) for _, group in groupby(workers for _, workers in drawn)]
-    one, two = settling_steps(1, 1), settling_steps(2, 1)  # steps from a decision to the change, and to the next look
+    one, two = settling_steps(1, 1), settling_steps(2, 1)  # steps from a decision to the change, and to the next check
     assert lengths[:-1] == [25 + one, one + 20 + two, two + 20 + two]
 
 
 class Noisy(Dataset[Tensor]):
-    """A data set whose samples are noisy, as augmentation makes them."""
+    """A data set with noisy samples, as from augmentation."""
 
     def __len__(self) -> int:
         return 50
@@ -171,7 +171,7 @@ class Noisy(Dataset[Tensor]):
 
 
 def test_workers_that_start_and_end_while_a_run_goes_on_leave_its_batches_as_they_are() -> None:
-    """Steps wait for less with each change, by the clock of this test, so that two workers come after one."""
+    """By this test's clock, steps wait less after each change, so that two workers follow one."""
     told: list[DataWorkersChanged] = []
     ticks = count()
     auto = AutoWorkers(2, tell=told.append, clock=lambda: next(ticks) / 2 ** len(told))

@@ -1,4 +1,4 @@
-"""Batches of similar length hold the same samples at every world size, and give all ranks the same work."""
+"""Batches of similar length have the same samples at every world size, and balance the work of all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU, SAMPLES, BATCH, LOGICAL, POOL = torch.device("cpu"), 500, 24, 4, 32
 
 
 class Texts(TensorDataset):
-    """A data set whose sample i is the number i, with a random length of its own."""
+    """A data set whose sample i is the number i, with a random length."""
 
     def __init__(self) -> None:
         super().__init__(torch.arange(SAMPLES))
@@ -45,7 +45,7 @@ def padded(steps: list[list[Tensor]]) -> int:
 
 
 def imbalance(steps: list[list[Tensor]]) -> float:
-    """Return the largest over the mean work of logical ranks, padding included, averaged over steps."""
+    """Return the maximum over the mean work of logical ranks, padding included, averaged over steps."""
     lengths = Texts().lengths
     work = torch.tensor([[lengths[batch].max() * len(batch) for batch in step] for step in steps]).double()
     return float((work.max(1).values / work.mean(1)).mean())
@@ -64,13 +64,13 @@ def test_every_sample_comes_once_an_epoch_however_many_steps_that_has(samples: i
     steps = range(1, -(-epochs * samples // BATCH) + 1)
     drawn = [torch.cat([dealt.indices(step, rank) for rank in range(LOGICAL)]) for step in steps]
     for epoch in range(1, epochs + 1):
-        before, until = epoch * samples // BATCH, -(-epoch * samples // BATCH)  # the step in which it ends is in both
+        before, until = epoch * samples // BATCH, -(-epoch * samples // BATCH)  # the step where it ends is in both
         assert max(torch.cat(drawn[:before] or [torch.tensor([0])]).bincount(minlength=samples).tolist()) <= epoch
         assert min(torch.cat(drawn[:until]).bincount(minlength=samples).tolist()) >= epoch
 
 
 def test_the_order_stays_what_it_is() -> None:
-    """Whoever changes it draws other samples in every run with length_balanced: then ORDER must be another version."""
+    """A change draws different samples in every run with length_balanced: it needs a new version of ORDER."""
     lengths = torch.tensor([3, 9, 1, 7, 5, 8, 2, 6, 4, 10])
     order = Order(seed=7, batch_size=4, logical_ranks=1, mine=(0,))
 
@@ -134,7 +134,7 @@ def test_short_and_long_steps_come_in_an_order_that_depends_on_the_seed() -> Non
 
 def test_data_without_lengths_are_refused() -> None:
     order = Order(7, BATCH, LOGICAL, (0,), balanced=True)
-    with pytest.raises(ConfigError, match="TensorDataset has no attribute lengths"):
+    with pytest.raises(ConfigError, match="TensorDataset lacks an attribute lengths"):
         next(micro_batches(TensorDataset(torch.arange(9)), order, CPU))
     with pytest.raises(ConfigError, match="a stream"):
         next(micro_batches(iter([1, 2, 3]), order, CPU))
@@ -146,6 +146,6 @@ def test_data_without_lengths_are_refused() -> None:
 def test_only_a_training_run_on_this_machine_looks_at_its_data_before(words: tuple[str, ...], refused: bool) -> None:
     cfg = compose_only(["recipe=digits", "logger=none", "length_balanced=true", *words])
     before = torch.get_rng_state()
-    with pytest.raises(ConfigError, match="no attribute lengths") if refused else nullcontext():
+    with pytest.raises(ConfigError, match="lacks an attribute lengths") if refused else nullcontext():
         checked(cfg)
     assert torch.equal(torch.get_rng_state(), before)

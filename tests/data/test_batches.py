@@ -1,4 +1,4 @@
-"""A batch of any type reaches the device whole, and what cannot be moved is refused."""
+"""A batch of any type is moved to the device whole, or refused if that is impossible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Frozen:
 
 
 class Returning:
-    """Returns another object, and knows nothing of non_blocking."""
+    """Returns a different object, and does not accept non_blocking."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -43,7 +43,7 @@ class Returning:
 
 
 class InPlace(UserDict[str, Tensor]):
-    """Changes itself, as BatchEncoding of transformers does."""
+    """Changes itself in place, like BatchEncoding of transformers."""
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> None:
         self.data = {key: value.to(device, non_blocking=non_blocking) for key, value in self.data.items()}
@@ -99,7 +99,7 @@ def test_counting_operations_leaves_a_batch_that_moves_itself_where_it_is() -> N
 
 
 def test_an_object_whose_tensors_would_stay_on_the_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batches hold a Lost, whose tensor 'x' would stay on the CPU"):
+    with pytest.raises(ConfigError, match="batches hold a Lost: its tensor 'x' would stay on the CPU"):
         to_device([Lost(torch.ones(2))], META)
 
 
@@ -139,7 +139,7 @@ def test_a_loader_of_batches_is_refused_with_the_remedy(train: Any, tmp_path: Pa
     write_recipe(tmp_path, "own", _LOADER, own=text)
     run = train("recipe=own", "cluster.processes=1")
     assert run.code != 0
-    assert "the recipe's data are a DataLoader, which makes batches itself" in run.error
+    assert "the recipe's data are a DataLoader: it makes its own batches" in run.error
     assert "Return its data set (loader.dataset)" in run.error
     assert not run.steps() if (run.folder and (run.folder / "metrics.jsonl").exists()) else True
 

@@ -1,4 +1,4 @@
-"""The batches of the next step are on their way to the device before a step gets its own."""
+"""Batches of the next step are copied to the device before a step gets its own."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_on_the_cpu_no_batch_is_loaded_before_its_step_and_none_is_copied(monkey
 
 
 def _occupy(cycles: int) -> None:
-    """Keep the current stream busy for so many cycles."""
+    """Keep the current stream busy for this many cycles."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 @needs_cuda
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_on_the_gpu_have_the_values_of_those_on_the_cpu(workers: int) -> None:
-    """Many steps are queued at once, so that memory which a copy reused too early would have other values."""
+    """Many steps are queued at once, so that memory reused too early by a copy would have different values."""
     rows, device = TensorDataset(torch.arange(4096.0).view(64, 64).repeat(16, 64)), torch.device("cuda", 0)
     order, sums = Order(0, 256, 2, (0, 1)), []
     for step in islice(micro_batches(rows, order, device, workers=workers), 50):

@@ -1,4 +1,4 @@
-"""Each option of the group ``data`` composes, names the arguments of its source, and refuses what they cannot be."""
+"""Each option of the group ``data`` composes, names the arguments of its source, and refuses invalid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wait for data is told of, ends with the place where it hangs, and ends early if all ranks stop."""
+"""A wait for data is reported, fails with the location of the hang, and ends early if all ranks stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.data.permutation import Shuffle
 from worldsize.data.worker_process import WorkerStacks
 
 BOUND = 120.0  # seconds
-HANGS = multiprocessing.Event()  # set by the process that hangs
+HANGS = multiprocessing.Event()  # set by the hanging process
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_a_sample_that_hangs_is_an_error_with_its_place(
     now = [0.0]
 
     def monotonic() -> float:
-        now[0] += HANGS.is_set()  # no time passes before
+        now[0] += HANGS.is_set()  # time stands still before
         return now[0]
 
     monkeypatch.setattr(data_wait, "time", SimpleNamespace(monotonic=monotonic))

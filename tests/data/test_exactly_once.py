@@ -1,4 +1,4 @@
-"""Runs see every sample exactly once an epoch, from every source, over kills, resumes and other world sizes."""
+"""Runs see every sample exactly once per epoch, from every source, over kills, resumes and other world sizes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ TOKENS: Mapping[str, Callable[..., TokenFiles]] = {
     "documents": DocumentWindows,
     "packed": PackedDocuments,
 }
-MIXED = {"files": ("packed", 0.3), "more": ("tokens", 0.7)}  # the source and the weight of each folder
+MIXED = {"files": ("packed", 0.3), "more": ("tokens", 0.7)}  # the source and weight of each folder
 
 
 def project(folder: Path, name: str) -> Path:
-    """Write a project with the recipe and the files of a format."""
+    """Write a project with the recipe and one format's files."""
     shutil.copytree(Path(__file__).parent / "every_source", folder / "recipes" / "every_source")
     (folder / "files").mkdir()
     if name in FORMATS:
@@ -56,7 +56,7 @@ def project(folder: Path, name: str) -> Path:
 
 
 def write_tokens(folder: Path, first: int) -> None:
-    """Write documents of unequal length in two files, in which each token is one more than that before it."""
+    """Write documents of unequal length to two files; each token is its predecessor plus one."""
     bounds = numpy.cumsum([0, *(1 + number * 7 % 13 for number in range(60))])
     for shard, documents in enumerate((bounds[:38], bounds[37:])):
         tokens = numpy.arange(first + documents[0], first + documents[-1], dtype=numpy.uint16)
@@ -65,7 +65,7 @@ def write_tokens(folder: Path, first: int) -> None:
 
 
 def chosen(name: str) -> list[str]:
-    """Return the words of a command that choose a source."""
+    """Return the options that select a source."""
     if name == "mixture":
         parts = [(f"data.sources.{folder}", kind, weight) for folder, (kind, weight) in MIXED.items()]
         sources = [word for key, kind, _ in parts for word in (f"+data@{key}.source={kind}", *where(f"{key}.source"))]
@@ -76,7 +76,7 @@ def chosen(name: str) -> list[str]:
 
 
 def where(key: str) -> tuple[str, ...]:
-    """Return the words that say where a source of tokens lies, and how long its samples are."""
+    """Return the options for the location of a token source and the length of its samples."""
     cache = f"+{key}.cache={{_target_: worldsize.data.storage.cache.Cache, folder: cache}}"
     return f"{key}.path={'more' if 'more' in key else 'files'}", f"{key}.length={LENGTH}", cache
 
@@ -95,7 +95,7 @@ def numbers(name: str, folder: Path) -> list[set[int]]:
 
 
 def seen(folder: Path) -> dict[int, list[int]]:
-    """Return the samples of each step; a step that is trained again has the same ones in each logical rank."""
+    """Return the samples of each step; repeated steps have the same ones in each logical rank."""
     by_rank: dict[tuple[int, int], list[int]] = {}
     for path in folder.iterdir():
         for step, seed, numbers in map(json.loads, path.read_text().splitlines()):
@@ -107,7 +107,7 @@ def seen(folder: Path) -> dict[int, list[int]]:
     }
 
 
-IN_THE_GATE = ("parquet", "webdataset", "mixture")  # each reads and resumes in its own way
+IN_THE_GATE = ("parquet", "webdataset", "mixture")  # each reads and resumes differently
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ def test_a_path_of_data_that_is_not_here_is_refused_before_anything_starts(train
     project(tmp_path, "json_lines")
     run = train("recipe=every_source", "data=jsonl", "data.path=nowhere", "recipe.seen=seen", "cluster.processes=1")
     assert (run.code, run.folder) == (2, None)
-    assert run.error.startswith("nowhere: there is no such file, or no file in it that ends with .jsonl or ")
+    assert run.error.startswith("nowhere: no such file, or no file in it that ends with .jsonl or ")
 
 
 def test_data_in_a_list_or_a_mapping_of_a_recipe_are_looked_for_too(tmp_path: Path) -> None:
     missing = JsonLines(str(tmp_path / "nowhere"))
     for parts in ([missing], (missing,), {"a": missing}, missing):
-        with pytest.raises(ConfigError, match="nowhere: there is no such file"):
+        with pytest.raises(ConfigError, match="nowhere: no such file"):
             check_paths(SimpleNamespace(parts=parts))
     check_paths(SimpleNamespace(parts=[1, "text"]))

@@ -1,4 +1,4 @@
-"""What is held out is disjoint from what is learned, complete with it, and stays held out when data are appended."""
+"""Held-out samples are disjoint from training samples, complete with them, and stay so when data are appended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worldsize.data.splits import HeldOut
 @final
 @dataclass(frozen=True)
 class Numbers(Source):
-    """Samples that are their own numbers."""
+    """Samples equal to their index."""
 
     length: int
 
@@ -32,7 +32,7 @@ class Numbers(Source):
 
 
 def sides(length: int, share: float) -> tuple[list[int], list[int]]:
-    """Return what is learned and what is held out, each read to its end."""
+    """Return the training samples and the held-out samples, each read to the end."""
     learned, out = (HeldOut(Numbers(length), share, held_out) for held_out in (False, True))
     assert [learned[index] for index in range(len(learned))] == learned.__getitems__(range(len(learned)))
     return learned.__getitems__(range(len(learned))), out.__getitems__(range(len(out)))
@@ -70,7 +70,7 @@ def test_an_index_costs_no_memory_in_the_number_of_samples() -> None:
 
 
 def test_the_sides_stay_what_they_are() -> None:
-    """Whoever changes them trains resumed runs on what was held out from them."""
+    """A change would train resumed runs on their held-out samples."""
     assert sides(12, 0.25) == ([0, 2, 4, 5, 6, 7, 8, 9, 10], [1, 3, 11])
     assert sides(2010, 0.002)[1] == [19, 423, 1365, 1742]
     out = HeldOut(Numbers(10**12 + 500), 0.1, True)

@@ -1,4 +1,4 @@
-"""Recipes on data sets of Hugging Face train as a plain loop over torch's own DataLoader does on the same samples."""
+"""Recipes on Hugging Face datasets train like a plain loop over torch's DataLoader on the same samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Original = Callable[[nn.Module, Iterator[Batch]], Generator[Tensor, None, nn.Mod
 
 
 def points() -> datasets.Dataset:
-    """Return samples of equal length, which need no padding."""
+    """Return samples of equal length, without padding."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(ROWS, 4, generator=generator)
     return datasets.Dataset.from_dict({"inputs": inputs.tolist(), "target": inputs.sin().sum(1).tolist()})
@@ -41,7 +41,7 @@ def sentences() -> datasets.Dataset:
 
 
 def padded(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Pad sentences, which are lists of numbers or tensors."""
+    """Pad sentences given as lists of numbers or as tensors."""
     words = [torch.as_tensor(sample["words"]) for sample in samples]
     return {
         "words": nn.utils.rnn.pad_sequence(words, batch_first=True),
@@ -51,7 +51,7 @@ def padded(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Points(Recipe):
-    """A regression on the batches that torch's own collate makes of dicts of tensors."""
+    """A regression on dicts of tensors, batched by torch's own collate."""
 
     dataset: Any
 
@@ -74,7 +74,7 @@ class Points(Recipe):
 
 @dataclass(frozen=True)
 class Sentences(Recipe):
-    """Tell how long a sentence is, from what padding leaves of it."""
+    """Return the length of a sentence, from its padding."""
 
     dataset: Any
 
@@ -99,16 +99,16 @@ class Sentences(Recipe):
 
 
 def lists_of(config: PortConfig) -> list[list[int]]:
-    """Return the indices of each step's samples, those of all its logical ranks."""
+    """Return the sample indices of each step, over all of its logical ranks."""
     order, ranks = config.order(), range(config.micro_batches)
     steps = range(1, config.steps + 1)
     return [
         torch.cat([order.indices(step, rank, ROWS) for rank in ranks]).tolist() for step in steps
-    ]  # what a sampler of the plain loop yields
+    ]  # as a plain loop's sampler yields them
 
 
 def plain_loop(recipe: Recipe, batches: Callable[[], Iterable[Batch]]) -> Original:
-    """Return a loop as one writes it without worldsize; it takes batches of its own, not those that it is handed."""
+    """Return a loop written without worldsize; it uses its own batches instead of those passed to it."""
 
     def original(model: nn.Module, _: Iterator[Batch]) -> Generator[Tensor, None, nn.Module]:
         optimizer = recipe.optimizer(model)
@@ -191,7 +191,7 @@ def test_a_stream_trains_as_under_a_data_loader_of_torch(make: Callable[[Path], 
     recipe = Sentences(stream)
 
     def batches() -> Iterable[Batch]:
-        samples: Any = list(islice(chain.from_iterable(repeat(stream)), BATCH * STEPS))  # at its end it begins again
+        samples: Any = list(islice(chain.from_iterable(repeat(stream)), BATCH * STEPS))  # it restarts at its end
         return DataLoader(samples, batch_size=BATCH, collate_fn=padded)
 
     same_losses(recipe, plain_loop(recipe, batches), CONFIG)
@@ -199,7 +199,7 @@ def test_a_stream_trains_as_under_a_data_loader_of_torch(make: Callable[[Path], 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_processes_train_a_stream_as_one_plain_loop_does(shards: int) -> None:
-    """A whole pass, so that torch's DataLoader takes its batches from the stream itself, or from its two halves."""
+    """A whole pass: torch's DataLoader takes its batches from the stream itself, or from its two halves."""
     steps = ROWS // BATCH
     recipe = Sentences(sentences().to_iterable_dataset(num_shards=shards))
     config = PortConfig(batch_size=BATCH, steps=steps, micro_batches=2)
@@ -237,5 +237,5 @@ def test_an_evaluation_counts_every_row_once(dataset: Any, size: int) -> None:
 
 def test_a_stream_is_not_balanced_by_length() -> None:
     config = PortConfig(batch_size=BATCH, length_balanced=True)
-    with pytest.raises(ConfigError, match="changes the order of samples, which a stream does not let it do"):
+    with pytest.raises(ConfigError, match="reorders samples, and a stream has a fixed order"):
         next(micro_batches(sentences().to_iterable_dataset(), config.order(), config.device, collate=padded))

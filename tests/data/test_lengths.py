@@ -1,4 +1,4 @@
-"""Sources say how long their samples are, also through what wraps them, by an index that is on disk."""
+"""Sources report the lengths of their samples, also through wrappers, from an index on disk."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_sample_of_a_tar_file_is_as_long_as_its_members(tmp_path: Path) -> Non
     for index, length in enumerate(lengths_of(source)):
         contents = [value for value in source[index].values() if isinstance(value, bytes)]
         assert sum(map(len, contents)) + 512 * len(contents) <= length
-        assert length <= sum(map(len, contents)) + 2048 * len(contents)  # headers of names, too
+        assert length <= sum(map(len, contents)) + 2048 * len(contents)  # including the headers for names
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -88,7 +88,7 @@ def test_a_column_of_a_table_says_how_long_its_rows_are(name: str, columns: list
     assert make(str(tmp_path / "files"), **options).lengths is None
     with pytest.raises(ConfigError, match="no column 'leters'; did you mean 'letters'"):
         lengths_of(make(str(tmp_path / "files"), length_column="leters", **options))
-    with pytest.raises(ConfigError, match="column 'word' holds more than whole numbers. Name another as length_column"):
+    with pytest.raises(ConfigError, match="column 'word' does not only hold integers. Choose a different"):
         lengths_of(make(str(tmp_path / "files"), length_column="word", **options))
 
 

@@ -1,4 +1,4 @@
-"""The order of samples follows its definition: every sample once an epoch, whatever the world size."""
+"""The order of samples follows its definition: every sample once per epoch, at any world size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stream(IterableDataset[int]):
 
 
 class Noisy(Dataset[float]):
-    """A data set whose samples draw from every random generator, as augmentation does."""
+    """A data set whose samples use every random generator, as in augmentation."""
 
     def __len__(self) -> int:
         return 10
@@ -150,7 +150,7 @@ class Numbers(Dataset[int]):
 
 
 class Table(Dataset[dict[str, list[int]]]):
-    """A data set as Hugging Face's: rows of unequal length, and a method ``batch`` that makes a table of batches."""
+    """A data set like Hugging Face's: rows of unequal length, and a method ``batch`` that makes a table of batches."""
 
     def __len__(self) -> int:
         return 5
@@ -159,11 +159,11 @@ class Table(Dataset[dict[str, list[int]]]):
         return {"tokens": list(range(index + 1))}
 
     def batch(self, batch_size: int, drop_last_batch: bool = False) -> Table:
-        raise AssertionError("this is no access to a batch")
+        raise AssertionError("this is not an access to a batch")
 
 
 class Padding(Chain):
-    """Pads what it is given with -1."""
+    """Pads its input with -1."""
 
     def collate(self, samples: list[Any]) -> torch.Tensor:
         return pad_sequence([torch.tensor(each["tokens"]) for each in samples], batch_first=True, padding_value=-1)

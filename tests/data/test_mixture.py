@@ -1,4 +1,4 @@
-"""A mixture draws its sources in the shares that were asked for, each sample once an epoch of its source."""
+"""A mixture draws its sources in the requested shares, and each sample once per epoch of its source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Numbers(Source):
-    """Samples that say which source they are of, and which number they have."""
+    """Samples that contain their source and their index."""
 
     name: int
     length: int
@@ -170,7 +170,7 @@ def test_what_would_lose_the_shares_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ({}, "has no sources"),
+        ({}, "a mixture without sources"),
         ({"a": {"source": Numbers(0, 5)}}, "needs the weight of each source"),
         ({"a": {"source": Numbers(0, 5), "weight": 1, "epochs": 1}}, "needs the weight of each source"),
         ({"a": {"source": Numbers(0, 5), "weight": 0}}, "share 0"),
@@ -178,7 +178,7 @@ def test_what_would_lose_the_shares_is_refused() -> None:
         ({"a": {"source": Numbers(0, 5), "epochs": float("nan")}}, "numbers of at least 0, and finite"),
         ({"a": {"source": Numbers(0, 5), "weight": "much"}}, "numbers of at least 0, and finite"),
         ({"a": {"source": Numbers(0, 5), "wieght": 1}}, "did you mean 'weight'"),
-        ({"a": {"weight": 1}}, "data.sources.a has no source"),
+        ({"a": {"weight": 1}}, "data.sources.a lacks a source"),
         ({"a": {"source": 3, "weight": 1}}, "is a int, not a Source"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_mixture_that_cannot_be_is_refused(sources: Any, message: str) -> None
 
 
 def test_a_share_that_would_never_be_drawn_is_refused_before_the_start() -> None:
-    message = "'source 1' has a share of .* rounds to 0 of 65,536 samples: it would never be drawn. Give it a share"
+    message = "'source 1' has a share of .* rounds to 0 of 65,536 samples, so it would never be drawn. Give it a share"
     with pytest.raises(ConfigError, match=message):
         mixed(10, 10, weights=(1, 1e-6))
     by_epochs = mixed(10**9, 10, epochs=(1, 1))
@@ -200,12 +200,12 @@ def test_a_share_that_would_never_be_drawn_is_refused_before_the_start() -> None
 
 
 def test_an_empty_source_is_named() -> None:
-    with pytest.raises(ConfigError, match="'source 1' of the mixture has no samples"):
+    with pytest.raises(ConfigError, match="'source 1' of the mixture is empty"):
         drawn(mixed(10, 0, weights=(0.5, 0.5)), range(10))
 
 
 def test_the_order_stays_what_it_is() -> None:
-    """The manifest promises it: another order needs another number of its version."""
+    """The manifest promises this order: a different one needs a new version number."""
     data = mixed(10**9, 10**6, weights=(0.7, 0.3))
     assert data.indices_at(7, range(10**10, 10**10 + 4), Shuffle()).tolist() == [
         357781600,

@@ -1,4 +1,4 @@
-"""Packed documents keep every token, and let a model see and predict within a document only."""
+"""Packed documents keep every token, and a model sees and predicts only within a document."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_bins_hold_every_piece_once_and_never_too_much(lengths: list[int]) -> No
 
 
 def test_bins_are_those_of_the_rule() -> None:
-    """The rule by hand: 7, 6 and 5 open bins of 10; 4 fits best beside 6, 3 beside 7, 2 beside 5, and 2 again."""
+    """By hand: 7, 6 and 5 open bins of 10; 4 fits best beside 6, 3 beside 7, 2 beside 5, and 2 again."""
     lengths = [5, 3, 7, 4, 2, 6, 2]
     bins = [sorted(lengths[piece] for piece in chosen) for chosen in best_fit(lengths, 10)]
     assert bins == [[3, 7], [4, 6], [2, 2, 5]]
@@ -63,7 +63,7 @@ def test_packing_wastes_little() -> None:
 
 
 def test_the_packing_stays_what_it_is() -> None:
-    """Whoever changes it gives a resumed run other samples: then the kind of the index must be another version."""
+    """A change gives a resumed run different samples: it needs a new version of the index's kind."""
     pieces, counts = packed(bounds_of([5, 0, 12, 3, 1, 7, 4, 2]), 8)
     assert pieces.starts.tolist() == [5, 20, 21, 0, 17, 12, 32, 28]
     assert pieces.lengths.tolist() == [8, 1, 7, 5, 3, 5, 2, 4]

@@ -1,4 +1,4 @@
-"""Indices of large data sets are permuted one by one: each comes once, in an order as random as that of randperm."""
+"""Indices of large data sets are permuted one by one: each comes once, in an order as random as randperm's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from worldsize.data.order import Order
 from worldsize.data.permutation import ORDER, enciphered, permuted
-from worldsize.record.determinism import stream
+from worldsize.seeds import derive_seed
 
 BILLION = 10**9
 Indices = NDArray[numpy.int64]
@@ -38,7 +38,7 @@ def by_hand(seed: int, length: int, number: int) -> int:
     while True:
         high, low = number >> small, number & ((1 << small) - 1)
         for round_ in range(8):
-            mixed = (high if round_ % 2 else low) ^ stream(seed, "round", round_)
+            mixed = (high if round_ % 2 else low) ^ derive_seed(seed, "round", round_)
             mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & word
             mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & word
             mixed ^= mixed >> 31
@@ -59,7 +59,7 @@ def test_an_index_is_that_of_its_definition(length: int) -> None:
 
 
 def test_the_order_stays_what_it_is() -> None:
-    """Whoever changes it draws other samples in every run: then ORDER must be another version, too."""
+    """A change draws different samples in every run: it needs a new version of ORDER."""
     large = Order(seed=7, batch_size=4, logical_ranks=1, mine=(0,))
     assert ORDER == 3
     assert large.indices(1, 0, BILLION).tolist() == [772796075, 993611603, 780072317, 671900538]
@@ -67,7 +67,7 @@ def test_the_order_stays_what_it_is() -> None:
 
 
 def test_the_order_of_a_small_data_set_is_that_of_torch() -> None:
-    expected = torch.randperm(1000, generator=torch.Generator().manual_seed(stream(7, "order", 2)))
+    expected = torch.randperm(1000, generator=torch.Generator().manual_seed(derive_seed(7, "order", 2)))
     order = Order(seed=7, batch_size=100, logical_ranks=2, mine=(0, 1))
     assert torch.equal(order.indices(21, 1, 1000), expected[50:100])
 
@@ -75,7 +75,7 @@ def test_the_order_of_a_small_data_set_is_that_of_torch() -> None:
 def test_an_epoch_ends_within_a_batch() -> None:
     order = Order(seed=7, batch_size=8, logical_ranks=1, mine=(0,))
     length = 5_000_001
-    last, first = stream(7, "order", 0), stream(7, "order", 1)
+    last, first = derive_seed(7, "order", 0), derive_seed(7, "order", 1)
     expected = [*permuted(last, length, range(length - 1, length)), *permuted(first, length, range(7))]
     assert order.indices(625_001, 0, length).tolist() == [int(index) for index in expected]
 
@@ -93,7 +93,7 @@ def shuffled(seed: int) -> Indices:
 
 
 def excess(counts: NDArray[numpy.int64], freedom: int) -> float:
-    """Return by how many standard deviations Pearson's chi-square of equally likely cells is above its mean."""
+    """Return how many standard deviations Pearson's chi-square of equally likely cells is above its mean."""
     mean = counts.mean()
     return float((((counts - mean) ** 2).sum() / mean - freedom) / math.sqrt(2 * freedom))
 
@@ -107,7 +107,7 @@ def test_the_order_is_uniform(make: Callable[[int], Indices]) -> None:
     numpy.add.at(cells, (places * CELLS // LENGTH, orders * CELLS // LENGTH), 1)
     assert abs(excess(cells, (CELLS - 1) ** 2)) < 4
 
-    pairs = numpy.zeros((CELLS, CELLS), dtype=numpy.int64)  # which index comes after which
+    pairs = numpy.zeros((CELLS, CELLS), dtype=numpy.int64)  # counts of consecutive index pairs
     numpy.add.at(pairs, (orders[:, :-1] * CELLS // LENGTH, orders[:, 1:] * CELLS // LENGTH), 1)
     assert abs(excess(pairs, (CELLS - 1) ** 2)) < 4
 
@@ -142,7 +142,7 @@ def _cycles(order: Indices) -> int:
 
 
 def test_epochs_have_orders_of_their_own() -> None:
-    orders = [permuted(stream(7, "order", epoch), 5_000_000, range(10_000)) for epoch in range(4)]
+    orders = [permuted(derive_seed(7, "order", epoch), 5_000_000, range(10_000)) for epoch in range(4)]
     for first, second in pairwise(orders):
         correlation = numpy.corrcoef(first.double(), second.double())[0, 1]
         assert abs(correlation) < 0.05

@@ -1,4 +1,4 @@
-"""What a rank reads of its data is counted, whoever reads it for the rank, and the report shows it."""
+"""All reads of a rank's data are counted, in any process, and shown in the report."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def counted(folder: Path, name: str) -> list[int]:
-    """Return the sum over all lines of each rank."""
+    """Return each rank's sum over all lines."""
     files = sorted((folder / "timing").rglob("worker_*.jsonl"))
     return [sum(json.loads(line).get(name, 0) for line in file.read_text().splitlines()) for file in files]
 
@@ -70,7 +70,7 @@ def test_each_rank_counts_the_bytes_that_it_needs(train: Any, tokens: Path, work
     done = train(*options, f"data.path={tokens}")
     assert done.code == 0, done.error
     needed = STEPS * BATCH // 2 * SAMPLE
-    ahead = workers * 2 * BATCH // 2 * SAMPLE  # of steps that were loaded and not computed
+    ahead = workers * 2 * BATCH // 2 * SAMPLE  # from steps that were loaded but not computed
     assert all(needed <= count <= needed + ahead for count in counted(done.folder, "read_bytes"))
     assert counted(done.folder, "fetched_bytes") == [0, 0]
     assert ("data read", "768 B") in summary(read_run(done.folder)) or workers

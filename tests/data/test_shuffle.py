@@ -1,4 +1,4 @@
-"""Shuffling in blocks: every sample once an epoch, neighbours stay close, and no place needs the others."""
+"""Shuffling in blocks: every sample once per epoch, neighbours stay close, and places are independent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_samples_within_a_window_are_mixed() -> None:
 
 
 def test_blocks_begin_elsewhere_in_each_epoch() -> None:
-    """The samples that come last, for want of a block of their own, are drawn anew."""
+    """The last samples do not fill a block, and are drawn separately."""
     shuffle, last = Shuffle(block=10, window=2), range(1000, 1005)
     ends = {tuple(sorted(shuffle.span(seed, 1005, last).tolist())) for seed in range(20)}
     assert len(ends) > 15
@@ -69,7 +69,7 @@ def test_samples_keep_their_order_if_shuffling_is_off() -> None:
 
 
 def test_the_order_of_blocks_stays_what_it_is() -> None:
-    """The manifest promises it: another order needs another number of its version."""
+    """The manifest promises this order: a different one needs a new version number."""
     order = Order(7, 8, 2, (0, 1), shuffle=Shuffle(block=1000, window=4))
     assert order.indices(1, 0, BILLION).tolist() == [395605113, 395604864, 454855679, 395604551]
     assert order.indices(10**6, 1, BILLION).tolist() == [177028053, 712833514, 374270321, 95365298]

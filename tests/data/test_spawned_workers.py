@@ -1,4 +1,4 @@
-"""Data workers may be spawned: whatever they load from can be sent to them, or is refused in words."""
+"""Data workers may be spawned: their data source can be pickled, or is refused with a message."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def _source(kind: str, tmp_path: Path) -> Any:
 def test_each_kind_of_data_can_be_sent_to_a_worker(kind: str, tmp_path: Path) -> None:
     source = _source(kind, tmp_path)
     fetcher = _Fetcher(source, ORDER, list)
-    expected = str(fetcher.__getitems__((3, 1)))  # now everything is open
+    expected = str(fetcher.__getitems__((3, 1)))  # everything is open by now
     sent = pickle.loads(pickle.dumps(fetcher))
     if kind not in ("images",):  # Pillow shows an image by its address
         assert str(sent.__getitems__((3, 1))) == expected
 
 
 class Lengths(Source):
-    """Numbers that say how long they are."""
+    """Numbers that report their length."""
 
     lengths = torch.arange(1000) % 37
 

@@ -1,4 +1,4 @@
-"""Samples that cannot be read have good ones in their place, or none in evaluation."""
+"""Unreadable samples are replaced by good ones, or omitted in evaluation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lines(tmp_path: Path) -> JsonLines:
 @final
 @dataclass(frozen=True)
 class Group(Source):
-    """Numbers, of which those of ``BAD`` are in one part of a file, which cannot be read."""
+    """Numbers; those in ``BAD`` are in an unreadable part of a file."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -115,7 +115,7 @@ def test_evaluation_leaves_bad_samples_out_and_counts_the_others_once(kind: str,
 
 
 def test_the_stand_ins_stay_what_they_are() -> None:
-    """They are part of the order of samples: whoever changes them changes the bits of runs that skip."""
+    """They are part of the sample order: a change alters the bits of runs that skip samples."""
     assert [Group()[index] for index in (1000, 1001, 1399)] == [2321, 1519, 2057]
     side = split_source(Group(), "test", share=0.3)
     assert side.__getitems__(range(300, 304)) == [2800, 2757, 4099, 1618]

@@ -1,4 +1,4 @@
-"""States of streams come back as they were, or are refused by name; nothing of them is pickled."""
+"""States of streams are restored unchanged, or refused by name; nothing is pickled."""
 
 from __future__ import annotations
 

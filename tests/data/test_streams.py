@@ -1,4 +1,4 @@
-"""What a step sees of a stream follows from the step and the logical rank, whoever reads it and wherever it resumes."""
+"""A step's samples depend only on the step and the logical rank, not on the reader or the resume point."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def rows(samples: list[Any]) -> list[int]:
 
 
 class Reader:
-    """One process that reads a stream for its logical ranks."""
+    """A process that reads a stream for its logical ranks."""
 
     def __init__(self, make: Callable[[], Any], mine: Order, checkpoint: Checkpoint | None, workers: int) -> None:
-        torch.manual_seed(0)  # as training does before it asks the recipe for data
+        torch.manual_seed(0)  # as in training, before the recipe's data are requested
         self.stream, self.mine = TrainingStream(make(), checkpoint=checkpoint, speaks=mine.mine[0] == 0), mine
         first = checkpoint.step if checkpoint else 0
         steps = micro_batches(self.stream, mine, CPU, first=first, workers=workers, collate=rows)
@@ -67,7 +67,7 @@ def saved(root: Path, step: int, states: Mapping[str, Tensor]) -> Checkpoint:
 def resumed(
     make: Callable[[], Any], root: Path, sizes: Sequence[int], lengths: Sequence[int], *, workers: int = 0
 ) -> Seen:
-    """Return what is seen by so many processes for so many steps each; each process reads two steps more than count."""
+    """Return the samples seen by ``sizes`` processes in ``lengths`` steps; each process reads two steps ahead."""
     seen: Seen = {}
     checkpoint, step = None, 0
     for size, length in zip(sizes, lengths, strict=True):
@@ -87,7 +87,7 @@ def resumed(
 def test_steps_are_the_same_over_resumes_at_other_numbers_of_processes(
     make: Callable[[], Any], workers: int, tmp_path: Path
 ) -> None:
-    """The resumes are in the middle of an epoch, at its end, and right after it."""
+    """Resume in the middle of an epoch, at its end, and right after it."""
     if workers and getattr(make(), "num_workers", 0):
         pytest.skip("it has processes of its own, and a process that reads ahead may start none")
     alone = Reader(make, order(), None, 0).take(2 * STEPS + 3)
@@ -106,7 +106,7 @@ def test_the_workers_of_a_loader_are_refused_below_a_process_that_reads_ahead() 
 
 @pytest.mark.parametrize("make", DIVIDED.values(), ids=DIVIDED)
 def test_a_process_asks_a_divided_stream_only_for_its_own_parts(make: Callable[[], Any]) -> None:
-    """The parts of all logical ranks are disjoint, and those of a process are read, and saved, by nobody else."""
+    """The parts of all logical ranks are disjoint, and only their own process reads and saves them."""
     parts = [Reader(make, order(rank, 4), None, 0) for rank in range(4)]
     seen = [part.take(STEPS) for part in parts]
     assert Counter(each for part in seen for rows_ in part.values() for each in rows_) == Counter(range(SAMPLES))
@@ -126,7 +126,7 @@ def test_a_resume_reads_no_sample_again_where_there_is_a_state(tmp_path: Path) -
 
 
 def rest(step: int, ranks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the states that the other processes of three have at the end of ``step``."""
+    """Return the other two processes' states at the end of ``step``."""
     readers = [Reader(Sharded, order(rank, 3), None, 0) for rank in ranks]
     return {name: state for each in readers if each.take(step) for name, state in each.stream.states(step).items()}
 
@@ -165,7 +165,7 @@ def test_the_stream_of_the_documentation_resumes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log to standard error, also in processes that are forked."""
+    """Log to standard error, also in forked processes."""
     from worldsize.messages import show_messages
 
     keep_loggers(monkeypatch)
@@ -271,7 +271,7 @@ def test_states_of_other_readers_are_refused_and_can_be_left_out(
 
 
 def test_a_stream_that_was_read_whole_may_have_other_logical_ranks(tmp_path: Path) -> None:
-    """The steps have the same samples; they are only cut otherwise."""
+    """Steps have the same samples, split differently."""
     reader = Reader(loader, order(logical_ranks=12), None, 0)
     reader.take(2)
     checkpoint = saved(tmp_path, 2, reader.stream.states(2))
@@ -304,12 +304,12 @@ def test_a_state_that_the_library_refuses_is_an_error_with_a_remedy(tmp_path: Pa
     reader = Reader(Sharded, order(), None, 0)
     reader.take(1)
     checkpoint = saved(tmp_path, 1, reader.stream.states(1))
-    with pytest.raises(ConfigError, match=r"cannot go on .*KeyError: 'worker_3'.*--ignore streams"):
+    with pytest.raises(ConfigError, match=r"cannot resume .*KeyError: 'worker_3'.*--ignore streams"):
         Reader(Refusing, order(), checkpoint, 0).take(1)
 
 
 def test_a_stream_that_cannot_begin_again_says_so() -> None:
-    with pytest.raises(ConfigError, match="cannot begin again"):
+    with pytest.raises(ConfigError, match="cannot be restarted"):
         Reader(lambda: (each for each in range(30)), order(), None, 0).take(2)
 
 

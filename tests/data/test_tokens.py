@@ -1,4 +1,4 @@
-"""Token files: every token is predicted as a plain loop over the text says, wherever the files lie."""
+"""Token files: every token is predicted as in a plain loop over the text, wherever the files are."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_packed_samples_hold_every_document(prepared: Path, tmp_path: Path) -> N
 
 def test_boundaries_of_another_file_are_refused(prepared: Path, tmp_path: Path) -> None:
     (prepared / "documents_00000.npy").write_bytes((prepared / "documents_00002.npy").read_bytes())
-    with pytest.raises(ConfigError, match="documents_00000.npy is of another file"):
+    with pytest.raises(ConfigError, match="documents_00000.npy belongs to a different file"):
         len(PackedDocuments(str(prepared), length=LENGTH, cache=cache(tmp_path)))
 
 
@@ -144,7 +144,7 @@ def test_each_of_several_folders_has_its_own_documents(tmp_path: Path) -> None:
 
 def test_tokens_without_boundaries_are_refused(prepared: Path, tmp_path: Path) -> None:
     (prepared / "documents_00001.npy").unlink()
-    with pytest.raises(ConfigError, match="has no file documents_00001.npy beside it"):
+    with pytest.raises(ConfigError, match="has no file documents_00001.npy with document boundaries beside it"):
         len(DocumentWindows(str(prepared), length=LENGTH, cache=cache(tmp_path)))
 
 
@@ -160,7 +160,7 @@ def test_new_boundaries_make_a_new_index(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-7]), "byte .*: .* bytes were expected"),
-        (lambda file: file.write_bytes(b"not an array"), "is no .npy file"),
+        (lambda file: file.write_bytes(b"not an array"), "is not an .npy file"),
         (lambda file: numpy.save(file, numpy.zeros(100)), "holds float64; tokens are whole numbers"),
         (lambda file: numpy.save(file, numpy.zeros((10, 10), dtype=numpy.uint8)), "has 2 dimensions"),
         (lambda file: numpy.save(file, numpy.array([{}] * 9), allow_pickle=True), "object"),
@@ -179,7 +179,7 @@ def test_a_file_that_ends_within_a_number_is_named(tmp_path: Path) -> None:
 
 
 def test_a_path_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no such file, or no file in it that ends with \.npy or \.bin"):
+    with pytest.raises(ConfigError, match=r"no such file, or no file in it that ends with \.npy or \.bin"):
         len(TokenWindows(str(tmp_path / "nothing"), length=LENGTH))
 
 
@@ -221,11 +221,11 @@ def test_packed_documents_are_the_texts_that_were_prepared(finished: Path, tmp_p
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "tokens_00001.npy").unlink(), r"tokens_00001.npy: .* and there are no bytes"),
+        (lambda folder: (folder / "tokens_00001.npy").unlink(), r"tokens_00001.npy: .* but it has no bytes"),
         (lambda folder: numpy.save(folder / "tokens_00000.npy", numpy.zeros(99, numpy.uint8)), "tokens_00000.npy"),
-        (lambda folder: numpy.save(folder / "tokens_00009.npy", numpy.zeros(9, numpy.uint8)), "says no bytes"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "is no manifest of worldsize prepare"),
-        (lambda folder: (folder / "manifest.json").write_text('{"shards": []}'), "is no manifest"),
+        (lambda folder: numpy.save(folder / "tokens_00009.npy", numpy.zeros(9, numpy.uint8)), "lists no bytes"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "is not a manifest of worldsize prepare"),
+        (lambda folder: (folder / "manifest.json").write_text('{"shards": []}'), "is not a manifest"),
         (lambda folder: shutil.copytree(folder, folder / ".pieces"), "the preparation of .* has not ended"),
     ],
 )

@@ -1,12 +1,12 @@
-"""Find the commands of the documentation: fenced blocks of bash, and inline code that starts with uv run.
+"""Find the documentation's commands: fenced blocks of bash, and inline code that starts with uv run.
 
-A comment before a fence says how its commands are tested; without one they are run as they stand, only shorter.
+A comment before a fence selects how its commands are tested; by default they run as they are, only shorter.
 
-    <!-- test: show -->       rendered with launch=show, since they need a cloud or GPUs
+    <!-- test: show -->       rendered with launch=show, because they need a cloud or GPUs
     <!-- test: slurm -->      run on the tests' own Slurm
     <!-- test: hosts -->      run on two hosts that are network namespaces
     <!-- test: live -->       run while a run with a parameter server trains
-    <!-- test: project -->    run in a project of one's own, see tests/clusters/test_own_project.py
+    <!-- test: project -->    run in a separate project, see tests/clusters/test_own_project.py
     <!-- test: exists -->     not run, since they take minutes or need earlier results: their scripts must exist
     <!-- test: exit=75 -->    run, and the block exits with this code
 
@@ -62,7 +62,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def files(page: Path) -> dict[str, str]:
-    """Return the files that the page tells its reader to write, by path."""
+    """Return the files that the page instructs its reader to write, by path."""
     return {match["path"]: match["text"] for match in _FILE.finditer(page.read_text())}
 
 

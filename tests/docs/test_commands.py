@@ -1,4 +1,4 @@
-"""Every command of the documentation is given to bash as it stands there, with a ``uv`` that makes it cheap."""
+"""Every command of the documentation runs in bash as shown, with a ``uv`` that makes it cheap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_pages(*hows: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
-    """Runs that a page may name: one that is complete, and one that failed and can be resumed."""
+    """Runs to substitute in pages: a complete one, and a failed one that can be resumed."""
     folder = tmp_path_factory.mktemp("documented")
     words = ("train", "logger=none", "reproducibility=elastic", "checkpoint.every=1", "log_every=1")
     ways = {"complete": ("steps=2",), "interrupted": ("steps=4", "faults=[{action: kill, step: 3}]")}
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
 
 @pytest.fixture
 def project(page: Path, tmp_path: Path, runs: Path) -> Path:
-    """A reader's folder with the files that the page shows, and with finished runs."""
+    """A reader's folder with the page's files, and with finished runs."""
     folder = tmp_path / "project"
     shutil.copytree(runs, folder / "runs")
     for name, text in files(page).items():
@@ -92,7 +92,7 @@ def bash(project: Path, tmp_path: Path, warm_python: Path, tmp_path_factory: pyt
 
 
 def filled(text: str, runs: Path, name: str | None) -> str:
-    """Replace <run> in ``text`` by the name of a run; each ``resume`` gets a run of its own that can be resumed."""
+    """Replace <run> in ``text`` by a run's name; each ``resume`` gets a separate run that can be resumed."""
     return "".join(_filled(line, runs, name) for line in text.splitlines(keepends=True))
 
 

@@ -1,4 +1,4 @@
-"""Files that the documentation shows are pasted whole, as a reader does, and have the effect that it says."""
+"""Files shown in the documentation are pasted whole, as a reader would, and have the documented effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ports of from-a-script.md and from-accelerate.md pass their own tests, and are as small as the pages say."""
+"""The ports of from-a-script.md and from-accelerate.md pass their tests, and are as small as the pages claim."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = [Path(name).stem for name in FILES if name.startswith("scripts/")]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The reader's folder, from which its modules are imported."""
+    """The reader's folder, on the import path."""
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Links that lead out of the repository are well formed; the site's build checks those inside."""
+"""External links are well formed; the site's build checks internal ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages in docs/troubleshooting.md are those that the code prints."""
+"""Messages in docs/troubleshooting.md match the code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.docs.blocks import REPOSITORY, blocks
 PAGE = REPOSITORY / "docs" / "troubleshooting.md"
 COMPARED = {block.says for block in blocks(PAGE)}  # test_commands compares these with a command's output
 SHOWN = [text for text in re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.M | re.S) if text not in COMPARED]
-_LEAST = 14  # least number of characters of a message that are fixed in the code
+_LEAST = 14  # minimum number of a message's characters that are fixed in the code
 
 
 def texts() -> Iterator[list[str]]:
-    """Yield every string of the framework and of plugins, split where values are filled in."""
+    """Yield every string of the framework and of plugins, split at the placeholders."""
     for path in (path for folder in ("framework", "plugins") for path in (REPOSITORY / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""Stand in for ``uv`` where blocks of the documentation are tested: shorten commands and run them warm.
+"""Stand in for ``uv`` when the documentation's commands are tested: shorten them and run them warm.
 
 Commands that are equal once they are shortened run only once; the others repeat the recorded output. This module
 imports only the standard library plus :mod:`tests.support.warm`; the program that :func:`program` writes starts it.
@@ -22,12 +22,12 @@ from tests.support import warm
 # environment variables: kind of the block (exact: its output depends on numbers), and folder of recorded outputs
 HOW, SAID = "DOCUMENTED_HOW", "DOCUMENTED_SAID"
 _GPT = ("recipe.width=16", "recipe.depth=4", "recipe.heads=4", "recipe.context=8", "recipe.test_bytes=500")
-# only composed or rendered, as each would import or read data for seconds; other tests train with them
+# only composed or rendered, because each would import or read data for seconds; other tests train with them
 _COMPOSED = re.compile(r"^(recipe=(hf_causal_lm|word2vec|click_through)|logger\.mode=\w+)$")
 _RENDERED = re.compile(r"^(strategy=(?!ddp$)\w+|compile=true)$")
 _LEAST_STEPS = {"faults=": 3, "world_sizes=": 5}
 _GROUP = re.compile(r"^\+(cluster|strategy)=")
-_SMALLER = (  # intervals that a short run would not reach, and more processes and sweep points than are needed
+_SMALLER = (  # intervals that a short run would not reach, and more processes and sweep points than needed
     (r"^(checkpoint\.every|evaluate_every|strategy\.inner_steps)=[1-9]\d*$", r"\1=1"),
     (r"^cluster\.processes=[48]$", "cluster.processes=2"),
     (r"^cluster\.processes=5$", "cluster.processes=3"),
@@ -52,7 +52,7 @@ def program(folder: Path, zygote: str, python: Path) -> None:
     root = str(Path(__file__).parents[2])
     head = f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {root!r})\nfrom tests.docs import uv\n"
     (folder / "uv").write_text(f"{head}uv.main({zygote!r}, {str(python)!r})\n")
-    (folder / "pip").write_text("#!/bin/sh\n")  # worldsize is installed already
+    (folder / "pip").write_text("#!/bin/sh\n")  # worldsize is already installed
     for name in ("uv", "pip"):
         (folder / name).chmod(0o755)
 
@@ -107,7 +107,7 @@ def scaled(words: Sequence[str], how: str, python: str) -> list[str]:
 def _smaller(values: Sequence[str], how: str) -> list[str]:
     there = how in ("slurm", "hosts")
     kept = [word for word in values if not (there and _NOT_HERE.match(word))]
-    if how != "exact" and "recipe=lightning_module" not in kept:  # whose DataLoaders have to agree with the options
+    if how != "exact" and "recipe=lightning_module" not in kept:  # its DataLoaders have to agree with the options
         needs = ("early_stopping.metric=", "schedule_metric=")  # evaluations
         is_asked = any(word.startswith(needs) for word in kept)
         kept = [word for word in kept if is_asked or not _OF_NO_MATTER.match(word)]
@@ -131,13 +131,13 @@ def has_epochs(words: Sequence[str]) -> bool:
 
 
 def canonical(values: Sequence[str]) -> list[str]:
-    """Sort the words, keep the last of each key, and leave out defaults."""
+    """Sort the words, keep the last value of each key, and drop defaults."""
     last = {word.partition("=")[0]: word for word in values}
     return sorted(word for word in last.values() if not _DEFAULT.match(word))
 
 
 def _there(given: dict[str, str], how: str, python: str) -> list[str]:
-    """Return options that say where processes run, in place of those of the page."""
+    """Return options for where processes run, in place of the page's."""
     if how == "slurm":
         return [f"launcher.python={python}", "launcher.wait=true"]
     if given.get("cluster") == "ssh":
@@ -163,7 +163,7 @@ def _once(zygote: str, python: str, words: Sequence[str]) -> NoReturn:
     shown = "launch=show" in words
     pattern, same = (
         (r"\d+", "#") if shown else (r"interrupted_\d+", "interrupted")
-    )  # rendered commands that differ in numbers only are run once
+    )  # rendered commands that differ only in numbers are run once
     key = json.dumps(["show" if shown else os.environ[HOW], *(re.sub(pattern, same, word) for word in words)])
     recorded = Path(os.environ[SAID], hashlib.sha256(key.encode()).hexdigest())
     if not recorded.exists():

@@ -1,4 +1,4 @@
-"""The runs that the tests take through a step on fake CUDA tensors, and the waits that are theirs."""
+"""Runs that the tests take through a step on fake CUDA tensors, and their expected waits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Case:
         return [*chosen.values(), *own, f"logical_ranks={int(each) * parts}", *self.more]
 
     def waits(self) -> dict[tuple[str, str, str], int]:
-        """Return how often the run waits in each phase, by phase, function and kind of wait."""
+        """Return the run's number of waits, by phase, function and kind of wait."""
         found: dict[tuple[str, str, str], int] = {}
         for wait in WAITS:
             if re.search(wait.line, self.line):
@@ -125,8 +125,8 @@ _COMPARED = {  # ranks compare their first step, pass by pass, by recipe and mic
 }
 WAITS = (
     Wait("", f"collectives/exact.py _on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"),
-    Wait("^strategy=single ", "train/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
-    Wait("^strategy=(?!single )", f"{_GATHERED} train/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
+    Wait("^strategy=single ", "loop/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
+    Wait("^strategy=(?!single )", f"{_GATHERED} loop/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
     Wait("nonfinite=skip", "core/numerics.py Numerics.skips", "item", _STEPS, "the host decides whether to take it"),
     # a fused step decides on the device
     Wait(

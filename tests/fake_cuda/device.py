@@ -1,4 +1,4 @@
-"""A GPU that is not there: torch.cuda answers, tensors on cuda:0 are fakes, and every wait for it is noted."""
+"""A simulated GPU: torch.cuda answers, tensors on cuda:0 are fakes, and every wait for it is recorded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STREAMS = count(1)
 
 
 class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes fakes on CUDA without starting it."""
+    """Creates fakes on CUDA without initializing it."""
 
     @property
     def avoid_device_init(self) -> bool:
@@ -36,21 +36,21 @@ class Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def believe_in_devices(library: str, devices: int) -> None:
-    """Let torch's C++ count ``devices``, once its guard of CUDA has been replaced by one that does nothing."""
+    """Let torch's C++ count ``devices``, once its CUDA guard has been replaced by a no-op."""
     torch._C._ensureCUDADeviceGuardSet()
     ctypes.c_int.in_dll(ctypes.CDLL(library), "fake_devices").value = devices
 
 
 @contextmanager
 def faked(devices: int) -> Iterator[Waits]:
-    """Let torch have this many GPUs inside the context, and note the waits for the first."""
+    """Give torch this many GPUs inside the context, and record the waits for the first."""
     mode = Mode(allow_non_fake_inputs=True)
     waits = Waits(mode)
     with ExitStack() as stack:
         for owner, name, replacement in [*_cuda(waits, devices), *_tensors(waits), *_distributed()]:
             stack.enter_context(patch.object(owner, name, replacement))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it asks the GPU what it can do
+        stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it queries the GPU's capabilities
         stack.enter_context(waits)
         yield waits
 
@@ -156,7 +156,7 @@ def _tensors(waits: Waits) -> Sequence[Patch]:
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Stand in for Module._apply, which sets ``data``: that of a fake cannot change its device."""
+    """Stand in for Module._apply: it sets ``data``, and a fake's ``data`` cannot change its device."""
     moved: dict[int, Tensor] = {}
     with torch.no_grad():
         for each in module.modules():
@@ -182,7 +182,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stand in for torch's, which asks the driver which kernel there is."""
+    """Stand in for torch's function: it queries the driver for an available kernel."""
     scores: Tensor = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     return scores.softmax(-1) @ value
 
@@ -206,7 +206,7 @@ def _distributed() -> Sequence[Patch]:
     from_group = DeviceMesh.from_group
 
     def mesh_of(*args: Any, **kwargs: Any) -> DeviceMesh:
-        with unset_fake_temporarily():  # a mesh is a tensor of ranks, whose values torch needs
+        with unset_fake_temporarily():  # a mesh is a tensor of ranks, and torch needs its values
             return from_group(*args, **kwargs)
 
     def equal_objects(objects: list[Any], mine: Any, *_: Any, **__: Any) -> None:
@@ -216,7 +216,7 @@ def _distributed() -> Sequence[Patch]:
         (DeviceMesh, "from_group", staticmethod(mesh_of)),
         (dist, "all_gather_object", equal_objects),
         (dist, "broadcast_object_list", _nothing),
-        # what reads addresses of tensors in C++, of which fakes have none
+        # C++ code that reads addresses of tensors; fakes have none
         (ddp, "_verify_param_shape_across_processes", _nothing),
         (own, "_verify_param_shape_across_processes", _nothing),
         (ddp, "_sync_module_states", _nothing),
@@ -224,12 +224,12 @@ def _distributed() -> Sequence[Patch]:
         (DistributedDataParallel, "_ddp_init_helper", wrap),
         (dist, "_register_comm_hook", register_hook),
         (fsdp_init, "_move_states_to_device", _nothing),
-        (staged, "Future", lambda **_: Future()),  # torch for CPUs makes none for a stream
+        (staged, "Future", lambda **_: Future()),  # torch for CPUs does not create one for a stream
     ]
 
 
 class _Reducer:
-    """DDP's reducer without its CUDA timers, and without its own all-reduce, which the fake group does not answer."""
+    """DDP's reducer without its CUDA timers and its own all-reduce: the fake group does not complete it."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.has_hook = inner, False

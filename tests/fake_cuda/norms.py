@@ -1,4 +1,4 @@
-"""The digits recipe with a layer whose statistics training changes, and with further buffers."""
+"""The digits recipe with a layer whose statistics change in training, and with further buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worldsize.core import BufferRule
 
 
 class Counted(nn.Module):
-    """Counts its steps, and has a buffer that no step changes."""
+    """Counts its steps, and has a constant buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""One rank of a run on a GPU that is not there: steps, an evaluation, a save to host memory and a load from it.
+"""One rank of a run on a simulated GPU: steps, an evaluation, a save to host memory and a load from it.
 
-``python -m tests.fake_cuda.rank LIBRARY``: standard input has a run in each line, the words of its command line as
+``python -m tests.fake_cuda.rank LIBRARY``: each line of standard input is a run, its command-line words as
 JSON; standard output gets a line of JSON for each: its error, its waits, and the tensors of its save on the device.
 """
 
@@ -36,26 +36,26 @@ from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, S
 from worldsize.data.batches import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.devices import backend_names
+from worldsize.loop.agreement import Agreement, Wishes
+from worldsize.loop.averaging import AveragedReplica
+from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.plan.dry_run import world_seen_by
-from worldsize.record.determinism import seed_generators
+from worldsize.seeds import seed_generators
 from worldsize.strategies.deferred.model import filled_with
-from worldsize.train.agreement import Agreement, Wishes
-from worldsize.train.averaging import AveragedReplica
-from worldsize.train.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.worker.evaluation import EvaluationData, evaluate_splits
 
 STEPS = 4
-_DEFERS = ("FSDP", "Mesh")  # strategies that make the model's tensors themselves
+_DEFERS = ("FSDP", "Mesh")  # strategies that create the model's tensors themselves
 _DEVICES = 16
 
 
 def run(words: Sequence[str]) -> dict[str, Any]:
-    """Run one rank, and return what it did."""
+    """Run one rank, and return a record of it."""
     error, on_device = None, list[str]()
     with faked(_DEVICES) as waits:
         try:
             on_device = _run(words, waits)
-        except Exception as failure:  # any: it is what the test shows
+        except Exception as failure:  # any error: the test reports it
             error = _described(failure)
     counts = [[*key, count] for key, count in sorted(waits.counts.items()) if key[0] != "build"]
     return {"words": list(words), "error": error, "waits": counts, "on_device": on_device}
@@ -77,7 +77,7 @@ def _run(words: Sequence[str], waits: Waits) -> list[str]:
 
         def evaluate(step: int) -> Mapping[str, float]:
             waits.phase = "evaluation"
-            data = EvaluationData(settings)
+            data = EvaluationData(settings.recipe, settings.training, settings.evaluation.batches)
             metrics = evaluate_splits(
                 replica, data, settings.evaluation.splits, step=step, part=settings.data_part(world)
             )
@@ -102,7 +102,7 @@ def _run(words: Sequence[str], waits: Waits) -> list[str]:
 
 
 def _go_on(reached: Callable[[Agreement, int], Wishes]) -> Callable[[Agreement, int], Wishes]:
-    """Let nobody wish to stop: numbers of fakes say nothing."""
+    """Let no rank request a stop: values of fakes are meaningless."""
 
     def agreed(agreement: Agreement, step: int) -> Wishes:
         reached(agreement, step)
@@ -123,7 +123,7 @@ def _built(settings: Settings, world: World, waits: Waits) -> Replica:
     defers = type(settings.strategy).__name__ in _DEFERS and world.size > 1
     with filled_with(waits.mode) if defers else waits.mode:
         inner: Any = settings.strategy.replica(settings.recipe, context)
-    if defers:  # the fakes of fully_shard's own moves are those of device.py
+    if defers:  # fully_shard's own device moves are faked in device.py
         with waits.mode:
             for module in inner.model.modules():
                 for name, buffer in module._buffers.items():
@@ -134,7 +134,7 @@ def _built(settings: Settings, world: World, waits: Waits) -> Replica:
 
 
 def _batches(settings: Settings, world: World, replica: Replica) -> Iterator[list[MicroBatch]]:
-    """Yield the batches of each step, whose tensors have values as long as they are on the host."""
+    """Yield the batches of each step; their tensors have values as long as they are on the host."""
     part = settings.data_part(world)
     order = settings.order(part.rank, part.size, replica.dealing)
     with unset_fake_temporarily():
@@ -147,7 +147,7 @@ def _batches(settings: Settings, world: World, replica: Replica) -> Iterator[lis
 
 
 def _load(replica: Replica, host: Mapping[str, Tensor]) -> None:
-    """Load a state whose tensors are in host memory, as the reader of a checkpoint's files does."""
+    """Load a state from host memory, like the reader of a checkpoint's files."""
     template = replica.state()
     tensors, values = split(template)
     facts = {name: {"dtype": str(each.dtype), "shape": list(each.shape)} for name, each in tensors.items()}
@@ -162,7 +162,7 @@ def _load(replica: Replica, host: Mapping[str, Tensor]) -> None:
 
 
 class _Phased(Replica):
-    """Names the phase of each wait in a step: the first one differs, since ranks compare what they do."""
+    """Names the phase of each wait in a step; the first steps count separately, because ranks compare their work."""
 
     def __init__(self, inner: Replica, waits: Waits) -> None:
         self._inner, self._waits, self._steps = inner, waits, 0

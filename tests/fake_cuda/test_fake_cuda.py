@@ -1,6 +1,6 @@
 """Each strategy trains, evaluates, saves and loads on fake CUDA tensors, without a GPU: see tests/fake_cuda/rank.py.
 
-Fakes have no values, and streams no order: they show a tensor on the wrong device, and a wait.
+Fakes have neither values nor stream order: they reveal a tensor on the wrong device, or a wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PARTS = 2  # processes, each for a part of the cases
 
 @pytest.fixture(scope="module")
 def shims(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the libraries that let torch believe in GPUs."""
+    """Compile the libraries that simulate GPUs for torch."""
     folder = tmp_path_factory.mktemp("shims")
     for source, library in {"driver.c": "libcuda.so.1", "device_count.c": "libdevices.so"}.items():
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / library, HERE / source], check=True)

@@ -1,4 +1,4 @@
-"""Notes where a program waits for a GPU, on fake tensors: what reads a value, copies without pinned memory, or asks."""
+"""Records where a program waits for a GPU, on fake tensors: reads of values, unpinned copies, and queries."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 OWN = ("/framework/worldsize/", "/plugins/", "/recipes/")
-_PASSED = ("collectives/exact.py", "devices.py")  # which wait for their caller, who is named, too
+_PASSED = ("collectives/exact.py", "devices.py")  # they wait for their caller, and it is recorded, too
 _NO_CALLERS = ("<lambda>", "<genexpr>", "<listcomp>", "__torch_function__", "_backward")
-_SIZES = (  # their results have as many rows as the values say
+_SIZES = (  # the values determine the number of rows in their results
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
     torch.ops.aten._unique2.default,
@@ -27,9 +27,9 @@ _SIZES = (  # their results have as many rows as the values say
 
 
 class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the waits of each phase by their kind and by the functions that wait.
+    """Counts the waits of each phase by kind and by waiting function.
 
-    Tensors that are made on CUDA are fakes of ``mode``, also outside of its context: others have values.
+    Tensors created on CUDA are fakes of ``mode``, also outside of its context; others have values.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -38,13 +38,13 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts: Counter[tuple[str, str, str]] = Counter()  # by phase, functions, kind
         self.host_groups: frozenset[str] | None = None
         """Names of the groups that exchange tensors in host memory; others refuse them, as NCCL does. None: all do."""
-        self._pinned: dict[int, Tensor] = {}  # by their memory, which they keep, so that no other gets its address
+        self._pinned: dict[int, Tensor] = {}  # by address; kept alive, so that no other tensor gets the address
 
     def note(self, kind: str) -> None:
         self.counts[self.phase, _caller(), kind] += 1
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return a copy of ``tensor``, of any shape, from and to which copies need not wait."""
+        """Return a pinned copy of ``tensor``, of any shape: copies to and from it need not wait."""
         copy = tensor.detach().clone()
         self._pinned[copy.untyped_storage()._cdata] = copy
         return copy
@@ -73,7 +73,7 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _check_reach(self, args: Sequence[Any], host_groups: Container[str]) -> None:
-        """Raise what torch raises where a tensor in host memory is given to a group without a backend for it."""
+        """Raise torch's error for a host tensor in a group without a host backend."""
         leaves = tree_leaves(args)
         boxes = [each for each in leaves if isinstance(each, torch.ScriptObject)]
         groups = [ProcessGroup.unbox(each) for each in boxes if each._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]
@@ -99,12 +99,12 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def one(dtype: torch.dtype) -> bool | float | int:
-    """Return the value that every number of a fake tensor is taken to have."""
+    """Return the assumed value of every element of a fake tensor."""
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 def _caller() -> str:
-    """Name the innermost function of the project's, and its caller if that passes the wait on."""
+    """Return the project's innermost function, and its caller if the wait is passed on."""
     names: list[str] = []
     frame = inspect.currentframe()
     while frame is not None:

@@ -25,7 +25,7 @@ SAME = ("state_digest", "metrics_digest", "metrics", "samples")
 
 
 def undisturbed(strategy: str) -> list[str]:
-    """Return the options of a run of one process; a mesh, of which each stage draws numbers of its own, has two."""
+    """Return the options of a one-process run; a mesh has two, since each stage draws its own random numbers."""
     if strategy == "mesh":
         return [*OPTIONS, *STRATEGIES[strategy], "cluster.processes=2"]
     return [*OPTIONS, "recipe=remembering", "strategy=single", "cluster.processes=1"]

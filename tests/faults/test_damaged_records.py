@@ -1,4 +1,4 @@
-"""A record that is damaged, or that an enemy wrote, is said to be; it spoils no other, and ends in no traceback."""
+"""A damaged or forged record is reported as such; it affects no other record, and causes no traceback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worldsize.record.run_record import look, opened
 
 
 def seal(path: Path, text: str) -> None:
-    """Write a manifest's text as an enemy can: with the digest that belongs to it."""
+    """Write a manifest's text like an attacker: with a matching digest."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     path.write_text(text.replace("{\n", f'{{\n  "digest": "{digest}",\n', 1))
 
@@ -37,7 +37,7 @@ def seal(path: Path, text: str) -> None:
 def changed(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest = dict(read_manifest(run / "run_manifest.json"))
     change(manifest)
-    write_manifest(run / "run_manifest.json", manifest, own=False)  # one's own signature is trusted
+    write_manifest(run / "run_manifest.json", manifest, own=False)  # the user's own signature is trusted
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
@@ -64,7 +64,7 @@ def test_status_shows_a_damaged_run_as_damaged_and_goes_on(
     done = command("status", cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 0
     states = [line.split()[0] for line in done.stdout.splitlines()]
-    assert states == ["state", "damaged", "completed"]
+    assert states == ["state", "completed", "damaged"]
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("runs/a: ")
@@ -81,7 +81,7 @@ def test_a_lock_that_is_a_folder_is_said_to_be(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", steps=1)
     changed(run, lambda manifest: manifest["attempts"][-1].update(exit_reason="running"))
     (run / ".lock").mkdir()
-    with pytest.raises(WorldsizeError, match=r"\.lock is no regular file"):
+    with pytest.raises(WorldsizeError, match=r"\.lock is not a regular file"):
         look(RunDirectory(run))
 
 
@@ -118,7 +118,7 @@ def replaced(path: Path, *, link: Path | None = None) -> None:
         os.mkfifo(path)
 
 
-READ = {  # an entry that each command reads, where a link may lead, and whether the run says that it is running
+READ = {  # per command: an entry that it reads, a link's target, and whether the run is recorded as running
     "status": (".lock", "new", True),
     "logs": ("logs/worker_00000.log", "/dev/zero", False),
     "cancel": (".lock", "new", True),
@@ -144,7 +144,7 @@ def test_a_pipe_or_a_link_in_a_record_is_named_and_waited_for_by_nobody(
     replaced(run / entry, link=tmp_path / target if is_link else None)
     before = {path for path in tmp_path.rglob("*")}
     monkeypatch.setattr(sys, "argv", ["worldsize", command, *[str(run)] * (2 if command == "compare" else 1)])
-    with nullcontext() if command == "status" else pytest.raises(SystemExit, match="^2$"):  # it goes on with others
+    with nullcontext() if command == "status" else pytest.raises(SystemExit, match="^2$"):  # it continues
         _call()
     assert str(run / entry) in capsys.readouterr().err
     assert {path for path in tmp_path.rglob("*")} == before

@@ -1,4 +1,4 @@
-"""A save that storage refuses does not end training unless asked; everybody is told, and no checkpoint is damaged."""
+"""A failed save does not end training by default; every rank is notified, and checkpoints stay intact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = (
     "cluster.processes=2",
 )
 REFUSED = "No space left on device"
-# strikes the first save that its process writes; a second one, the second save
+# hits the first save written by its process; a second one, the second save
 FULL = "action: disk_full, point: 'checkpoint:in-shard'"
 SLOW = "action: sleep, seconds: 0.05, attempt: null"
 
@@ -39,7 +39,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def verified(folder: Path) -> Sequence[int]:
-    """Return the steps of a run's checkpoints, each of which is read and verified."""
+    """Return the steps of a run's checkpoints, after reading and verifying each."""
     checkpoints = [read(path) for path in complete(folder / "checkpoints")]
     for each in checkpoints:
         verify(each)

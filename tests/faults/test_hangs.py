@@ -1,4 +1,4 @@
-"""A run that hangs says which process waits for what, and where each of them is."""
+"""A run that hangs reports each process's wait and location."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 
 from tests.observe.run_folders import write_run
 from tests.support.runs import Train
-from worldsize.collectives import peer_waits
-from worldsize.collectives.peer_waits import PEER_WAIT
+from tests.support.waiting import wait_until
+from worldsize.collectives import group
+from worldsize.collectives.group import PEER_WAIT
 from worldsize.observe.report.page import page
 from worldsize.observe.report.read import read_run
 from worldsize.observe.report.timeline import hangs
@@ -32,7 +33,7 @@ HANGS = (
 
 
 def test_the_error_and_the_report_of_a_hang_name_ranks_collectives_and_stacks(train: Train) -> None:
-    """Rank 1 sleeps in step 4, in a process that is alive; rank 0 waits for it in vain."""
+    """Rank 1 sleeps in step 4 in a live process; rank 0 waits for it in vain."""
     run = train(*HANGS, "cluster.debug=true")
     assert run.code == 1
     assert run.error.startswith("worker 1 failed at step 4:\ndid not answer at step 4")
@@ -41,7 +42,7 @@ def test_the_error_and_the_report_of_a_hang_name_ranks_collectives_and_stacks(tr
     first, second = (told[places[name] :] for name in ("worker_00000", "worker_00001"))
     assert "waits in gloo:all" in first[0]
     assert "waits in no collective; it began gloo:" in second[0]
-    assert any("peer_waits.py" in line for line in first[1:5])
+    assert any("group.py" in line for line in first[1:5])
     assert any("faults.py" in line for line in second[1:5])
     (counts,) = re.findall(r"collectives of group 0: (\d+) begun, (\d+) completed by worker_00000; (.*)", run.error)
     began, completed = map(int, counts[:2])  # one more may not be marked as completed yet
@@ -64,7 +65,7 @@ def test_a_gang_that_heals_goes_on_and_keeps_what_the_process_wrote_that_hung(tr
     assert (first.rank, first.waits, second.rank, second.waits) == (0, True, 1, False)
     assert "faults.py" in second.stack[-1]
     (attempt,) = run.json("run_manifest.json")["attempts"]
-    assert attempt["transport"]["ranks"] == {"socket": 2}  # of the only membership in which two trained
+    assert attempt["transport"]["ranks"] == {"socket": 2}  # the only membership where two trained
 
 
 def test_a_parameter_server_goes_on_without_a_worker_that_hangs_and_keeps_where_it_was(train: Train) -> None:
@@ -100,7 +101,7 @@ def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
 def test_collectives_that_end_in_another_order_are_counted_once_all_have_ended(
     monkeypatch: pytest.MonkeyPatch, pending: tuple[int, ...], completed: int
 ) -> None:
-    """Torch's last completed one is number 18 here: its thread was the last to note its end."""
+    """Torch's last completed one is number 18 here: its thread was the last to record its end."""
     entries = [
         {"pg_id": 0, "collective_seq_id": number, "retired": number not in pending, "is_p2p": False}
         for number in range(1, 21)
@@ -144,7 +145,7 @@ def test_of_many_that_hang_the_one_for_which_they_wait_is_told(tmp_path: Path) -
 
 
 def test_what_an_earlier_process_wrote_is_kept_and_not_taken_for_the_present(tmp_path: Path) -> None:
-    """The second and the third process are of one attempt, in which a process may be started again."""
+    """The second and the third process belong to one attempt, since an attempt may restart a process."""
     log = tmp_path / "worker_00003.log"
     for attempt in (1, 2, 2, 3):
         asked = tmp_path / f"hang_{attempt}"
@@ -173,7 +174,7 @@ def test_two_processes_of_a_rank_that_did_the_same_are_one_row_of_the_report(tmp
 def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for a message, then is asked by others, then waits for another message; each once."""
+    """It waits for a message, then others query it, then it waits for a different message; each is written once."""
     log, asked = tmp_path / "server_00000.log", tmp_path / "hang_1"
     now, looks = [time.time()], [0]
     clock = SimpleNamespace(time_ns=lambda: int(now[0] * 1e9), monotonic=lambda: now[0], sleep=time.sleep)
@@ -182,16 +183,14 @@ def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
         looks[0] += 1
         return []
 
-    for module in (flight, peer_waits):
+    for module in (flight, group):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(flight, "_SLOWEST", 0.01)
     monkeypatch.setattr(flight, "_collectives", look)
 
     def await_record(number: int) -> None:
-        deadline, seen = time.monotonic() + 120, looks[0]
-        while len(hung_processes(tmp_path)) < number or looks[0] < seen + 3:  # it looks again, and writes no other
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.02)
+        seen = looks[0]  # it checks again, and writes no other
+        wait_until(lambda: len(hung_processes(tmp_path)) >= number and looks[0] >= seen + 3)
         assert len(hung_processes(tmp_path)) == number
 
     with hangs_watched(log, asked, attempt=1, timeout=1000.0):
@@ -203,7 +202,7 @@ def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
         asked.touch()
         await_record(2)
         now[0] += 10
-        asked.touch()  # by a second one, because of the same hang
+        asked.touch()  # by a second process, because of the same hang
         await_record(2)
         with PEER_WAIT.during("an answer"):
             now[0] += 700

@@ -1,4 +1,4 @@
-"""A gang that heals goes on in the same step without its dead, and ends with the bits of an undisturbed run."""
+"""A healing gang continues the same step without its dead, and ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.outcome import outcome
 from tests.support.own_recipe import write_held
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.heavy
 
@@ -43,7 +43,7 @@ def memberships(folder: Path) -> list[list[int]]:
 
 @pytest.fixture
 def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
-    """``undisturbed(*options)`` is the outcome of one process that nobody kills."""
+    """``undisturbed(*options)`` is the outcome of one process that is never killed."""
 
     def run(*options: str) -> dict[str, Any]:
         alone = reference_run(*OPTIONS, *FOUR, "strategy=single", "cluster.processes=1", *options)
@@ -53,7 +53,7 @@ def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
 
 
 def equal_parts(folder: Path) -> dict[str, Any]:
-    """Return what does not depend on the strategy: it is named in a checkpoint, whose files have one part a rank."""
+    """Return the strategy-independent parts: a checkpoint names its strategy, and has one file per rank."""
     whole = outcome(folder)
     return {key: whole[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples", "step")}
 
@@ -70,7 +70,7 @@ def test_a_killed_rank_costs_no_step_and_no_bit(train: Any, undisturbed: Any, ra
     assert {row["update_samples"] for row in run.steps()} == {96}
     manifest = run.json("run_manifest.json")
     assert manifest["reproducibility"]["level"] == "bitwise"
-    assert manifest["attempts"][0]["transport"]["ranks"] == {"socket": 3}  # of the last membership
+    assert manifest["attempts"][0]["transport"]["ranks"] == {"socket": 3}  # in the last membership
 
 
 def test_two_at_once_then_all_but_one_leave_the_last_one_with_everything(train: Any, undisturbed: Any) -> None:
@@ -94,7 +94,7 @@ def test_a_kill_during_a_save_or_an_evaluation_costs_neither(train: Any, undistu
 @pytest.mark.parametrize("point", ["log:begin", "log:end"])
 @pytest.mark.parametrize("rank", [0, 2], ids=["the one that logs", "another"])
 def test_a_kill_while_a_step_is_logged_loses_no_row(train: Any, undisturbed: Any, rank: int, point: str) -> None:
-    """The losses are exchanged before the update: either all repeat the step, or those that are left have its row."""
+    """The losses are exchanged before the update: either all repeat the step, or the survivors have its row."""
     every = "log_every=1"
     run = train(*OPTIONS, *FOUR, HEAL, every, faults(kill(rank, 10, point=point)))
     assert run.code == 0, run.error
@@ -117,9 +117,9 @@ def test_a_replacement_joins_with_the_state_of_its_peers_and_may_die_too(train: 
     assert run.code == 0, run.error
     assert memberships(run.folder)[0] == [0, 1, 2, 3]
     assert memberships(run.folder)[-1] == [0, 1, 3, 2]
-    assert len(memberships(run.folder)) >= 3  # it may be ready before the others have stopped for its own death
+    assert len(memberships(run.folder)) >= 3  # it may be ready before the others have stopped because of its own death
     (attempt,) = run.json("run_manifest.json")["attempts"]
-    assert attempt["steps"] == [0, 40]  # those of the run, not of whoever came last
+    assert attempt["steps"] == [0, 40]  # the whole run's, not the last newcomer's
     assert attempt["first_step_at"] < attempt["memberships"][1]["ended"]
     assert equal_parts(run.folder) == undisturbed(*options[1:])
 
@@ -135,7 +135,7 @@ def test_a_spare_takes_the_place_of_a_dead_rank_in_the_same_change(
     if second == [0, 2, 3, 4]:  # the one that was ready first
         assert others == [[0, 2, 3, 5], [0, 2, 3]]
     else:
-        assert [second, *others] == [[0, 2, 3, 5], [0, 2, 3, 4]]  # which is past its fault
+        assert [second, *others] == [[0, 2, 3, 5], [0, 2, 3, 4]]  # past its fault
     assert equal_parts(run.folder) == undisturbed()
     words = ("evaluate", str(run.folder), "cluster.processes=2")
     done = command(*words, cwd=run.folder, environment=environment_without_wandb)
@@ -146,12 +146,12 @@ def test_a_rank_that_hangs_is_left_behind_after_its_bound(train: Any, undisturbe
     run = train(*OPTIONS, *FOUR, HEAL, "cluster.timeout=4", faults({"action": "stop", "rank": 1, "step": 9}))
     assert run.code == 0, run.error
     assert memberships(run.folder) == [[0, 1, 2, 3], [0, 2, 3]]
-    assert "worker 1 does not answer; going on without it" in run.error
+    assert "worker 1 does not answer; continuing without it" in run.error
     assert equal_parts(run.folder) == undisturbed()
 
 
 def test_a_rank_that_is_busy_with_something_else_is_waited_for(train: Any) -> None:
-    """It may read data, or write to a slow disk: that ends, other than a wait for a peer that is gone."""
+    """It may read data, or write to a slow disk: that ends, unlike a wait for a dead peer."""
     asleep = {"action": "sleep", "rank": 2, "step": 9, "seconds": 3}
     run = train(*OPTIONS, *FOUR, HEAL, faults(kill(1, 9), asleep))
     assert run.code == 0, run.error
@@ -159,7 +159,7 @@ def test_a_rank_that_is_busy_with_something_else_is_waited_for(train: Any) -> No
 
 
 def test_a_save_in_flight_of_one_process_and_a_newcomer_do_not_meet(train: Any, undisturbed: Any) -> None:
-    """The save goes on, alone, while the newcomer trains and the two of them save."""
+    """The save continues by itself while the newcomer trains and the two of them save."""
     slow = {"action": "slow", "rank": None, "seconds": 0.05, "attempt": None}
     options = ("steps=36", "checkpoint.every=3", "cluster.processes=2", "cluster.timeout=20")
     busy = {"action": "sleep", "rank": 0, "step": 3, "point": "checkpoint:after-rename", "seconds": 2}
@@ -170,7 +170,7 @@ def test_a_save_in_flight_of_one_process_and_a_newcomer_do_not_meet(train: Any, 
 
 
 def test_a_replacement_may_fail_by_an_error_of_its_own_again(train: Any) -> None:
-    """An error at another step is not one that all would meet, and the record has the cause of each."""
+    """An error at a different step is not common to all ranks, and the record has the cause of each."""
     slow = {"action": "slow", "rank": None, "seconds": 0.05, "attempt": None}
     first = {"action": "raise", "rank": 2, "step": 6}
     again = {"action": "raise", "rank": 2, "step": 28, "point": "step:compute", "attempt": 2}
@@ -184,14 +184,14 @@ def test_a_replacement_may_fail_by_an_error_of_its_own_again(train: Any) -> None
 
 
 def test_an_error_of_the_program_is_not_tried_on_every_process(train: Any) -> None:
-    """One rank's own error is survived; the same step on another rank fails, too, and ends the run with its cause."""
+    """One rank's error is survived; an error that repeats on a second rank ends the run with its cause."""
     one = train(*OPTIONS, *FOUR, HEAL, faults({"action": "raise", "rank": 3, "step": 7}))
     assert one.code == 0, one.error
     assert memberships(one.folder) == [[0, 1, 2, 3], [0, 1, 2]]
     each = train(*OPTIONS, *FOUR, HEAL, faults({"action": "raise", "rank": None, "step": 7}))
     assert each.code == 1
     assert "a fault that the configuration planted" in each.error
-    assert each.error.count("going on without it") <= 2
+    assert each.error.count("continuing without it") <= 2
 
 
 def test_below_the_least_number_the_gang_starts_again_from_its_checkpoint(train: Any, undisturbed: Any) -> None:
@@ -224,7 +224,7 @@ def test_workers_come_and_go_while_it_trains(
     begun: Any,
     warm_python: Path,
 ) -> None:
-    """4, 3, 5 and 2 processes in one run: the digests are those of one process."""
+    """4, 3, 5 and 2 processes in one run: the digests match one process."""
     steps = ("steps=110", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
     options, held = (*OPTIONS, *FOUR, *steps), write_held(tmp_path)
     process = subprocess.Popen(
@@ -237,10 +237,7 @@ def test_workers_come_and_go_while_it_trains(
     workers = partial(change_workers, folder)
 
     def wait_for(count: int) -> None:
-        deadline = time.monotonic() + 120
-        while _members(folder) != count or workers("list").count("worker") != count:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: _members(folder) == count == workers("list").count("worker"), lambda: workers("list"))
 
     assert "worker 3" in workers("remove")
     wait_for(3)
@@ -264,7 +261,7 @@ def test_workers_come_and_go_while_it_trains(
 def test_a_file_changes_the_number_of_processes_and_no_bit(
     tmp_path: Path, reference_run: Any, environment_without_wandb: dict[str, str], begun: Any, warm_python: Path
 ) -> None:
-    """2, 4 and 1 processes in one run, with nonsense in the file in between, which ends nothing."""
+    """2, 4 and 1 processes in one run; invalid text in the file in between does not end it."""
     steps = ("steps=80", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
     options, held = (*OPTIONS, *FOUR, *steps), write_held(tmp_path)
     policy = ("recipe=held", "cluster.processes=2", "autoscale=file", "autoscale.every=0.1")
@@ -278,18 +275,12 @@ def test_a_file_changes_the_number_of_processes_and_no_bit(
         )
     folder = begun(tmp_path / "other", after=4)
 
-    def wait_for(holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not holds():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
     (folder / "autoscale").write_text("4")
-    wait_for(lambda: _members(folder) == 4 and len(_events(folder)) > 0)
+    wait_until(lambda: _members(folder) == 4 and len(_events(folder)) > 0)
     (folder / "autoscale").write_text("a few")
-    wait_for(lambda: "has 'a few' where a number" in (tmp_path / "said").read_text())
+    wait_until(lambda: "has 'a few' where a number" in (tmp_path / "said").read_text())
     (folder / "autoscale").write_text("1")
-    wait_for(lambda: _members(folder) == 1)
+    wait_until(lambda: _members(folder) == 1)
     held.unlink()
     assert process.wait(120) == 0
     assert (tmp_path / "said").read_text().count("'a few'") == 1
@@ -338,10 +329,10 @@ def test_signals_still_save_and_end_a_gang_that_has_healed(
     [
         (("strategy.compress=bf16",), "lost with a process"),
         (("strategy.reduce=hierarchical",), "lost with a process"),
-        (("cluster=torchrun",), "does not tell processes which others live"),
+        (("cluster=torchrun",), "does not report dead processes to the others"),
         (("cluster.min_processes=5",), "more than the 4 processes"),
-        (("strategy.on_failure=restart", "cluster.spares=1"), "nobody waits for them"),
-        (("strategy.on_failure=restart", "autoscale=file"), "whose size is fixed"),
+        (("strategy.on_failure=restart", "cluster.spares=1"), "this run uses no spares"),
+        (("strategy.on_failure=restart", "autoscale=file"), "of fixed size"),
         (("strategy.on_failure=heel",), "heal"),
     ],
 )
@@ -353,12 +344,12 @@ def test_what_cannot_heal_is_refused_before_the_start(train: Any, options: tuple
 
 
 def test_saves_by_measured_cost_go_on_over_changes_that_come_faster_than_they(train: Any, undisturbed: Any) -> None:
-    """The first save is due after 10 steps, though no membership lasts that long until then."""
+    """The first save is due after 10 steps, although no membership lasts that long before it."""
     every = ("checkpoint.every=auto", "cluster.mtbf_hours=0.1", "checkpoint.at_end=false")
     more = (*every, "launcher.max_restarts=1", "evaluate_every=0")
     run = train(*OPTIONS, *FOUR, HEAL, *more, faults(kill(1, 4), kill(2, 8)))
     assert run.code == 0, run.error
     assert len(memberships(run.folder)) >= 3
     saved = sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*"))
-    assert 10 <= saved[0] < 18  # a save in flight while another joins is made again
+    assert 10 <= saved[0] < 18  # a save in flight while a process joins is repeated
     assert run.json("result.json")["state_digest"] == undisturbed()["state_digest"]

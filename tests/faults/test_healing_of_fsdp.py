@@ -1,4 +1,4 @@
-"""A gang whose processes hold shards of the model goes on without its dead, in one copy of it or in several."""
+"""A gang whose processes shard the model continues without its dead, with one copy of the model or several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HYBRID = (*FSDP, "strategy.shard=2")
 def test_kills_cost_at_most_the_steps_since_the_copies_and_no_bit(
     train: Any, undisturbed: Any, options: tuple[str, ...]
 ) -> None:
-    """The process that logs dies, then another; no file is there to be read."""
+    """The logging process dies, then a second one; there is no file to read."""
     run = train(*OPTIONS, *FOUR, *options, *NO_FILE, "checkpoint.peers=3", faults(kill(0, 8), kill(2, 18)))
     assert result_of(run) == undisturbed("clip_norm=0.5")
     assert memberships(run.folder) == [[0, 1, 2, 3], [1, 2, 3], [1, 3]]
@@ -54,7 +54,7 @@ def test_a_kill_during_an_evaluation_and_another_in_a_save_cost_neither(
 
 
 def test_those_that_join_get_their_shards_from_their_peers(train: Any, undisturbed: Any) -> None:
-    """Four processes again, of which some have another place than before, and save what they have there."""
+    """Four processes again, some in different places than before; they save their new shards."""
     options = ("cluster.spares=1", "launcher.max_restarts=2", "checkpoint.every=4", "steps=36")
     run = train(*OPTIONS, *FOUR, *FSDP, *options, faults(kill(1, 8), kill(0, 24), SLOW))
     assert run.code == 0, run.error

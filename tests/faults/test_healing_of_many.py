@@ -1,4 +1,4 @@
-"""A gang of so many processes that gloo connects two of them only when they first communicate heals as well."""
+"""A gang large enough for gloo to connect pairs lazily also heals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh goes on without its dead, in whole blocks of the ranks that train one part of the data together."""
+"""A mesh continues without its dead, in whole blocks of the ranks that train one part of the data together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TENSOR, PIPELINE = "strategy.tensor=2", "strategy.pipeline=2"
 
 @pytest.fixture
 def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
-    """``undisturbed(*options)`` is the result of one block of processes that nobody kills."""
+    """``undisturbed(*options)`` is the result of one block of processes that are never killed."""
 
     def run(*options: str) -> dict[str, Any]:
         result = reference_run(*ELASTIC, *NO_FILE, *options).json("result.json")
@@ -31,7 +31,7 @@ def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
 
 
 def test_one_of_the_survivors_waits_until_another_joins(train: Any, undisturbed: Any) -> None:
-    """2 × 2, then 1 × 2 and one that waits, then 2 × 2 with it again; then the process that logs dies, too."""
+    """2 × 2, then 1 × 2 with one rank waiting, then 2 × 2 with it again; then the logging process dies, too."""
     planted = faults(kill(1, 5), kill(0, 18, attempt=None), SLOW)
     options = ("steps=26", "launcher.max_restarts=1", "cluster.processes=4", "recipe.depth=1")
     run = train(*ELASTIC, TENSOR, *HEAL, *options, planted)
@@ -43,14 +43,14 @@ def test_one_of_the_survivors_waits_until_another_joins(train: Any, undisturbed:
 
 
 def test_a_stage_that_waits_for_a_dead_one_or_for_one_that_hangs_goes_on(train: Any, undisturbed: Any) -> None:
-    """3 parts of the data of 2 stages each, then 2 with 5 and 4 logical ranks; the second loss brings in who waits."""
+    """3 replicas of 2 stages each, then 2 with 5 and 4 logical ranks; after the second loss, waiting ranks join."""
     hang = {"action": "stop", "rank": 0, "step": 9}
     ranks = ("logical_ranks=9", "batch_size=18")
     options = (*ranks, "cluster.processes=6", "cluster.timeout=6")
     run = train(*ELASTIC, PIPELINE, *HEAL, *options, faults(kill(4, 5), hang))
     assert result_of(run) == undisturbed(PIPELINE, *ranks, "cluster.processes=2")
     assert [len(members) for members in memberships(run.folder)] == [6, 4, 4]
-    assert run.error.count("worker 0 does not answer; going on without it") == 1
+    assert run.error.count("worker 0 does not answer; continuing without it") == 1
 
 
 def test_ranks_with_several_stages_go_on_in_another_number_of_parts_than_they_began_with(
@@ -66,7 +66,7 @@ def test_ranks_with_several_stages_go_on_in_another_number_of_parts_than_they_be
 
 @pytest.mark.slow
 def test_all_that_train_one_part_of_the_data_may_die_at_once(train: Any, undisturbed: Any) -> None:
-    """2 parts of the data of 2 × 2 ranks each: the copies of one are in the memory of the other."""
+    """2 data-parallel parts of 2 × 2 ranks: each keeps its copies in the other's memory."""
     options = ("cluster.processes=8", "steps=8")
     run = train(*ELASTIC, TENSOR, PIPELINE, *HEAL, *options, faults(*(kill(rank, 5) for rank in (0, 1, 4, 5))))
     assert result_of(run) == undisturbed(TENSOR, PIPELINE, "cluster.processes=4", "steps=8")

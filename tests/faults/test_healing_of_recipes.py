@@ -1,4 +1,4 @@
-"""A gang that heals and a recipe of its own: one that kills a process at the very end, and one whose loss fails."""
+"""Healing with custom recipes: one kills a process at the very end, one has a failing loss."""
 
 from __future__ import annotations
 

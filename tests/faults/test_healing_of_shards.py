@@ -1,4 +1,4 @@
-"""A gang whose processes hold shards goes on without its dead: each shard has a copy in the memory of a peer."""
+"""A gang of processes that hold shards continues without its dead: each shard has a copy in a peer's memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.faults.test_healing import FOUR, OPTIONS, equal_parts, faults, kill, 
 pytestmark = pytest.mark.heavy
 
 ZERO = ("strategy=zero", "strategy.on_failure=heal")
-NO_FILE = ("checkpoint.every=0", "checkpoint.at_end=false")  # nothing that could be read to heal
+NO_FILE = ("checkpoint.every=0", "checkpoint.at_end=false")  # no file to heal from
 EQUAL = ("state_digest", "metrics_digest", "metrics", "steps", "samples")
 SLOW = {"action": "sleep", "rank": None, "step": None, "seconds": 0.05, "attempt": None}
 
 
 @pytest.fixture
 def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
-    """``undisturbed(*options)`` is the result of one process that nobody kills."""
+    """``undisturbed(*options)`` is the result of one process that is never killed."""
 
     def run(*options: str) -> dict[str, Any]:
         alone = reference_run(*OPTIONS, *FOUR, "strategy=single", "cluster.processes=1", *NO_FILE, *options)
@@ -39,7 +39,7 @@ def result_of(run: Any) -> dict[str, Any]:
 
 
 def steps_of_changes(run: Any) -> list[int]:
-    """Return the step from which the gang went on at each of its changes."""
+    """Return the step where the gang continued after each of its changes."""
     rows = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
     return [row["step"] for row in rows if row["event"] == "membership"]  # a machine may raise alerts, too
 

@@ -1,4 +1,4 @@
-"""Data that never come end a run with their place, and a signal saves what all ranks have done until then."""
+"""Data that never arrive end a run with their location, and a signal saves the steps completed by all ranks."""
 
 from __future__ import annotations
 

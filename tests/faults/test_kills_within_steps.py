@@ -1,4 +1,4 @@
-"""A process is killed at each named point inside a step: the others repeat it, and the run ends with the same bits."""
+"""A process is killed at each named point inside a step: the others repeat the step, with the same final bits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 
 @pytest.fixture
 def alone(reference_run: Any) -> Callable[[str], dict[str, Any]]:
-    """``alone(strategy)`` is the result of a run that nobody kills."""
+    """``alone(strategy)`` is the result of a run without kills."""
     return lambda strategy: reference_run(*undisturbed(strategy), WORLDSIZE_PLUGINS=BENCHMARKS).json("result.json")
 
 
 def strategies(*in_the_gate: str) -> pytest.MarkDecorator:
-    """Parametrize a test by all strategies; those that share the code of the others are slow."""
+    """Parametrize a test by all strategies; those that share code with others are marked slow."""
     marks = {name: [] if name in in_the_gate else [pytest.mark.slow] for name in STRATEGIES}
     return pytest.mark.parametrize("strategy", [pytest.param(name, marks=own) for name, own in marks.items()])
 
@@ -42,7 +42,7 @@ def test_a_kill_at_each_point_of_a_step_costs_no_bit(train: Any, alone: Any, str
 
 @strategies("ddp", "hsdp")
 def test_a_restart_after_a_step_half_done_costs_no_bit(train: Any, alone: Any, strategy: str) -> None:
-    """One process ends before its update, another after it; a checkpoint is being written then."""
+    """One process ends before its update, its peer after it, while a checkpoint is being written."""
     points = ("step:update", "step:updated")
     kills = [f'{{action: kill, rank: {rank}, step: 5, point: "{point}"}}' for rank, point in enumerate(points)]
     size = f"cluster.processes={4 if strategy == 'hsdp' else 2}"

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, asked to end or starved by the real thing recover."""
+"""Runs recover from real kills, stops, requests to end, and exhausted resources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIONS = ("recipe=digits", "recipe.width=4", "steps=14", "log_every=3", "checkp
 RESTART = "launcher.max_restarts=1"
 KEPT = "checkpoint.keep.last=2"
 
-# points of a save of step 8 at which a fault can strike, and a rank that passes them
+# fault points during a save of step 8, and a rank that passes each
 POINTS = {
     "checkpoint:begin": 1,
     "checkpoint:in-shard": 1,
@@ -116,7 +116,7 @@ def test_a_model_of_several_buckets_killed_at_the_second_save_resumes_bitwise_fr
     )
     options = (*options, "cluster.threads=1", "cluster.processes=3")
     expected = outcome(train(*options).folder)
-    # a save begins only when the one before has ended, so that step 3 is saved
+    # a save begins only after the previous one, so that step 3 is saved
     run = train(*options, RESTART, fault("kill", rank=2, step=6, point="checkpoint:begin"))
     assert restarts(run.folder) == ["failed", "completed"]
     assert outcome(run.folder) == expected
@@ -127,7 +127,7 @@ def test_a_model_of_several_buckets_killed_at_the_second_save_resumes_bitwise_fr
 
 
 def test_the_cause_of_each_failure_is_printed_with_rank_and_step(train: Any) -> None:
-    """Each attempt fails in another way at another step; after the last one there is no other."""
+    """Each attempt fails in a different way at a different step; the last failure is final."""
     ways = (("kill", 6, "SIGKILL"), ("segfault", 7, "SIGSEGV"), ("out_of_memory", 9, "code 137"), ("raise", 10, ""))
     faults = [{"action": way, "rank": 2, "step": step, "attempt": n} for n, (way, step, _) in enumerate(ways, 1)]
     plan = f"faults={json.dumps(faults)}".replace('"', "")
@@ -136,7 +136,7 @@ def test_the_cause_of_each_failure_is_printed_with_rank_and_step(train: Any) -> 
     lines = run.error.splitlines()
     assert len(lines) > len(ways)
     for number, (line, (_, step, cause)) in enumerate(zip(lines, ways, strict=False), 1):
-        host = f" on {gethostname()}" if number < len(ways) else ""  # the last error is printed as a whole
+        host = f" on {gethostname()}" if number < len(ways) else ""  # the last error is printed in full
         assert line.startswith(f"worker 2{host} failed at step {step}:")
         assert cause in line
     assert "a fault that the" in run.error
@@ -219,7 +219,7 @@ def test_the_wandb_run_continues_at_the_right_step(
     train: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
     wanted = (*OPTIONS, "cluster.processes=2", "log_every=1", fault("terminate", slow=0.1, rank=1, step=5))
-    run = train(*wanted, "launcher.save_grace=120", logger="wandb")  # for wandb's start where all cores are taken
+    run = train(*wanted, "launcher.save_grace=120", logger="wandb")  # for wandb's start when all cores are busy
     assert run.code == 75, run.error
     done = command("resume", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
@@ -241,7 +241,7 @@ def test_a_second_signal_ends_a_run_that_cannot_save_and_its_last_checkpoint_is_
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGUSR1)  # another signal, since the kernel merges equal ones that are pending
+    process.send_signal(signal.SIGUSR1)  # a different signal, since the kernel merges equal pending ones
     assert process.wait(120) in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
     done = command("resume", str(folder), "faults=[]", cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
@@ -257,7 +257,7 @@ def preempted_once(train_in: Any, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def preempted(preempted_once: Path, tmp_path: Path) -> Path:
-    """A run of 2 processes that was preempted and has saved step 4 and step 6 or 7."""
+    """A run of 2 processes that was preempted after saving step 4 and step 6 or 7."""
     folder = tmp_path / "runs" / "digits" / preempted_once.name
     shutil.copytree(preempted_once, folder)
     return folder
@@ -285,7 +285,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
         (("recipe.width=8",), "recipe.width: 4 then, 8 now"),
         (("lr=0.5",), "lr: 0.005 then, 0.5 now"),
         (("batch_size=48",), "batch_size: 96 then, 48 now"),
-        (("recipe.width=8", "--ignore", "recipe"), "holds another model or optimizer"),
+        (("recipe.width=8", "--ignore", "recipe"), "holds a different model or optimizer"),
         (("strategy=mesh", "strategy.pipeline=2"), "Digits is not divided into layers."),
         (("+recipe.path=other",), "no key 'recipe.path'"),
         (("checkpoint.signals=[SIGTREM]",), "no signal 'SIGTREM'; did you mean 'SIGTERM'?"),
@@ -326,7 +326,7 @@ def test_a_run_resumes_with_changes_accepted_by_name_and_a_finished_run_can_be_t
     assert resume().returncode == 2
     fewer = resume("steps=13")
     assert fewer.returncode == 2
-    assert "14 steps behind it, which is more than steps=13" in fewer.stderr
+    assert "completed 14 steps, more than steps=13" in fewer.stderr
     shutil.rmtree(preempted / "checkpoints")  # as if it had died before its first save with the new rate
     (preempted.parent / "before").rename(preempted / "checkpoints")
     assert resume("steps=18").returncode == 0
@@ -361,7 +361,7 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_the_older_checkpoint_is_goo
     saves = ("checkpoint.every=2", "checkpoint.keep.last=99")
     full = train(*options, *saves, f"run.root={small_disk}")
     assert full.code == 1
-    assert "No space left on device" in full.error
+    assert re.search(r"No space left on device|the disk with \S+ is full", full.error)  # or not even its error fits
     (folder,) = small_disk.glob("digits/*")
     assert not [path for path in (folder / "checkpoints").glob("step_*") if not (path / "COMPLETE").exists()]
     for old in sorted((folder / "checkpoints").glob("step_*"))[:-1]:

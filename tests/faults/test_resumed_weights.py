@@ -1,4 +1,4 @@
-"""A process that resumes draws no weights that its checkpoint has, and ends with the bits of an undisturbed run."""
+"""A resumed process draws no weights that its checkpoint has, and ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(train_in: Callable[[Path], Any], once: Callable[..., Path]) -> dict[str, Any]:
-    """The results of an undisturbed run in one process, whose model is made at once."""
+    """The results of an undisturbed run in one process that builds its model at once."""
 
     def fill(folder: Path) -> None:
         write_project(folder)
@@ -125,14 +125,14 @@ def draws(project: Path) -> list[int]:
     [
         (("strategy=fsdp", "cluster.processes=2"), [2, 2]),
         (("strategy=hsdp", "strategy.shard=2", "cluster.processes=4"), [2, 2, 2, 2]),
-        (("strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"), [1, 2]),  # the last stage: for `shift` alone
+        (("strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"), [1, 2]),  # the last stage: only for `shift`
     ],
     ids=["fsdp", "hsdp", "mesh"],
 )
 def test_a_new_attempt_draws_only_what_no_checkpoint_has(
     project: Path, train: Any, expected: dict[str, Any], words: tuple[str, ...], drawn: list[int]
 ) -> None:
-    """``drawn``: how often each process draws the noise, once for itself and once for what is made of it."""
+    """``drawn``: how often each process draws the noise, once for itself and once for the weight made from it."""
     run = train(*WORDS, *words, *SAVES, "launcher.max_restarts=1")
     assert run.code == 0, run.error
     assert {key: run.json("result.json")[key] for key in EQUAL} == expected

@@ -1,4 +1,4 @@
-"""A run whose folder is deleted, or takes nothing more, ends at once and says so in one sentence."""
+"""A run whose folder is deleted or rejects writes ends at once and reports the cause in one sentence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worldsize.record.run_record import look, opened
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = ("recipe=digits", "recipe.width=4", "cluster.threads=1", "cluster.processes=2", "logger=none", "log_every=1")
 
-# a strategy that fills the disk of the run, either in the launching process or in a worker
+# a strategy that fills the run's disk, in the launching process or in a worker
 FILLING = f"""
 import os, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
@@ -51,7 +51,7 @@ class Filling(DDP):
 
 
 def deleted(folder: Path) -> None:
-    """Delete a folder in which others may create files meanwhile."""
+    """Delete a folder while others may create files in it."""
     deadline = time.monotonic() + 120
     while folder.exists():
         assert time.monotonic() < deadline, "somebody creates it again and again"
@@ -173,7 +173,7 @@ def full(*_: object, **__: object) -> None:
 def test_how_an_attempt_ended_is_noted_in_the_room_that_was_kept_for_it(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here a write needs the reserve, in place of a disk that is full."""
+    """Here a write needs the reserve, in place of a full disk."""
 
     def on_full_disk(path: Path, manifest: Any, *, own: bool = True) -> dict[str, Any]:
         if run.reserve.exists():

@@ -1,4 +1,4 @@
-"""A run of which a process dies again and again ends with the bits of one that nobody disturbs, its log included."""
+"""A run whose processes die repeatedly ends with the bits and the log of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Runs on foreign iterables are killed, and resumed by other numbers of processes, without a sample lost or repeated.
+"""Runs on foreign iterables are killed and resumed with other numbers of processes, without losing a sample.
 
-The weights count how often each sample was seen: a step adds one to that of each of its samples.
+The weights count how often each sample was seen: a step adds one to the weight of each of its samples.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def counts(folder: Path, step: int) -> list[float]:
 
 
 def said(folder: Path, line: str) -> int:
-    """Return how often the processes of a run have said something, in all attempts."""
+    """Count a line in the logs of a run's processes, over all attempts."""
     return sum(log.read_text().count(line) for log in (folder / "logs").rglob("*.log"))
 
 
@@ -213,7 +213,7 @@ def test_every_sample_is_seen_once_an_epoch_over_kills_and_other_numbers_of_proc
 
 
 def test_a_process_that_reads_ahead_saves_the_states_of_the_steps_taken(train: Any, resume: Resume) -> None:
-    """It has read the steps after the last one saved, too, when the run is asked to end, and when it is killed."""
+    """By the time the run is terminated or killed, it has also read the steps after the last saved one."""
     options = (*ALL, "recipe.stream=datasets", "data_workers=1")
     asked = "faults=[{action: terminate, step: 3, rank: 0}, {action: sleep, seconds: 0.3, attempt: null}]"
     run = train(*options, "cluster.processes=2", asked)
@@ -244,7 +244,7 @@ def test_of_ranks_that_read_the_same_the_first_writes_their_states(train: Any, r
 
 @pytest.fixture(scope="module")
 def of_two(train_in: Any, project: Path) -> Path:
-    """A run of six steps by two processes, whose twelve logical ranks read a part each."""
+    """A run of six steps by two processes; each of its twelve logical ranks reads a part."""
     run = train_in(project)(*ALL, "recipe.stream=datasets", "cluster.processes=2", "steps=6")
     assert run.code == 0, run.error
     assert isinstance(run.folder, Path)
@@ -271,7 +271,7 @@ def test_other_logical_ranks_are_refused_until_the_states_are_left_out(complete:
 
 
 def test_a_checkpoint_without_states_resumes_by_reading_again(complete: Path, resume: Resume) -> None:
-    """It is one of those that were saved before there were states."""
+    """It was saved before checkpoints had states."""
     folder = complete / "checkpoints" / "step_0000006"
     shutil.rmtree(folder)
     assert STREAMS in read(complete / "checkpoints" / "step_0000004").values
@@ -283,7 +283,7 @@ def test_a_checkpoint_without_states_resumes_by_reading_again(complete: Path, re
 
 
 def without_states(folder: Path) -> None:
-    """Write a checkpoint again as if the stream had no state."""
+    """Rewrite a checkpoint as if the stream had no state."""
     checkpoint = read(folder)
     model = {name: tensor for name, tensor in read_tensors(checkpoint, "model").items()}
     values = {part: child for part, child in checkpoint.values.items() if part != STREAMS}

@@ -1,4 +1,4 @@
-"""Devices that the tests of GPUs run on: the CPU in every test run, so that they are known to work, and one GPU."""
+"""Devices for the tests of GPUs: the CPU in every test run, so that the tests are known to work, and one GPU."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from worldsize.testing.worlds import gathered
 
 
 def resumed_losses(world: World, folder: Path) -> tuple[list[float], list[float]]:
-    """Return the losses of two steps, by a replica that goes on and by one that has loaded its checkpoint."""
+    """Return the losses of two steps, from a replica that continues and from one that has loaded its checkpoint."""
     recipe, strategy = Chain(), FSDP(wrap="size", wrap_parameters=100)
     first, second = (strategy.replica(recipe, RunContext(world, logical_ranks=8)) for _ in range(2))
     order = Order(0, 16, 8, logical_ranks_of(world.rank, world.size, 8, first.dealing))
@@ -55,7 +55,7 @@ def test_sharded_state_is_saved_and_goes_on_where_it_was(device: str, tmp_path: 
         assert resumed == pytest.approx(went_on, rel=1e-6)
 
 
-# below the shortcut for one process, which makes no group
+# bypasses the shortcut for one process: that creates no group
 ONE_RANK = """
 import torch, torch.distributed as dist
 device = torch.device("cuda", 0)

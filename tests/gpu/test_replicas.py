@@ -1,4 +1,4 @@
-"""Replicas on a device compute what plain PyTorch computes on the CPU, in every precision, alone and in a group."""
+"""Replicas on a device match plain PyTorch on the CPU, in every precision, singly and in a group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rows() -> Sequence[tuple[Tensor, Tensor]]:
 
 
 def plain_losses(clip: float | None = None) -> list[float]:
-    """Return the losses of plain PyTorch on the CPU, with clipping in a loop written for it."""
+    """Return the losses of plain PyTorch on the CPU, with clipping in a handwritten loop."""
     model = RECIPE.model()
     if clip is None:
         step = plain_step(RECIPE, model)
@@ -61,7 +61,7 @@ def plain_losses(clip: float | None = None) -> list[float]:
 
 
 def trained(kind: str, **numerics: Any) -> tuple[list[float], Replica]:
-    """Return the losses of a replica that is alone on the device, and the replica."""
+    """Return the losses of a single-device replica, and the replica."""
     device = device_of(kind)
     replica = alone(RECIPE, RECIPE.model().to(device), RunContext(World.alone(device), Numerics(**numerics)))
     losses = []

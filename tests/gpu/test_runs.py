@@ -28,7 +28,7 @@ EXACT = "reproducibility=deterministic"
 
 @pytest.fixture
 def trained(train: Any) -> Callable[..., Any]:
-    """``trained(device, ...)`` is a run there that has succeeded."""
+    """``trained(device, ...)`` is a successful run on the device."""
 
     def run(device: str, *options: str) -> Any:
         done = train(*GPT, f"cluster.device={device}", *options)
@@ -90,7 +90,7 @@ def test_a_run_records_its_device_and_measures_its_steps(trained: Any, device: s
 def test_the_peak_of_the_allocator_is_near_what_the_plan_says(
     trained: Any, command: Any, device: str, tmp_path: Path
 ) -> None:
-    """The plan rehearses the run on the CPU, whose kernels take other temporary memory."""
+    """The plan rehearses the run on the CPU, whose kernels need different temporary memory."""
     measured = trained(device, "strategy=single").json("result.json")["peak_device_bytes"]
     words = (*GPT, "strategy=single", "cluster.device=cpu", "--strategies", "single")
     said = command("plan", *words, cwd=tmp_path, environment=environment()).stdout

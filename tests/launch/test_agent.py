@@ -1,4 +1,4 @@
-"""The agent of the first host meets the others, and tells them how the run has ended."""
+"""The first host's agent meets the others, and sends them the outcome of the run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_agent_that_cannot_begin_leaves_its_cause_in_the_record(
     begins(1, 2)
     assert run.json("run_manifest.json")["attempts"] == [], "the first host tells of itself alone"
     started = "the run is planned for 1 nodes (cluster.nodes), but started on 2."
-    causes = [started, "WORLDSIZE_NODES", "nowhere.jsonl: there is no such file", "RuntimeError: off"]
+    causes = [started, "WORLDSIZE_NODES", "nowhere.jsonl: no such file", "RuntimeError: off"]
     begins(0, 2)
     for rank in (0, 1):
         assert causes[1] in begins(rank, "many"), "which hosts without a rank record once"
@@ -81,7 +81,7 @@ def test_a_first_host_that_is_not_satisfied_tells_the_others_that_the_run_is_ove
         rank, host = 1, "b"
         announce_end = log.append
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise WorldsizeError("the hosts differ")
 
     def gathered(*_: object, **__: object) -> list[tuple[Other, dict[str, Any]]]:
@@ -97,7 +97,8 @@ def test_a_first_host_that_is_not_satisfied_tells_the_others_that_the_run_is_ove
     monkeypatch.setattr(leading, "opened", lambda *_: nullcontext(record))
     monkeypatch.setattr(leading, "read_key", lambda _: None)
     monkeypatch.setattr(leading, "_port", lambda *_: 1)
-    settings = SimpleNamespace(recipe=None, cluster=SimpleNamespace(timeout=1.0))
+    agents = SimpleNamespace(on_node_mismatch="refuse")
+    settings = SimpleNamespace(recipe=None, cluster=SimpleNamespace(timeout=1.0), agents=agents)
     run, plan = RunDirectory(tmp_path), Plan(tmp_path, None, {"worker": Role(4)}, {})  # type: ignore[arg-type]
     with pytest.raises(WorldsizeError, match="the hosts differ"):
         leading._lead(settings, Lead(), plan, run, Node(0, 2, HERE))  # type: ignore[arg-type]

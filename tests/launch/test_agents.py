@@ -1,4 +1,4 @@
-"""The agent of a host takes part in attempts for as long as the first host lives."""
+"""A host's agent takes part in attempts for as long as the first host lives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HERE = "127.0.0.1"
 
 
 class Announced:
-    """A connection to a first host that announces an attempt, and is gone then."""
+    """A connection to a first host that announces an attempt and then disappears."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, int]] = [{"attempt": 2, "port": 1}]
@@ -38,7 +38,7 @@ class Announced:
 
 
 class Waits:
-    """A gang that ends if it is aborted."""
+    """A gang that ends when aborted."""
 
     def __init__(self) -> None:
         self.aborted = threading.Event()
@@ -54,7 +54,7 @@ def test_an_attempt_that_begins_when_its_first_host_is_gone_is_called_off(
     gang, launcher = Waits(), Lead()
 
     class Later(HeartbeatSender):  # type: ignore[misc]
-        """Lets the attempt begin after the loss of the first host has been noticed."""
+        """Lets the attempt begin only after the loss of the first host has been noticed."""
 
         def __enter__(self) -> None:
             for thread in threading.enumerate():
@@ -70,7 +70,7 @@ def test_an_attempt_that_begins_when_its_first_host_is_gone_is_called_off(
 
 
 def test_a_first_host_that_only_slept_is_not_told_that_the_attempt_has_ended(tmp_path: Path) -> None:
-    """It would wait for the processes of this host, instead of noticing that it is lost."""
+    """Otherwise it would wait for the processes of this host instead of noticing its own loss."""
     roles = {"worker": Role(2, restart="heal")}
     plan = Plan(tmp_path, Cluster("ssh", nodes=2, processes=2, device="cpu", backend="gloo"), roles, {}, health=None)
     connection = Announced()
@@ -83,7 +83,7 @@ def test_a_first_host_that_only_slept_is_not_told_that_the_attempt_has_ended(tmp
 def test_an_agent_knows_whether_it_was_asked_to_end_before_the_first_host_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_asked: bool
 ) -> None:
-    """It has no time left then to find out whether the first host goes on."""
+    """It has no time left then to find out whether the first host is alive."""
 
     def start(*_: object) -> None:
         if is_asked:

@@ -25,7 +25,7 @@ BLOCKS = {"worker": Role(4, restart="heal", block=2)}
 @final
 @dataclass(frozen=True, kw_only=True)
 class Calls(Autoscaler):
-    """Answers with what a function returns."""
+    """Answers with a function's result."""
 
     body: Callable[[GangState], Any]
 
@@ -82,7 +82,7 @@ def test_a_schedule_that_makes_no_sense_is_refused(stages: Any) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The requests for a change that reach a launching process in whose gang three train."""
+    """The change requests that reach a launching process whose gang has three training processes."""
     requests: list[dict[str, Any]] = []
 
     def answer(sign: Path, **facts: Any) -> Any:
@@ -125,7 +125,7 @@ def test_what_a_policy_wants_is_rounded_down_to_whole_blocks(
     ("body", "said"),
     [
         (lambda _: 1 // 0, "ZeroDivisionError"),
-        (lambda _: None, "returned None, which is no number"),
+        (lambda _: None, "returned None, not a number"),
         (lambda _: 2.0, "returned 2.0"),
         (lambda _: [][0], "IndexError"),
     ],
@@ -142,9 +142,9 @@ def test_a_policy_that_fails_changes_nothing_and_says_why(
     ("roles", "most", "said"),
     [
         ({"worker": Role(4)}, None, "Set strategy.on_failure=heal"),
-        (HEAL, 3, "contradicts cluster.processes=4"),
-        (HEAL, 9, "the run has 8 logical ranks, of which each process needs one"),
-        (BLOCKS, 17, "of which 2 processes together need one. Set at most 16, or logical_ranks=9"),
+        (HEAL, 3, "is less than the initial cluster.processes=4"),
+        (HEAL, 9, "the run has 8 logical ranks, and each process needs one"),
+        (BLOCKS, 17, "and 2 processes together need one. Set at most 16, or logical_ranks=9"),
     ],
 )
 def test_what_cannot_scale_is_refused(roles: dict[str, Role], most: int | None, said: str) -> None:

@@ -1,4 +1,4 @@
-"""The control socket answers who asks, and nobody who does not can hold up the run."""
+"""The control socket answers requests, and a client without one cannot hold up the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HOSTILE = {
 
 
 class Job:
-    """A job whose number of processes requests change."""
+    """A job whose number of processes is changed by requests."""
 
     def __init__(self) -> None:
         self.processes = 2
@@ -72,7 +72,7 @@ class Job:
 
 @pytest.fixture
 def sign(tmp_path: Path) -> Iterator[Path]:
-    """The file that names a control socket, which is served meanwhile."""
+    """The file that names a control socket, served until the test ends."""
     ended, folder = socket.socketpair(), private_folder()
     control = Control(folder / "control", tmp_path / "control", Job())
 
@@ -221,7 +221,7 @@ def test_a_host_that_does_not_lead_opens_no_control_socket(tmp_path: Path, monke
     assert gang.wait().exit_reason == "completed"
 
 
-# ---------------------------------------------------------------- a host without room for one more process
+# ---------------------------------------------------------------- a host without capacity for more processes
 
 
 def forked(tmp_path: Path, failing: set[tuple[int, int]]) -> Callable[[str, int, int], Member]:
@@ -281,7 +281,7 @@ def test_a_process_that_cannot_be_started_again_is_a_failure_of_its_own(
 def test_a_gang_ends_if_no_host_has_enough_processes_for_those_that_must_be_on_one(
     tmp_path: Path, together: int, goes_on: bool
 ) -> None:
-    """Two hosts have two processes each, of which one has died on each."""
+    """Two hosts have two processes each; one has died on each host."""
     end = multiprocessing.get_context("fork").Event()
     roles = {"worker": Role(4, restart="heal", min_processes=2, block=2, together=together)}
     start = member(tmp_path, end)
@@ -298,7 +298,7 @@ def test_a_gang_ends_if_no_host_has_enough_processes_for_those_that_must_be_on_o
 
 def test_a_fork_that_failed_leaves_signals_and_collection_as_they_were() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    gc.unfreeze()  # what other tests have left frozen
+    gc.unfreeze()  # frozen by earlier tests
     with pytest.raises(OSError, match="no room"), ready_to_fork(), node._without_signals():
         raise OSError("no room")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

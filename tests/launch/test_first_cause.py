@@ -1,4 +1,4 @@
-"""The first cause of a failure is found from what the processes left behind."""
+"""The first cause of a failure is found from the traces of the processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_peer_furthest_behind_is_blamed_if_a_rank_timed_out_waiting() -> Non
         ((0, 0), 0, "completed", 0),
         ((0, PREEMPTED), signal.SIGTERM, "preempted", PREEMPTED),
         ((-signal.SIGKILL, PREEMPTED), signal.SIGINT, "interrupted", 128 + signal.SIGINT),
-        ((-signal.SIGKILL, -signal.SIGKILL), 0, "interrupted", 128 + signal.SIGTERM),  # called off by another thread
+        ((-signal.SIGKILL, -signal.SIGKILL), 0, "interrupted", 128 + signal.SIGTERM),  # cancelled by a different thread
     ],
 )
 def test_a_gang_in_which_nothing_failed_is_what_its_exit_codes_say(

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from worldsize.config.recorded import read_settings
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.errors import WorldsizeError
 from worldsize.launch.host_check import _data_of, check_hosts, data_digest
-from worldsize.record.run_directory import RunDirectory
 
 
 def test_a_data_digest_depends_on_names_and_sizes_and_names_missing_files(tmp_path: Path) -> None:
@@ -29,17 +26,15 @@ def test_a_data_digest_depends_on_names_and_sizes_and_names_missing_files(tmp_pa
 def test_a_host_tells_which_path_of_its_data_is_missing(tmp_path: Path) -> None:
     recipe: Any = SimpleNamespace(parts=[JsonLines(str(tmp_path / "nowhere.jsonl"))], files=dict)
     told = _data_of(recipe)
-    assert told.startswith(f"that are missing ({tmp_path}/nowhere.jsonl: there is no such file")
+    assert told.startswith(f"that are missing ({tmp_path}/nowhere.jsonl: no such file")
     (tmp_path / "nowhere.jsonl").write_text("{}\n")
     assert _data_of(recipe) == data_digest({})
 
 
-def test_a_host_without_the_data_is_named(train: Any) -> None:
-    run = train("steps=1", "launch=write")
-    settings = read_settings(RunDirectory(run.folder))
+def test_a_host_without_the_data_is_named() -> None:
     first = {"node": 0, "host": "a", "must_match": {"data": "0123"}}
     other = {"node": 1, "host": "b", "must_match": {"data": "without train.txt"}}
     with pytest.raises(WorldsizeError, match=r"b \(node 1\) has data without train\.txt, a has 0123"):
-        check_hosts(settings, first, [other])
-    check_hosts(settings, first, [{**first, "node": 1}])
-    check_hosts(replace(settings, agents=replace(settings.agents, on_node_mismatch="warn")), first, [other])
+        check_hosts(first, [other], on_mismatch="refuse")
+    check_hosts(first, [{**first, "node": 1}], on_mismatch="refuse")
+    check_hosts(first, [other], on_mismatch="warn")

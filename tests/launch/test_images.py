@@ -1,4 +1,4 @@
-"""Launchers start processes in an image that a digest names, and the manifest records it."""
+"""Launchers start processes in an image given by digest, and the manifest records it."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", [Slurm, SkyPilot])
 def test_a_tag_is_refused_where_a_digest_is_required(launcher: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="image_digest=required: the image trainer:1 has no digest that can be"):
+    with pytest.raises(ConfigError, match="image_digest=required: the image trainer:1 has no digest visible here"):
         launcher(image="trainer:1", image_digest="required").check(CLUSTER)
-    with pytest.raises(ConfigError, match=r"there is no image. Set cluster\.image"):
+    with pytest.raises(ConfigError, match=r"no image is set. Set cluster\.image"):
         launcher(image_digest="required").check(CLUSTER)
     launcher(image=f"trainer@{DIGEST}", image_digest="required").check_image()
     with caplog.at_level(logging.WARNING):
         launcher(image="trainer:1").check_image()
         launcher(image="ami-0123").check_image()
-    assert caplog.text.count("has no digest that can be seen here") == 2
+    assert caplog.text.count("has no digest visible here") == 2
 
 
 def test_srun_opens_the_image_with_pyxis(plan: Plan, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_srun_opens_the_image_with_pyxis(plan: Plan, tmp_path: Path) -> None:
     assert "--container-image=/shared/a b.sqsh" in words
     assert f"--container-mounts={here}:{here},{runs}:{runs},/data:/data,/x:/y" in words
     assert f"--container-workdir={here}" in words
-    assert words[words.index("-m") - 1] == "python"  # that of the image
+    assert words[words.index("-m") - 1] == "python"  # the image's interpreter
 
 
 def test_the_agent_is_started_by_apptainer(plan: Plan, tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_the_agent_is_started_by_apptainer(plan: Plan, tmp_path: Path) -> None:
 
 
 def started(launcher: Slurm, plan: Plan) -> list[str]:
-    """Return the words of srun in the job script; they are the same in one whose gang heals."""
+    """Return srun's words in the job script; they are the same for a healing gang."""
     script = launcher.describe(plan)
     heals = launcher.describe(replace(plan, roles={"worker": Role(2, restart="heal")}))
     words, among = shlex.split(command_of(script)), shlex.split(command_of(heals))
-    opened = [word for word in words if word.startswith("--container-")]  # by pyxis, whose options are those of srun
+    opened = [word for word in words if word.startswith("--container-")]  # by pyxis: it extends srun's options
     assert [word for word in among if word.startswith("--container-")] == opened
     inside = words.index("-m") - 1 if opened else words.index("apptainer")
     assert among[inside - len(words) :] == words[inside:]

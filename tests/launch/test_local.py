@@ -1,4 +1,4 @@
-"""The local launcher starts real processes, and meets real failures and real signals."""
+"""The local launcher starts real processes, and handles real failures and real signals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.launch.members import Terminal, size_of
 
 REPOSITORY = Path(__file__).parents[2]
 
-# a recipe whose loss on rank 1 executes the code that a test plants
+# a recipe whose loss on rank 1 executes code planted by a test
 RECIPE = """
 import os, signal, time
 import torch
@@ -61,7 +61,7 @@ def planted(tmp_path: Path) -> Path:
 
 
 def processes_of(folder: Path) -> set[int]:
-    """Return the live processes that work in ``folder``."""
+    """Return the live processes with the working directory ``folder``."""
     return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _works_in(entry, folder)}
 
 
@@ -86,9 +86,9 @@ def until(condition: Callable[[], Any], seconds: float) -> Any:
 def running(
     planted: Path, environment_without_wandb: dict[str, str], warm_python: Path, request: pytest.FixtureRequest
 ) -> Iterator[subprocess.Popen[str]]:
-    """A run of 3 processes of which rank 1 hangs in its first step.
+    """A run of 3 processes whose rank 1 hangs in its first step.
 
-    With the parameter "group" all processes are in one process group, as they are no children of the zygote then.
+    With the parameter "group" all processes share one process group: they are not children of the zygote then.
     """
     python = sys.executable if getattr(request, "param", None) == "group" else warm_python
     action = "open('hanging', 'w').close(); time.sleep(3600)"

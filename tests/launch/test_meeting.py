@@ -1,4 +1,4 @@
-"""Agents meet at a port that anybody can reach, and let in nobody but the hosts of their run."""
+"""Agents meet at a port that anybody can reach, and admit only the hosts of their run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def port() -> int:
 
 @pytest.fixture
 def opened() -> Iterator[list[Any]]:
-    """Sockets and connections that are closed when the test ends."""
+    """Sockets and connections to close when the test ends."""
     sockets: list[Any] = []
     yield sockets
     for each in sockets:
@@ -60,14 +60,14 @@ def opened() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def give_up(port: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the leader's patience end."""
+    """Let the leader run out of patience."""
     is_late = threading.Event()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * is_late.is_set(), sleep=time.sleep)
     monkeypatch.setattr(agent_connection, "time", clock)
 
     def pass_time() -> None:
         is_late.set()
-        dialed(port, opened)  # which the leader notices, and so looks at the clock
+        dialed(port, opened)  # this wakes the leader, and it checks the clock
 
     return pass_time
 
@@ -91,7 +91,7 @@ def follows(key: RunKey, port: int, *, rank: int = 1, patience: float = 60.0) ->
 
 
 def dialed(port: int, opened: list[Any]) -> socket.socket:
-    """Connect as soon as somebody listens."""
+    """Connect as soon as the port listens."""
     connection: socket.socket = eventually(lambda: connected(port))
     opened.append(connection)
     return connection
@@ -150,7 +150,7 @@ def test_hosts_of_a_run_meet_and_exchange_messages(
 def test_a_challenge_of_one_follower_that_is_passed_to_another_lets_nobody_in(
     key: RunKey, pool: ThreadPoolExecutor, opened: list[Any]
 ) -> None:
-    """A symmetric challenge (multiprocessing.connection) fell for this: one follower proved what another one asked."""
+    """A symmetric challenge (multiprocessing.connection) fell for this: one follower answered the other's challenge."""
     with socket.create_server((HERE, 0)) as listener:
         port = listener.getsockname()[1]
         attempts = [pool.submit(follows, key, port, rank=rank, patience=0.0) for rank in (1, 2)]
@@ -158,7 +158,7 @@ def test_a_challenge_of_one_follower_that_is_passed_to_another_lets_nobody_in(
         opened += [first, second]
         with suppress(OSError, EOFError):
             first.send_bytes(b"#CHALLENGE#{sha256}" + b"0" * 40)
-            first.recv_bytes(4096)  # its answer, whatever it is
+            first.recv_bytes(4096)  # its answer, ignored
             first.send_bytes(b"#WELCOME#")
             second.send_bytes(first.recv_bytes(4096))  # its challenge
             first.send_bytes(second.recv_bytes(4096))
@@ -181,7 +181,7 @@ def test_what_one_follower_says_is_no_answer_to_another(
         for end, other in zip(ends, reversed(greetings), strict=True):
             end.sendall((other[-32:] + other).ljust(ANSWER, b"\0")[:ANSWER])
         for attempt, end in zip(attempts, ends, strict=True):
-            with pytest.raises(WorldsizeError, match="not of this run: it does not prove to be the leader"):
+            with pytest.raises(WorldsizeError, match="does not belong to this run: it does not prove to be the leader"):
                 attempt.result()
             assert end.recv(4096) == b"", "a follower says nothing to whoever is not the leader"
 
@@ -203,7 +203,7 @@ def test_a_proof_of_the_leader_is_not_one_of_a_follower(
     answer = received(second, ANSWER)
     first.sendall(answer[32:])
     assert is_closed(first)
-    second.sendall(answer[32:])  # and its proof on the connection that it was made for
+    second.sendall(answer[32:])  # and its proof on the original connection
     assert is_closed(second)
     assert caplog.text.count("it does not prove to be the follower of this run") == 2
     give_up()
@@ -212,7 +212,7 @@ def test_a_proof_of_the_leader_is_not_one_of_a_follower(
 
 
 class Relay:
-    """Passes bytes between a follower that it was reached by and the leader, and keeps all of them."""
+    """Forwards bytes between a follower that connected to it and the leader, and records them."""
 
     def __init__(self, listener: socket.socket, leader_port: int, opened: list[Any]) -> None:
         self.follower, _ = listener.accept()
@@ -229,11 +229,11 @@ class Relay:
         self.heard.append(data)
 
     def facts(self) -> bytes:
-        """Return the message that the follower sends first."""
+        """Return the follower's first message."""
         return self._message(self.follower)
 
     def admit(self, facts: bytes) -> None:
-        """Pass the follower's facts on, and the answer that it is admitted."""
+        """Forward the follower's facts, and the answer that it is admitted."""
         self.leader.sendall(facts)
         self.follower.sendall(self._message(self.leader))
 
@@ -345,7 +345,7 @@ def test_an_agent_of_another_run_is_refused_by_both_ends(
     caplog.set_level("INFO", logger="worldsize")
     other = RunKey(key.run_id, b"1" * 64) if wrong == "secret" else RunKey("another", key.secret)
     leader = pool.submit(leads, key, port)
-    with pytest.raises(WorldsizeError, match="not of this run: it does not prove to be the leader"):
+    with pytest.raises(WorldsizeError, match="does not belong to this run: it does not prove to be the leader"):
         follows(other, port)
     eventually(lambda: "it disconnected before it was authenticated" in caplog.text)
     give_up()
@@ -400,7 +400,7 @@ def test_a_message_does_not_come_back_as_the_peers() -> None:
 def test_what_is_no_message_ends_the_connection_and_nothing_else(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = seals()
     monkeypatch.setattr("worldsize.net.handshake.json.dumps", lambda _: text)
-    with pytest.raises(NotOfThisRunError, match="what came is no message"):
+    with pytest.raises(NotOfThisRunError, match="the received bytes are not a message"):
         there.open(here.seal({})[4:])
 
 
@@ -422,7 +422,7 @@ STRANGERS: dict[str, Callable[[int], bytes]] = {
 
 
 def crowd(port: int, opened: list[Any], count: int) -> None:
-    """Open so many connections, a fifth of them of each kind."""
+    """Open this many connections, a fifth of each kind."""
     kinds = list(STRANGERS.values())
     for number in range(count):
         connection = dialed(port, opened)
@@ -472,7 +472,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_not_heard_for_longer(
         except ConnectionError:
             break
     else:
-        raise AssertionError("it was heard to the end")
+        raise AssertionError("it was received to the end")
     monkeypatch.setattr(agent_connection, "_SECONDS", 120.0)
     opened.append(follows(key, port))
     opened += [agent.connection for agent, _ in leader.result()]

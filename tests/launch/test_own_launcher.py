@@ -1,4 +1,4 @@
-"""A launcher of one's own needs one file and one YAML, and no change elsewhere."""
+"""A custom launcher needs one Python file, one YAML file, and no change elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_launcher_of_ones_own_is_one_file_and_one_yaml(
 
 @pytest.fixture
 def documented(tmp_path: Path) -> Path:
-    """Write the launcher of docs/plugins.md into a project folder; the path of its YAML."""
+    """Write the launcher of docs/plugins.md into a project folder; return the path of its YAML."""
     shown = files_of("plugins/mine/")
     assert {Path(name).suffix for name in shown} == {".py", ".yaml"}
     for name, text in shown.items():

@@ -1,4 +1,4 @@
-"""The record of a run says what decides its result, and a resumed run is told what has changed since."""
+"""The record of a run contains everything that determines its result; a resumed run reports later changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_run_begun_with_another_order_of_many_samples_is_told_so(
     settings = SimpleNamespace(config={}, recipe=recipe, initial=None)
     record = SimpleNamespace(manifest={"config": {}, "data": fingerprint(recipe.files()), "determinism": recorded})
     check_same(cast("Any", settings), cast("Any", record), Scrubber(()), ())
-    assert ("version 1 of the order of samples" in caplog.text) == is_told
+    assert ("version 1 of the sample order" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize(

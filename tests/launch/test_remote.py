@@ -1,4 +1,4 @@
-"""The first host's gang starts, tells and ends processes of another host through its agent, as if they were its own."""
+"""The first host's gang starts, messages and ends remote processes through their agent, as if they were local."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import Any
 import pytest
 
 from worldsize.core import Cluster, Plan, Role
-from worldsize.launch.lost_link import LossPolicy
+from worldsize.healing.lost_link import LossPolicy
+from worldsize.healing.membership import receive, send
 from worldsize.launch.members import LostHostError, Member
 from worldsize.launch.node import NodeRendezvous
 from worldsize.launch.outpost import Outpost
 from worldsize.launch.remote import RemoteHosts
 from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, Mailbox, RemoteAgent
 from worldsize.net.handshake import MessageSeal
-from worldsize.world.membership import receive, send
 from worldsize.world.processes import Heartbeat
 
 SILENCE = 60.0  # seconds; hosts are lost here by closed connections
 
 
 def connected() -> tuple[AgentConnection, AgentConnection]:
-    """Connect the first host with another; return the ends of both."""
+    """Connect the first host with a second; return both ends."""
     ours, theirs = socket.create_server(("127.0.0.1", 0)), socket.socket()
     theirs.connect(ours.getsockname())
     accepted, _ = ours.accept()
@@ -45,7 +45,7 @@ def connected() -> tuple[AgentConnection, AgentConnection]:
 
 
 def body(pipe: Any, heartbeat: Path) -> None:
-    """Answer each message with its double; end with the code that one says."""
+    """Answer each message with its double; exit with the code in a message."""
     beats = Heartbeat(heartbeat, 4)
     while True:
         message = receive(pipe)
@@ -56,7 +56,7 @@ def body(pipe: Any, heartbeat: Path) -> None:
 
 
 class Pair:
-    """A first host and another one, each with the threads of an agent."""
+    """A first and a second host, each with the threads of an agent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,7 +72,7 @@ class Pair:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def serve(self) -> None:
-        """Do what the other host's agent does in an attempt."""
+        """Play the second host's agent in an attempt."""
         assert self.mail.get() == {"attempt": 3, "port": 1}
         self.left.append(Outpost(self._start, self.mail, self.other, 3).run())
         with suppress(OSError):  # the first host has lost this one
@@ -114,7 +114,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 @pytest.fixture(autouse=True)
 def signals_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an outpost run in a thread, where no handler of signals can be set."""
+    """Run an outpost in a thread, where signal handlers cannot be set."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_: None)
 
@@ -171,7 +171,7 @@ def test_a_process_is_killed_and_another_takes_its_place(pair: Pair) -> None:
 
 def test_processes_of_the_first_host_are_started_there(pair: Pair) -> None:
     assert pair.hosts.start("worker", 0, 0) is None
-    assert pair.hosts.node_of(2) == 0  # those that join later go to each host in turn
+    assert pair.hosts.node_of(2) == 0  # later processes go to each host in turn
     assert pair.hosts.node_of(3) == 1
 
 
@@ -227,7 +227,7 @@ def test_a_first_host_that_leads_no_more_ends_instead_of_going_on_without_anothe
 
 
 class _Door:
-    """Stands for the door at which one host has come back."""
+    """Stands for a rejoin listener with one returned host."""
 
     def __init__(self, agent: RemoteAgent) -> None:
         self.arrivals: Mailbox[RemoteAgent] = Mailbox()
@@ -235,7 +235,7 @@ class _Door:
 
 
 def test_the_gang_does_not_wait_while_it_is_asked_whether_this_host_still_leads(tmp_path: Path) -> None:
-    """The gang's loop takes in a host that has come back before its loss was noticed."""
+    """The gang's loop accepts a returned host before its loss was noticed."""
     ends, answered, asked = [connected(), connected()], threading.Event(), threading.Event()
     answers: Mailbox[bool] = Mailbox()
 
@@ -252,7 +252,7 @@ def test_the_gang_does_not_wait_while_it_is_asked_whether_this_host_still_leads(
     assert [*hosts.welcome(set())] == [1]
     assert asked.wait(120)
     answered.set()
-    assert answers.get()  # else the gang went on only after the question was given up
+    assert answers.get()  # otherwise the gang continued only after the question timed out
     for ours, theirs in ends:
         theirs.close()
         ours.close()

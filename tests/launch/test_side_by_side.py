@@ -1,4 +1,4 @@
-"""Signals reach the runs of a sweep that are side by side, whichever thread of the launching process gets them."""
+"""Signals reach parallel runs of a sweep, whichever thread of the launching process receives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of a job ask Slurm whether the job is still their own, and whether it must be queued again."""
+"""The nodes of a job ask Slurm whether they still own it, and whether it must be requeued."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {"name": "slurm", "nodes": 2, "processes": 4, "device": "
 
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with what scontrol prints; without it, scontrol fails."""
+    """The file with scontrol's output; without it, scontrol fails."""
     program, answer = tmp_path / "scontrol", tmp_path / "answer"
     program.write_text(f'#!/bin/sh\n[ "$*" = "show job --oneliner 7" ] && exec /bin/cat {answer}\n')
     program.chmod(0o755)
@@ -49,7 +49,7 @@ def test_a_job_that_was_queued_again_is_not_that_of_its_first_node(
 
 
 def test_a_job_of_an_array_is_asked_for_by_its_place(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The id of one of them is that of the array, for which Slurm shows all, and queues all of them again."""
+    """An element's job id may equal the array's: with it, Slurm would show and requeue all elements."""
     for name, value in {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}.items():
         monkeypatch.setenv(name, value)
     shown = f'#!/bin/sh\n[ "$*" = "show job --oneliner 7_3" ] && exec /bin/cat {answers}\n'
@@ -63,7 +63,7 @@ def test_a_job_of_an_array_is_asked_for_by_its_place(answers: Path, monkeypatch:
 
 
 def options(folder: Path, cluster: Cluster, **given: Any) -> list[str]:
-    """Return the options of sbatch in the job script of a launcher with the cluster options ``given``."""
+    """Return the sbatch options in the job script of a launcher with the cluster options ``given``."""
     script = Slurm(**given).describe(Plan(folder, cluster, {}, {}))
     return [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
 
@@ -76,13 +76,13 @@ def test_a_job_asks_for_the_cpus_that_its_processes_need(tmp_path: Path) -> None
     assert "cpus-per-task=4" in options(tmp_path, cluster_of(BASE, threads=None, data_workers="auto"))
     assert "cpus-per-task=5" in options(tmp_path, cluster, cpus_per_task=5)
     assert "cpus-per-task=5" in options(tmp_path, cluster, cpus_per_task=5, exclusive=True)
-    asked = options(tmp_path, cluster, options={"cpus-per-gpu": 7}, gpus_per_node=2)  # which Slurm takes in its place
+    asked = options(tmp_path, cluster, options={"cpus-per-gpu": 7}, gpus_per_node=2)  # Slurm uses it instead
     assert "cpus-per-gpu=7" in asked
     assert not any(each.startswith("cpus-per-task") for each in asked)
 
 
 def test_runs_of_a_sweep_that_ask_for_different_jobs_are_not_one_array(train: Any, tmp_path: Path) -> None:
-    """Else all would have the nodes, CPUs and secrets of the first one."""
+    """Otherwise all would get the nodes, CPUs and secrets of the first one."""
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(
@@ -126,9 +126,9 @@ def test_gpus_are_asked_for_once_with_their_type(tmp_path: Path) -> None:
     assert "gpus-per-node=2" in options(tmp_path, cluster, gpus_per_node=2)
     assert "gpus-per-node=a100:2" in options(tmp_path, cluster, gpus_per_node=2, gpu_type="a100")
     for other in ({"gres": "gpu:a100:2"}, {"gpus": 2}, {"gpus-per-task": 1}, {"tres-per-node": "gres/gpu:2"}):
-        with pytest.raises(ConfigError, match=r"cluster.gpus_per_node and cluster.options.[\w-]+ both ask for GPUs"):
+        with pytest.raises(ConfigError, match=r"cluster.gpus_per_node and cluster.options.[\w-]+ both request GPUs"):
             Slurm(gpus_per_node=2, options=other).check(cluster)
-    with pytest.raises(ConfigError, match=r"cluster.gpu_type=a100, but the job asks for no GPUs"):
+    with pytest.raises(ConfigError, match=r"cluster.gpu_type=a100, but the job requests no GPUs"):
         Slurm(gpu_type="a100").check(cluster)
 
 
@@ -166,7 +166,7 @@ def test_a_job_that_may_not_be_queued_again_is_not_by_a_node_that_has_lost_the_f
         (75, "JobState=COMPLETING Restarts=0 ExitCode=0:9", True),
         (143, "JobState=COMPLETING Restarts=0 ExitCode=0:9", True),  # this agent was not ready for a signal yet
         (143, "JobState=RUNNING Restarts=0 ExitCode=0:0", False),
-        (75, "JobState=RUNNING Restarts=0 ExitCode=0:0", False),  # the script itself queues it again
+        (75, "JobState=RUNNING Restarts=0 ExitCode=0:0", False),  # the script itself requeues it
         (76, "JobState=COMPLETING Restarts=0 ExitCode=0:0", False),  # it is cancelled
         (76, "JobState=CANCELLED Restarts=0 ExitCode=0:15", False),
         (0, "JobState=COMPLETING Restarts=0 ExitCode=0:9", False),
@@ -183,7 +183,7 @@ def test_another_node_queues_the_job_again_if_the_first_is_lost(
 def test_a_node_that_the_job_goes_on_without_does_not_stand_in_the_way_of_one_that_loses_the_first(
     tmp_path: Path, code: int
 ) -> None:
-    """Somebody has taken out the one before, so that its agent got SIGTERM."""
+    """The previous node was removed from the job, so its agent got SIGTERM."""
     said = "JobState=RUNNING Restarts=0 ExitCode=0:0"
     end_agent(tmp_path, node=1, code=code, said=said)
     end_agent(tmp_path, node=2, code=76, said=said)
@@ -191,7 +191,7 @@ def test_a_node_that_the_job_goes_on_without_does_not_stand_in_the_way_of_one_th
 
 
 def end_agent(folder: Path, *, node: int, code: int, said: str) -> None:
-    """Run what the job's script does on a node whose agent ends with ``code``; ``said``: what Slurm says of the job."""
+    """Run the job script's part for a node whose agent exits with ``code``; ``said``: Slurm's facts about the job."""
     scontrol = folder / "scontrol"
     scontrol.write_text(
         f'#!/bin/sh\n[ "$1" = requeue ] && exec touch {folder}/queued_$2\necho "JobId=7 {said} NumNodes=2"\n'

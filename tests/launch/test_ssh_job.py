@@ -1,4 +1,4 @@
-"""The launching machine lets another host lead when the first is lost, and only then."""
+"""The launching machine lets a different host lead if the first is lost, and only then."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from worldsize.launch.ssh_job import HostSuccession, Lineup, Revival, SshAgent, 
 from worldsize.record.run_directory import RunDirectory
 
 HOSTS = Lineup(("a", "b", "c", "d"))
-LOST = 255  # what ssh exits with
+LOST = 255  # ssh's exit code
 
 
 @pytest.fixture
 def killed(tmp_path: Path) -> RunDirectory:
-    """A run whose last attempt has left no end."""
+    """A run whose last attempt has not recorded an end."""
     return RunDirectory(write_run(tmp_path / "run", steps=1, attempts=[attempt(1, steps=(0, 1), reason="killed")]))
 
 
@@ -50,7 +50,7 @@ def test_the_hosts_that_answer_are_those_that_ssh_reaches(tmp_path: Path) -> Non
 def test_a_file_that_vanishes_while_the_code_is_copied_does_not_matter(
     code: int, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others, such as one that may not be read, do."""
+    """Other errors do, such as an unreadable file."""
     rsync = tmp_path / "rsync"
     rsync.write_text(f"#!/bin/sh\nexit {code}\n")
     rsync.chmod(0o755)
@@ -80,12 +80,12 @@ def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_ag
     assert succession(done, {"b", "c"}).next(HOSTS, LOST, []) is None
     assert not caplog.text
     assert succession(killed, {"b"}).next(HOSTS, LOST, []) is None
-    assert "too few hosts answer to go on without a: b" in caplog.text
+    assert "too few hosts answer to continue without a: b" in caplog.text
     assert succession(killed, {"b", "c"}).next(HOSTS, LOST, [signal.SIGTERM]) is None
     signals = list[int]()
 
     def answering() -> set[str]:
-        signals.append(signal.SIGTERM)  # it comes while the hosts are asked
+        signals.append(signal.SIGTERM)  # arrives while the hosts are queried
         return {*HOSTS.hosts}
 
     asked = HostSuccession(killed, answering, lambda hosts: hosts > 0, 0.0, 600.0, 1)
@@ -94,7 +94,7 @@ def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_ag
 
 @pytest.fixture
 def echo() -> Iterator[SshAgent]:
-    """An agent that says what it is told."""
+    """An agent that echoes its input."""
     words = [sys.executable, "-S", "-c", "import sys; sys.stdout.write(sys.stdin.read())"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield SshAgent("a", process)
@@ -105,7 +105,7 @@ def test_the_first_host_is_told_to_end_if_it_hears_nothing_only_where_another_ma
 ) -> None:
     never, once = succession(killed, set(), most=0), succession(killed, set(), most=1)
     never.silence, once.silence = 8.0, 9.0
-    for _ in range(3):  # at once, and then not sooner than after an eighth
+    for _ in range(3):  # at once, then at intervals of at least an eighth
         never.tell(echo)
         once.tell(echo)
     echo.let_go()
@@ -114,10 +114,10 @@ def test_the_first_host_is_told_to_end_if_it_hears_nothing_only_where_another_ma
 
 
 def test_agents_that_wait_for_a_lost_first_host_are_let_go_at_once(killed: RunDirectory) -> None:
-    """One that connects when the first host is lost would wait for it for ``cluster.timeout`` seconds."""
+    """One that connects as the first host is lost would wait for it for ``cluster.timeout`` seconds."""
 
     def start(lineup: Lineup, node: int) -> SshAgent:
-        words = ["sh", "-c", f"exit {LOST}"] if node == 0 else ["cat"]  # which ends with its input, as an agent does
+        words = ["sh", "-c", f"exit {LOST}"] if node == 0 else ["cat"]  # it ends with its input, like an agent
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         return SshAgent(lineup.hosts[node], process)
 

@@ -1,4 +1,4 @@
-"""Sweepers and launchers of Hydra that go by the value of each run, or start several at once."""
+"""Hydra's sweepers and launchers that use each run's value, or start several at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,12 +27,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.support.own_recipe import write_recipe
 from tests.support.runs import folders
+from tests.support.waiting import wait_until
 from worldsize.cli.train import train as train_sweep
 from worldsize.config.compose import is_side_by_side, wants_sweep
 from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
 from worldsize.errors import ConfigError
 from worldsize.launch.sweep import call_sweep
 from worldsize.launch.torchrun import Torchrun
+from worldsize.observe.report.read import runs_of
 from worldsize.record.redaction import REDACTED
 
 pytestmark = pytest.mark.heavy
@@ -95,7 +98,7 @@ def searched(folder: Path) -> dict[str, Any]:
 
 
 def rates(folder: Path) -> list[float]:
-    """Return the learning rates of all runs, the oldest first."""
+    """Return the learning rates of all runs, oldest first."""
     manifests = [json.loads((run / "run_manifest.json").read_text()) for run in folders(folder / "runs")]
     return [each["config"]["lr"] for each in sorted(manifests, key=lambda each: each["attempts"][0]["start_at"])]
 
@@ -175,23 +178,35 @@ def test_joblib_trains_two_runs_side_by_side_and_tells_how_they_ended(train: Any
     first, second = (each["attempts"][0] for each in manifests)
     assert {(each["exit_reason"], each["exit_code"]) for each in (first, second)} == {("completed", 0), ("failed", 1)}
     assert max(first["start_at"], second["start_at"]) < min(first["end_at"], second["end_at"])
+    lines = run.output.splitlines()
+    table = lines[lines.index("sweep    1 of 2 runs completed") + 1 :][:3]
+    assert [row.split()[0] for row in table] == ["run", "1", "2"]
+    assert [row.split()[-2] for row in table] == ["state", "completed", "failed"]
 
 
 def test_a_sweep_ends_with_what_failed_and_why_and_the_best(train: Any, hill: Path) -> None:
     kill = "[{action: kill, rank: 0, step: 1}]"
     run = train(*HILL, "-m", "sweep.metric=loss", "lr=0.5,-1,1", f"faults=[],{kill}")
     assert run.code == 2, "the largest of 0, 1 and 2"
-    summary = run.output.splitlines()[-6:]
-    assert summary[0] == "sweep    2 of 6 runs completed"
-    reasons = [line.split(": ", 2)[2] for line in summary[1:5]]
-    assert [line.split()[:6] for line in summary[1:5]] == [
+    lines = run.output.splitlines()
+    summary = lines[lines.index("sweep    2 of 6 runs completed") :]
+    table, failed, report = summary[1:8], summary[8:12], summary[12]
+    assert table[0].split() == ["run", "lr", "faults", "loss", "state", "folder"]
+    assert [re.split(r"  +", row)[:5] for row in table[1:2]] == [["1", "0.5", "[]", "0.125", "completed"]]
+    assert [row.split()[0] for row in table[1:]] == list("123456")
+    assert [row.split()[0] for row in table if "completed, best" in row] == ["5"]
+    assert len({row.index("runs/") for row in table if "runs/" in row}) == 1
+    reasons = [line.split(": ", 2)[2] for line in failed]
+    assert [line.split()[:6] for line in failed] == [
         ["failed", "run", str(number), "of", "the", "sweep:"] for number in (2, 3, 4, 6)
     ]
     died = rf"worker 0 on {re.escape(gethostname())} failed at step 1: killed by SIGKILL; "
     assert all(re.match(died, reasons[place]) for place in (0, 3)), reasons
     assert all("lr=-1" in reasons[place] and "must be 0 or more" in reasons[place] for place in (1, 2))
-    assert summary[5].startswith("best     run 5 of the sweep: lr=1 faults=[]: loss 0; ")
-    assert Path(summary[5].rpartition("; ")[2]).is_dir()
+    words = shlex.split(report)
+    assert (words[0], words[-2]) == ("report", "report")
+    assert {path.name for path in runs_of(hill / words[-1])} == {path.name for path in folders(hill / "runs")}
+    assert [(hill / row.split()[-1]).is_dir() for row in table if "best" in row] == [True]
 
 
 @pytest.fixture
@@ -354,9 +369,8 @@ def test_the_processes_of_joblib_show_messages_as_this_one_does_and_end_with_the
 
     assert called(task, "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "seed=1,2") == 0
     assert {"warning: run 1\\x1b", "warning: run 2\\x1b"} <= set(capfd.readouterr().err.splitlines())
-    for each in multiprocessing.active_children():
-        each.join(timeout=120)
-    assert multiprocessing.active_children() == []
+    # a joblib thread waits for them, too, so that a single look may miss one
+    wait_until(lambda: not multiprocessing.active_children(), multiprocessing.active_children)
 
 
 def test_a_search_side_by_side_ends_with_a_run_that_is_asked_to_end(called: Callable[..., int], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands that are printed for torchrun train when they are started as printed."""
+"""The commands printed for torchrun train when run as printed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def started(output: str, environment: dict[str, str], folder: Path) -> Path:
 
 
 def with_worldsize(environment: dict[str, str], folder: Path, python: Path) -> dict[str, str]:
-    """Return an environment with the command ``worldsize``, which starts the warm Python, as do torchrun's workers."""
+    """Return an environment where ``worldsize`` starts the warm Python, as torchrun's workers do."""
     worldsize = folder / "worldsize"
     worldsize.write_text(f'#!/bin/sh\nexec {python} -m worldsize "$@"\n')
     worldsize.chmod(0o755)

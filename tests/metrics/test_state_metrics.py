@@ -1,8 +1,7 @@
-"""Metrics that are no sums have the values of torchmetrics on one process, at every world size."""
+"""Metrics that are not sums match torchmetrics on one process, at every world size."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,7 @@ def wrapped() -> dict[str, Metric]:
 
 @dataclass(frozen=True)
 class Classified(Chain):
-    """A chain whose first output says whether the first target is above zero."""
+    """A chain whose first output classifies the first target as above zero or not."""
 
     def metrics(self) -> Mapping[str, StateMetric]:
         return {"whole": WholeSplit(binary_auroc)} | {name: TorchMetric(each) for name, each in wrapped().items()}
@@ -57,7 +56,7 @@ class Classified(Chain):
 
 
 def by_torchmetrics() -> dict[str, float]:
-    """Evaluate batch after batch on one process, by torchmetrics alone."""
+    """Evaluate batch after batch on one process, with only torchmetrics."""
     recipe, metrics = Classified(), wrapped()
     model = recipe.model().eval()
     with torch.no_grad():
@@ -98,7 +97,7 @@ def test_more_processes_than_batches_leave_the_value_as_it_is() -> None:
 
 
 def test_metrics_that_cannot_be_merged_exactly_are_refused() -> None:
-    with pytest.raises(ConfigError, match="PearsonCorrCoef merges its state 'mean_x' in its own way"):
+    with pytest.raises(ConfigError, match="the custom reduction of state 'mean_x' in PearsonCorrCoef"):
         TorchMetric(PearsonCorrCoef())
     metric = TorchMetric(MulticlassConfusionMatrix(num_classes=2))
     with pytest.raises(ConfigError, match="computes more than one number"):
@@ -107,11 +106,10 @@ def test_metrics_that_cannot_be_merged_exactly_are_refused() -> None:
         WholeSplit(max).state(torch.tensor(1.0))
 
 
-def test_a_missing_torchmetrics_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    metric = MaxMetric()
-    monkeypatch.setitem(sys.modules, "torchmetrics", None)
-    with pytest.raises(ConfigError, match="needs torchmetrics, which is not installed"):
-        TorchMetric(metric)
+def test_a_missing_or_old_torchmetrics_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_utilities.core.imports._version", lambda _: "1.7")
+    with pytest.raises(ConfigError, match=r"needs torchmetrics>=1\.8, but it is not installed"):
+        TorchMetric(MaxMetric())
 
 
 class Forgetful(Classified):
@@ -129,7 +127,7 @@ class Unnamed(Classified):
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
-    [(Forgetful(), "for which Recipe.evaluate returns nothing"), (Unnamed(), "or Recipe.metrics must name it")],
+    [(Forgetful(), "but Recipe.evaluate does not return it"), (Unnamed(), "or Recipe.metrics must name it")],
     ids=["forgetful", "unnamed"],
 )
 def test_what_evaluate_returns_has_to_fit_the_names(recipe: Classified, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Certificates of a run verify with ssl, name their process, end after a year, and are made by nobody else."""
+"""Certificates of a run verify with ssl, name their process, expire after a year, and cannot be forged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.net.frames import CommonOperation, Header, RefusedError
 
 
 class Operation(IntEnum):
-    """No operations of its own."""
+    """Adds no operations."""
 
 
 @pytest.fixture
@@ -161,14 +161,14 @@ def test_an_authority_that_is_over_vouches_for_nobody(tmp_path: Path, monkeypatc
 
 
 def test_a_process_cannot_sign_for_another(keys: Path, server: Server, tmp_path: Path) -> None:
-    """A member's certificate is no authority, whatever it signs: here worker-3 signs as if it were one."""
+    """A member's certificate is not an authority, whatever it signs: here worker-3 signs as if it were."""
     issue_certificate(keys, "worker-3")
     mine = tmp_path / "mine"
     mine.mkdir(mode=0o700)
     for suffix in ("key", "pem"):
         (mine / f"authority.{suffix}").write_bytes((keys / f"worker-3.{suffix}").read_bytes())
     forged = issue_certificate(mine, "server-1")
-    (mine / "authority.pem").write_bytes((keys / "authority.pem").read_bytes())  # to believe the server
+    (mine / "authority.pem").write_bytes((keys / "authority.pem").read_bytes())  # in order to trust the server
     chain = (mine / "server-1.pem").read_bytes() + (keys / "worker-3.pem").read_bytes()
     (mine / "server-1.pem").write_bytes(chain)
     with pytest.raises((RefusedError, LostError)):

@@ -1,4 +1,4 @@
-"""Messages of JSON between processes: numbers arrive as they are, and what is no message is refused in time."""
+"""JSON messages between processes: numbers arrive unchanged, and invalid messages are refused in time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worldsize.net.frames import CommonOperation, Header, RefusedError
 
 
 class Operation(IntEnum):
-    """No operations of its own."""
+    """Adds no operations."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_is_no_message_is_refused(ends: tuple[Channel, socket.socket], text
     channel, there = ends
     sending = threading.Thread(target=there.sendall, args=(framed(text),))
     sending.start()
-    with pytest.raises(RefusedError, match="no JSON"):
+    with pytest.raises(RefusedError, match="not JSON"):
         channel.message(channel.header())
     sending.join()
 
@@ -141,7 +141,7 @@ def test_a_server_goes_on_after_a_connection_for_which_there_is_no_room(
             channel.message(channel.answer(CommonOperation.WELCOME))
             break
     else:
-        raise AssertionError("nobody is served any more")
+        raise AssertionError("the server no longer answers")
     assert server.refused == 1
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()

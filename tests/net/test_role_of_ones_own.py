@@ -1,4 +1,4 @@
-"""The example of docs/api/transport.md works, and refuses what it should."""
+"""The example of docs/api/transport.md works, and refuses invalid requests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_another_shape_is_refused_with_the_reason(
 def test_a_service_that_is_not_there_is_refused(
     example: dict[str, Any], server: ConnectionServer, tmp_path: Path
 ) -> None:
-    with pytest.raises(RefusedError, match="JOIN says"):
+    with pytest.raises(RefusedError, match="invalid JOIN"):
         joined(example, tmp_path, "subtract")
 
 

@@ -1,4 +1,4 @@
-"""Payloads travel through memory that two processes share, and peers that share anything else are refused."""
+"""Payloads travel through memory shared by two processes; peers that share anything else are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.mark.parametrize("sizes", [(1 << 15,), (7, 3 << 20, 1, 1 << 20, 6 << 20), (4 << 20, 4 << 20), (100,)])
 def test_a_payload_arrives_as_it_was_sent_in_both_directions(pair: Pair, sizes: tuple[int, ...]) -> None:
-    """The receiver cuts the parts elsewhere than the sender; some fit the shared memory, others are larger."""
+    """The receiver splits the parts differently from the sender; some fit the shared memory, others are larger."""
     parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     header = Header(Operation.WEIGHTS, shape=(sum(sizes),))
     for sender, receiver in (pair, pair[::-1]):

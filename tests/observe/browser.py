@@ -30,7 +30,7 @@ class Page:
 
     Attributes:
         complaints: messages on its console.
-        requests: addresses that it has requested.
+        requests: requested addresses.
     """
 
     to: BinaryIO
@@ -71,7 +71,7 @@ class Page:
                 self.loaded = True
 
     def show(self, path: Path, *, theme: str, width: int, height: int = 900) -> None:
-        """Load a file and wait until it is loaded."""
+        """Open a file, and wait until it is loaded."""
         self.complaints, self.requests, self.loaded = [], [], False
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)

@@ -1,4 +1,4 @@
-"""What tests of listeners share."""
+"""Fixtures shared by tests of listeners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worldsize.messages import show_messages
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
-    """Return what a program shows of what is logged, also by the processes that it forks."""
+    """Capture a program's visible log output, including that from processes that it forks."""
     keep_loggers(monkeypatch)
     show_messages()
     return capfd

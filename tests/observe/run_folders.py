@@ -1,4 +1,4 @@
-"""Write run folders as runs leave them, so that figures are known and nothing has to train."""
+"""Write run folders as runs leave them, with known figures and without training."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _load(index: int) -> dict[str, Any]:
 
 
 def attempt(number: int, *, steps: Sequence[int] | None, reason: str = "completed", **facts: Any) -> dict[str, Any]:
-    """Return the record of an attempt: each lasts 60 s, starts 5 s after the last, and takes 4 s to its first step."""
+    """Return the record of an attempt of 60 s that starts 5 s after the last, and needs 4 s to its first step."""
     begun = START + 65 * (number - 1)
     return {
         "number": number,

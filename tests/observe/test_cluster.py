@@ -1,4 +1,4 @@
-"""The report says which rank is where, from a record that does not list them."""
+"""The report shows the location of each rank, from a record that does not list them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report and ``watch`` say which share of the time goes by in waiting for data, on which rank, and what helps."""
+"""A report and ``watch`` show the share of time spent waiting for data, by rank, and a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(step: int, data: float, rest: float) -> dict[str, Any]:
 
 
 def test_a_line_counts_for_the_steps_since_the_one_before() -> None:
-    """The first step waits for 9 s, which is nothing among the 99 that follow."""
+    """The first step waits for 9 s; the 99 that follow do not wait."""
     assert waited_share([line(1, 9.0, 1.0), line(100, 0.0, 1.0)]) == pytest.approx(9 / 109)
     assert waited_share([line(10, 1.0, 3.0)]) == 0.25
     assert math.isnan(waited_share([]))
@@ -38,7 +38,7 @@ def test_a_line_counts_for_the_steps_since_the_one_before() -> None:
     [
         (0, "Set data_workers=auto, give the data set a method load_batch, or prepare the data once"),
         (2, "Set data_workers=auto, or more than 2, give the data set a method load_batch"),
-        ("auto", "More data_workers than auto has started did not help, or there are no cores for them: give"),
+        ("auto", "More data_workers than auto has started did not help, or cores for them are lacking: give"),
     ],
 )
 def test_the_remedy_follows_from_the_workers_that_there_are(workers: int | str, remedy: str) -> None:
@@ -58,7 +58,7 @@ def test_ranks_that_wait_longest_are_named_and_short_waits_are_not() -> None:
 
 @pytest.fixture
 def slow_rank(tmp_path: Path) -> Path:
-    """A run of two ranks, of which the second waits for its data for half of the time."""
+    """A run of two ranks; the second waits for its data half of the time."""
     run = write_run(tmp_path / "run", ranks=2, steps=50)
     timing = RunDirectory(run).timing(1)
     rows = [json.loads(row) for row in timing.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Logs of NCCL and torch become a few lines: which network, how many connections, and who warned of what."""
+"""Logs of NCCL and torch become a few lines: the network, the number of connections, and warnings by rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.observe.transport import listen_to_nccl, nccl_log
 from worldsize.record.flight import collectives_file
 from worldsize.record.run_directory import RunDirectory
 
-# as NCCL 2.21 and 2.27 write them to NCCL_DEBUG_FILE, without lines that say nothing of networks
+# as NCCL 2.21 and 2.27 write them to NCCL_DEBUG_FILE, without lines unrelated to networks
 FIRST = """\
 gpu1:4021:4021 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>
 gpu1:4021:4021 [0] NCCL INFO NET/Plugin: No plugin found (libnccl-net.so)
@@ -81,7 +81,7 @@ def test_the_summary_says_who_is_on_which_network_and_who_warned(tmp_path: Path)
 
 
 def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(tmp_path: Path) -> None:
-    """The second of two attempts has connected rank 0 alone, and its processes have counted no collective yet."""
+    """The second of two attempts has connected only rank 0, and its processes have not counted a collective yet."""
     run = RunDirectory(tmp_path)
     run.nccl_logs("gpu").mkdir(parents=True)
     counts = collectives_file(run.log("worker", 0))
@@ -101,7 +101,7 @@ def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(t
 
 
 def test_the_logs_of_an_attempt_are_known_by_their_names_also_in_a_run_folder_that_was_copied(tmp_path: Path) -> None:
-    """All files are as old as the copy, and the process ids of the first attempt came again."""
+    """All files are as old as the copy, and the first attempt's process ids were reused."""
     folder = RunDirectory(tmp_path).nccl_logs("gpu")
     folder.mkdir(parents=True)
     done = "gpu:1:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 2 cudaDev 0 - Init {state}\n"

@@ -1,4 +1,4 @@
-"""The cause of a failure is recorded, and every command that shows the run shows it."""
+"""The cause of a failure is recorded, and shown by every command that shows the run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_secret_values_in_an_error_are_not_recorded(unstarted: RunDirectory, mon
         record.begin_attempt([], world_size=1)
         outcome = record.end_attempt(Outcome("failed", 1, Failure("worker", 0, error, 1)))
         record.give_up(error, unstarted=1)
-    monkeypatch.setenv("WORLDSIZE_SECRETS", given["WORLDSIZE_SECRETS"])  # as for a worker that torchrun starts
+    monkeypatch.setenv("WORLDSIZE_SECRETS", given["WORLDSIZE_SECRETS"])  # like a worker started by torchrun
     with opened(unstarted) as record:
         record.give_up(error, unstarted=1)
         monkeypatch.delenv("WORLDSIZE_SECRETS")

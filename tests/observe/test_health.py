@@ -1,4 +1,4 @@
-"""The health of nodes is measured, written in few lines, and worth an alert when a limit is passed."""
+"""The health of nodes is measured, logged in few lines, and raises an alert when it passes a limit."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from tests.observe.run_folders import START, write_run
 from tests.support.runs import REPOSITORY
+from tests.support.waiting import wait_until
 from worldsize.core import Event, HealthLimits, NodeAlert, RunEnded, StepDone, Straggling
 from worldsize.observe.events import EventLog, described
 from worldsize.observe.health.counters import (
@@ -85,12 +86,12 @@ def row(**changes: Any) -> HealthRow:
     return {**CALM, **changes}  # type: ignore[typeddict-item]
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- reading
 
 
 @pytest.fixture
 def ranks() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two processes called by their ranks; one holds 200 MB more, has used a second, and has forked a third."""
+    """Two processes named by rank; one holds 200 MB more, has used a second, and has forked a third."""
     body = (
         "import os, sys, time; from worldsize.world.processes import name_process; name_process(int(sys.argv[1]))\n"
         "held = b'x' * int(sys.argv[2])\n"
@@ -121,13 +122,13 @@ def status(pid: int, key: str) -> int:
 def test_the_counters_are_those_of_the_kernel(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
     read = read_counters(os.getpid(), tmp_path, Gpus(), infiniband=tmp_path)
     first, second = (each.pid for each in ranks)
-    # a rank's data workers have its name, too, but do not hide its own process
+    # a rank's data workers share its name, but do not hide its own process
     assert read.resident.keys() == {7, 12}
     assert read.resident[7] == pytest.approx(status(first, "VmRSS"), rel=0.02)
     assert read.resident[7] - read.resident[12] > 190e6
     assert 0.98 <= read.own[first] < 3.0  # in ticks of 10 ms
     assert read.own.keys() > {first, second}
-    assert len(read.own) >= 3  # with the one that was forked
+    assert len(read.own) >= 3  # including the forked one
     assert os.getpid() not in read.own
 
     user, nice, system, idle, wait, irq, soft, steal = map(
@@ -154,7 +155,7 @@ def test_memory_is_that_of_the_tightest_control_group_around_the_run(tmp_path: P
         (place / "memory.current").write_text(f"{used}\n")
         (place / "memory.stat").write_text("anon 10\ninactive_file 50\n")
     assert within(node, cgroups=tmp_path, own=own) == Memory(400, 500)
-    # in a container with its own view of control groups, the path is that of the host, and the limit is at the root
+    # in a container with a private view of control groups, the path is the host's, and the limit is at the root
     own.write_text("0::/../../kubepods/pod1\n")
     (tmp_path / "memory.max").write_text("200\n")
     (tmp_path / "memory.current").write_text("190\n")
@@ -181,7 +182,7 @@ def test_bytes_of_infiniband_are_counted_in_words_of_four(tmp_path: Path) -> Non
 def test_gpus_are_read_and_none_are_there_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pynvml")
     nvml = importlib.import_module("pynvml")
-    # what is replaced must be there under this name; this machine need not have a GPU
+    # the replaced functions must exist under these names; this machine need not have a GPU
     answers = {
         "nvmlInit": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
@@ -352,7 +353,7 @@ def test_a_slow_rank_is_explained_by_what_its_host_suffers_most_of_the_time() ->
     assert why_slow([row(gpus=[HOT]), row(), row()]) == ""
     busy = row(cpu=0.99, cpu_of_others=0.4)
     assert why_slow([busy]) == "all processors are busy, 40 % of them with processes that are not of this run"
-    assert why_slow([row(cpu=0.6, cpu_of_others=0.4)]) == ""  # there are free ones
+    assert why_slow([row(cpu=0.6, cpu_of_others=0.4)]) == ""  # some are free
 
 
 @pytest.mark.parametrize(
@@ -419,7 +420,7 @@ def test_the_process_of_the_first_node_passes_on_what_is_at_hand_when_it_ends(tm
     with HealthProcess(tmp_path, HealthLimits(3600.0), node=0) as health:
         pid, mine = health._process.pid, os.getpriority(os.PRIO_PROCESS, 0)
         assert pid is not None
-        while os.getpriority(os.PRIO_PROCESS, pid) < min(mine + 5, 19):  # it looks for alerts from then on
+        while os.getpriority(os.PRIO_PROCESS, pid) < min(mine + 5, 19):  # it checks for alerts from then on
             time.sleep(0.01)
         HealthFile(run, 1).add_row(CALM, [alert])
     assert [alert_of(row_of(line)) for line in run.events.read_bytes().splitlines()] == [alert]
@@ -469,7 +470,7 @@ def test_the_host_of_a_slow_rank_is_asked_for_its_health(tmp_path: Path) -> None
     assert why_host_is_slow(run, "b", 9, per_node=8) == ""  # long ago
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- display
 
 
 SICK: dict[int, dict[str, Any]] = {7: {"swap": 3e6, "cpu": 1.0}, 599: {"gpus": [HOT], "host": "n<b>"}}
@@ -477,7 +478,7 @@ SICK: dict[int, dict[str, Any]] = {7: {"swap": 3e6, "cpu": 1.0}, 599: {"gpus": [
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A run with 600 nodes, of which two are in a bad state."""
+    """A run with 600 nodes, two of them in a bad state."""
     run = RunDirectory(write_run(tmp_path_factory.mktemp("large") / "run", steps=30, ranks=4))
     now = time.time()
     for node in range(600):
@@ -538,7 +539,7 @@ def test_the_report_adds_up_what_a_gpu_suffered_at_different_times(tmp_path: Pat
     table = nodes_health(read_run(run.path))
     assert table is not None
     assert table.rows[0][-4:] == ("50%", "95 °C", "GPU 3: heat, power", "7")
-    alerts = [NodeAlert(0, "n1", "ecc", errors, 0, gpu=3) for errors in (4, 5, 3)]  # one of a line that is not kept
+    alerts = [NodeAlert(0, "n1", "ecc", errors, 0, gpu=3) for errors in (4, 5, 3)]  # one from a dropped line
     with run.events.open("a") as events:
         events.writelines(json.dumps({"event": "node_alert", "time": START, **vars(each)}) + "\n" for each in alerts)
     table = nodes_health(read_run(run.path))
@@ -561,15 +562,14 @@ def test_a_run_records_its_nodes_and_warns_of_a_process_that_grows_beyond_its_bo
         )
     try:
         run = RunDirectory(begun(tmp_path))
-        deadline = time.monotonic() + 180
-        while len(alerts := alerts_of(run)) < 2 or len(rows := last_samples(run.health(0), at_most=1000)) < 3:
-            assert time.monotonic() < deadline  # its process gives way to all others
-            time.sleep(0.1)
+        # its process yields to all others
+        wait_until(lambda: len(alerts_of(run)) > 1 and len(last_samples(run.health(0), at_most=1000)) > 2)
+        alerts, rows = alerts_of(run), last_samples(run.health(0), at_most=1000)
     finally:
         process.terminate()
     assert process.wait(110) == 128 + signal.SIGTERM  # it saves nothing
     assert rows[0]["resident"].keys() == {"0", "1"}
-    assert min(rows[0]["resident"].values()) > 1e8  # torch alone is larger
+    assert min(rows[0]["resident"].values()) > 1e8  # torch by itself is larger
     assert any(0 < each["cpu"] <= 1 and each["cpu_of_others"] < each["cpu"] for each in rows)
     assert {(each.what, each.rank, each.limit) for each in alerts} == {("process_memory", rank, 1e8) for rank in (0, 1)}
     assert "more than cluster.max_memory (0.10 GB)" in (tmp_path / "output").read_text()

@@ -1,4 +1,4 @@
-"""Names that others chose reach a terminal as they are, and without what a terminal would obey."""
+"""Names that others chose reach a terminal intact, but without its control sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listeners write what happens, and views follow their files."""
+"""Listeners write events, and views follow their files."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_progress_without_a_terminal_shows_the_last_step_and_every_evaluation(tm
 
 
 class Recorder:
-    """A listener that writes down each event and the process that it is in."""
+    """A listener that records each event and the process it is in."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a", buffering=1)
@@ -114,7 +114,7 @@ class Recorder:
 
 
 def events(path: Path) -> list[str]:
-    """Return the names of the events that a recorder has written."""
+    """Return the recorded names of events."""
     return [line.split()[1] for line in path.read_text().splitlines()]
 
 
@@ -156,7 +156,7 @@ def test_a_subprocess_listener_learns_that_its_run_died(tmp_path: Path) -> None:
     if child == 0:
         listener = SubprocessListeners({"logger": lambda: Recorder(tmp_path / "events")})
         listener(step(1))
-        os._exit(9)  # ends at once, as SIGKILL would
+        os._exit(9)  # exits at once, like SIGKILL
     os.waitpid(child, 0)
     while not (tmp_path / "events").exists() or len(events(tmp_path / "events")) < 2:
         pass
@@ -191,11 +191,11 @@ def test_a_preempted_run_waits_for_a_listener_no_longer_than_its_scheduler_waits
         raise AssertionError
 
     SubprocessListeners({"logger": hang}, grace=lambda: 0.125)(RunEnded(1, "preempted"))
-    assert "the logger did not finish within 0.125 s; what it has not sent yet is lost" in shown.readouterr().err
+    assert "the logger did not finish within 0.125 s; its unsent events are lost" in shown.readouterr().err
 
 
 def blocked(door: Path, path: Path) -> Listener:
-    """Return a listener that is created only when somebody opens the named pipe ``door`` to write."""
+    """Return a listener whose creation blocks until the named pipe ``door`` is opened for writing."""
     door.open().close()
     return Recorder(path)
 
@@ -203,7 +203,7 @@ def blocked(door: Path, path: Path) -> Listener:
 def test_a_listener_that_is_slow_to_start_does_not_hold_up_the_training(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "door")
     listener = SubprocessListeners({"logger": lambda: blocked(tmp_path / "door", tmp_path / "events")})
-    for number in range(1, 2001):  # several times as many as fit into a pipe
+    for number in range(1, 2001):  # several times a pipe's capacity
         listener(step(number))
     (tmp_path / "door").open("w").close()
     listener(RunEnded(2000, "completed"))
@@ -214,7 +214,7 @@ def test_the_listener_of_an_attempt_that_was_killed_tells_the_rest_before_the_ne
     os.mkfifo(tmp_path / "door")
 
     def slow() -> Listener:
-        (tmp_path / "door").open().readline()  # waits for the first one that is written there
+        (tmp_path / "door").open().readline()  # waits for the first line there
         return Recorder(tmp_path / "events")
 
     child = os.fork()
@@ -222,7 +222,7 @@ def test_the_listener_of_an_attempt_that_was_killed_tells_the_rest_before_the_ne
         SubprocessListeners({"logger": slow}, lock=tmp_path.joinpath)(step(1))
         os._exit(9)
     os.waitpid(child, 0)
-    writer = (tmp_path / "door").open("w")  # it waits for the reader, whose turn it is by then
+    writer = (tmp_path / "door").open("w")  # by then it waits for the reader
     second = SubprocessListeners({"logger": lambda: Recorder(tmp_path / "events")}, lock=tmp_path.joinpath)
     second(step(2))
     Timer(0.3, lambda: print("go", file=writer, flush=True)).start()

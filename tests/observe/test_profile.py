@@ -1,4 +1,4 @@
-"""Traces of chosen steps can be read back as the JSON that Perfetto takes."""
+"""Traces of selected steps can be read back as JSON for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The efficiency chart of a scaling study shows where several nodes begin, if there is one such size."""
+"""The efficiency chart of a scaling study marks the boundary to several nodes, if there is a single one."""
 
 from __future__ import annotations
 

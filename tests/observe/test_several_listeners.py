@@ -1,4 +1,4 @@
-"""Several listeners are told of a run, and one that fails takes neither the others nor the run along."""
+"""Several listeners receive a run's events; a failing one takes down neither the others nor the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worldsize.observe.subprocess_listeners import SubprocessListeners
 
 
 class Recorder:
-    """A listener of one's own, that writes the names of events to a file of the run; it may fail at one of them."""
+    """A custom listener that writes the names of events to a file of the run; it may fail at one of them."""
 
     def __init__(self, *, folder: Path, file: str, fails_at: str = "", **facts: Any) -> None:
         self._path, self._fails_at = folder / file, fails_at
@@ -42,7 +42,7 @@ def stuck() -> Listener:
 
 
 def expires_after(listener: SubprocessListeners, *names: str, patch: pytest.MonkeyPatch) -> None:
-    """Let the time for the end be over once the processes of these listeners have ended, however long they take."""
+    """Expire the time limit for the end once these listeners' processes have ended, however long they take."""
     awaited = [each for each in listener._processes if each.name.removeprefix("listener ") in names]
 
     def now() -> float:
@@ -61,7 +61,7 @@ def test_a_listener_that_fails_or_hangs_is_named_once_and_the_others_go_on(
     os.mkfifo(tmp_path / "door")
 
     def slow() -> Listener:
-        (tmp_path / "door").open().close()  # waits until somebody opens it to write
+        (tmp_path / "door").open().close()  # waits until it is opened for writing
         return Recorder(folder=tmp_path, file="fourth")
 
     makers: dict[str, Callable[[], Listener]] = {
@@ -72,7 +72,7 @@ def test_a_listener_that_fails_or_hangs_is_named_once_and_the_others_go_on(
     }
     listener = SubprocessListeners(makers, timeout=60.0)
     expires_after(listener, "first", "second", "fourth", patch=monkeypatch)
-    for number in range(1, 3001):  # more than fit into a pipe
+    for number in range(1, 3001):  # more than a pipe's capacity
         listener(Evaluated(number, {}))
     (tmp_path / "door").open("w").close()
     listener(RunEnded(3000, "completed"))
@@ -81,7 +81,7 @@ def test_a_listener_that_fails_or_hangs_is_named_once_and_the_others_go_on(
     assert sorted(shown.readouterr().err.splitlines()) == [
         "warning: the listener first failed and is off for the rest of the run: OSError: no network",
         "warning: the listener second failed and is off for the rest of the run: ValueError: no key",
-        "warning: the listener third did not finish within 60 s; what it has not sent yet is lost",
+        "warning: the listener third did not finish within 60 s; its unsent events are lost",
     ]
 
 
@@ -106,7 +106,7 @@ def test_a_listener_that_falls_behind_misses_steps_and_nothing_else(
     told = (tmp_path / "told").read_text().split()
     assert 50 < told.count("StepDone") < 500
     assert (told.count("Evaluated"), told[-1]) == (10, "RunEnded")
-    warning = "warning: the logger has fallen behind: it is told of no further steps until it has caught up\n"
+    warning = "warning: the logger has fallen behind: it misses steps until it has caught up\n"
     assert shown.readouterr().err == warning
 
 
@@ -136,4 +136,4 @@ def test_a_run_tells_a_group_option_and_ones_own_class_and_loses_the_broken_one(
 def test_what_names_no_listener_is_refused_before_the_start(train: Any, value: str) -> None:
     run = train("recipe=digits", f"+listeners.mine={value}")
     assert (run.code, run.folder) == (2, None)
-    assert "listeners.mine names no listener. Set listeners.mine._target_=" in run.error
+    assert "listeners.mine is not a listener. Set listeners.mine._target_=" in run.error

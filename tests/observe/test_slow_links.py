@@ -1,4 +1,4 @@
-"""SlowLinkSearch are measured when waits are long, and slow ones are named."""
+"""Links are measured when waits are long, and slow ones are reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worldsize.observe.stragglers import SlowLinkSearch, Straggler
 
 
 def ring(nodes: int, distance: int, slow: Iterable[int]) -> dict[tuple[int, int], Link]:
-    """Return links of 1 Gbit/s from node to node in a ring, those of the ``slow`` nodes of 50 Mbit/s."""
+    """Return links of 1 Gbit/s between neighbours in a ring, or 50 Mbit/s at the ``slow`` nodes."""
     edges = [(node, (node + distance) % nodes) for node in range(nodes)]
     return {ends: Link(6.25e6 if {*ends} & {*slow} else 125e6, 1e-4) for ends in edges}
 
@@ -20,7 +20,7 @@ def ring(nodes: int, distance: int, slow: Iterable[int]) -> dict[tuple[int, int]
 def looks_of(
     links: SlowLinkSearch, waits: Iterable[float | None], slow: Iterable[int] = (), *, nodes: int = 4, first: int = 0
 ) -> Iterator[tuple[int, list[Straggler]]]:
-    """Log steps of one second, and yield the steps after which links are measured with the ranks that are named."""
+    """Log steps of one second, and yield each step with a link measurement, with the ranks that it reports."""
     for step, exposed in enumerate(waits, first + 1):
         done = StepDone(step, step, 1.0, 0.1, None, 0, 0.0, (0.9, 1.0), 1.0, exposed_seconds=exposed)
         if links.is_due(done):
@@ -32,11 +32,11 @@ def looks_of(
     [
         ([0.4] * 10, []),
         ([0.6] * 20, [3]),
-        ([0.9, 0.1, 0.1] * 4, []),  # slow only now and then
+        ([0.9, 0.1, 0.1] * 4, []),  # only occasionally slow
         ([0.2] * 5 + [0.35] * 20, [7]),
         ([0.6] * 5 + [0.7] * 20, [3]),
         ([0.01] * 5 + [0.05] * 20, []),  # a small part of a step
-        ([None] * 10, []),  # no phases are measured
+        ([None] * 10, []),  # without measured phases
     ],
 )
 def test_a_look_follows_three_windows_of_long_waits(waits: list[float | None], expected: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Straggler ranks are named in noisy series, and in a run with ranks that faults slow down."""
+"""Stragglers are found in noisy series, and in a run where faults slow down ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ RANKS, EVERY = 4, 10
 
 
 def noisy(seed: int, steps: int, *, noise: float = 0.1, ranks: int = RANKS) -> Figures:
-    """Return splits [ranks, steps, 4] of noisy steps of about 100 ms in which all wait for the slowest rank.
+    """Return splits [ranks, steps, 4] of noisy steps of about 100 ms, where all ranks wait for the slowest.
 
-    Times have heavy tails (Student's t, 3 degrees), some steps take ten times as long, and now and then something else
+    Times have heavy tails (Student's t, 3 degrees), some steps take ten times as long, and occasionally a disturbance
     slows down a rank by half for a while.
     """
     draw = np.random.default_rng(seed)
@@ -38,7 +38,7 @@ def filled(busy_rs: Figures) -> Figures:
 
 
 def reports(stragglers: Stragglers, splits: Figures, first: int = 0) -> list[tuple[int, Straggler]]:
-    """Return the slow ranks that are named and the step after which each is; every tenth step is logged."""
+    """Return each reported slow rank with the step of the report; every tenth step is logged."""
     named = []
     for begin in range(0, splits.shape[1], EVERY):
         step = first + begin + EVERY

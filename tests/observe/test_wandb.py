@@ -1,4 +1,4 @@
-"""The wandb run that a training run leaves is read back from its file."""
+"""The wandb run of a training run is read back from its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.observe.test_health import CALM
-from worldsize.core import NodeAlert, RunEnded, StepDone, Straggling
+from worldsize.core import CheckpointSaved, Evaluated, NodeAlert, RunEnded, StepDone, Straggling
 from worldsize.observe.health.files import HealthFile
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.wandb import WandbListener
@@ -59,6 +59,8 @@ def test_the_losses_the_config_and_the_run_id_are_in_the_file_and_no_key_is_anyw
     config = {item.key: json.loads(item.value_json) for item in started.config.update}
     assert (started.run_id, started.run_group, started.project) == (run.folder.name, "trials", "canary-of-wandb")
     assert config["steps"] == 25
+    assert [config[f"{group}_name"] for group in ("recipe", "strategy", "cluster")] == ["digits", "ddp", "laptop"]
+    assert rows[20]["train/epoch"] / rows[10]["train/epoch"] == pytest.approx(2.0)
     assert config["manifest"]["determinism"]["logical_ranks"] == 2
 
     written = [path for path in run.folder.rglob("*") if path.is_file()]
@@ -93,7 +95,7 @@ def test_a_second_attempt_continues_the_same_run_at_the_right_step(
         listener(RunEnded(first + 2, "completed"))
         rows = history(tmp_path / attempt)
         assert rows[first]["health/memory"] == rows[first]["health/node_0/memory"] == CALM["memory"]
-        assert "health/memory" not in rows[first + 1]  # too early for another look
+        assert "health/memory" not in rows[first + 1]  # too early for a second sample
         losses = {step: row["train/loss"] for step, row in rows.items()}
         assert losses == {number: number / 10 for number in range(first, first + 3)}
         (file,) = (tmp_path / attempt).glob("wandb/offline-run-*/run-*.wandb")
@@ -103,6 +105,56 @@ def test_a_second_attempt_continues_the_same_run_at_the_right_step(
         assert "25% slower" in alert.text
         assert other.title == "n3: memory"
         assert "97 % of its memory are in use" in other.text
+
+
+def test_the_keys_name_the_run_and_its_summary_has_last_and_best_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saved = tmp_path / "step_0000002"
+    saved.mkdir()
+    (saved / "weights").write_bytes(b"numbers")
+    goal = {"checkpoint": {"keep": {"best": "accuracy", "direction": "max"}}}
+    words: dict[str, Any] = {
+        "entity": "team",
+        "name": "wide",
+        "tags": ["a", "b"],
+        "notes": "why",
+        "job_type": "ablation",
+    }
+    facts: dict[str, Any] = {"mode": "offline", "run_id": "r", "group": None, "manifest": {}, "folder": tmp_path}
+    make = partial(WandbListener, project="p", checkpoints=True, config=goal, **facts, **words)
+    listener = SubprocessListeners({"logger": make}, timeout=600.0)  # on a busy machine, too
+    for step, loss, accuracy in ((1, 0.5, 0.7), (2, 0.2, 0.9), (3, 0.4, 0.8)):
+        listener(StepDone(step, 96 * step, loss, 0.1, None, 0, 0.0, (0.1,), 1.0, tokens=960 * step, epoch=0.25 * step))
+        listener(Evaluated(step, {"loss": loss, "accuracy": accuracy}))
+    listener(Evaluated(4, {"accuracy": 0.6}))
+    listener(CheckpointSaved(2, saved))
+    listener(CheckpointSaved(4, tmp_path / "deleted"))
+    listener(RunEnded(4, "completed"))
+
+    rows = history(tmp_path)
+    assert [rows[3][f"train/{axis}"] for axis in ("samples", "tokens", "epoch")] == [288, 2880, 0.75]
+    assert [rows[4][f"train/{axis}"] for axis in ("samples", "tokens", "epoch")] == [384, 3840, 1.0]
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    read = [*records(file)]
+    (started,) = [record.run for record in read if record.HasField("run")]
+    assert (started.entity, started.display_name, started.notes, started.job_type) == (
+        "team",
+        "wide",
+        "why",
+        "ablation",
+    )
+    assert sorted(started.tags) == ["a", "b"]
+    kinds = {each.metric.name: each.metric.summary for each in read if each.HasField("metric")}
+    assert {name for name, kind in kinds.items() if kind.min and kind.last} == {"train/loss", "test/loss"}
+    assert {name for name, kind in kinds.items() if kind.max and kind.last} == {"test/accuracy"}
+    (artifact,) = [each.artifact for each in read if each.HasField("artifact")]
+    assert (artifact.name, artifact.type, sorted(artifact.aliases)) == ("r-checkpoint", "model", ["latest", "step-2"])
+    assert [each.path for each in artifact.manifest.contents] == ["weights"]
+    updates = [each for row in read for each in row.summary.update]
+    summary = {each.key or ".".join(each.nested_key): json.loads(each.value_json) for each in updates}
+    assert (summary["train/loss"], summary["test/accuracy"]) == ({"min": 0.2, "last": 0.4}, {"max": 0.9, "last": 0.6})
 
 
 def test_auto_with_a_key_and_no_server_keeps_an_offline_run(train: Any, home: Path) -> None:

@@ -23,7 +23,7 @@ from worldsize.record.run_record import RunRecord, look, opened
 
 @pytest.fixture
 def record(tmp_path: Path) -> Iterator[RunRecord]:
-    """A run at step 30 of 200, in its first attempt, which this process holds the lock of."""
+    """A run at step 30 of 200, in its first attempt; this process holds its lock."""
     folder = write_run(tmp_path / "digits" / "run", steps=30, ranks=20, attempts=[])
     with opened(RunDirectory(folder)) as record:
         begin(record)
@@ -42,7 +42,7 @@ def append(run: RunDirectory, **facts: object) -> None:
 
 
 def begin(record: RunRecord) -> None:
-    """Begin an attempt that has logged already what the folder holds."""
+    """Begin an attempt that has already logged the folder's metrics."""
     logged = record.directory.metrics.read_text()
     record.begin_attempt([], world_size=20)
     record.directory.metrics.write_text(logged)
@@ -53,7 +53,7 @@ def end(record: RunRecord, reason: str, code: int) -> None:
 
 
 def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
-    """Return a function that does the next of these actions instead of waiting."""
+    """Return a function that runs the next of these actions instead of waiting."""
     remaining = iter(actions)
     return lambda _: (next(remaining)(), None)[1]
 

@@ -15,7 +15,7 @@ _FULL, _LAST = 1, 4
 def records(path: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2  # slow import
 
-    messages: Any = wandb_internal_pb2  # generated code has no types
+    messages: Any = wandb_internal_pb2  # generated code is untyped
     data, place, whole = path.read_bytes(), _FILE_HEADER, b""
     while place + _CHUNK_HEADER <= len(data):
         left = _BLOCK - place % _BLOCK
@@ -33,7 +33,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def histories(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield what was logged, one row at a time, with decoded values."""
+    """Yield the logged rows one at a time, with decoded values."""
     for record in records(file):
         if record.HasField("history"):
             items = record.history.item

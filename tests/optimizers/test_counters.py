@@ -1,4 +1,4 @@
-"""A step that creates state leaves everything that an optimizer counts as it was."""
+"""A step that only creates state leaves all of an optimizer's counters unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worldsize.testing.update_loops import Counting
 
 
 class Everywhere(Optimizer):
-    """Counts its steps in all places, and passes each on to an optimizer with groups and state of its own."""
+    """Counts its steps in all places, and passes each on to an optimizer with separate groups and state."""
 
     def __init__(self, params: Any) -> None:
         given = list(params)
@@ -67,7 +67,7 @@ def test_saving_before_the_first_step_counts_none() -> None:
 
 
 class Stateless(Optimizer):
-    """Counts its steps, in a group and in an attribute, and has no state."""
+    """Counts its steps, in a group and in an attribute, and is otherwise stateless."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "taken": 0})

@@ -1,4 +1,4 @@
-"""Groups of parameters by patterns, and Muon with AdamW, train as what is written by hand in plain PyTorch."""
+"""Groups of parameters by patterns, and Muon with AdamW, train like handwritten plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from worldsize.config.instantiate import Allowed, build
 from worldsize.core import ConfigError
+from worldsize.loop.schedules import warmup_linear
 from worldsize.optimizers.arguments import check_tuples
 from worldsize.optimizers.groups import grouped, named_by
 from worldsize.optimizers.muon import muon
@@ -23,7 +24,6 @@ from worldsize.optimizers.schedule_free import refuse_breaking
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.recipes import Chain
-from worldsize.train.schedules import warmup_linear
 
 STEPS = 6
 ADAMW = partial(AdamW, lr=0.02, weight_decay=0.1)
@@ -62,7 +62,7 @@ def test_groups_train_as_those_written_by_hand_and_a_schedule_scales_the_rate_of
     by_hand = AdamW(written, lr=0.02, weight_decay=0.1)
     groups = {
         "no_decay": {"match": ["1.bias", "2.*"], "weight_decay": 0.0},
-        "head": {"match": ["3.*", "1.*s"], "lr": 0.005},  # the first group that matches has 1.bias
+        "head": {"match": ["3.*", "1.*s"], "lr": 0.005},  # the first matching group has 1.bias
     }
     optimizer = made(own, groups)
     schedules = [warmup_linear(each, steps=STEPS, warmup_steps=2) for each in (by_hand, optimizer)]
@@ -88,8 +88,8 @@ def test_names_are_those_of_the_parameters_that_are_given_if_no_model_is_known()
     ("group", "message"),
     [
         ({"match": ["3.wait"]}, r"'3.wait' matches no parameter; did you mean '3.weight'"),
-        ({"match": "*.bias"}, "no list of patterns"),
-        ({"match": ["*.bias"], "weight_decai": 0.0}, "no option 'weight_decai'; did you mean 'weight_decay'"),
+        ({"match": "*.bias"}, "not a list of patterns"),
+        ({"match": ["*.bias"], "weight_decai": 0.0}, "does not take 'weight_decai'; did you mean 'weight_decay'"),
         ({"match": ["*.bias"], "lr": -1.0}, "learning rate"),
     ],
 )
@@ -116,7 +116,7 @@ def test_an_optimizer_below_a_recipe_has_the_groups_of_its_configuration() -> No
 
 
 def test_fused_updates_are_those_of_torch_also_beside_parameters_on_the_meta_device() -> None:
-    """Ranks of a pipeline hold parameters of others on the meta device, which fused kernels refuse."""
+    """Ranks of a pipeline hold each other's parameters on the meta device, but fused kernels refuse that device."""
     plain, own, absent = model(), model(), nn.Linear(2, 2, device="meta")
     step = AdamW(plain.parameters(), lr=0.02, weight_decay=0.1, fused=True).step
     optimizer = grouped([*own.parameters(), *absent.parameters()], make=partial(ADAMW, fused=True), groups={})

@@ -1,4 +1,4 @@
-"""Optimizers with groups have the same bits on one process and on two, and over a resume."""
+"""Optimizers with groups have the same bits on one process and on two, and after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits, and schedule-free optimizers, train, save and evaluate as their own libraries do."""
+"""8-bit AdamW and schedule-free optimizers train, save and evaluate like their own libraries."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torchao.optim import AdamW8bit as PlainAdamW8bit
 from plugins.parameter_server.strategy import ParameterServer
 from recipes.digits.recipe import Digits
 from worldsize.core import ConfigError, EvaluationBatch, EvaluationBatches, MicroBatch, Numerics, RunContext, World
+from worldsize.loop.schedules import warmup_cosine
 from worldsize.optimizers.eight_bit import adamw_8bit
 from worldsize.optimizers.schedule_free import adamw_schedule_free, evaluated_weights
 from worldsize.plan.construction import check_construction
@@ -30,7 +31,6 @@ from worldsize.strategies.synchronous import alone
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
-from worldsize.train.schedules import warmup_cosine
 
 STEPS = 7
 KINDS = {"codes": "torch.uint8", "scale": "torch.float32"}
@@ -54,7 +54,7 @@ def model_of(own: Digits) -> nn.Module:
 
 
 def trained(model: nn.Module, optimizer: Optimizer, data: list[Any], schedule: LambdaLR | None = None) -> list[Tensor]:
-    """Train as plain PyTorch does, and return the weights."""
+    """Train in plain PyTorch, and return the weights."""
     for images, labels in data:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
@@ -135,7 +135,7 @@ def evaluations(data: list[Any]) -> EvaluationBatches:
 
 
 def test_schedule_free_training_is_that_of_a_plain_loop_and_evaluations_change_no_bit() -> None:
-    """The plain loop is evaluated at its end alone, since its way back and forth would round its weights."""
+    """The plain loop is evaluated only at its end, since its way back and forth would round its weights."""
     own, device = recipe(FREE), torch.device("cpu")
     plain = model_of(own)
     theirs = schedulefree.AdamWScheduleFree(plain.parameters(), lr=0.02, weight_decay=0.1, warmup_steps=3)
@@ -144,11 +144,11 @@ def test_schedule_free_training_is_that_of_a_plain_loop_and_evaluations_change_n
     replica = alone(own, model, RunContext(World.alone(device), Numerics()))
     replica.evaluate(evaluations(batches()[:1]))
     for step, batch in enumerate(batches(), 1):
-        replica.state()  # a save, whose probe must leave no trace
+        replica.state()  # a save: its probe must not leave a trace
         replica.step([MicroBatch(batch, seed=step, step=step)])
         found = replica.evaluate(evaluations(batches()))
     with pytest.raises(InterruptedError), evaluated_weights(replica.train_state.optimizers, model):
-        raise InterruptedError  # as in a gang whose member dies while it evaluates
+        raise InterruptedError  # as in a gang that loses a member during an evaluation
     assert equal(trained(plain, theirs, batches()), list(model.parameters()))
     assert theirs.param_groups[0]["k"] == replica.train_state.optimizers[0].param_groups[0]["k"] == STEPS
     theirs.eval()
@@ -188,7 +188,7 @@ def test_a_schedule_free_state_goes_on_with_the_same_bits() -> None:
     assert equal(whole, trained(other, resumed.optimizer, batches()[3:]))
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @dataclass(frozen=True)

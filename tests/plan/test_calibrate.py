@@ -1,4 +1,4 @@
-"""Calibration explains why this machine cannot take the recipe's steps."""
+"""Calibration explains why this machine cannot run the recipe's steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _too_much() -> NoReturn:
 
 
 def _killed() -> NoReturn:
-    """Kill this process, as the kernel does if it takes too much memory."""
+    """Kill this process, like the kernel when it runs out of memory."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -45,7 +45,9 @@ class Unbuilt(Chain):
 
 @pytest.mark.parametrize(("build", "name"), [(_too_much, "RuntimeError"), (_killed, "BrokenProcessPool")])
 def test_too_little_memory_is_an_error_with_a_remedy(build: Callable[[], NoReturn], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"cannot take the recipe's steps, 2 process\(es\) at once: {name}.*Give"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot take the recipe's steps, 2 process\(es\) at once \({name}\)\. Pass"
+    ):
         calibrate(Unbuilt(build=build), Numerics(), Order(0, 4, 1, (0,)), "cpu", at_once=2)
 
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def _one_is_slow(folder: Path) -> list[float]:
-    """Sleep in the process that comes first only, and write down what each process has measured."""
+    """Sleep only in the first process, and record each process's measurement."""
     try:
         (folder / "slow").mkdir()
         seconds = 0.05
@@ -52,7 +52,7 @@ def test_measuring_goes_on_until_it_has_taken_long_enough() -> None:
 
 
 def _fails_once(folder: Path) -> None:
-    (folder / "failed").mkdir()  # succeeds for the first process only
+    (folder / "failed").mkdir()  # succeeds only in the first process
     medians(repeat([lambda: None]), CPU, 0.0)
 
 

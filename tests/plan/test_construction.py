@@ -1,4 +1,4 @@
-"""A recipe that no process could build is refused, and one that this host alone cannot build is not."""
+"""A recipe that cannot be built in any process is refused; one that only this host cannot build is not."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_norm_that_would_count_what_nothing_resets_is_refused(numerics: Numeri
 
 
 def from_values() -> nn.Module:
-    """Compute with initial values, which the meta device does not have."""
+    """Compute with initial values: the meta device lacks them."""
     layer = nn.Linear(2, 2)
     assert float(layer.weight.sum()) != 0.123
     return layer
@@ -112,7 +112,7 @@ def test_gradients_that_cannot_be_sharded_are_refused(strategy: Strategy) -> Non
     def rows() -> nn.Module:
         return nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
 
-    with pytest.raises(ConfigError, match="^0 is an Embedding with sparse=True, whose gradients cannot be sharded"):
+    with pytest.raises(ConfigError, match="^0 is an Embedding with sparse=True; its gradients cannot be sharded"):
         check_construction(Made(make=rows), strategy)
     check_construction(Made(make=rows), Single())
 
@@ -140,7 +140,7 @@ def test_what_a_strategy_cannot_carry_is_refused_before_the_start(recipe: Recipe
 
 
 class Undivided(StdlibLM):
-    """Define how layers divide, and divide none."""
+    """Define how layers divide, but divide none."""
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
         return {}
@@ -150,7 +150,7 @@ class Undivided(StdlibLM):
     ("kind", "strategy", "message"),
     [
         (Undivided, Mesh(tensor=2), r"Define Recipe.tensor_plan, or set strategy.tensor=1"),
-        (StdlibLM, Mesh(tensor=3), "features, which do not divide over 3 ranks"),
+        (StdlibLM, Mesh(tensor=3), "features, not divisible by 3 ranks"),
         (StdlibLM, Mesh(pipeline=6), "5 layers, too few for 6 stages"),
         (StdlibLM, Mesh(pipeline=2, split=[5]), "leaves a stage empty"),
     ],
@@ -163,7 +163,7 @@ def test_a_model_that_does_not_fit_on_a_mesh_is_refused(kind: type[StdlibLM], st
 
 
 class Insisting(torch.optim.SGD):
-    """An optimizer whose optional closure is not optional, as that of many implementations of SAM."""
+    """An optimizer that requires the optional closure, like many implementations of SAM."""
 
     def step(self, closure: Any = None) -> Any:
         assert closure is not None, "Insisting requires closure, but it was not provided"
@@ -171,7 +171,7 @@ class Insisting(torch.optim.SGD):
 
 
 class Hasty(torch.optim.SGD):
-    """An optimizer that cannot step without gradients for a reason of its own."""
+    """An optimizer that raises its own error without gradients."""
 
     def step(self, closure: Any = None) -> Any:
         raise ValueError("there is no gradient yet")
@@ -181,7 +181,7 @@ class Hasty(torch.optim.SGD):
 @pytest.mark.parametrize("strategy", [Single(), ParameterServer()], ids=["single", "parameter server"])
 def test_an_optimizer_that_needs_a_closure_is_refused(make: Any, strategy: Strategy) -> None:
     recipe = Digits(4, 0.1, partial(make, lr=0.1))
-    with pytest.raises(ConfigError, match=f"{make.__name__} needs a closure, with which its step computes the loss"):
+    with pytest.raises(ConfigError, match=f"{make.__name__} needs a closure, to compute the loss"):
         check_construction(recipe, strategy)
 
 

@@ -1,4 +1,4 @@
-"""Ranges of sizes are read, and a limit of payload is found, as arithmetic by hand says."""
+"""Ranges of sizes are parsed, and a payload limit is found, as computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_without_a_range_words_stay() -> None:
     "words", [["cluster.nodes=4..1"], ["cluster.nodes=..4"], ["cluster.nodes=1..2", "cluster.processes=1..2"]]
 )
 def test_what_is_no_range_is_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"no range of sizes. Give one, e.g. cluster.nodes=1..64."):
+    with pytest.raises(ConfigError, match=r"not a range of sizes. Give one, e.g. cluster.nodes=1..64."):
         sizes_in(words)
 
 

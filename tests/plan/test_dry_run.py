@@ -1,4 +1,4 @@
-"""A strategy computes a step in one process, without the ranks that it would communicate with."""
+"""A strategy computes a step in one process, without its peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = ("cluster.nodes=2", f"cluster.processes={RANKS}", "cluster.threads=1", "
 
 
 def isolated(work: Callable[[Settings], Any], *options: str) -> Any:
-    """Call ``work`` in a process with process groups and threads of its own."""
+    """Call ``work`` in a process with separate process groups and threads."""
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         return pool.submit(_composed, work, options).result()
 
@@ -41,7 +41,7 @@ def _composed(work: Callable[[Settings], Any], options: tuple[str, ...]) -> Any:
 
 
 def _steps(settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Return how much one step changes each parameter: in one process alone, and on DDP's first rank."""
+    """Return each parameter's change in one step: in a single process, and on DDP's first rank."""
     recipe = settings.recipe
     with world_seen_by(0, settings, CPU) as world:
         data = next(micro_batches(recipe.data("train"), settings.order(0, world.size), CPU))

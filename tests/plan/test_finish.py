@@ -1,4 +1,4 @@
-"""Predicted finish times are those of runs that are simulated failure by failure, and of Daly's formula."""
+"""Predicted finish times match runs simulated failure by failure, and Daly's formula."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = [(10_000.0, 5.0, 600.0, 60.0), (1000.0, 1.0, 1e9, 60.0), (500.0, 2.0, 50
 
 
 def event_by_event(work: float, interval: float, save: float, mtbf: float, restart: float, seed: int) -> float:
-    """Return the seconds of one run, which a clock and a next failure go through."""
+    """Return the seconds of one run, simulated from failure to failure."""
     generator = random.Random(seed)
     now, done = 0.0, 0
     failure = generator.expovariate(1 / mtbf)

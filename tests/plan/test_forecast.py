@@ -1,4 +1,4 @@
-"""Steps of strategies are predicted as formulas worked out by hand say, and advice follows from them."""
+"""Predicted steps of strategies match formulas worked out by hand, and advice follows from them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_compressed_sums_are_an_all_to_all_and_an_all_gather() -> None:
 
 
 def test_sparse_sums_gather_numbers_with_indices_or_reduce_some() -> None:
-    """Eight ranks gather 2 x 1 % of the bytes of each; or they reduce 1 % of them in a ring."""
+    """Eight ranks gather 2 x 1 % of each rank's bytes, or reduce 1 % of them in a ring."""
     top, drawn = (DDP(compress=kind, density=0.01).cost(WORK, cluster(4, 2)) for kind in ("topk", "randomk"))
     assert top is not None
     assert drawn is not None
@@ -82,9 +82,9 @@ def test_compute_measured_under_the_strategy_replaces_that_of_the_workload() -> 
 
 @pytest.mark.parametrize("idle", [0.0, 0.1])
 def test_the_compute_for_an_efficiency_counts_all_that_is_lost(idle: float) -> None:
-    """A step that is less efficient than wanted needs more, also if its strategy computes much besides the model."""
+    """A step below the target efficiency needs more, also if its strategy computes much besides the model."""
     cost = Cost(0.0, 0.0, 0.0, 1.0, idle=idle, exposed_seconds=0.1, added_seconds=0.4)
-    for measured in (None, 1.4):  # added by the strategy's own account, or as it was measured
+    for measured in (None, 1.4):  # as added by the strategy's cost, or as measured
         found = forecast(cost, Workload(0.0, 0.0, compute_seconds=1.0), measured)
         assert found.added_seconds == pytest.approx(0.4)
         needed = found.compute_seconds_for(0.8)
@@ -99,7 +99,7 @@ def test_no_computation_makes_up_for_a_rank_that_is_idle_for_longer() -> None:
 
 
 def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:
-    """Two nodes hold two servers each, two hold two workers each, whose pushes leave by the link of their node."""
+    """Two nodes have two servers each, two have two workers each; pushes leave by the link of their node."""
     assert served_bytes(1e8, range(4, 8), range(4), cluster(4, 2)) == pytest.approx(2e8)
     # one server shares a node with a worker
     assert served_bytes(1e8, range(1, 4), range(1), cluster(2, 2)) == pytest.approx(2e8)
@@ -111,7 +111,7 @@ def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:
 
 
 def test_fewer_bits_reduce_only_the_messages_that_are_sent_with_them() -> None:
-    """FSDP on GPUs gathers bf16 parameters twice and scatters float32 gradients; servers get one bit a number."""
+    """FSDP on GPUs gathers bf16 parameters twice and scatters float32 gradients; servers get one bit per number."""
     assert FSDP(param_dtype="bf16", reduce_dtype="fp32").cost(WORK, cluster(8, 1, "cuda")).sent_bytes == pytest.approx(
         (2 * 0.5 + 1) * 7 / 8 * 8e8
     )
@@ -179,7 +179,7 @@ def test_advice_names_what_is_too_large_and_how_to_change_the_rate_for_a_larger_
 
 @pytest.mark.parametrize(("hosts", "expected"), [("a,b", "rack"), ("a,b,c,d", "network")])
 def test_hosts_that_are_all_in_one_rack_have_its_measured_link(hosts: str, expected: str) -> None:
-    """The link that doctor measured between racks is not theirs."""
+    """They do not use the measured link between racks."""
     measured = {"node": Link(10e9, 0.0), "rack": Link(2e9, 1e-5), "network": Link(0.5e9, 1e-4)}
     words = ["recipe=digits", "+cluster=ssh", f"cluster.hosts=[{hosts}]", "+cluster.tiers.rack=2"]
     seen = Predictor(Given(links=measured)).cluster(settings_of(compose_only(words)))

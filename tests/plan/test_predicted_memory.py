@@ -1,4 +1,4 @@
-"""The memory that is planned for is the most that any part of a run takes, and what is no rehearsal's is marked."""
+"""Planned memory is the maximum over all parts of a run, and values without a rehearsal are marked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = ("recipe=digits", "strategy=ddp", "cluster.processes=2", "batch_size=3
 @final
 @dataclass(frozen=True)
 class Greedy(Recipe):
-    """A small layer; so many MB more are taken while the model is built, in a loss or in an evaluation."""
+    """A small layer, plus the given MB of memory while the model is built, in a loss or in an evaluation."""
 
     building: int = 0
     evaluating: int = 0
@@ -98,7 +98,7 @@ def test_memory_of_a_container_or_a_job_counts_where_it_is_less(monkeypatch: pyt
         found.append(detected_memory_bytes(Cluster("test", 1, 2, "cpu", "gloo")))
     assert found[0] is not None
     assert found[1] is not None
-    assert found[0] - found[1] == pytest.approx(2 << 30, rel=0.01)  # a half of the difference for each process
+    assert found[0] - found[1] == pytest.approx(2 << 30, rel=0.01)  # half of the difference for each process
 
 
 def test_what_a_process_has_loaded_before_it_asks_is_not_free() -> None:

@@ -1,4 +1,4 @@
-"""A scaling study of runs at several world sizes agrees with arithmetic by hand."""
+"""A scaling study of runs at several world sizes matches arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_knee_is_where_efficiency_times_speedup_is_largest() -> None:
     assert knees(points) == {"ddp": 4, "stuck": 1}
 
 
-STAIRS = [  # rates at 1 × 1, 1 × 2, 2 × 2 and 4 × 2: good inside a node, and a cliff at its boundary
+STAIRS = [  # rates at 1 × 1, 1 × 2, 2 × 2 and 4 × 2: good inside a node, and a drop at its boundary
     Point("ddp", size, 1, 100 / rate, 0.0, {}, rate, 100 / predicted, "run", nodes)
     for nodes, size, rate, predicted in ((1, 1, 100, 100), (1, 2, 180, 200), (2, 4, 220, 240), (4, 8, 300, 320))
 ]

@@ -1,4 +1,4 @@
-"""A run whose state no checkpoint can hold is refused before the start, or before its second step."""
+"""A run with state that checkpoints cannot hold is refused before the start, or before its second step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Values = dict[str, Any]
 
 
 class Remembering(Optimizer):
-    """Stores a value in its options, or in the state in its first step."""
+    """Stores a value in its options, or in its state in the first step."""
 
     def __init__(self, params: Any, options: Values, stored: Any, *, tries: bool = True) -> None:
         super().__init__(params, {"lr": 0.1, **options})
@@ -33,7 +33,7 @@ class Remembering(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for each in self.param_groups[0]["params"]:
             if not self._tries and each.numel() in (37, 77):
-                raise RuntimeError("these are no parameters of the model")
+                raise RuntimeError("these are not parameters of the model")
             self.state[each]["best"] = self._stored
 
 
@@ -59,7 +59,7 @@ class Remembers(Loop):
 
 
 class Halving:
-    """A function of the step with a value that no checkpoint can hold."""
+    """A function of the step with a value that checkpoints cannot hold."""
 
     def __init__(self) -> None:
         self.factor = {0.5}

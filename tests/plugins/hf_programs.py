@@ -1,4 +1,4 @@
-"""Programs as users of transformers.Trainer write them, on small models and on data made in memory."""
+"""Programs as written by users of transformers.Trainer, with small models and in-memory data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VOCABULARY = 50
 
 
 def rows(count: int = ROWS, seed: int = 1) -> datasets.Dataset:
-    """Return sentences of unequal length with a label each, and a column that no model takes."""
+    """Return sentences of unequal length with a label each, and an unused column."""
     generator = torch.Generator().manual_seed(seed)
 
     def number(least: int, above: int) -> int:
@@ -37,7 +37,7 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def spoken(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad the sentences of a batch, which are what is to be predicted too."""
+    """Pad the sentences of a batch, and use them as labels, too."""
     batch = padded([{"input_ids": sample["input_ids"]} for sample in samples])
     return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 

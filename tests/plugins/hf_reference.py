@@ -1,4 +1,4 @@
-"""Train a program's Trainer by ``Trainer.train()`` itself, and by the recipe that takes it over."""
+"""Train a program's Trainer by ``Trainer.train()`` itself, and by the recipe made from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(micro_batches: int = 1) -> PortConfig:
 
 
 class Given:
-    """Batches in the place of the Trainer's own, which come in another order."""
+    """Batches in place of the Trainer's, since its order differs."""
 
     def __init__(self, batches: Iterator[Batch], count: int) -> None:
         self.batches, self.count = batches, count
@@ -61,7 +61,7 @@ class Given:
 
 
 def trained_by_transformers(make: Make, micro_batches: int = 1) -> Any:
-    """Return a reference for same_losses: ``Trainer.train()`` itself, on the batches that it is handed."""
+    """Return a reference for same_losses: ``Trainer.train()`` itself, on the given batches."""
 
     def original(model: nn.Module, batches: Iterator[Batch]) -> Generator[float, None, Any]:
         given = Given(batches, programs.STEPS * micro_batches)

@@ -1,4 +1,4 @@
-"""Modules under manual optimization as their authors write them: nothing here knows of worldsize."""
+"""Modules under manual optimization as their authors write them, without worldsize."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLES, BATCH, NOISE = 96, 24, 4
 
 
 class Images(L.LightningDataModule):
-    """Images of 8 × 8 pixels, which are drawn and no photographs."""
+    """Synthetic images of 8 × 8 pixels."""
 
     def setup(self, stage: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ class _Networks(L.LightningModule):
 
 
 class DCGAN(_Networks):
-    """Trains as Lightning's documentation shows it; the generator in every second batch, and at the end of an epoch."""
+    """Trains as in Lightning's documentation; the generator in every second batch, and at the end of an epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         (real,) = batch
@@ -94,7 +94,7 @@ class DCGAN(_Networks):
 
 
 class ToggledGAN(_Networks):
-    """Toggles its optimizers, sets gradients to zero after a step, and adds up two losses of one."""
+    """Toggles its optimizers, zeroes gradients after a step, and adds up two losses of one optimizer."""
 
     def training_step(self, batch: Any) -> None:
         (real,) = batch
@@ -121,7 +121,7 @@ class ToggledGAN(_Networks):
 
 
 class Pairs(L.LightningDataModule):
-    """Points with the noise that each is to be told from."""
+    """Points, each with noise to distinguish it from."""
 
     def setup(self, stage: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -132,7 +132,7 @@ class Pairs(L.LightningDataModule):
 
 
 class PlainGAN(L.LightningModule):
-    """Draws nothing by itself and has no BatchNorm, so that parts of a batch have the gradients of the whole."""
+    """Neither draws numbers itself nor has BatchNorm: partial batches add up to the whole batch's gradients."""
 
     def __init__(self) -> None:
         super().__init__()

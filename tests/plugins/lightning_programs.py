@@ -1,4 +1,4 @@
-"""Programs for Lightning as their authors write them: nothing here knows of worldsize."""
+"""Programs for Lightning as their authors write them, without worldsize."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Classifier(L.LightningModule):
 
 
 class VAE(L.LightningModule):
-    """An autoencoder that calls its parts by themselves, and draws noise."""
+    """An autoencoder that calls its submodules directly, and draws noise."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lightning itself trains a module on the batches of worldsize: what recipes of LightningModules are held against."""
+"""Lightning itself trains a module on worldsize's batches: the reference for recipes of LightningModules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Losses = Generator[Any, None, Any]
 
 
 class _Epochs:
-    """Batches as a DataLoader of Lightning: each pass takes those of one epoch."""
+    """Batches like a Lightning DataLoader's: each pass takes those in one epoch."""
 
     def __init__(self, batches: Iterator[Any], steps_of_epoch: int) -> None:
         self._batches, self._steps = batches, steps_of_epoch
@@ -28,7 +28,7 @@ class _Epochs:
 
 
 class _Losses(L.Callback):
-    """Keeps the loss of each step, as the module returned or logged it."""
+    """Keeps the loss of each step, as returned or logged by the module."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -48,7 +48,7 @@ def trainer(**options: Any) -> L.Trainer:
 def fitted(
     make: Callable[[], Any], *, steps: int = 20, steps_of_epoch: int = 4, **options: Any
 ) -> Callable[[nn.Module, Iterator[Any]], Losses]:
-    """Return the loop of ``lightning.Trainer.fit`` over ``steps``, as same_losses takes it."""
+    """Return the loop of ``lightning.Trainer.fit`` over ``steps``, in the form for same_losses."""
 
     def reference(model: nn.Module, batches: Iterator[Any]) -> Losses:
         module, losses = make(), _Losses()
@@ -66,7 +66,7 @@ def fitted(
 
 
 def validated(module: Any, loader: Any) -> dict[str, float]:
-    """Return what ``lightning.Trainer.validate`` finds."""
+    """Return the result of ``lightning.Trainer.validate``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (metrics,) = trainer().validate(module, dataloaders=loader, verbose=False)

@@ -1,4 +1,4 @@
-"""Local SGD, DiLoCo and streaming DiLoCo agree with plain PyTorch that trains the workers in turn in one process."""
+"""Local SGD, DiLoCo and streaming DiLoCo match plain PyTorch that trains the workers in turn in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS, EVERY, BATCH, SAMPLES = 30, 7, 24, 101  # batches straddle epochs, and th
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread, as the processes that are compared do; two would also spin for a busy core."""
+    """Use one thread, like the compared processes; two would also spin on a busy core."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +74,7 @@ Rule = Callable[[int, list[Weights], list[Optimizer]], None]  # (step, weights o
 
 
 def reference(workers: int, rule: Rule, recipe: Regression, steps: int = STEPS) -> Weights:
-    """Train the workers one after the other in each step, let ``rule`` synchronise them, and return their mean."""
+    """Train the workers in turn in each step, let ``rule`` synchronise them, and return their mean."""
     models = [recipe.model() for _ in range(workers)]
     optimizers = [recipe.optimizer(model) for model in models]
     inputs, targets = recipe.data("train").tensors
@@ -124,7 +124,7 @@ class Options(NamedTuple):
     offsets: Mapping[str, int]  # by prefix of a parameter's name
     delay: int = 0
     mix: float = 0.0
-    rounded: Callable[[Tensor], Tensor] = torch.clone  # rounds a row as the wire format does
+    rounded: Callable[[Tensor], Tensor] = torch.clone  # rounds a row like the wire format
     twice: bool = False
 
 
@@ -133,7 +133,7 @@ def outer_steps(every: int, options: Options) -> Rule:
     first = weights_of(Regression().model())
     agreed = {name: tensor.clone() for name, tensor in first.items()}
     velocity = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
-    sent: dict[tuple[int, int], Weights] = {}  # keys: offset, and the step in which it is applied
+    sent: dict[tuple[int, int], Weights] = {}  # keys: offset, and the step that applies it
     is_buffer = {name: "running" in name for name in first}
 
     def names(offset: int, buffers: bool) -> list[str]:
@@ -286,7 +286,7 @@ def test_workers_are_equal_to_the_last_bit_after_a_round_and_not_before(strategy
 
 @dataclass(frozen=True)
 class Unequal(Regression):
-    """A recipe that, against the rules, builds different weights on every rank."""
+    """A recipe that builds different weights on every rank, against the rules."""
 
     def model(self) -> nn.Module:
         model = Regression.model(self)

@@ -1,4 +1,4 @@
-"""The contract of strategies holds for those that synchronise rarely, whose losses differ within a tolerance."""
+"""The contract of strategies holds for rare synchronisation, with losses within a tolerance."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.heavy
 
 
 class Held(StrategyContract):
-    """Neither a worse loss nor a better one: the algorithms are those of one process, up to the tolerance."""
+    """The loss is neither worse nor better: the algorithms match one process, up to the tolerance."""
 
     two_sided = True
 
 
 class TestDiLoCo(Held):
     strategy = DiLoCo(inner_steps=3, outer_lr=0.9, outer_momentum=0.1)
-    sizes = (2, 3)  # the mean of two equal models is exact; that of three depends on the order of the sum
+    sizes = (2, 3)  # the mean of two equal models is exact; the mean of three depends on the summation order
     tolerance = 0.3
     partners = (DDP(), LocalSGD(inner_steps=3))
 
@@ -31,7 +31,7 @@ class TestLocalSGDWithAMeanOptimizer(Held):
     strategy = LocalSGD(inner_steps=3, optimizer_state="mean")
     sizes = (3,)
     tolerance = 0.3
-    cases = GRADIENT_CASES  # other programs are those of TestDiLoCo
+    cases = GRADIENT_CASES  # TestDiLoCo covers other programs
 
 
 class TestStreamingDiLoCo(Held):

@@ -1,4 +1,4 @@
-"""The four-bit format has the properties that follow from its definition, over many magnitudes."""
+"""The four-bit format has the properties in its definition, over many magnitudes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_representable_and_rounded_numbers_do_not_change() -> None:
 
 
 def test_ties_go_to_the_even_code() -> None:
-    """Means of two such numbers are often ties; rounding them always up or always down would be biased."""
+    """Means of two such numbers are often ties; always rounding them up or down would be biased."""
     middles = torch.cat([(CODES[1:] + CODES[:-1]) / 2, torch.ones(25)])[None]
     assert torch.equal(there_and_back(middles)[0, :7], CODES[[0, 2, 2, 4, 4, 6, 6]])
 

@@ -1,4 +1,4 @@
-"""Elastic averaging follows the paper's equations, keeps the contract, and refuses what cannot run."""
+"""Elastic averaging follows the paper's equations, fulfils the contract, and refuses unsupported runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.heavy
 
 
 class TestEASGD(StrategyContract):
-    """Losses differ from those of one process by the algorithm, hence the tolerance."""
+    """The algorithm's losses differ from one process, hence the tolerance."""
 
     strategy = EASGD(period=2)
     sizes = (2, 3)
@@ -38,7 +38,7 @@ class TestEASGD(StrategyContract):
     cases = GRADIENT_CASES  # weights are not compared
 
     def test_centre_and_workers_move_as_the_paper_says(self) -> None:
-        """The reference is equations 2 and 3 of arXiv 1412.6651 in plain PyTorch, with AdamW in the place of SGD."""
+        """The reference is equations 2 and 3 of arXiv 1412.6651 in plain PyTorch, with AdamW instead of SGD."""
         result = self.run(2, lambda context: train(self.strategy, context, 4))[0]
         models = [CHAIN.model() for _ in range(2)]
         optimizers = [CHAIN.optimizer(model) for model in models]

@@ -1,4 +1,4 @@
-"""compute_metrics of a Trainer has the values of Trainer.evaluate() on the same weights, at every world size."""
+"""A Trainer's compute_metrics has the values of Trainer.evaluate() on the same weights, at every world size."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ROWS = 29  # four batches, the last one short
 
 @pytest.fixture(autouse=True)
 def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to an empty folder: a Trainer makes its output_dir where it is built."""
+    """Change to an empty folder: a Trainer creates its output_dir in the current one."""
     monkeypatch.chdir(tmp_path)
 
 
 def scores(prediction: Any) -> dict[str, Any]:
-    """Compute accuracy and F1 as programs do: numpy's numbers, one name with the Trainer's prefix."""
+    """Compute accuracy and F1 like a program: with numpy scalars, and one name with the Trainer's prefix."""
     chosen, labels = prediction.predictions.argmax(-1), prediction.label_ids
     return {
         "accuracy": accuracy_score(labels, chosen),
@@ -46,7 +46,7 @@ def scores(prediction: Any) -> dict[str, Any]:
 
 
 def facts(prediction: Any) -> dict[str, float]:
-    """Tell the form, the order and the padding of all that compute_metrics is given."""
+    """Return the structure, the order and the padding of compute_metrics' input."""
     told: dict[str, float] = {}
     for name in ("predictions", "label_ids", "inputs", "losses"):
         given = getattr(prediction, name)
@@ -75,7 +75,7 @@ def classifier(
 
 
 def tagger(*, preprocess: Any = None, **changes: Any) -> Any:
-    """Return a Trainer that labels each word, so that logits and labels are as wide as the longest of their batch."""
+    """Return a Trainer that labels each word: logits and labels are as wide as the longest of their batch."""
     config = programs.classifier().config
     config.num_labels = config.vocab_size
     return transformers.Trainer(
@@ -92,7 +92,7 @@ def tagger(*, preprocess: Any = None, **changes: Any) -> Any:
 def pair(*, kind: Any = transformers.Seq2SeqTrainer, rows: int = 24, **changes: Any) -> Any:
     """Return a Trainer whose model has two outputs, logits and the encoder's.
 
-    Its batches are all full unless told otherwise: a Seq2SeqTrainer counts a short one as a full one.
+    Its batches are all full by default: a Seq2SeqTrainer counts a short one as a full one.
     """
     return kind(
         model=programs.pair(),
@@ -111,7 +111,7 @@ def questions(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def answerer(**changes: Any) -> Any:
-    """Return a Trainer with two labels, the places where an answer begins and ends."""
+    """Return a Trainer with two labels, the start and end of an answer."""
     config = programs.classifier().config
     config.num_labels = 2
     return transformers.Trainer(
@@ -125,7 +125,7 @@ def answerer(**changes: Any) -> Any:
 
 
 class Weighted(transformers.Trainer):
-    """A Trainer with a loss of its own, which takes the labels out of its inputs."""
+    """A Trainer with a custom loss that takes the labels out of its inputs."""
 
     def compute_loss(  # type: ignore[override]
         self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
@@ -185,7 +185,7 @@ def test_figures_are_those_of_the_trainer(make: Make) -> None:
 
 
 def test_the_programs_tell_unequal_lengths_and_several_outputs_apart() -> None:
-    """Otherwise the comparison would not show that these are carried."""
+    """Otherwise the comparison would not show that these are passed on."""
     ragged = evaluated_by_transformers(PROGRAMS["ragged"])
     assert min(ragged[f"{name}_0_padding"] for name in ("predictions", "label_ids", "inputs")) > 0
     assert evaluated_by_transformers(pair)["predictions_is_tuple"]
@@ -230,12 +230,12 @@ def loss_too(prediction: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(classifier, compute=several), "compute_metrics returns a list for 'by_class', which is no number"),
+        (partial(classifier, compute=several), "compute_metrics returns a list for 'by_class', not a number"),
         (partial(classifier, compute=loss_too), "two metrics that are called 'loss'. Rename one of them"),
-        (partial(classifier, label_names=["labels", "weights"]), "the evaluated batches have no 'weights'. Add it"),
+        (partial(classifier, label_names=["labels", "weights"]), "the evaluated batches lack 'weights'. Add it"),
         (
             partial(classifier, preprocess=lambda logits, labels: (logits,) * len(labels)),
-            "another form than for the batch before",
+            "differ in structure from the previous batch's",
         ),
         (partial(classifier, preprocess=lambda logits, labels: "all"), "the model's outputs have a str"),
     ],

@@ -1,4 +1,4 @@
-"""What a transformers.Trainer trains, worldsize trains to the same losses; what it would not carry out is refused."""
+"""A transformers.Trainer's program trains to the same losses in worldsize; unsupported programs are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worldsize.testing.port import same_losses
 
 @pytest.fixture(autouse=True)
 def folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to an empty folder: a Trainer makes its output_dir where it is built."""
+    """Change to an empty folder: a Trainer creates its output_dir in the current one."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -29,7 +29,7 @@ def test_losses_and_weights_are_those_of_the_trainer() -> None:
 
 
 def test_accumulated_gradients_are_those_of_the_trainer() -> None:
-    """Batches are unequally long, so that a mean of means would be another gradient."""
+    """Batches have unequal lengths, so a mean of means would be a different gradient."""
     make = partial(programs.make_causal, **ACCUMULATED)
     own = recipe(make, run=values(logical_ranks=4))
     same_losses(own, trained_by_transformers(make, 4), config(4), tolerance=2e-6)
@@ -48,7 +48,7 @@ def test_the_evaluated_loss_is_that_of_the_trainer() -> None:
 
 
 class Weighted(transformers.Trainer):
-    """A Trainer with a loss of its own, as programs weigh classes."""
+    """A Trainer with a custom loss, as in programs that weight classes."""
 
     def compute_loss(  # type: ignore[override]
         self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any

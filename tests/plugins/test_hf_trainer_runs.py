@@ -1,4 +1,4 @@
-"""A Trainer's models train as under the Trainer, whatever they are, and in real runs under every strategy."""
+"""A Trainer's models of any kind train as under the Trainer, also in real runs under every strategy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = (
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Change to the folder of a program."""
+    """Change to a program's folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(programs.__file__, tmp_path)
 
@@ -53,7 +53,7 @@ def test_losses_and_weights_are_those_of_the_trainer(program: None, make: Make) 
 
 
 def test_a_model_that_ignores_the_number_of_labels_has_the_gradient_of_the_whole_batch(program: None) -> None:
-    """The Trainer adds up the means of the parts there: a gradient that is as many times too large."""
+    """The Trainer sums the means of the parts there: its gradient is that many times too large."""
     own = recipe(partial(programs.make_pair, **ACCUMULATED), run=values(logical_ranks=4))
 
     def original(model: Any, batches: Iterator[Any]) -> Generator[Tensor, None, Any]:
@@ -86,7 +86,7 @@ def test_ranks_train_to_the_losses_and_weights_of_the_trainer(program: None, str
 
 
 def test_elastic_runs_end_with_the_same_bits_at_every_world_size(program: None, train: Any) -> None:
-    """The Trainer's own choice, a fused update, has other bits where a shard ends, and is refused with shards."""
+    """The Trainer's default, a fused update, has different bits at a shard's end, and is refused with shards."""
     refused = train(*OPTIONS, "reproducibility=elastic", "strategy=fsdp", "cluster.processes=2")
     assert (refused.code, refused.folder) == (2, None)
     assert "TrainingArguments(optim='adamw_torch')" in refused.error

@@ -1,4 +1,4 @@
-"""A plugin stands on the framework alone: it can be copied out of this repository, or left out of it."""
+"""A plugin depends only on the framework: it can be copied out of this repository, or left out of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STRATEGIES = {path.stem for path in REPOSITORY.glob("conf/strategy/*.yaml")}
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Full names of what the module at ``path`` imports, also inside functions."""
+    """Yield the full names that the module at ``path`` imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -23,7 +23,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def is_framework_or_own(name: str, plugin: str) -> bool:
-    """Whether ``plugin`` may import ``name``, as far as this repository is concerned."""
+    """Return whether ``plugin`` may import ``name``, for names in this repository."""
     parts = name.split(".")
     if parts[0] == "plugins":
         return parts[1] == plugin

@@ -1,4 +1,4 @@
-"""Attributes that a training step sets are those of one micro-batch, though several take turns in it."""
+"""Attributes set by a training step belong to one micro-batch, though several take turns in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worldsize.testing.port_runs import initial_model, steps_of
 
 
 class ByVariable(PlainGAN):
-    """Keeps its images in a local variable from one update to the next."""
+    """Keeps its images in a local variable between updates."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, noise = batch
@@ -40,7 +40,7 @@ class ByVariable(PlainGAN):
 
 
 class ByAttribute(ByVariable):
-    """Keeps them in an attribute, of which another method makes use, and in one of a part."""
+    """Keeps them in an attribute that a second method uses, and in an attribute of a submodule."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, noise = batch
@@ -83,4 +83,4 @@ class Counting(PlainGAN):
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_what_goes_on_from_step_to_step_counts_each_once(micro_batches: int) -> None:
     module, _ = trained(Counting, micro_batches)
-    assert (module.count, module.alpha) == (6, 0.5)  # of an epoch and a half
+    assert (module.count, module.alpha) == (6, 0.5)  # for an epoch and a half

@@ -1,4 +1,4 @@
-"""A coroutine computes as its caller would, one of the two at a time, and ends with it."""
+"""A coroutine computes in its caller's thread state, one of the two at a time, and ends with its caller."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_one_that_is_closed_ends_its_thread_and_what_it_holds() -> None:
             ended.append("never")
         finally:
             ended.append("finally")
-            coroutine.give(2)  # nobody takes it
+            coroutine.give(2)  # never received
 
     coroutine = Coroutine(body)
     assert coroutine.advance()
@@ -115,4 +115,4 @@ def test_one_that_is_closed_ends_its_thread_and_what_it_holds() -> None:
     coroutine.close()
     assert ended == ["finally"]
     assert threading.active_count() == before
-    Coroutine(body).close()  # it has never begun
+    Coroutine(body).close()  # never started

@@ -19,7 +19,7 @@ from tests.plugins.lightning_gans import BATCH, DCGAN, Images, Pairs, PlainGAN, 
 from tests.plugins.lightning_reference import Losses, fitted
 from worldsize.core import EvaluationBatches, Recipe, RunContext, World
 from worldsize.data.loader import evaluation_batches
-from worldsize.record.determinism import seed_generators, stream
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single
@@ -43,7 +43,7 @@ def recipe(module: Any, datamodule: Any = Images) -> Recipe:
 @pytest.mark.heavy
 @pytest.mark.parametrize("module", [DCGAN, ToggledGAN])
 def test_a_gan_trains_as_under_lightning(module: Any) -> None:
-    """Noise, dropout, BatchNorm's statistics, schedules, conditional steps and losses that are added up included."""
+    """Including noise, dropout, BatchNorm's statistics, schedules, conditional steps and accumulated losses."""
     same_losses(recipe(module), fitted(module, steps=STEPS), CONFIG)
 
 
@@ -80,7 +80,7 @@ def test_ordered_sums_have_the_same_bits_on_one_process_and_on_two() -> None:
     own, config = recipe(DCGAN), PortConfig(batch_size=BATCH, micro_batches=2, steps=8)
 
     def alone_in_a_process(world: World) -> dict[str, Tensor]:
-        seed_generators(stream(config.seed, "init"), world.device)
+        seed_generators(derive_seed(config.seed, "init"), world.device)
         replica = DDP(reduce="ordered").replica(own, RunContext(world, logical_ranks=2))
         for step in steps_of(own, config):
             replica.step(step)
@@ -92,7 +92,7 @@ def test_ordered_sums_have_the_same_bits_on_one_process_and_on_two() -> None:
 
 
 def test_a_gan_goes_on_where_it_was_saved() -> None:
-    """This holds for its schedules too, which it advances itself within steps and at the ends of epochs."""
+    """This includes its schedules: it advances them itself within steps and at the ends of epochs."""
     own = recipe(DCGAN)
     config = PortConfig(batch_size=BATCH, micro_batches=2, steps=9)
     whole, second = (alone(own, initial_model(own, config), RunContext(ALONE, logical_ranks=2)) for _ in range(2))
@@ -110,7 +110,7 @@ def test_a_gan_goes_on_where_it_was_saved() -> None:
 
 
 def test_schedules_come_in_the_order_of_configure_optimizers_as_under_lightning() -> None:
-    """They need not be in the order of their optimizers."""
+    """Their order may differ from the optimizers'."""
     schedules = torch.optim.lr_scheduler
 
     class Reversed(PlainGAN):
@@ -133,7 +133,7 @@ def test_schedules_come_in_the_order_of_configure_optimizers_as_under_lightning(
 
 
 def test_no_batch_outlives_its_step() -> None:
-    """Nothing that a step leaves refers to itself, so that batches go without a garbage collection."""
+    """A step leaves no reference cycles, so that batches are freed without garbage collection."""
     own = recipe(PlainGAN, Pairs)
     replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
     steps, batches = steps_of(own, CONFIG), []
@@ -186,7 +186,7 @@ def test_without_a_validation_step_nothing_is_evaluated_as_under_lightning(proce
 
 
 def test_an_evaluation_draws_the_same_noise_each_time() -> None:
-    """A world of another size has drawn other numbers before it; training goes on with those that it would have had."""
+    """A world of a different size has drawn different numbers before; training then draws as if not interrupted."""
 
     class Noisy(PlainGAN):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

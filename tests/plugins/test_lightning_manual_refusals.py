@@ -1,4 +1,4 @@
-"""What a module under manual optimization does that does not come along is refused with a remedy."""
+"""Unsupported behaviour of a module under manual optimization is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -168,10 +168,10 @@ def counts_steps(self: Any, batch: Any) -> None:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (no_backward, "'generator' without a manual_backward since its zero_grad.*: there is no gradient"),
-        (own_backward, r"calls loss.backward\(\), or changes the gradient.*Call self.manual_backward"),
-        (late_backward, r"calls loss.backward\(\), or changes the gradient of the parameter 'critic.0.weight'"),
-        (late_autograd, r"calls loss.backward\(\), or changes the gradient of the parameter 'critic.0.weight'"),
+        (no_backward, "'generator' without a manual_backward since its zero_grad.*: the gradient is missing"),
+        (own_backward, r"calls loss.backward\(\) or changes the gradient.*Call self.manual_backward"),
+        (late_backward, r"calls loss.backward\(\) or changes the gradient of the parameter 'critic.0.weight' itself"),
+        (late_autograd, r"calls loss.backward\(\) or changes the gradient of the parameter 'critic.0.weight' itself"),
         (clips_weights, "changes the parameter 'critic.0.weight'.*optimizer.register_step_post_hook"),
         (clips_data, "changes a parameter.*optimizer.register_step_post_hook"),
         (replaces_data, "changes a parameter.*optimizer.register_step_post_hook"),
@@ -184,7 +184,7 @@ def counts_steps(self: Any, batch: Any) -> None:
         (late_step, "'generator' steps by a loss that was computed before 'critic' has stepped"),
         (reads_gradient, "reads or changes the gradient of a parameter"),
         (sets_module_to_zero, r"reads or changes the gradient.*zero_grad\(\) of the optimizer itself"),
-        (keeps_graph, "takes the loss alone"),
+        (keeps_graph, "takes only the loss"),
         (toggles_too_early, "comes after untoggle_optimizer"),
         (no_scalar, "takes a scalar loss"),
         (counts_steps, "self.global_step counts the steps of all optimizers"),
@@ -260,7 +260,7 @@ def schedule_of_another(self: Any) -> Any:
 @pytest.mark.parametrize(
     ("optimizers", "message"),
     [
-        (lbfgs, "returns LBFGS, which computes several gradients"),
+        (lbfgs, "returns LBFGS, but it computes several gradients"),
         (with_frequency, "an optimizer with a frequency"),
         (schedule_of_another, "a schedule of an optimizer that it does not return"),
     ],
@@ -286,7 +286,7 @@ def test_optimizers_are_there_in_training_steps_alone() -> None:
 
 
 def test_a_loss_that_another_optimizer_does_not_share_need_not_be_set_to_zero() -> None:
-    """The critic's loss ends at detached images; the generator's gradient is set to zero after its step."""
+    """The critic's loss ends at detached images; the generator's gradient is zeroed after its step."""
 
     def step(self: Any, batch: Any) -> None:
         generator, critic = self.optimizers()
@@ -302,7 +302,7 @@ def test_a_loss_that_another_optimizer_does_not_share_need_not_be_set_to_zero() 
 
 
 def test_weights_that_are_clipped_after_an_optimizer_has_stepped_come_along() -> None:
-    """This is the remedy that a changed parameter is refused with."""
+    """This is the remedy in the refusal of a changed parameter."""
 
     def configure(self: Any) -> Any:
         def clip(optimizer: Any, *args: Any) -> None:
@@ -334,12 +334,14 @@ def advanced_by_data(world: World) -> str:
 
 def test_a_schedule_that_advances_on_one_rank_alone_is_refused() -> None:
     messages = run_in_worlds(advanced_by_data, 2)
-    told = "in step 2 the learning rate of 'critic' is 0.05 on rank 0 and 0.005 on rank 1. It may depend on the step"
+    told = (
+        "in step 2 the learning rate of 'critic' is 0.05 on rank 0 and 0.005 on rank 1. It may depend only on the step"
+    )
     assert [told in message for message in messages] == [True, True]
 
 
 def failure(own: Any, strategy: Any, world: World) -> str:
-    """Return why two processes cannot train; empty: they can."""
+    """Return why two processes cannot train; empty if they can."""
     replica = strategy.replica(own, RunContext(world, logical_ranks=2))
     try:
         for step in islice(steps_of(own, PortConfig(batch_size=BATCH, micro_batches=2)), 3):

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics that a LightningModule logs have the values that Lightning finds over the whole split."""
+"""Torchmetrics logged by a LightningModule match Lightning's values over the whole split."""
 
 from __future__ import annotations
 

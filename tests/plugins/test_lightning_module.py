@@ -21,7 +21,7 @@ from worldsize.checkpoint.weights import open_weights
 from worldsize.core import ConfigError, EvaluationBatches, Recipe, RunContext, World
 from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.data.order import Order
-from worldsize.record.determinism import seed_generators, stream
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.synchronous import alone
@@ -53,12 +53,12 @@ def recipe(module: Any, datamodule: Any = Points, **options: Any) -> Recipe:
     ids=["each epoch", "each third step", "each second epoch"],
 )
 def test_a_classifier_with_a_schedule_trains_as_under_lightning(arguments: dict[str, Any]) -> None:
-    """Dropout draws the same, and rates change after the same steps."""
+    """Dropout draws the same numbers, and learning rates change after the same steps."""
     same_losses(recipe(Classifier, module_args=arguments), fitted(lambda: Classifier(**arguments)), CONFIG)
 
 
 def test_an_autoencoder_trains_as_under_lightning() -> None:
-    """It calls parts by themselves, draws noise, and asks for the epoch, the batch, the step and the run's length."""
+    """It calls submodules directly, draws noise, and reads the epoch, the batch, the step and the run's length."""
     same_losses(recipe(VAE), fitted(VAE), CONFIG)
 
 
@@ -82,7 +82,7 @@ def test_ordered_sums_have_the_same_bits_on_one_process_and_on_two(module: Any) 
     own, config = recipe(module), PortConfig(batch_size=BATCH, micro_batches=2)
 
     def alone_in_a_process(world: World) -> dict[str, Tensor]:
-        seed_generators(stream(config.seed, "init"), world.device)
+        seed_generators(derive_seed(config.seed, "init"), world.device)
         replica = DDP(reduce="ordered").replica(own, RunContext(world, logical_ranks=2))
         for step in steps_of(own, config):
             replica.step(step)
@@ -202,7 +202,7 @@ def iterator_step(self: Any, dataloader_iter: Any) -> None: ...
 
 
 def test_every_hook_of_lightning_is_carried_irrelevant_or_refused() -> None:
-    """A hook that a later Lightning adds is refused until somebody has decided."""
+    """A hook added by a later Lightning is refused until its support is decided."""
     import lightning as L
 
     hooks = [name for name in dir(L.LightningModule) if name.startswith(("on_", "configure_", "optimizer_"))]
@@ -243,14 +243,14 @@ def combined(self: Any) -> Any:
     from lightning.pytorch.utilities import CombinedLoader
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of what Lightning uses
+        warnings.simplefilter("ignore")  # torch's own, used by Lightning
         return CombinedLoader([DataLoader(points(), batch_size=BATCH)])
 
 
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (several, "returns several DataLoaders, of which worldsize draws from one"),
+        (several, "returns several DataLoaders; worldsize supports one"),
         (combined, "returns several DataLoaders"),
         (weighted, "sampler is a WeightedRandomSampler, but worldsize deals samples"),
         (replacing, "sampler is a RandomSampler, but worldsize deals samples"),
@@ -285,7 +285,7 @@ def two_optimizers(self: Any) -> Any:
 @pytest.mark.parametrize(
     ("optimizers", "message"),
     [
-        (plateau, "ReduceLROnPlateau, whose rate follows from metrics"),
+        (plateau, "ReduceLROnPlateau. Its rate depends on metrics"),
         (two_optimizers, "returns 2 optimizers; training_step returns the loss of one"),
         (nothing, "configure_optimizers returned None"),
     ],
@@ -320,7 +320,7 @@ def test_values_that_are_no_means_are_refused() -> None:
 def test_arguments_are_those_of_the_class() -> None:
     with pytest.raises(ConfigError, match="no key 'recipe.module_args.hiden'; did you mean 'hidden'"):
         recipe(Classifier, module_args={"hiden": 3})
-    with pytest.raises(ConfigError, match="recipe.module: Linear is no LightningModule of lightning"):
+    with pytest.raises(ConfigError, match="recipe.module: Linear is not a LightningModule of lightning"):
         recipe(nn.Linear, module_args={"in_features": 1, "out_features": 1})
     with pytest.raises(ConfigError, match="has no train_dataloader. Add it, or name a LightningDataModule"):
         recipe(Classifier, no_datamodule)

@@ -1,13 +1,14 @@
-"""MLflow's own client reads what the run has logged."""
+"""MLflow's own client reads the run's logs."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlflow
 import pytest
@@ -25,7 +26,7 @@ TWO = ("cluster.processes=2", "cluster.threads=1", "logger.experiment=digits")
 
 @pytest.fixture
 def client(tmp_path: Path) -> mlflow.MlflowClient:
-    """Make the database of the working directory, which two attempts of a tiny run might do at the same time."""
+    """Create the working directory's database first: two attempts of a tiny run might create it at the same time."""
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     client.search_experiments()
     return client
@@ -52,7 +53,7 @@ def test_a_killed_run_is_one_run_with_the_figures_of_each_step(train: Any, clien
     kill = ("launcher.max_restarts=1", "faults=[{action: kill, rank: 0, step: 6}]")
     run = train(*OPTIONS, *TWO, *kill, "run.group=nightly", logger="mlflow")
     assert run.code == 0, run.error
-    while len(dict(logged(client)[1]["train/loss"])) < 6:  # the logger of the killed attempt ends by itself
+    while len(dict(logged(client)[1]["train/loss"])) < 6:  # the killed attempt's logger exits by itself
         time.sleep(0.2)
     found, metrics = logged(client)
     assert found.info.run_name == run.folder.name
@@ -78,7 +79,7 @@ def test_a_preempted_run_is_gone_on_with_where_it_was_logged(
 
 
 def test_alerts_are_tags_also_that_of_a_slower_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow keeps the run in files here, since a database takes seconds to make."""
+    """MLflow keeps the run in files here, since creating a database takes seconds."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     facts: dict[str, Any] = {"run_id": "r", "group": None, "config": {}, "folder": tmp_path, "experiment": "e"}
     uri = f"file:{tmp_path}/runs"
@@ -91,6 +92,7 @@ def test_alerts_are_tags_also_that_of_a_slower_transport(tmp_path: Path, monkeyp
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
+    absent = Mock(side_effect=PackageNotFoundError("package"))
+    monkeypatch.setattr("lightning_utilities.core.imports._version", absent)
     with pytest.raises(ConfigError, match=r"logger=mlflow needs mlflow.*uv sync --extra mlflow"):
         importlib.reload(plugins.mlflow.logger)

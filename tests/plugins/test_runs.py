@@ -1,4 +1,4 @@
-"""Runs that are killed resume under the same strategy, another one, or with another number of workers."""
+"""Killed runs resume under the same strategy, a different one, or with a different number of workers."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""TensorBoard's own reader reads what the run has logged."""
+"""TensorBoard's own reader reads the run's logs."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -57,6 +58,7 @@ def test_alerts_are_texts_at_their_steps_also_those_before_the_first_step(tmp_pa
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    absent = Mock(side_effect=PackageNotFoundError("package"))
+    monkeypatch.setattr("lightning_utilities.core.imports._version", absent)
     with pytest.raises(ConfigError, match=r"logger=tensorboard needs tensorboard.*uv sync --extra tensorboard"):
         importlib.reload(plugins.tensorboard.logger)

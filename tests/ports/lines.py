@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def count_lines(text: str) -> int:
-    """Return how many lines of ``text`` are not empty."""
+    """Return the number of non-empty lines of ``text``."""
     return sum(1 for line in text.splitlines() if line.strip())

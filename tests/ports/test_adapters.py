@@ -1,4 +1,4 @@
-"""A program of Lightning or of transformers becomes a recipe by at most ten lines, and trains as it did before."""
+"""At most ten lines turn a Lightning or transformers program into a recipe, and it trains as before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.plugins.lightning_reference import fitted
 from tests.ports.lines import count_lines
 from worldsize.testing import composed, same_losses
 
-LINES = 10  # that a user writes or changes, besides the program
+LINES = 10  # written or changed by a user, besides the program
 FROM_LIGHTNING, FROM_HUGGING_FACE = (
     REPOSITORY / "docs" / "howto" / f"from-{name}.md" for name in ("lightning", "hugging-face")
 )
@@ -41,11 +41,11 @@ recipe: {{trainer: {program}}}
 
 @dataclass(frozen=True)
 class Port:
-    """A recipe of a program that stays as it is.
+    """A recipe made from an unchanged program.
 
     Attributes:
         yaml: The recipe's configuration.
-        original: The program's own training, as ``same_losses`` takes it.
+        original: The program's own training, in the form for ``same_losses``.
     """
 
     yaml: str
@@ -102,7 +102,7 @@ def test_the_module_of_the_page_takes_as_many_lines_as_it_says() -> None:
     assert f"({removed} lines taken away, a command instead)" in FROM_LIGHTNING.read_text()
     assert count_lines(shown) <= LINES
     (command,) = [block.text for block in blocks(FROM_LIGHTNING) if "lightning_module" in block.text]
-    assert re.findall(r"^\+(.*)$", shown, re.M) == command.splitlines()  # which tests/docs runs
+    assert re.findall(r"^\+(.*)$", shown, re.M) == command.splitlines()  # run by tests/docs
 
 
 def difference(page: Path) -> str:

@@ -1,4 +1,4 @@
-"""Each port of examples/ trains as the program that it was written after, under every strategy that its row names."""
+"""Each port of examples/ trains like its original program, under every strategy in its row."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from worldsize.testing.port import trained_in_processes
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "examples" / "recipes" / "ports"
 PORTS = sorted(path.stem for path in FOLDER.glob("conf/recipe/*.yaml"))
-STRATEGIES: Mapping[str, tuple[Strategy, int]] = {  # and how many processes
+STRATEGIES: Mapping[str, tuple[Strategy, int]] = {  # and the number of processes
     "ddp": (DDP(), 2),
     "fsdp": (FSDP(), 2),
     "parameter_server": (ParameterServer(), 3),
 }
-IMPOSSIBLE = {  # and why it is refused
+IMPOSSIBLE = {  # and the reason for the refusal
     ("diffusion", "parameter_server"): "does not average weights",
     ("resnet", "parameter_server"): "whose statistics no server owns",
     ("wgan", "parameter_server"): "has a hook for each step",
@@ -59,7 +59,7 @@ def original(name: str) -> Any:
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.heavy if name == "masked_lm" else []) for name in PORTS]
-)  # transformers takes long to import
+)  # importing transformers takes long
 def test_the_recipe_trains_as_the_program_does(name: str) -> None:
     recipe, config = composed(f"recipe={name}")
     assert config.steps == 20
@@ -67,7 +67,7 @@ def test_the_recipe_trains_as_the_program_does(name: str) -> None:
 
 
 class Accumulating:
-    """The loop of plain PyTorch that accumulates the gradients of a step's micro-batches."""
+    """A plain PyTorch loop that accumulates the gradients of a step's micro-batches."""
 
     def __init__(self, recipe: Recipe, config: PortConfig) -> None:
         self.recipe, self.config = recipe, config
@@ -90,7 +90,7 @@ class Accumulating:
         return {**model.state_dict(), **{f"ema/{name}": mean for name, mean in means.items()}}
 
     def _backward(self, model: nn.Module, batches: Iterator[Any]) -> float:
-        """Leave the gradient of one step in the parameters; each micro-batch begins with the same statistics."""
+        """Leave one step's gradient in the parameters; each micro-batch begins with the same statistics."""
         before = {name: each.clone() for name, each in model.named_buffers() if name in model.state_dict()}
         changed, total, weights = [], 0.0, 0.0
         for _ in range(self.config.micro_batches):
@@ -109,7 +109,7 @@ class Accumulating:
 
 
 class AccumulatingUpdates:
-    """The same loop for several updates a step, each with the mean gradient of the micro-batches."""
+    """The same loop for several updates per step, each with the mean gradient of the micro-batches."""
 
     def __init__(self, recipe: MultiUpdateRecipe, config: PortConfig) -> None:
         self.recipe, self.config = recipe, config
@@ -137,20 +137,20 @@ class AccumulatingUpdates:
 
     @staticmethod
     def _first(updates: Iterator[Update]) -> Iterator[Update]:
-        """Compute the first update now, which draws the random numbers, and the others as they are asked for."""
+        """Compute the first update now, since it draws the random numbers, and the others on demand."""
         return chain([next(updates)], updates)
 
 
 def divided(name: str) -> tuple[Recipe, PortConfig, Any]:
     """Compose a port whose steps have two micro-batches, and the loop to compare it with."""
-    dense = ["recipe.sparse=false"] if name == "dlrm" else []  # strategies without servers have no sparse gradients
+    dense = ["recipe.sparse=false"] if name == "dlrm" else []  # strategies without servers lack sparse gradients
     recipe, config = composed(f"recipe={name}", "logical_ranks=2", *dense)
     if isinstance(recipe, MultiUpdateRecipe):
         return recipe, config, AccumulatingUpdates(recipe, config)
     return recipe, config, Accumulating(recipe, config)
 
 
-# dlrm and siamese return a view, which nobody changes in place
+# dlrm and siamese return a view, but it is not modified in place
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 @pytest.mark.parametrize(("name", "strategy"), PAIRS)
 def test_it_trains_under_every_strategy_that_can(name: str, strategy: str) -> None:
@@ -182,7 +182,7 @@ def test_the_page_says_how_large_each_port_is_and_where_it_trains() -> None:
 
 
 def sizes(name: str) -> tuple[int, int]:
-    """Count the lines of the program's loop, and those of the recipe with its YAML; none that is empty."""
+    """Count the non-empty lines of the program's loop, and of the recipe with its YAML."""
     text = (FOLDER / f"{name}.py").read_text()
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     (loop,) = (node for node in nodes if node.name == "original")

@@ -45,7 +45,7 @@ def test_a_file_of_criteo_is_read_as_it_is_documented(criteo: Criteo) -> None:
         ("1\t2\t3\n", "line 1 has 3 fields, not 40"),
         (line(1, ["x"] * 13, ["1"] * 26), "line 1: invalid literal for int"),
         (line(1, ["1"] * 13, ["xyz"] * 26), "line 1: invalid literal for int"),
-        ("", "no such lines"),
+        ("", "does not have such lines"),
     ],
 )
 def test_a_file_of_another_form_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:

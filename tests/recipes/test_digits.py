@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from recipes.digits.recipe import Digits, data_file, read_digits
+from recipes.digits.recipe import DATA, Digits, read_digits
 
 pytestmark = pytest.mark.heavy
 
@@ -18,7 +18,7 @@ def recipe() -> Digits:
 
 
 def test_the_images_and_labels_are_scikit_learns() -> None:
-    images, labels = read_digits(data_file())
+    images, labels = read_digits(DATA)
     from sklearn.datasets import load_digits  # slow import
 
     expected: Any = load_digits()
@@ -29,7 +29,7 @@ def test_the_images_and_labels_are_scikit_learns() -> None:
 def test_the_split_is_disjoint_and_complete() -> None:
     train, test = (recipe().data(split) for split in ("train", "test"))
     assert (len(train), len(test)) == (1437, 360)
-    images, _ = read_digits(data_file())
+    images, _ = read_digits(DATA)
     together = torch.cat([train.tensors[0], test.tensors[0]]).flatten(1)
     assert torch.equal(sorted_rows(together), sorted_rows(images.flatten(1)))
 

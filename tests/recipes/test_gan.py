@@ -1,4 +1,4 @@
-"""The GAN of docs/howto/gans.md trains to the same bits everywhere, and goes on to them when it was stopped."""
+"""The GAN of docs/howto/gans.md trains to the same bits everywhere, also if stopped and resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]  # a test starts seve
 
 @pytest.fixture(autouse=True)
 def _project(tmp_path: Path) -> None:
-    """Write the page's files into the project in which ``train`` trains."""
+    """Write the page's files into the project of ``train``."""
     for name, text in files(REPOSITORY / "docs" / "howto" / "gans.md").items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ SHORT = ("steps=12", "checkpoint.every=7")
 def test_strategies_world_sizes_and_a_kill_in_the_middle_of_a_cycle_do_not_change_a_bit(
     train: Any, pace: tuple[str, ...], ways: list[tuple[str, ...]]
 ) -> None:
-    """The critic is updated five times for each update of the generator; steps 7 and 47 are the second of a cycle."""
+    """The critic is updated five times per generator update; steps 7 and 47 are the second of a cycle."""
     words = (*ELASTIC, *pace)
     alone = train(*words, "strategy=single", "cluster.processes=1")
     for run in [train(*words, *way) for way in ways]:

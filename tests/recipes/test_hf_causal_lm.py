@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers train like any other."""
+"""Hugging Face transformers models train like any other."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def kept(model: Any, folder: Path) -> None:
 
 
 def tied_gpt2(text: Path) -> nn.Module:
-    """Make a GPT-2, whose last layer is its embedding."""
+    """Make a GPT-2 whose last layer is its embedding."""
     return recipe(text, config={"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}).model()
 
 
@@ -144,9 +144,9 @@ def test_a_run_begins_from_the_weights_of_a_folder(train: Any, text: Path, strat
 
 
 def test_what_cannot_train_is_refused(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="names no model_type"):
+    with pytest.raises(ConfigError, match="lacks a model_type"):
         recipe(text, config={})
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         recipe(tmp_path / "absent")
     with pytest.raises(ConfigError, match="too few"):
         recipe(text, context=1000).data("train")
@@ -162,7 +162,7 @@ def tokens(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", [TokenWindows, DocumentWindows, PackedDocuments])
 def test_a_source_of_tokens_is_learned_and_tested(text: Path, tmp_path: Path, kind: Any) -> None:
-    """The loss of a batch is what transformers computes of each document by itself, where documents are known."""
+    """A batch's loss matches transformers' on each document separately, where documents are known."""
     source = kind(str(tokens(tmp_path)), length=16, cache=Cache(str(tmp_path / "cache")))
     own = recipe(text, source=source, test_share=0.25, config=KNOWN)
     assert own.files() == {}
@@ -197,7 +197,7 @@ def test_a_mixture_is_tested_in_its_shares(text: Path, tmp_path: Path) -> None:
 
 
 def documents_of(batch: Any, row: int) -> list[Tensor]:
-    """Cut a sample where its document changes; a window of tokens alone is one document."""
+    """Split a sample at its document boundaries; a plain window of tokens is one document."""
     if isinstance(batch, Tensor):
         return [batch[row]]
     owners = batch["documents"][row]
@@ -214,10 +214,10 @@ def test_a_source_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> No
     file.write_text("a text of bytes")
     Preparation([file], Tokenizer("bytes")).write(tmp_path / "bytes", processes=1)
     source = TokenWindows(str(tmp_path / "bytes"), length=16)
-    with pytest.raises(ConfigError, match="the model knows 50 different tokens, and the data were prepared with 256"):
+    with pytest.raises(ConfigError, match="the model has 50 tokens, the data 256"):
         recipe(text, source=source, config=KNOWN)
     assert recipe(text, source=source).model().get_input_embeddings().num_embeddings == 256  # type: ignore[operator]
-    with pytest.raises(ConfigError, match="the data do not say how many different tokens there are"):
+    with pytest.raises(ConfigError, match="the data lack their vocabulary size"):
         recipe(text, source=TokenWindows(folder, length=16))
 
 

@@ -1,4 +1,4 @@
-"""The language model is causal, its rotary embeddings are exact, and bits per byte agree with a count by hand."""
+"""The language model is causal, its rotary embeddings are exact, and bits per byte match a count by hand."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_rotation_is_the_papers_complex_product() -> None:
 
 
 class Uniform(nn.Module):
-    """A model that gives each byte the same probability, except byte 10, which is twice as likely."""
+    """A model that gives each byte the same probability, except byte 10: twice the probability."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(*tokens.shape, 256)

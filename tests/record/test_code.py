@@ -1,4 +1,4 @@
-"""Patches re-create a checkout, however the user has configured git."""
+"""Patches re-create a checkout with any git configuration of the user."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def repository(tmp_path: Path) -> tuple[Path, Git]:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Return the content or link target and the executable bit of every file."""
+    """Return each file's content or link target, and its executable bit."""
     paths = (path for path in root.rglob("*") if ".git" not in path.parts)
     return {path.relative_to(root).as_posix(): content(path) for path in paths if path.is_symlink() or path.is_file()}
 
@@ -137,7 +137,7 @@ def test_a_nested_repository_is_named_and_all_other_files_are_recorded(
 def test_an_unreadable_file_is_named_and_all_other_files_are_recorded(repository: tuple[Path, Git]) -> None:
     root, _ = repository
     change(root)
-    capture_code(root, exclude=root / "runs")  # imports what an ordinary user may not be able to read
+    capture_code(root, exclude=root / "runs")  # imports modules that an ordinary user may not be able to read
     (root / "closed").touch(mode=0)
     with tempfile.TemporaryDirectory() as place:  # other users cannot enter pytest's folder
         moved = Path(shutil.move(root, place))
@@ -146,7 +146,7 @@ def test_an_unreadable_file_is_named_and_all_other_files_are_recorded(repository
 
 
 def as_ordinary_user(folder: Path, call: Callable[[], Code]) -> Code:
-    """Call ``call()`` in a process of an ordinary user who owns ``folder``, since root can read every file."""
+    """Call ``call()`` in a process of an ordinary user that owns ``folder``, since root can read every file."""
     if os.geteuid() != 0:
         return call()
     for path in (folder, *folder.rglob("*")):
@@ -249,7 +249,7 @@ def test_outside_git_and_before_the_first_commit_no_code_is_recorded(tmp_path: P
 
 
 def test_a_change_of_equal_size_in_the_same_second_as_the_commit_is_detected(repository: tuple[Path, Git]) -> None:
-    """Git compares whole seconds, but reads files that are as recent as its index."""
+    """Git compares whole seconds, but rereads files as recent as its index."""
     root, git = repository
     second = (10**9, 10**9)
     git("config", "core.trustctime", "false")

@@ -1,4 +1,4 @@
-"""Distances between runs agree with numbers that IEEE 754 gives."""
+"""Distances between runs match IEEE 754."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from worldsize.record.manifest import write_manifest
         (1.0, math.nextafter(1.0, 2.0), 1),
         (1.0, 1.0 + 2**-50, 4),  # one unit at 1 is 2^-52
         (-0.0, 0.0, 0),
-        (-5e-324, 5e-324, 2),  # from the smallest negative number over zero to the smallest positive one
+        (-5e-324, 5e-324, 2),  # from the smallest negative number past zero to the smallest positive one
         (1.0, 2.0, 2**52),
     ],
 )
@@ -80,7 +80,7 @@ def test_changes_of_configuration_are_named_and_accepted_by_key() -> None:
     assert changes_but(differences, ["lr", "optimizer"]) == []
     assert without_copies(differences) == [("lr", 0.1, 0.2), ("optimizer.betas", [0.9], [0.8])]
     apart = changes({"lr": 0.1, "optimizer": {"lr": 0.1}}, {"lr": 0.2, "optimizer": {"lr": 0.3}})
-    assert without_copies(apart) == apart  # the second was set to a value of its own
+    assert without_copies(apart) == apart  # the second has a separate value
     groups = changes({"a": {"lr": 0.1}, "b": {"lr": 0.1}}, {"a": {"lr": 0.2}, "b": {"lr": 0.2}})
     assert without_copies(groups) == groups  # neither is a copy of the other
 
@@ -115,7 +115,7 @@ def membership(number: int, members: list[int], *, first: int, ended: float, beg
 
 
 def test_goodput_leaves_out_the_time_in_which_a_gang_changed() -> None:
-    """Two changes, of which the second came before all trained again, took 0.5 s of the 10 s of training."""
+    """Two changes, the second before all trained again, took 0.5 s of the 10 s of training."""
     healed = attempt(1, start_at=0.0, first_step_at=2.0, end_at=12.0, steps=[0, 10])
     healed["memberships"] = [
         membership(1, [0, 1, 2], first=0, ended=0.0, began=1.0),
@@ -138,7 +138,7 @@ def test_a_run_that_lost_processes_claims_its_bits_only_if_sums_do_not_depend_on
 
 
 def test_goodput_counts_steps_that_were_done_again_as_lost() -> None:
-    """There are 10 s of 10 steps, 4 of them lost, then 5 s of pause and start, then 6 s of 6 steps."""
+    """There are 10 s for 10 steps, 4 of them lost, then 5 s of pause and start, then 6 s for 6 steps."""
     attempts = [
         attempt(1, start_at=0.0, first_step_at=2.0, end_at=12.0, steps=[0, 10]),
         attempt(2, start_at=13.0, first_step_at=17.0, end_at=23.0, steps=[6, 12]),

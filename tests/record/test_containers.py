@@ -1,4 +1,4 @@
-"""A Dockerfile has the lock's environment and no secret; a run is re-created in the image of its record."""
+"""A Dockerfile has the lock's environment without secrets; a run is re-created in its recorded image."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_pins_are_installed_where_there_is_no_lock(project: Path) -> None:
     (project / "uv.lock").rename(project / "requirements.txt")
     assert "uv pip install" in dockerfile(project).write().read_text()
     (project / "requirements.txt").unlink()
-    with pytest.raises(WorldsizeError, match="no uv.lock and no requirements.txt"):
+    with pytest.raises(WorldsizeError, match="neither uv.lock nor requirements.txt"):
         dockerfile(project).write()
 
 
@@ -92,7 +92,7 @@ def test_a_lock_with_credentials_or_with_packages_from_elsewhere_is_refused(proj
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.dockerignore"])
 def test_a_file_of_the_project_is_not_replaced_and_one_of_ours_is(project: Path, name: str) -> None:
     (project / name).write_text("FROM scratch\n")
-    with pytest.raises(WorldsizeError, match=f"{name} is not one that `worldsize image` wrote, and would be lost"):
+    with pytest.raises(WorldsizeError, match=f"{name} was not written by `worldsize image`, and would be lost"):
         dockerfile(project).write()
     assert (project / name).read_text() == "FROM scratch\n"
     (project / name).unlink()
@@ -116,7 +116,7 @@ def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path, monkeypat
     assert container.python(tmp_path, writes=[], reads=[], cuda=False)[-2:] == (str(file), "python")
     monkeypatch.chdir(tmp_path)
     relative = {"image": {**facts["image"], "name": "trainer.sif"}}
-    assert recorded_image(relative) == container.image  # it is opened in another working directory
+    assert recorded_image(relative) == container.image  # it is opened in a different working directory
     time_ns = file.stat().st_mtime_ns
     file.write_bytes(b"other")
     os.utime(file, ns=(time_ns, time_ns))
@@ -129,10 +129,10 @@ def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("name", "digest", "message"),
     [
-        ("trainer:1", None, "named by a tag, which may be another one now"),
-        ("trainer:1", DIGEST, "named by a tag, which may be another one now"),
-        (f"trainer@{DIGEST[:-1]}e", DIGEST, "named by a tag, which may be another one now"),
-        (f"trainer@{DIGEST}:1", DIGEST, "named by a tag, which may be another one now"),
+        ("trainer:1", None, "named by a tag, and the tag may have moved"),
+        ("trainer:1", DIGEST, "named by a tag, and the tag may have moved"),
+        (f"trainer@{DIGEST[:-1]}e", DIGEST, "named by a tag, and the tag may have moved"),
+        (f"trainer@{DIGEST}:1", DIGEST, "named by a tag, and the tag may have moved"),
         (f"/nowhere@{DIGEST}/trainer.sif", DIGEST, "is lost, or is not the image of the run"),
         (f"--privileged@{DIGEST}", DIGEST, "no container engine here can open"),
         (f"trainer {DIGEST}", DIGEST, "no container engine here can open"),
@@ -155,7 +155,7 @@ def test_a_container_sees_the_folders_under_their_own_names(tmp_path: Path, monk
     mounts = [word for word in words if word.startswith("--volume")]
     assert mounts == [f"--volume={code}:{code}:rw", f"--volume={runs}:{runs}:rw", f"--volume={data}:{data}:ro"]
     assert words[-2:] == ("--entrypoint=python", f"trainer@{DIGEST}")
-    assert not [word for word in words if "word" in word]  # no value on the command line
+    assert not [word for word in words if "word" in word]  # without a value on the command line
     assert Container("podman", image).variables == {"WORLDSIZE_IMAGE": f"trainer@{DIGEST}"}
     words = Container("apptainer", image).python(code, **{**where, "cuda": True})  # type: ignore[arg-type]
     assert words[:6] == ("apptainer", "exec", "--containall", "--no-home", "--cleanenv", "--nv")

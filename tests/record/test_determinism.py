@@ -21,7 +21,7 @@ def _flags_kept() -> Iterator[None]:
 
 
 def test_the_same_bits_on_a_gpu_leave_flash_attention_and_fill_no_memory() -> None:
-    """Torch has a deterministic backward pass for flash attention, and for no other fused kernel."""
+    """Torch has a deterministic backward pass for flash attention, but not for other fused kernels."""
     Determinism("deterministic", deterministic=True).apply("cuda")
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from worldsize.record.environment import capture_environment, hardware, relevant
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of installed packages that comes first on the path."""
+    """A folder of installed packages, first on the path."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
@@ -83,7 +83,7 @@ def test_a_lock_file_is_copied_with_its_project_file_and_without_credentials(tmp
 
 def test_torch_is_described_without_asking_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("a device was asked: a process that forks must not initialise CUDA")
+        raise AssertionError("a device was queried: a process that forks must not initialise CUDA")
 
     monkeypatch.setattr("worldsize.record.environment._driver", lambda: "NVRM version: 1")
     for name in ("is_available", "device_count", "get_device_capability", "_lazy_init"):

@@ -1,4 +1,4 @@
-"""Files of JSON lines are read while they grow, whatever has become of them, and however long they are."""
+"""Files of JSON lines are read while they grow, however damaged or long they are."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_large_exponents_that_are_finite_are_read() -> None:
 
 
 def test_our_own_checkpoints_may_say_nan() -> None:
-    """A metric may be NaN, and Python's JSON writes it as that."""
+    """A metric may be NaN, and Python's JSON writes it as NaN."""
     assert math.isnan(parse('{"loss": NaN}', finite=False)["loss"])
 
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_keeps_the_times_of_the_steps_before(tmp_path: Path, caplo
 def test_an_attempt_parses_the_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, 100)
-    rewind(path, 100)  # as the launching process does
+    rewind(path, 100)  # like the launching process
     parsed: list[bytes] = []
 
     def counted(line: bytes) -> dict[str, Any] | None:
@@ -174,7 +174,7 @@ def test_an_attempt_drops_what_another_one_wrote_meanwhile(
 
 
 def begin(path: Path, first: int, *, evaluated: bool = True) -> None:
-    """Begin to write as rank 0 does that goes on after step ``first``."""
+    """Begin to write like a rank 0 that continues after step ``first``."""
     listener = MetricsFile(path)
     listener(RunStarted("run", 200, first, evaluated))
     listener(RunEnded(first, "completed"))

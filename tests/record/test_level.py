@@ -1,4 +1,4 @@
-"""The reproducibility level that a manifest names, and what downgrades it."""
+"""The reproducibility level in a manifest, and its downgrades."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_version_3_of_the_order_is_another_where_batches_are_of_similar_length_a
 
 
 def test_another_division_of_layers_is_another_order_of_sums_that_no_tree_makes_up_for() -> None:
-    """A strategy that divides none is the same as one that divides them over a single rank."""
+    """A strategy that shards nothing is equivalent to one that shards over a single rank."""
 
     def divided(**strategy: object) -> dict[str, Any]:
         one = manifest()

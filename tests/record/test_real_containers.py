@@ -1,6 +1,6 @@
-"""Podman builds the image of a lock, and a run is re-created in the image of its record.
+"""Podman builds the image of a lock, and a run is re-created in its recorded image.
 
-The base is made of this machine's own files, since no image can be fetched everywhere that the tests run.
+The base consists of this machine's own files, since the tests may run where images cannot be fetched.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def podman(*words: str, **options: object) -> str:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image with Python, git and what they need; its name with its digest."""
+    """An image with Python, git and their dependencies; its name with its digest."""
     missing = [name for name in ("podman", "runc") if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"root, podman and runc are needed (apt-get install podman runc buildah); missing: {missing}")
@@ -74,7 +74,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             *own,
             str(python).lstrip("/"),
         ]
-        named = [name for name in ("SSL_CERT_FILE", "PIP_CERT") if name in os.environ]  # of a mirror's own authority
+        named = [name for name in ("SSL_CERT_FILE", "PIP_CERT") if name in os.environ]  # from a mirror's own authority
         certificates = [f"--change=ENV {name}={os.environ[name]}" for name in named]
         path = f"--change=ENV PATH={python}/bin:/usr/bin:/bin"
         with subprocess.Popen(files_of, stdout=subprocess.PIPE) as tar:
@@ -112,7 +112,7 @@ def test_the_image_of_a_lock_has_its_environment_and_nothing_private(base: str, 
 
 
 def test_a_run_is_re_created_bit_for_bit_in_the_image_of_its_record(base: str, tmp_path: Path) -> None:
-    """The image's python is this environment's, which it sees since worldsize's own clone is shown to it."""
+    """The image's python is this environment's, visible through the mounted clone of worldsize."""
     (tmp_path / "Dockerfile").write_text(
         f"FROM {base}\n"
         f"RUN mkdir -p /opt/bin && printf '#!/bin/sh\\nexec {sys.executable} \"$@\"\\n' > /opt/bin/python"

@@ -16,13 +16,14 @@ import torch
 
 from worldsize.core import Outcome
 from worldsize.errors import WorldsizeError
-from worldsize.record.determinism import seed_generators, state_digest, stream, tensor_digests
+from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.record.environment import capture_environment, relevant_variables, write_environment
 from worldsize.record.inputs import check_data, fingerprint, link_data
 from worldsize.record.manifest import read_manifest, write_manifest
 from worldsize.record.redaction import is_secret, redacted, redacted_arguments, without_credentials
 from worldsize.record.run_directory import RunDirectory, is_locked, run_lock
 from worldsize.record.run_record import look, opened, write_result
+from worldsize.seeds import derive_seed, seed_generators
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_fingerprint_is_the_files_own_sha256(tmp_path: Path) -> None:
     changed = fingerprint({"x/a": tmp_path / "a"})
     assert changed["sha256"] != recorded["sha256"]
     with pytest.raises(
-        WorldsizeError, match=rf"'x/a' is not the one .*{sha256} then, .* Bring that file back; nothing"
+        WorldsizeError, match=rf"'x/a' differs from the run's: .*{sha256} then, .* Bring that file back; nothing"
     ):
         check_data(recorded, changed)
     with pytest.raises(WorldsizeError, match="now. Accept it; nothing was started"):
@@ -140,7 +141,7 @@ def test_the_state_digest_depends_on_every_bit_on_names_and_on_shapes() -> None:
 
 def test_streams_are_distinct_and_seeding_reaches_every_generator() -> None:
     seeds = {
-        stream(s, p, *i) for s in (0, 1) for p in ("init", "step") for i in ((), (0,), (1,), (1, 0), (10,), (0, 1))
+        derive_seed(s, p, *i) for s in (0, 1) for p in ("init", "step") for i in ((), (0,), (1,), (1, 0), (10,), (0, 1))
     }
     assert len(seeds) == 24
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -153,9 +154,9 @@ def test_streams_are_distinct_and_seeding_reaches_every_generator() -> None:
         seed_generators(seed, torch.device("cpu"))
         return [random.random(), float(numpy.random.rand()), torch.rand(()).item()]
 
-    first = stream(0, "step", 1, 0)
+    first = derive_seed(0, "step", 1, 0)
     assert draw(first) == draw(first)
-    assert all(a != b for a, b in zip(draw(first), draw(stream(0, "step", 1, 1)), strict=True))
+    assert all(a != b for a, b in zip(draw(first), draw(derive_seed(0, "step", 1, 1)), strict=True))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Secrets are redacted in the places where users put them."""
+"""Secrets are redacted wherever users put them."""
 
 from __future__ import annotations
 

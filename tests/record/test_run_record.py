@@ -1,4 +1,4 @@
-"""The record of a run stays readable and intact, has one writer, and says of a run that died that it was killed."""
+"""The record of a run stays readable and intact, has one writer, and reports a run that died as killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worldsize.record.run_record import look, note_job, opened, read_result, wri
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that says "running" though nothing holds its lock."""
+    """A run recorded as running, though its lock is free."""
     write_manifest(tmp_path / "run_manifest.json", {"attempts": [], "results": None, "config": {"log_every": 10}})
     with opened(RunDirectory(tmp_path)) as record:
         record.begin_attempt([], world_size=1)
@@ -95,7 +95,7 @@ def test_an_attempt_of_the_far_future_on_no_host_is_ended_like_others(run: Path)
 
 
 def test_a_clock_that_is_set_back_makes_no_time_negative(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt lasts as long as by the monotonic clock; what other processes say is bounded."""
+    """An attempt's duration follows the monotonic clock; values from other processes are bounded."""
     day, now = 86400.0, time.time
     with opened(RunDirectory(run)) as record:
         for _ in range(2):
@@ -116,7 +116,7 @@ def test_a_file_of_the_far_future_or_of_before_1970_makes_no_date_impossible(
     (run / "metrics.jsonl").touch()
     for path in run.iterdir():
         os.utime(path, (0, 0))
-    os.utime(run / "metrics.jsonl", (0, 2**38))  # a disk that cannot say it says another time
+    os.utime(run / "metrics.jsonl", (0, 2**38))  # a disk that cannot store this time stores a different one
     last = (run / "metrics.jsonl").stat().st_mtime
     assert look(RunDirectory(run)).manifest["attempts"][-1]["end_at"] == min(last, 253_402_300_799.0)
 
@@ -143,7 +143,7 @@ def test_a_run_whose_lock_is_taken_while_it_is_looked_at_is_left_alone(
 
 
 def test_a_job_that_is_noted_while_the_record_is_open_stays_in_it(run: Path) -> None:
-    """Whoever submits a job notes it without the lock, which the job may hold already."""
+    """A submitter records its job without the lock, since the job may already hold it."""
     with opened(RunDirectory(run)) as record:
         note_job(record.directory, "7")
         record.begin_attempt([], world_size=1)
@@ -231,7 +231,7 @@ def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> No
 
 
 def test_only_the_record_knows_the_files_of_the_record() -> None:
-    """Whoever else needs one of them asks the record; copying a whole folder is not reading it."""
+    """Other code gets these files from the record; copying a whole folder is not reading it."""
     framework = Path(module.__file__).parents[1]
     naming = {"run_manifest.json", "overrides.yaml", "result.json"}
     found = [
@@ -278,17 +278,17 @@ def test_a_field_that_is_not_what_its_schema_says_is_named(tmp_path: Path, field
 
 @pytest.mark.parametrize("move", ["into a field", "twice"])
 def test_a_signature_counts_only_where_it_was_written(tmp_path: Path, move: str) -> None:
-    """A record that this user has signed is held to nothing more; whoever moves the signature's line is an enemy."""
+    """A record signed by this user needs no further check; only an attacker moves the signature's line."""
     path = tmp_path / "run_manifest.json"
     written = write_manifest(path, {"attempts": 5, "code": {"a": 1}})
-    assert read_manifest(path) == written  # of a wrong type, but signed
+    assert read_manifest(path) == written  # has a wrong type, but is signed
     text = path.read_text()
     seals = [line for line in text.splitlines() if line.startswith(('  "digest"', '  "signature"'))]
     if move == "into a field":
         text = "\n".join(line for line in text.splitlines() if line not in seals).replace(",\n}", "\n}") + "\n"
     inserted = "".join(f"{seal.rstrip(',')},\n" for seal in seals)
     path.write_text(text.replace('  "code": {\n', f'  "code": {{\n{inserted}'))
-    with pytest.raises(WorldsizeError, match="attempts is '5', which is of the wrong type"):
+    with pytest.raises(WorldsizeError, match="attempts is '5', of the wrong type"):
         read_manifest(path)
 
 
@@ -308,7 +308,7 @@ def test_a_manifest_that_is_no_small_regular_file_is_refused_at_once(tmp_path: P
     else:
         with path.open("wb") as file:
             file.truncate(200 << 30)
-    with pytest.raises(WorldsizeError, match=r"cannot be read: it (is no regular file|has more than)"):
+    with pytest.raises(WorldsizeError, match=r"cannot be read: it (is not a regular file|has more than)"):
         read_manifest(path)
 
 

@@ -1,4 +1,4 @@
-"""Files that hold secrets are not copied into a run folder, which is for the eyes of its user alone."""
+"""Files with secrets are not copied into a run folder, and only its user can read the folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worldsize.record.code import capture_code
 from worldsize.record.inputs import keep
 from worldsize.record.redaction import why_private
 
-SECRETS = {  # each in a format that its issuer has published; none was ever valid
+SECRETS = {  # each in its issuer's published format; none was ever valid
     "notes.txt": "-----BEGIN OPENSSH PRIVATE KEY-----\n",
     "deploy.py": "token = 'ghp_" + "a1B2" * 9 + "'\n",
     "bucket.py": "key = 'AKIA" + "ABCDEFGH12345678" + "'\n",
@@ -101,7 +101,7 @@ def test_a_file_with_a_key_in_it_is_left_out(project: Path, name: str) -> None:
 
 @pytest.mark.parametrize("part", ["A", "a.", "A=", "key: ", "secret ", "//example.org/", "eyJ", "sk-"])
 def test_a_long_line_is_searched_in_linear_time(tmp_path: Path, part: str) -> None:
-    """Quadratic time would be hours, after which the time limit ends the test."""
+    """Quadratic time would be hours: the time limit would end the test."""
     (tmp_path / "data.txt").write_text(f"key{' ' * 1_000_000}\n{part * (1_000_000 // len(part))}(")
     assert why_private(tmp_path / "data.txt", "data.txt") is None
 

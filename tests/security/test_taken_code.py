@@ -1,4 +1,4 @@
-"""Only what the record lists can be imported of another user's project and run folder: copies of it."""
+"""From a different user's project and run folder, only copies of the recorded files can be imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worldsize.record.run_record import opened
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project of another user, with a recipe and what can lie around it."""
+    """A different user's project, with a recipe and the things that can lie around it."""
     project = tmp_path / "theirs"
     recipe = project / "recipes" / "mine"
     (recipe / "conf" / "recipe").mkdir(parents=True)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from worldsize.core import MultiUpdateRecipe, Update
 from worldsize.data.batches import fetch
 from worldsize.data.order import Order
-from worldsize.record.determinism import seed_generators
+from worldsize.seeds import seed_generators
 
 SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 4
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ class GAN(nn.Module):
 
 
 def initialise(module: nn.Module) -> None:
-    """Draw weights as the paper says."""
+    """Initialise weights as in the paper."""
     name = type(module).__name__
     if "Conv" in name:
         nn.init.normal_(module.weight, 0.0, 0.02)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def criterion(scores: Tensor, label: float) -> Tensor:
 class DCGAN(MultiUpdateRecipe):
     """The recipe."""
 
-    critics: int = 1  # updates of the discriminator in a step
+    critics: int = 1  # updates of the discriminator per step
 
     def model(self) -> nn.Module:
         return model()

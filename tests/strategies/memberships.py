@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 
 from worldsize.core import Cluster, World
-from worldsize.world.world import regrouped
+from worldsize.healing.groups import regroup
 
 
 def worlds_in(memberships: Sequence[Sequence[int]], world: World, cluster: Cluster, folder: Path) -> Iterator[World]:
-    """Yield the place of this process in each of ``memberships``, global ranks, that it belongs to."""
+    """Yield this process's place in each of the ``memberships`` (global ranks) that it belongs to."""
     for number, members in enumerate(memberships):
         if world.global_rank not in members:
             if dist.is_initialized():
@@ -22,5 +22,5 @@ def worlds_in(memberships: Sequence[Sequence[int]], world: World, cluster: Clust
             continue
         store = FileStore(str(folder / str(number)), len(members))
         store.set_timeout(timedelta(seconds=60))
-        world = regrouped(world, tuple(members), cluster, store)
+        world = regroup(world, tuple(members), cluster, store)
         yield world

@@ -1,4 +1,4 @@
-"""Strategies agree with a plain PyTorch loop on one process."""
+"""Strategies match a plain PyTorch loop on one process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 from worldsize.core import EvaluationBatch, EvaluationBatches, Event, Numerics, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
+from worldsize.loop.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.fit import LoopCallbacks, LoopConfig, fit
 
 STEPS, BATCH, SAMPLES = 50, 24, 101
 
@@ -49,7 +49,7 @@ class Regression(Recipe):
 
 
 def reference(clip_norm: float | None = None) -> dict[str, Tensor]:
-    """Train by hand on whole batches, with the documented order of samples."""
+    """Train by hand on whole batches, in the documented order of samples."""
     recipe = Regression()
     model = recipe.model()
     optimizer = recipe.optimizer(model)

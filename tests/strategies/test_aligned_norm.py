@@ -1,4 +1,4 @@
-"""The norm of a gradient does not depend on where a bucket of DDP puts it."""
+"""The norm of a gradient does not depend on its position in a DDP bucket."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from worldsize.testing.worlds import run_in_worlds
 
 
 def test_elastic_norms_on_an_accelerator_are_taken_of_aligned_tensors_one_by_one() -> None:
-    """Kernels of the CPU stand in for CUDA's, whose order of sums depends on addresses."""
+    """CPU kernels stand in for CUDA's, where addresses affect the summation order."""
 
     def body(world: World) -> tuple[list[int], list[int], float, float, float]:
         torch.manual_seed(0)
         parts = (nn.Conv2d(3, 6, 5), nn.Flatten(), nn.Linear(6 * 28 * 28, 83), nn.Linear(83, 10), nn.Linear(10, 127))
         model = nn.Sequential(*parts)
         replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        for _ in range(2):  # the buckets are made anew after the first pass
+        for _ in range(2):  # DDP rebuilds the buckets after the first pass
             model.zero_grad()
             replica(torch.randn(2, 3, 32, 32)).square().sum().backward()
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
@@ -37,7 +37,7 @@ def test_elastic_norms_on_an_accelerator_are_taken_of_aligned_tensors_one_by_one
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "_foreach_norm", spied)
             patch.setattr(gradient_reducer, "is_accelerator", lambda device: True)
-            reducer = OrderedReducer.__new__(OrderedReducer)  # its clipping needs nothing of it
+            reducer = OrderedReducer.__new__(OrderedReducer)  # its clipping does not need it
             norm = reducer.clip(list(model.parameters()), 1.0)
         left = torch.stack([each.double().square().sum() for each in gradients]).sum().sqrt()
         addresses = [each.data_ptr() % 16 for (each,) in calls]

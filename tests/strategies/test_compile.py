@@ -1,4 +1,4 @@
-"""``compile=true`` computes the same function, and in elastic mode the same bits at any number of processes."""
+"""``compile=true`` computes the same function, and in elastic mode the same bits with any number of processes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def trained(train: Any, *options: str) -> dict[str, Any]:
 
 @pytest.fixture
 def code(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of compiled code, which the tests of a worker share."""
+    """The folder of compiled code, shared by a worker's tests."""
     folder = tmp_path_factory.getbasetemp() / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     return folder
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(600)  # it compiles five times, on cores that other tests use
+@pytest.mark.timeout(600)  # it compiles five times, on cores shared with other tests
 def test_compiled_runs_end_with_the_same_bits_at_any_number_of_processes_and_after_a_kill(
     train: Any, code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -70,7 +70,7 @@ def test_a_compiled_run_computes_what_an_eager_one_does_but_for_rounding(train: 
     assert "compiled" not in eager
     assert compiled["state_digest"] != eager["state_digest"]  # sums are fused
     assert compiled["metrics"] == pytest.approx(eager["metrics"], rel=1e-4)
-    assert any("grad_mode" in each for each in compiled["compiled"]["again"])  # evaluations have no gradients
+    assert any("grad_mode" in each for each in compiled["compiled"]["again"])  # evaluations run without gradients
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_other_strategies_compile_what_they_compute(train: Any, code: Path, opti
 
 def test_what_cannot_be_compiled_is_refused_before_the_start(train: Any) -> None:
     refused = {
-        "does not compile what its processes compute": ("strategy=parameter_server",),
-        "chooses kernels by their time": ("reproducibility=elastic", "compile_mode=max-autotune"),
+        "does not support compilation": ("strategy=parameter_server",),
+        "chooses kernels by measured time": ("reproducibility=elastic", "compile_mode=max-autotune"),
         "did you mean 'default'?": ("compile_mode=defalt",),
     }
     for message, options in refused.items():

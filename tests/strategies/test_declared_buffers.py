@@ -1,4 +1,4 @@
-"""Buffers that a loss changes become one value by the rule that the recipe declares, at any number of processes."""
+"""Buffers that a loss changes are merged by the recipe's declared rule, with any number of processes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Recording(nn.Module):
         self.cache = torch.ones(1)
         self.seen += count
         self.get_buffer("per_sign").data.add_(torch.stack([(hidden_bw > 0).sum(), (hidden_bw <= 0).sum()]))
-        self.average = 0.5 * self.average + 0.5 * hidden_bw.mean(0)  # another tensor
+        self.average = 0.5 * self.average + 0.5 * hidden_bw.mean(0)  # a new tensor
         self.get_buffer("latest").copy_(hidden_bw[-1])
         self.get_buffer("steps").add_(1)
         places = torch.arange(start, start + count) % KEYS
@@ -79,7 +79,7 @@ class Recording(nn.Module):
 
 @dataclass(frozen=True)
 class Recorded(Chain):
-    """A :class:`Chain` whose middle layers record what they see."""
+    """A :class:`Chain` whose middle layers record their activations."""
 
     depth: int = 2
     rules: Mapping[str, BufferRule] = field(default_factory=lambda: RULES)
@@ -96,7 +96,7 @@ class Recorded(Chain):
 
 
 class Counting(nn.Linear):
-    """A linear layer with buffers of its own."""
+    """A linear layer with additional buffers."""
 
     def __init__(self) -> None:
         super().__init__(7, 16)
@@ -125,7 +125,7 @@ class Divided(Chain):
 
 
 def trained(strategy: Strategy, world: World, recipe: Recipe, logical: int = LOGICAL) -> dict[str, Tensor]:
-    """Train STEPS steps and return the whole state of the model; it is empty on all ranks but the first."""
+    """Train STEPS steps and return the model's whole state; it is empty on all ranks but the first."""
     replica = strategy.replica(recipe, RunContext(world, logical_ranks=logical))
     parts, part = strategy.data_parallel(_cluster(world)), strategy.data_rank(world)
     order = Order(3, BATCH, logical, logical_ranks_of(part, parts, logical, replica.dealing))
@@ -144,7 +144,7 @@ def _cluster(world: World) -> Any:
 
 
 def plain() -> dict[str, Tensor]:
-    """Train the same steps by plain PyTorch on whole batches."""
+    """Train the same steps in plain PyTorch on whole batches."""
     recipe = Recorded()
     model, order = recipe.model(), Order(3, BATCH, 1, (0,))
     step = plain_step(recipe, model)
@@ -218,7 +218,7 @@ class Grown(Recorded):
 
 
 def test_a_buffer_that_grows_is_refused_also_where_the_first_pass_does_not_count() -> None:
-    """PowerSGD lets DDP form its buckets in a pass that is repeated."""
+    """PowerSGD lets DDP build its buckets in a repeated pass."""
 
     def body(world: World) -> str:
         with pytest.raises(ConfigError) as refusal:
@@ -237,11 +237,11 @@ def test_a_process_that_has_one_logical_rank_needs_no_rules() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"*.sen": "sum"}, r"'\*\.sen' is no buffer of the model"),
+        ({"*.sen": "sum"}, r"'\*\.sen' is not a buffer of the model"),
         ({"*.cache": "sum"}, "persistent=False"),
-        ({"*.seen": "mean"}, "torch.int64, whose mean is no integer"),
+        ({"*.seen": "mean"}, "torch.int64, and its mean may not be an integer"),
         ({"*.seen": "add"}, "unknown rule 'add'.*Known: equal, last, mean, sum"),
-        ({"*.queue": Concatenated(pointer="average")}, "pointer 'average' is no buffer"),
+        ({"*.queue": Concatenated(pointer="average")}, "pointer 'average' must be a buffer"),
         ({"*.queue": Concatenated(pointer="pointer", dim=2)}, "no dimension 2"),
     ],
 )
@@ -251,7 +251,7 @@ def test_a_rule_that_suits_no_buffer_is_refused_before_the_start(rules: Any, mes
 
 
 def test_servers_refuse_declared_buffers_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"reach no other worker. Use strategy=ddp"):
+    with pytest.raises(ConfigError, match=r"do not reach other workers. Use strategy=ddp"):
         check_construction(Recorded(), ParameterServer())
 
 
@@ -282,7 +282,7 @@ def test_restoring_statistics_takes_as_many_kernels_for_many_layers_as_for_few()
 
 
 class Kernels(TorchDispatchMode):
-    """Notes the operations that compute something."""
+    """Records the operations that compute something."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A model that is described first and made a tensor at a time has the bits of one that is made at once."""
+"""A model described first and then materialized tensor by tensor has the bits of one built at once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from transformers import (
 )
 
 from worldsize.core import Recipe, RunContext, Strategy, World
+from worldsize.loop.initial_weights import built_empty, tied_names
 from worldsize.strategies.deferred.model import DeferredModel, state_follows
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.initial_weights import built_empty, tied_names
 
 HOST = torch.device("cpu")
 
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Initialised as GPT-2 is: a rule for all modules, then some again by their names, and tied weights."""
+    """Initialised like GPT-2: a rule for all modules, then some again by name, and tied weights."""
 
     def __init__(self, width: int = 64, depth: int = 3) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def every_initialisation() -> nn.Module:
         begin.eye_,
         begin.xavier_normal_,
         begin.kaiming_normal_,
-        begin.trunc_normal_,  # draws again what is cut off
+        begin.trunc_normal_,  # redraws the values that it cuts off
         begin.orthogonal_,
         lambda tensor: begin.sparse_(tensor, 0.1),
         lambda tensor: tensor.exponential_(),
@@ -131,7 +131,7 @@ def in_double() -> nn.Module:
 
 
 def sequences_in_double() -> nn.Module:
-    """The default type decides operators that have no type of their own."""
+    """The default dtype decides operators without an explicit dtype."""
     default, model = torch.get_default_dtype(), nn.Linear(20, 30)
     torch.set_default_dtype(torch.float64)
     try:
@@ -182,7 +182,7 @@ def generator_seeded_again() -> nn.Module:
 
 
 def generator_that_goes_on() -> nn.Module:
-    """Another generator begins where the process's one is."""
+    """A second generator starts from the state of the process's generator."""
     model, generator = nn.Linear(20, 30), torch.Generator()
     generator.set_state(torch.get_rng_state())
     nn.init.normal_(model.weight, generator=generator)
@@ -190,7 +190,7 @@ def generator_that_goes_on() -> nn.Module:
 
 
 class Hidden(nn.Module):
-    """A weight that is another module's, and is not to be saved as its own."""
+    """A weight that belongs to a different module, and must not be saved twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def with_gradients() -> nn.Module:
 
 
 def conjugated() -> nn.Module:
-    """Tensors whose memory has other numbers than they have."""
+    """Tensors whose values differ from the bytes in memory."""
     model, numbers = nn.Linear(20, 30), torch.randn(50, 50, dtype=torch.complex64)
     model.register_buffer("product", numbers.conj() @ numbers.mH)
     model.register_buffer("negative", torch.randn(50, dtype=torch.complex64).conj().imag)
@@ -215,14 +215,14 @@ def conjugated() -> nn.Module:
 
 
 def with_a_state() -> nn.Module:
-    """Keeps the state of the generator from which it draws."""
+    """Keeps the state of the generator it draws from."""
     model = nn.Linear(20, 30)
     model.register_buffer("state", torch.get_rng_state())
     return model
 
 
 def tried() -> nn.Module:
-    """Is called by its constructor, as to find the size of what it returns, which changes running means."""
+    """Is called by its constructor, as if to find its output size, and so changes running means."""
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30))
     with torch.no_grad():
         return model.append(nn.Linear(model(torch.randn(64, 20)).shape[1], 10))
@@ -248,7 +248,7 @@ class Recurrent(nn.Module):
 
 
 def under_two_names() -> nn.Module:
-    """Buffers that are one memory, in two tensors."""
+    """Two buffers that share memory, as two tensors."""
     model, numbers = nn.Linear(20, 30), torch.randn(50)
     model.register_buffer("first", numbers)
     model.register_buffer("second", numbers.detach())
@@ -256,7 +256,7 @@ def under_two_names() -> nn.Module:
 
 
 def shuffled() -> nn.Module:
-    """Large tensors are drawn that take a number of random numbers unlike their size."""
+    """Large tensors that draw a different number of random numbers than their size."""
     model = nn.Linear(20, 30)
     model.register_buffer("order", torch.randperm(20_000))
     model.register_buffer("signs", torch.randint(0, 2, (20_000,)))
@@ -264,7 +264,7 @@ def shuffled() -> nn.Module:
 
 
 def marked_and_copied() -> nn.Module:
-    """A copy of a parameter has none of its attributes, and a copy of another tensor has them."""
+    """A copy of a parameter lacks its attributes; a copy of any other tensor has them."""
     model = nn.Linear(20, 30)
     model.weight.no_decay = True  # type: ignore[attr-defined]
     model.register_buffer("kept", nn.Buffer(torch.randn(20)))
@@ -291,7 +291,7 @@ def converted() -> nn.Module:
 
 
 def assigned() -> nn.Module:
-    """Fakes become ordinary parameters, and the other way round."""
+    """Fakes become ordinary parameters, and vice versa."""
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(20, 30), nn.LayerNorm(20))
     first, second, norm = (cast("nn.Linear", module) for module in model)
     first.weight.data = torch.ones(30, 20)
@@ -308,7 +308,7 @@ def averaged() -> nn.Module:
 
 
 def read_back() -> nn.Module:
-    """The constructor goes on as the numbers say that it has drawn."""
+    """The constructor depends on the numbers it has drawn."""
     model = nn.Linear(20, 30)
     if float(model.weight.detach().std()) > 0.1:
         nn.init.uniform_(model.weight)
@@ -320,7 +320,7 @@ def read_back() -> nn.Module:
 
 
 def on_a_graph() -> nn.Module:
-    """A sparse buffer, as a graph's adjacency is."""
+    """A sparse buffer, like a graph's adjacency."""
     model, indices = nn.Linear(20, 30), torch.tensor([[0, 1], [1, 0]])
     model.register_buffer("adjacency", torch.sparse_coo_tensor(indices, torch.ones(2), (9, 9), check_invariants=True))
     return model
@@ -385,7 +385,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, list[float]]:
-    """Make a model, and say what the generators give next."""
+    """Make a model, and return it with the next numbers of the generators."""
     torch.manual_seed(5)
     random.seed(5)
     model = make()
@@ -395,7 +395,7 @@ def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, list[float]]:
 def deferred(make: Callable[[], nn.Module]) -> nn.Module:
     described = DeferredModel.build(make)
     waiting = [parameter.is_meta for parameter in described.model.parameters()]
-    assert sum(waiting) >= len(waiting) / 2  # small ones that are not drawn are there already
+    assert sum(waiting) >= len(waiting) / 2  # small tensors that are not drawn already exist
     described.fill(HOST)
     return described.model
 
@@ -455,7 +455,7 @@ def test_nothing_is_drawn_for_a_model_whose_state_follows() -> None:
 
 
 def test_weights_that_follow_are_no_numbers_until_then() -> None:
-    """An optimizer that copies them when it is made, for example, ends in NaN, which shows."""
+    """For example, an optimizer that copies them when it is constructed ends in a visible NaN."""
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).bfloat16())
@@ -512,7 +512,7 @@ def by_address() -> nn.Module:
 
 
 def by_address_in_double() -> nn.Module:
-    """Sets global state that it does not set back if it is interrupted."""
+    """Sets global state, and does not restore it if interrupted."""
     default, weight = torch.get_default_dtype(), nn.Parameter(torch.randn(30, 20))
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
@@ -529,7 +529,7 @@ def by_address_of_storage() -> nn.Module:
 
 
 def tolerant() -> nn.Module:
-    """Goes on after what fakes cannot do."""
+    """Continues after operations that fakes do not support."""
     model = nn.Linear(20, 30)
     with suppress(Exception):
         nn.init.constant_(model.weight, len(torch.nonzero(model.weight > 0)))
@@ -588,7 +588,7 @@ def generator_from_outside() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (sparse, "makes a sparse tensor of weights. Make it of tensors of its own"),
+        (sparse, "makes a sparse tensor of weights. Make it of separate tensors"),
         (Window, "lets tensors that differ share memory. Let it clone"),
         (Collector, "keeps a tensor elsewhere than as an attribute of a module. Let modules have"),
         (hooked, "gives a hook to a parameter. Give it in the first call of forward"),
@@ -596,12 +596,12 @@ def generator_from_outside() -> nn.Module:
         (by_address, "asks where weights lie in memory"),
         (by_address_in_double, "asks where weights lie in memory"),
         (by_address_of_storage, "asks where weights lie in memory"),
-        (tolerant, "goes on after DynamicOutputShapeException"),
+        (tolerant, "continues after DynamicOutputShapeException"),
         (tolerant_of_numpy, "asks where weights lie in memory"),
-        (from_one_array, "changes a tensor from which it made weights. Let it read"),
-        (from_an_array_of_a_tensor, "changes a tensor from which it made weights. Let it read"),
+        (from_one_array, "changes a tensor after making weights from it. Let it read"),
+        (from_an_array_of_a_tensor, "changes a tensor after making weights from it. Let it read"),
         (of_a_class_of_its_own, "makes parameters of the class Special. Let them be"),
-        (with_a_gradient, "computes gradients. Compute them in training"),
+        (with_a_gradient, "computes gradients. Compute them only in training"),
         (generator_from_outside, "gives a hook to a parameter"),
     ],
 )
@@ -645,7 +645,7 @@ def test_what_was_made_in_vain_is_freed_first() -> None:
             module.weight = nn.Parameter(torch.from_numpy(np.ones((_LARGE, _LARGE), np.float32)))
         return model.append(hooked())
 
-    DeferredModel.build(hooked)  # imports what it uses
+    DeferredModel.build(hooked)  # imports its dependencies
     assert _peak_of(lambda: DeferredModel.build(make)) - _peak_of(lambda: None) < 1.5 * 6 * _LARGE**2 * 4
 
 
@@ -750,7 +750,7 @@ def test_what_is_drawn_before_it_is_filled_changes_nothing() -> None:
 
 
 class Drawing(Recipe):
-    """Draws random numbers wherever a strategy asks it something."""
+    """Draws random numbers whenever a strategy calls it."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -845,18 +845,18 @@ def _failing() -> nn.Module:
 
 
 def test_one_tensor_is_made_at_a_time() -> None:
-    """Weights of 216 MiB that are initialised twice, as GPT-2's are, take the memory of one of 36 MiB."""
+    """Weights of 216 MiB, initialised twice like GPT-2's, take as much memory as a single weight of 36 MiB."""
 
     def make() -> None:
         described = DeferredModel.build(_large)
         for tensor in described.tape.in_order(described.tensors.values()):
             described.tape.value(tensor)
 
-    make()  # imports what it uses
+    make()  # imports its dependencies
     assert _peak_of(make) - _peak_of(lambda: None) < 1.5 * _LARGE**2 * 4
 
 
-_LARGE = 3072  # 36 MiB in a weight: more than malloc keeps of what was freed
+_LARGE = 3072  # 36 MiB in a weight: more freed memory than malloc keeps
 
 
 def _large() -> nn.Module:
@@ -867,7 +867,7 @@ def _large() -> nn.Module:
 
 
 def _peak_of(task: Callable[[], object]) -> int:
-    """Return the largest resident size of this process, in bytes, while ``task`` runs."""
+    """Return the peak resident size of this process, in bytes, while ``task`` runs."""
     Path("/proc/self/clear_refs").write_text("5")
     task()
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())

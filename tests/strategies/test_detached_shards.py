@@ -1,4 +1,4 @@
-"""DTensors are detached as torch detaches them, and torch is not asked how the result is sharded."""
+"""DTensors are detached like torch does it, but without querying torch for the result's sharding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 PLACEMENTS: list[list[Placement]] = [
     [Shard(0), Replicate()],
-    [Shard(0), Shard(0)],  # of 5 rows, so that the last rank has none
+    [Shard(0), Shard(0)],  # with 5 rows, so that the last rank has none
     [Replicate(), Shard(1)],
     [Partial(), Replicate()],
 ]
@@ -44,7 +44,7 @@ def detached(world: World) -> None:
     numbers = torch.arange(15.0).reshape(5, 3)
     tensors: list[Any] = [distribute_tensor(numbers, mesh, each) for each in PLACEMENTS if Partial() not in each]
     tensors.append(DTensor.from_local(numbers, mesh, PLACEMENTS[-1]))
-    tensors.append(distribute_tensor(numbers, mesh, PLACEMENTS[1]).t())  # whose numbers are not in order
+    tensors.append(distribute_tensor(numbers, mesh, PLACEMENTS[1]).t())  # with its numbers out of order
     for tensor in tensors:
         tensor.requires_grad_(tensor.is_leaf)
         known = described(tensor.detach())
@@ -58,7 +58,7 @@ def detached(world: World) -> None:
         assert own.to_local().data_ptr() == tensor.to_local().data_ptr()
         version = tensor._version
         own.zero_()
-        assert tensor._version > version  # a backward pass notices that what it needs has been changed
+        assert tensor._version > version  # a backward pass detects that a saved tensor has changed
 
 
 def test_a_tensor_is_detached_as_torch_does() -> None:

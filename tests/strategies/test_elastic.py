@@ -59,7 +59,7 @@ def test_six_logical_ranks_end_with_the_same_bits_on_one_two_three_and_six_proce
 
 
 def test_shards_of_micro_batches_add_up_to_the_same_bits_at_every_world_size(train: Any) -> None:
-    """Each of 24 logical ranks has another rank's work at another world size, and 6 nodes are no power of two."""
+    """Each of 24 logical ranks moves to a different rank when the world size changes; 6 is not a power of two."""
     lengths = (*DIGITS, "logical_ranks=24", "batch_size=48")
     alone = digests(train, *lengths, "strategy=single", "cluster.processes=1")
     for size, shard in ((4, "2"), (8, "all")):
@@ -81,7 +81,7 @@ def test_another_strategy_and_another_bucket_size_do_not_change_a_bit(train: Any
 
 
 def test_plain_ddp_does_change_bits(train: Any) -> None:
-    """Without this difference, the tests above would show nothing."""
+    """Without this difference, the tests above would prove nothing."""
     different = {digests(train, *DIGITS, "reproducibility.reduce=flat", f"cluster.processes={size}") for size in (1, 4)}
     assert len(different) == 2
 
@@ -92,7 +92,7 @@ def test_the_manifest_says_that_the_run_is_bitwise_reproducible(train: Any) -> N
 
 
 class Scaled(nn.Module):
-    """A layer that scales by a constant buffer, and has another buffer with infinities."""
+    """A layer that scales by a constant buffer, and has a second buffer with infinities."""
 
     fixed: Tensor
 

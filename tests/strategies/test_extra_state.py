@@ -1,4 +1,4 @@
-"""Entries that an optimizer adds to its ``state_dict()`` are saved with it, or it is refused."""
+"""Extra entries in an optimizer's ``state_dict()`` are saved with it, or the optimizer is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from worldsize.errors import CheckpointError
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.single import Single
 from worldsize.strategies.train_state import TrainState, named_state
 from worldsize.strategies.zero import ZeRO
@@ -64,7 +63,7 @@ def test_it_is_refused_if_ranks_with_other_parameters_would_add_other_entries() 
 
 
 class Two(SharedLoss):
-    """Trains with two optimizers, one of torch and one that adds entries."""
+    """Trains with two optimizers, one from torch and one with extra entries."""
 
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
         optimizers = dict(super().optimizers(model))
@@ -77,7 +76,7 @@ class Two(SharedLoss):
 
 def test_each_of_several_optimizers_has_its_own_entries() -> None:
     recipe = Two()
-    saved, loaded = (MultiTrainState.of(recipe, recipe.model()) for _ in range(2))
+    saved, loaded = (TrainState.of(recipe, recipe.model()) for _ in range(2))
     _take_steps(saved.model, saved.optimizers, 2)
     state = copy.deepcopy(saved.state())
     assert state["optimizer"]["extra"]["matrices"]["taken"] == 2
@@ -90,14 +89,14 @@ def test_each_of_several_optimizers_has_its_own_entries() -> None:
 
 def test_a_state_without_the_entries_is_refused() -> None:
     state = TrainState.of(RECIPE, RECIPE.model())
-    saved = state.optimizer_state()
-    del saved["extra"]
+    saved = state.state()
+    del saved["optimizer"]["extra"]
     with pytest.raises(CheckpointError, match="the saved state of Remembering lacks the entry 'decay'"):
-        state.load_optimizer(saved)
+        state.load(saved)
 
 
 class Moving(Optimizer):
-    """Sets its rate in each step, moves weights without gradients, and keeps nothing in its state."""
+    """Sets its learning rate in each step, moves weights without gradients, and keeps no state."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""Linear layers round as eight bits do with ``precision=fp8``, and everything else is as without."""
+"""With ``precision=fp8``, linear layers round to eight bits, and everything else is unchanged."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from worldsize.testing.recipes import Chain
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor`` (any shape) as ``dtype`` holds it, scaled by its largest number."""
+    """Return ``tensor`` (any shape) rounded to ``dtype``, scaled by its largest number."""
     scale = torch.finfo(dtype).max / tensor.abs().max()
     return (tensor * scale).to(dtype).float() / scale
 
 
 class Narrow(Chain):
-    """A model that is too narrow."""
+    """A model with too narrow layers."""
 
     def model(self) -> nn.Module:
         return nn.Linear(7, 3)
@@ -33,7 +33,7 @@ class Narrow(Chain):
 
 @pytest.fixture(autouse=True)
 def quiet() -> Any:
-    """Ignore what torchao warns of while it is imported."""
+    """Ignore torchao's warnings during its import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torchao.float8  # noqa: F401
@@ -76,7 +76,7 @@ def test_the_state_of_a_run_is_that_of_one_in_float32() -> None:
 
 
 def test_what_would_not_compute_in_eight_bits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no linear layer with both sizes a multiple of 16"):
+    with pytest.raises(ConfigError, match="lacks a linear layer with both sizes a multiple of 16"):
         check_fp8(Narrow(), Narrow().model())
     with pytest.raises(ConfigError, match=r"strategy\.tensor=1"):
         Mesh(tensor=2).check_numerics(Numerics(precision="fp8"))

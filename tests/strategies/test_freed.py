@@ -1,4 +1,4 @@
-"""A replica that nobody needs any more is freed, since a gang that heals makes another one in each membership."""
+"""A replica without references is freed, since a healing gang makes a new one in each membership."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe that freezes parameters and adds others trains, resumes and has the same bits under every strategy."""
+"""A recipe with frozen and additional parameters trains, resumes and has equal bits under every strategy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Adapted(nn.Module):
 
 @dataclass(frozen=True)
 class Tuned(Chain):
-    """A frozen body with adapters, and a head of its own in place of the one that the body had."""
+    """A frozen body with adapters, and a new head in place of the original one."""
 
     def model(self) -> nn.Module:
         body = super().model().requires_grad_(False)
@@ -65,7 +65,7 @@ class Tuned(Chain):
 
 
 def trained(world: World, strategy: Strategy, steps: int, folder: Path | None = None) -> Mapping[str, Tensor]:
-    """Train up to ``steps``, from the newest checkpoint in ``folder`` and to another one; the model is on rank 0."""
+    """Train up to ``steps``, from the newest checkpoint in ``folder``, and save a new one; rank 0 has the model."""
     recipe = Tuned()
     replica = strategy.replica(recipe, RunContext(world))
     checkpoint = newest(folder, world) if folder else None

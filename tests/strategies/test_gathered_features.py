@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 class Chosen(Contrast):
     """Compares only the inputs with positive sums, with a summed loss and its weight; encoders drop values.
 
-    The loss normalizes the features of everyone, which moves statistics, too.
+    The loss also updates statistics, because it normalizes the features of all ranks.
     """
 
     def net(self) -> nn.Module:
@@ -56,7 +56,7 @@ def batches_of(recipe: Chosen) -> list[MicroBatch]:
 
 
 def plain(recipe: Chosen) -> tuple[nn.Module, float]:
-    """Take a step with one graph that holds the features of all logical ranks."""
+    """Take a step with one graph for the features of all logical ranks."""
     model = recipe.model()
     optimizer = recipe.optimizer(model)
     parts, first, changes = [], {name: each.clone() for name, each in model.named_buffers()}, []

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of parameters are called once a step, as long as they are registered."""
+"""Hooks on the gradients of parameters are called once per step while they are registered."""
 
 from __future__ import annotations
 

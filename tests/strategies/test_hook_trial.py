@@ -1,4 +1,4 @@
-"""Hooks of optimizers that a strategy cannot carry are refused before the start, and no others."""
+"""Optimizer hooks that a strategy does not support are refused before the start, and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Hook = Callable[..., Any]
 
 
 class Net(nn.Module):
-    """Two layers with an average of the first, an image of it as a frozen parameter, and a count."""
+    """Two layers with an average of the first, a copy of it as a frozen parameter, and a count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_the_refusal_names_the_hook_the_buffer_and_what_to_do() -> None:
     assert str(refusal.value) == (
         "the optimizer has a hook for each step, AveragedChain.optimizer.<locals>.average, that computes with weights "
         "and the buffer 5.average together. Here weights are divided over ranks, and such a tensor is whole on each. "
-        "Keep it as a frozen parameter, nn.Parameter(..., requires_grad=False), which is divided alike; set ema.decay "
+        "Keep it as a frozen parameter, nn.Parameter(..., requires_grad=False), to divide it alike; set ema.decay "
         "for an average of all weights; or use strategy=ddp or zero."
     )
 

@@ -1,4 +1,4 @@
-"""The interleaved schedule is torch's where torch takes the number of micro-batches, and like it elsewhere."""
+"""The interleaved schedule equals torch's for supported numbers of micro-batches, and extends it to others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stages_of(ranks: int, stages: int) -> list[Any]:
 
 
 def is_simulated(action: _Action) -> bool:
-    """Return whether torch's simulation knows the action; it knows none of sharded parameters."""
+    """Return whether torch's simulation covers the action; it skips actions on sharded parameters."""
     return not re.search("SHARD|REDUCE", str(action.computation_type))
 
 
@@ -51,7 +51,7 @@ def test_rounds_differ_by_one_micro_batch_at_most() -> None:
 
 def test_a_rank_keeps_the_activations_of_one_round_and_not_of_the_whole_step() -> None:
     def kept(count: int) -> int:
-        """Return the largest number of forward passes whose backward pass the first of 2 ranks has not done yet."""
+        """Return the largest number of forward passes on the first of 2 ranks that still await their backward pass."""
         most = now = 0
         for action in passes(0, 2, stages=2, micro_batches=count):
             now += 1 if action.computation_type == _ComputationType.FORWARD else -1

@@ -1,4 +1,4 @@
-"""A recipe may keep the optimizer that it makes, for example to read its rate in a loss: it is the one that trains."""
+"""A recipe may keep its optimizer, for example to read the learning rate in a loss: the same one trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that update local shards compute what plain PyTorch does with whole tensors, and save the same state."""
+"""Optimizers on local shards match plain PyTorch with whole tensors, and save the same state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.utils._pytree import tree_leaves, tree_map
 
 from worldsize.collectives.per_rank import local
-from worldsize.core import World
+from worldsize.core import ONE_UPDATE, World
 from worldsize.optimizers.schedule_free import adamw_schedule_free
 from worldsize.strategies.sharded_steps import step_apart, step_locally
 from worldsize.strategies.step_hooks import StrategyHook
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart, TrainState
 from worldsize.testing.worlds import run_in_worlds
 
-SIZES = [(4, 3), (5,), (1, 2)]  # over three ranks, of which some have fewer rows or none
+SIZES = [(4, 3), (5,), (1, 2)]  # over three ranks; some have fewer rows or none
 MAKERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "Adadelta": lambda model: Adadelta(model.parameters(), lr=0.1, weight_decay=0.1),
     "Adam": lambda model: Adam(model.parameters(), lr=torch.tensor(0.1), weight_decay=0.1, amsgrad=True),
@@ -78,19 +78,19 @@ def test_updates_of_shards_have_the_bits_and_the_state_of_plain_updates() -> Non
         return [name for name, make in MAKERS.items() if not is_equal(make, world)]
 
     def is_equal(make: Callable[[nn.Module], Optimizer], world: World) -> bool:
-        """Train, save, load into another optimizer, and train on; beside it whole tensors by plain PyTorch."""
+        """Train, save, load into a second optimizer, and continue; compare with whole tensors in plain PyTorch."""
         plain = module(values(0))
         reference = make(plain)
-        expected = TrainState(plain, reference, None)
+        expected = TrainState(plain, {ONE_UPDATE: OptimizerPart(plain, reference)})
         take_steps(plain, reference, range(1, 3), lambda tensors: tensors)
         own = module(sharded(values(0), world))
-        first = TrainState(own, make(own), None)
+        first = TrainState(own, {ONE_UPDATE: OptimizerPart(own, make(own))})
         step_locally(first.optimizer)
-        first.optimizer_state()  # of an optimizer that has not stepped, which leaves no trace
+        first.state()  # the state of an optimizer before its first step; this leaves no trace
         take_steps(own, first.optimizer, range(1, 3), lambda tensors: sharded(tensors, world))
-        equal = same(whole(first.optimizer_state()), expected.optimizer_state())
+        equal = same(whole(first.state()), expected.state())
         again = module(sharded(values(9), world))
-        then = TrainState(again, make(again), None)
+        then = TrainState(again, {ONE_UPDATE: OptimizerPart(again, make(again))})
         step_locally(then.optimizer)
         then.load(first.state())
         take_steps(plain, reference, range(3, 5), lambda tensors: tensors)
@@ -116,7 +116,7 @@ def test_gradients_that_are_sums_on_each_rank_are_added_up_first() -> None:
 
 
 def test_shards_that_stay_on_the_host_of_a_mesh_of_gpus_are_updated_and_saved_there() -> None:
-    """Shards are there with strategy.cpu_offload=true. The mesh is only described, and nothing of it is used."""
+    """Shards are there with strategy.cpu_offload=true. The mesh is only described, and not used."""
     mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False, _rank=0)
     meta = TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32)
     form = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
@@ -124,9 +124,9 @@ def test_shards_that_stay_on_the_host_of_a_mesh_of_gpus_are_updated_and_saved_th
     (parameter,) = own.parameters()
     optimizer = AdamW(own.parameters(), lr=0.1)
     step_locally(optimizer)
-    state = TrainState(own, optimizer, None)
+    part = OptimizerPart(own, optimizer)
     for _ in range(2):
-        saved = state.optimizer_state()["state"]["p0"]
+        saved = part.state()["state"]["p0"]
         assert {local(value).device.type for value in saved.values()} == {"cpu"}
         parameter.grad = DTensor(torch.ones(2, 3), form, requires_grad=False)
         optimizer.step()
@@ -136,19 +136,19 @@ def test_shards_that_stay_on_the_host_of_a_mesh_of_gpus_are_updated_and_saved_th
 
 
 class Derived(SGD):
-    """An optimizer whose own step may read what it likes."""
+    """An optimizer whose own step may read anything."""
 
 
 def test_only_optimizers_that_are_known_to_be_elementwise_see_shards() -> None:
     def seen(world: World) -> list[str]:
         adamw, sgd, derived, adagrad = (module(sharded(values(0), world)) for _ in range(4))
         hooked = SGD(sgd.parameters(), lr=0.1)
-        hooked.register_step_post_hook(lambda *_: None)  # such as one that averages weights
+        hooked.register_step_post_hook(lambda *_: None)  # for example, to average weights
         optimizers = AdamW(adamw.parameters()), hooked, Derived(derived.parameters()), Adagrad(adagrad.parameters())
         return [kind_of_parameters(optimizer) for optimizer in optimizers]
 
     def kind_of_parameters(optimizer: Optimizer) -> str:
-        """Return what the parameters are while the optimizer steps; they are the same before and after."""
+        """Return the type of the parameters while the optimizer steps; they are the same before and after."""
         step_locally(optimizer)
         (group,), kinds = optimizer.param_groups, set[str]()
         before = list(group["params"])

@@ -1,4 +1,4 @@
-"""A loss that has no gradient, or that is of another form on one rank, ends the run at once, with the cause."""
+"""A loss without a gradient, or with a different form on one rank, ends the run at once, with the cause."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEXT = "# @package _global_\n# own\nsteps: 4\nbatch_size: 24\nrecipe: {_target_
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.zeros(()), "depends on no trained parameter, so that it has no gradient"),
+        (torch.zeros(()), "depends on no trained parameter, so it lacks a gradient"),
         (None, "the recipe's loss returned None for a micro-batch"),
         (LossOutput(3.5), "the recipe's loss returned a float for a micro-batch"),  # type: ignore[arg-type]
         (torch.zeros(3, requires_grad=True), r"a tensor of shape \[3\] for a micro-batch, not a scalar"),

@@ -1,4 +1,4 @@
-"""Several updates of a step share one loss scale, which moves as that of the usual loop with torch's GradScaler."""
+"""Several updates of a step share one loss scale, updated as in the usual loop with torch's GradScaler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.core import MicroBatch, MultiUpdateRecipe, Numerics, RunContext, 
 from worldsize.strategies.single import Single
 
 STEPS, GROWTH = 14, 3
-OVERFLOWS = {2, 9}  # steps in which the generator's gradient leaves the range of float16
+OVERFLOWS = {2, 9}  # steps where the generator's gradient exceeds the range of float16
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def generator_loss(model: nn.ModuleDict, real: Tensor, step: int) -> Tensor:
 
 
 def original(recipe: Pair) -> tuple[list[float], Mapping[str, Tensor]]:
-    """Train as a loop with one GradScaler does, which updates it when all optimizers of an iteration have stepped.
+    """Train like a loop with one GradScaler, updated after all optimizers of an iteration have stepped.
 
-    A critic's further updates are iterations of its own: GradScaler refuses a second step without an update between.
+    A critic's further updates are separate iterations: GradScaler refuses a second step without an update between.
     """
     model, scaler, scales = recipe.model(), GradScaler("cpu", growth_interval=GROWTH), []
     assert isinstance(model, nn.ModuleDict)

@@ -31,7 +31,7 @@ CLIPPED = Numerics(clip_norm=0.05)
 
 @dataclass(frozen=True)
 class FullPenalty(Penalty):
-    """Gathers each parameter by itself, as a program for FSDP may do."""
+    """Gathers each parameter separately, like programs for FSDP."""
 
     def _penalty(self, model: nn.Module) -> Tensor:
         sums: list[Any] = [each.square().sum() for each in model.parameters()]
@@ -40,7 +40,7 @@ class FullPenalty(Penalty):
 
 @dataclass(frozen=True)
 class ScalarPenalty(Penalty):
-    """Adds up scalars, which torch lets a program mix with whole tensors in the forward pass alone."""
+    """Adds up scalars: only in the forward pass does torch let a program mix them with whole tensors."""
 
     def _penalty(self, model: nn.Module) -> Tensor:
         return sum((each.square().sum() for each in model.parameters()), torch.zeros(()))
@@ -132,7 +132,7 @@ def test_checkpoints_with_scalars_load_under_another_strategy(tmp_path: Path) ->
 
 
 class Asking(nn.Module):
-    """Computes with its three inputs, and notes whether they are one tensor."""
+    """Computes with its three inputs, and records whether they are one tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A loss that communicates is refused where its value would depend on the number of processes."""
+"""A loss that communicates is refused if its value would depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from worldsize.strategies.zero import ZeRO
 from worldsize.testing.loops import Loop
 from worldsize.testing.worlds import run_in_worlds
 
-_DEPRECATED = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # what programs use nevertheless
+_DEPRECATED = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # programs still use them
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Gathered(Loop):
 
 @dataclass(frozen=True)
 class Summed(Loop):
-    """Adds the mean output of all processes, by a collective that torch passes on to function modes."""
+    """Adds the mean output of all processes, with a collective that torch dispatches to function modes."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         mean = model(batch[0]).detach().mean()
@@ -59,7 +59,7 @@ class Summed(Loop):
 
 @dataclass(frozen=True)
 class Functional(Loop):
-    """Communicates by one of torch's functions that return tensors, if there is a group."""
+    """Communicates with one of torch's functions that return tensors, if there is a group."""
 
     exchange: Callable[[Tensor], Any]
 
@@ -72,7 +72,7 @@ class Functional(Loop):
 
 @dataclass(frozen=True)
 class AloneByNumber(Loop):
-    """Leaves its exchange out where it trains alone, as open_clip does."""
+    """Omits its exchange if it trains on one rank, as open_clip does."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         outputs: Tensor = model(batch[0])
@@ -98,7 +98,7 @@ LOST = "another process refuses"
 
 
 def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered(), parts: int = 0) -> str:
-    """Take a step on ``parts`` processes or groups (0: all are one each); return the refusal, or an empty string."""
+    """Take a step on ``parts`` processes or groups (0: all form one); return the refusal, or an empty string."""
     replica = strategy.replica(recipe, replace(RunContext(world), logical_ranks=logical_ranks))
     ranks = logical_ranks_of(world.rank % (parts or world.size), parts or world.size, logical_ranks, replica.dealing)
     batches = micro_batches(recipe.data("train"), Order(3, 24, logical_ranks, ranks), world.device)
@@ -138,11 +138,11 @@ class Divided(Loop):
 
 
 class GatheredDivided(Divided, Gathered):
-    """A :class:`Gathered` whose layers may be divided."""
+    """A :class:`Gathered` whose layers can be sharded."""
 
 
 class GatheredPiped(Gathered):
-    """A :class:`Gathered` whose layers may be stages."""
+    """A :class:`Gathered` whose layers can be stages."""
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
         return list(model.children())
@@ -152,7 +152,7 @@ class GatheredPiped(Gathered):
 
 
 class Exchange(nn.Module):
-    """Communicates in its second and later passes; a pipeline makes the first to learn the shape of its output."""
+    """Communicates from its second pass on; a pipeline makes the first to learn the shape of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class ExchangePiped(GatheredPiped):
 
 
 class Teacher(Divided):
-    """Assigns a weight in the loss, as programs do with the average of others."""
+    """Assigns a weight in the loss, like programs that average others."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         weight = next(model.parameters())
@@ -238,7 +238,7 @@ def test_one_process_refuses_the_exchange_that_a_loss_leaves_out_when_it_is_alon
 
 
 class OwnMean(GradientReducer):
-    """A strategy's own exchange of gradients, as plugins write it."""
+    """A strategy's own exchange of gradients, as written in plugins."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model, self._world = model, world

@@ -1,4 +1,4 @@
-"""A loss that says its weight has the gradient of the whole batch, however samples are dealt."""
+"""A loss that returns its weight has the gradient of the whole batch, however samples are dealt."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Sentences(Recipe):
 
 
 def plain(recipe: Recipe, clip: float | None) -> tuple[list[float], Mapping[str, Tensor]]:
-    """Train by plain PyTorch on whole batches."""
+    """Train in plain PyTorch on whole batches."""
     model, data, losses = recipe.model(), recipe.data("train"), []
     optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
     for step in range(1, STEPS + 1):
@@ -121,8 +121,8 @@ def test_unequal_micro_batches_have_the_gradient_of_the_whole_batch(
     recipe = Sentences(double)
     losses, model = plain(recipe, clip)
     found, weights = run_in_worlds(lambda world: trained(strategy, world, logical_ranks, recipe, clip), processes)[0]
-    assert found == pytest.approx(losses, rel=1e-6)  # shares are added in float32
-    is_exact = double and not (clip and isinstance(strategy, Mesh))  # whose norm is float32
+    assert found == pytest.approx(losses, rel=1e-6)  # shares are summed in float32
+    is_exact = double and not (clip and isinstance(strategy, Mesh))  # their norm is float32
     tolerance = 1e-12 if is_exact else 1e-6
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, model[name], rtol=tolerance, atol=tolerance)
@@ -163,7 +163,7 @@ def test_sums_in_float16_are_brought_near_their_mean_by_one_power_of_two(weights
 
 @dataclass(frozen=True)
 class Thousands(Sentences):
-    """Weigh every place as if it were a thousand."""
+    """Weight every place as if it were a thousand."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         total, count = super().loss(model, batch)

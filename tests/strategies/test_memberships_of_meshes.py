@@ -1,4 +1,4 @@
-"""A mesh has the same bits for any number of data-parallel parts, and its processes go on in places of another."""
+"""A mesh has the same bits for any number of data-parallel parts, and its processes can change places."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.heavy
 
 @dataclass(frozen=True)
 class Normed(Chain):
-    """A chain with a BatchNorm, whose statistics every micro-batch changes, after each block."""
+    """A chain with a BatchNorm after each block; every micro-batch changes its statistics."""
 
     def model(self) -> nn.Module:
         first, *blocks, last = super().model().children()
@@ -36,7 +36,7 @@ class Normed(Chain):
 
 @dataclass(frozen=True)
 class Shared(Chain):
-    """A chain whose blocks share one weight, so that three stages add up its gradient."""
+    """A chain whose blocks share one weight, so that three stages sum its gradient."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -56,7 +56,7 @@ CLUSTER = Cluster("test", 1, 6, "cpu", "gloo", timeout=60.0)
 
 
 def trained(strategy: Strategy, world: World, recipe: Chain = NORMED) -> tuple[str, list[float]]:
-    """Take two steps whose gradients are clipped; return the digest of the weights on the first rank, and the norms."""
+    """Take two steps with clipping; return the digest of the weights on the first rank, and the norms."""
     torch.manual_seed(3)
     context = RunContext(world, Numerics(clip_norm=0.1), logical_ranks=LOGICAL_RANKS)
     replica = strategy.replica(recipe, context)
@@ -71,7 +71,7 @@ def trained(strategy: Strategy, world: World, recipe: Chain = NORMED) -> tuple[s
 def trained_in_each(
     folder: Path, strategy: Mesh, memberships: Memberships, recipe: Chain = NORMED
 ) -> list[list[tuple[str, list[float]]]]:
-    """Return, of each rank, what :func:`trained` returns in each membership that it belongs to."""
+    """Return each rank's results of :func:`trained`, one for each membership that it belongs to."""
 
     def body(world: World) -> list[tuple[str, list[float]]]:
         results = []
@@ -131,7 +131,7 @@ def test_flat_sums_weigh_each_logical_rank_alike_where_parts_have_different_numb
 
 
 def test_an_idle_pass_changes_neither_weights_nor_buffers() -> None:
-    """The second of two parts, which have 4 and 3 logical ranks, has no idle pass if 1F1B gathers each stage once."""
+    """Of two parts with 4 and 3 logical ranks, the second has an idle pass unless 1F1B gathers each stage once."""
 
     def body(world: World) -> list[tuple[str, list[float]]]:
         gathered, interleaved = {"reshard_after_forward": True}, {"schedule": "interleaved"}
@@ -143,7 +143,7 @@ def test_an_idle_pass_changes_neither_weights_nor_buffers() -> None:
 
 
 class Crossed(nn.Linear):
-    """A layer whose input's gradient is the transpose of a contiguous tensor, as that of a convolution over steps."""
+    """A layer whose input gradient is the transpose of a contiguous tensor, as in a convolution over steps."""
 
     def forward(self, input: Tensor) -> Tensor:
         return (self.weight @ input.t().contiguous()).t()
@@ -151,7 +151,7 @@ class Crossed(nn.Linear):
 
 @dataclass(frozen=True)
 class Strided(Chain):
-    """A chain each of whose blocks begins with a crossed layer, so that strided gradients pass between stages."""
+    """A chain with a crossed layer at the start of each block, so that strided gradients pass between stages."""
 
     def model(self) -> nn.Module:
         first, *blocks, last = super().model().children()

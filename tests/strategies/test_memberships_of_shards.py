@@ -1,4 +1,4 @@
-"""Processes that shard a model go on in other groups, in other places: nothing of the groups before is left."""
+"""Processes that shard a model continue in new groups and places, with nothing left of the previous groups."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.distributed.tensor import DTensor
 from tests.strategies.memberships import worlds_in
 from tests.strategies.test_sharded_accumulation import batch
 from worldsize.core import Cluster, Reduction, RunContext, World
+from worldsize.healing.groups import Connections, _sockets
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.meetings import Connections, _sockets
 
 CLUSTER = Cluster("test", 1, 4, "cpu", "gloo", timeout=60.0)
 MEMBERSHIPS = ((0, 1, 2, 3), (0, 2, 3), (0, 2, 3, 1), (3, 1, 2, 0))
 
 
 def trained(world: World, strategy: FSDP) -> tuple[list[float], int]:
-    """Take two steps whose gradients are clipped; return the norms, and the number of shards of a copy."""
+    """Take two steps with clipping; return the norms, and the number of shards of a copy."""
     recipe = Chain(depth=2)
     torch.manual_seed(3)
     replica = strategy.replica(recipe, RunContext(world, logical_ranks=8))

@@ -1,4 +1,4 @@
-"""Data × tensor × pipeline parallelism agrees with a plain PyTorch loop on one process."""
+"""Data × tensor × pipeline parallelism matches a plain PyTorch loop on one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.record.determinism import seed_generators
+from worldsize.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import mean_loss
@@ -48,7 +48,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 pytestmark = pytest.mark.heavy
 
-STEPS, BATCH, CONTEXT, CLIP = 12, 8, 12, 0.3  # every gradient's norm is above CLIP
+STEPS, BATCH, CONTEXT, CLIP = 12, 8, 12, 0.3  # every gradient's norm exceeds CLIP
 DATA = torch.randint(256, (STEPS, BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
 CLIPPED = Numerics(clip_norm=CLIP)
 Losses = list[float]
@@ -98,7 +98,7 @@ def built(strategy: Strategy, world: World, *, numerics: Numerics = PLAIN, **opt
 
 
 def parts(strategy: Strategy, world: World) -> tuple[int, int]:
-    """Return this rank's part of the data, and the number of parts."""
+    """Return this rank's data-parallel rank, and the number of data-parallel parts."""
     return strategy.data_rank(world), strategy.data_parallel(cluster(world.size))
 
 
@@ -162,7 +162,7 @@ def test_a_mesh_trains_as_one_process_does(strategy: Mesh, numerics: Numerics) -
         assert trained_bits == pytest.approx(bits, rel=1e-5)
     assert len({bits for _, _, bits in results}) == 1
     assert results[0][1].keys() == weights.keys()
-    for name, tensor in weights.items():  # Adam turns rounding into steps where a gradient is nearly zero
+    for name, tensor in weights.items():  # Adam amplifies rounding where a gradient is nearly zero
         assert (results[0][1][name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
@@ -309,7 +309,7 @@ def test_a_loss_in_a_pipeline_uses_no_more_than_the_output(use: Callable[[Any], 
 
 
 class Plain(Recipe):
-    """Defines what every recipe must, and nothing for pipelines."""
+    """Defines the required methods of a recipe, and none for pipelines."""
 
     model = optimizer = data = loss = evaluate = None  # type: ignore[assignment]
 
@@ -365,7 +365,7 @@ def loaded(folder: Path, strategy: Strategy, world: World, **options: Any) -> Re
 
 
 def bits_of(replica: Replica) -> dict[str, bytes]:
-    """Return the bytes of the tensors that this rank holds."""
+    """Return the bytes of this rank's tensors."""
     held = {name: tensor for name, tensor in split(replica.state())[0].items() if not tensor.is_meta}
     local = {name: own.to_local() if isinstance(own, DTensor) else own for name, own in held.items()}
     return {name: tensor.detach().numpy().tobytes() for name, tensor in local.items()}
@@ -465,7 +465,7 @@ def test_too_few_micro_batches_are_refused() -> None:
     ("strategy", "size", "message"),
     [
         (Mesh(pipeline=6), 6, "5 layers, too few for 6 stages"),
-        (Mesh(tensor=3), 3, "48 features|16 features, which do not divide over 3"),
+        (Mesh(tensor=3), 3, "48 features|16 features, not divisible by 3"),
         (Mesh(pipeline=2, split=[5]), 2, "leaves a stage empty"),
     ],
 )

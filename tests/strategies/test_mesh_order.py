@@ -1,4 +1,4 @@
-"""The order of a mesh's axes says which of them crosses nodes and racks, and changes no result."""
+"""The order of a mesh's axes decides which of them cross nodes and racks, and changes no result."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_one_order_goes_on_in_another(tmp_path: Path) -> None:
 def test_rings_of_an_axis_share_the_links_that_they_cross(
     order: Sequence[str], nodes: int, tiers: dict[str, int], sizes: tuple[int, int]
 ) -> None:
-    """Count the edges of all rings that leave each node, rack or pod, also of rings that begin within one."""
+    """Count the edges of all rings that leave each node, rack or pod, also of rings that begin inside one."""
     pipeline, tensor = sizes
     cluster = replace(racks(nodes, 12 * nodes, tiers), links={**LINKS, "pod": Link(1e9, 0.0)})
     data = 12 * nodes // (pipeline * tensor)
@@ -139,7 +139,7 @@ def test_rings_of_an_axis_share_the_links_that_they_cross(
 def test_the_axis_that_crosses_racks_is_predicted_with_their_uplink() -> None:
     """Two racks of two nodes of one process.
 
-    With stages in different racks, the parts of the data gather 2 × half of 0.4 GB over a node's link, and the
+    With stages in different racks, the data-parallel parts gather 2 × half of 0.4 GB over a node's link, and the
     two ranks of a rack send 16 messages of 1 MB each over its uplink, at half of its bandwidth. With the stages inside,
     the messages have a node's link, and two rings share the uplink.
     """

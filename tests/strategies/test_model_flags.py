@@ -1,4 +1,4 @@
-"""Modes of modules are the program's own: whatever an evaluation or an update sets, they are restored."""
+"""Modes of modules belong to the program: an evaluation or an update restores them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_evaluation_restores_the_mode_of_each_module() -> None:
 def test_a_module_that_two_parents_share_keeps_its_mode() -> None:
     shared = nn.Dropout()
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-    model[1].training = False  # the second parent alone, so that its train() would set that of the child
+    model[1].training = False  # only the second parent: its train() would change the child
     before = modes(model)
     with evaluating([model]):
         assert not any(modes(model).values())

@@ -1,4 +1,4 @@
-"""A recipe with several updates a step trains as the original program does, at every world size."""
+"""A recipe with several updates per step matches the original program, at every world size."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from plugins.parameter_server.hybrid import HybridParameterServer
 from plugins.parameter_server.strategy import ParameterServer
 from tests.strategies.dcgan import BATCH, DCGAN, GAN, SEED, original
+from worldsize.checkpoint.manifest_tree import split
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     ConfigError,
@@ -36,9 +37,11 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.multi_update import MultiUpdateReplica
+from worldsize.strategies.reducers import update_reducer
 from worldsize.strategies.single import Single
+from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.recipes import TwoPlayers
+from worldsize.testing.recipes import Chain, TwoPlayers
 from worldsize.testing.update_loops import SharedLoss
 from worldsize.testing.worlds import run_in_worlds
 
@@ -59,7 +62,7 @@ def trained(
 
 
 def weights_of(strategy: Strategy, processes: int, numerics: Numerics = PLAIN) -> Mapping[str, Tensor]:
-    """Train with four logical ranks, and return the weights that rank 0 gathers."""
+    """Train with four logical ranks, and return the weights gathered on rank 0."""
 
     def body(world: World) -> Mapping[str, Tensor]:
         return trained(strategy, world, logical_ranks=4, numerics=numerics)[0]
@@ -74,7 +77,7 @@ def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
 
 @pytest.mark.parametrize("strategy", [Single(), DDP(reduce="ordered"), ZeRO(), FSDP()], ids=lambda each: each.reduce)
 def test_on_one_process_a_gan_has_the_bits_of_the_original_loop(strategy: Strategy) -> None:
-    """BatchNorm's statistics and the noise that is drawn in the step included."""
+    """Including BatchNorm's statistics and noise drawn in the step."""
     found, _ = trained(strategy, ALONE, logical_ranks=1)
     assert differing(found, original(20)) == []
 
@@ -110,7 +113,7 @@ def test_ordered_sums_have_the_same_bits_under_every_strategy_and_at_every_world
 
 
 def test_flat_sums_do_change_bits(alone: Mapping[str, Tensor]) -> None:
-    """Without this difference, the test above would show nothing; they agree up to rounding."""
+    """Without this difference, the test above would prove nothing; they match up to rounding."""
     found, _ = trained(DDP(), ALONE, logical_ranks=4, numerics=CLIPPED)
     assert differing(found, alone) != []
     for name, tensor in alone.items():
@@ -119,7 +122,7 @@ def test_flat_sums_do_change_bits(alone: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Two(MultiUpdateRecipe):
-    """Two numbers in two optimizers; derived classes say what is wrong with a step."""
+    """Two numbers in two optimizers; derived classes make a step invalid."""
 
     def model(self) -> nn.Module:
         torch.manual_seed(1)
@@ -236,7 +239,7 @@ class Returning(Two):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (TakesName(), "name a metric loss/b or lr/b, which each logged step has of the optimizer 'b'. Rename it."),
+        (TakesName(), "name a metric loss/b or lr/b, reserved in each logged step for the optimizer 'b'. Rename it."),
         (Returning(3), "Returning.updates returned a int at its end. Return metrics by their names"),
         (Returning({"a": 3}), "the recipe's loss must give its metric 'a' as (sum, count)"),
         (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', not a scalar. Yield its mean()"),
@@ -312,7 +315,7 @@ class Frozen(Two):
         (Shared(), "Shared gives 'a.weight' to two optimizers, 'a' and 'all'; their state is kept by the names"),
         (NoneAtAll(), "NoneAtAll.optimizers returned no optimizer."),
         (OneAlone(), "OneAlone.optimizers returned no mapping of names to optimizers."),
-        (Crossed(), "Crossed.schedules: the schedule 'a' is that of another optimizer."),
+        (Crossed(), "Crossed.schedules: the schedule 'a' belongs to a different optimizer."),
         (Unknown(), "Unknown.schedules: no optimizer 'c'"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Two) else "",
@@ -328,9 +331,9 @@ def test_optimizers_that_do_not_fit_are_refused_before_the_start(recipe: MultiUp
         (Mesh(), "Two takes several updates a step, and Mesh takes one: it sums and clips all gradients together"),
         (
             ParameterServer(consistency="async"),
-            "which do not overlap with those of other steps. Set strategy.consistency",
+            "they cannot overlap with other steps. Set strategy.consistency",
         ),
-        (ParameterServer(replicas=1), "in the middle of which no standby can take over. Set strategy.replicas=0"),
+        (ParameterServer(replicas=1), "a standby cannot take over in the middle of a step. Set strategy.replicas=0"),
         (ParameterServer(compression="bf16"), "whose gradients are not compressed. Set strategy.compression=none."),
         (HybridParameterServer(), "and HybridParameterServer takes one"),
         (DDP(compress="int8"), "whose gradients are not compressed or summed by node. Set strategy.compress=none"),
@@ -343,6 +346,14 @@ def test_strategies_that_cannot_train_it_refuse_it_before_the_start(strategy: St
     check_trainable(TwoPlayers(), Single())
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_trainable(Two(), strategy)
+
+
+@pytest.mark.parametrize("name", ["optimizers", "schedules", "micro_batch_updates"])
+def test_a_method_of_recipes_with_several_updates_is_refused_in_one_with_a_single_update(name: str) -> None:
+    recipe = type("Own", (Chain,), {name: lambda self, *_: {}})()
+    with pytest.raises(ConfigError, match=f"Own defines {name}, .*MultiUpdateRecipe, or rename"):
+        check_trainable(recipe, Single())
+    check_trainable(Chain(), Single())
 
 
 @dataclass(frozen=True)
@@ -372,7 +383,7 @@ class Normed(Two):
         ),
         (
             Rows(),
-            "b has sparse=True, and Rows takes several updates a step, which servers make of dense parameters",
+            "b has sparse=True, and Rows takes several updates a step; servers support these for dense parameters",
         ),
         (Normed(), "b is a BatchNorm1d, whose statistics no server owns."),
     ],
@@ -388,6 +399,21 @@ def test_a_staleness_bound_of_zero_is_synchronous() -> None:
     check_trainable(Two(), ParameterServer(consistency="bounded"))
 
 
+def test_one_update_is_the_case_of_several_with_the_same_bits_and_the_same_checkpoint() -> None:
+    recipe, context = Chain(), RunContext(ALONE, CLIPPED, logical_ranks=2)
+    one = Single().replica(recipe, context)
+    state = TrainState.of(recipe, recipe.model())
+    several = MultiUpdateReplica(recipe, context, train_state=state, reducer=update_reducer("flat", state.model, None))
+    batches = micro_batches(recipe.data("train"), Order(3, 16, 2, (0, 1)), ALONE.device)
+    for _ in range(3):
+        step = next(batches)
+        taken = [float(sum(replica.step(step).losses)) for replica in (one, several)]
+        assert taken[0] == pytest.approx(taken[1])
+    (tensors, values), (others, other_values) = split(one.state()), split(several.state())
+    assert values == other_values
+    assert differing(tensors, others) == []
+
+
 def test_whoever_asks_for_the_one_loss_of_such_a_recipe_gets_a_sentence() -> None:
     recipe, model = Two(), Two().model()
     with pytest.raises(ConfigError, match="Two takes several updates a step, and whatever trains it must"):
@@ -397,7 +423,7 @@ def test_whoever_asks_for_the_one_loss_of_such_a_recipe_gets_a_sentence() -> Non
 
 
 def test_an_update_clips_the_gradient_of_its_own_parameters() -> None:
-    """Compare with plain PyTorch, which clips each network by itself."""
+    """Compare with plain PyTorch, clipping each network separately."""
     (batch,) = batches_of(1)
     replica, plain = replica_of(Two(), Numerics(clip_norm=0.1)), Two().model()
     optimizers = Two().optimizers(plain)
@@ -549,7 +575,7 @@ def test_each_micro_batch_keeps_its_own_random_numbers_between_updates() -> None
 
 
 def test_graphs_from_before_an_update_reach_the_next_one_when_buffers_are_averaged() -> None:
-    """Averaging writes into BatchNorm's buffers while the generator's graph waits for its own update."""
+    """Averaging writes to BatchNorm's buffers while the generator's graph still waits for its update."""
     weights, _ = trained(Single(reduce="ordered"), ALONE, logical_ranks=2, steps=1)
     assert differing(weights, GAN().state_dict()) != []
     assert int(weights["generator.1.num_batches_tracked"]) == 1
@@ -557,7 +583,7 @@ def test_graphs_from_before_an_update_reach_the_next_one_when_buffers_are_averag
 
 
 class Small(Two):
-    """Losses whose gradients stay within the range of float16."""
+    """Losses with gradients inside the range of float16."""
 
     def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
         for name, loss in super().updates(model, batch, step):
@@ -566,7 +592,7 @@ class Small(Two):
 
 
 class TooLarge(Two):
-    """Losses whose gradients do not."""
+    """Losses with gradients outside that range."""
 
     def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
         for name, loss in super().updates(model, batch, step):
@@ -584,7 +610,7 @@ def test_fp16_has_one_loss_scale_for_all_optimizers() -> None:
 
 
 class WithoutRate(Optimizer):
-    """Takes a fixed share off each parameter, and has no learning rate."""
+    """Takes a fixed share off each parameter, without a learning rate."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -598,7 +624,7 @@ class WithoutRate(Optimizer):
 
 @dataclass(frozen=True)
 class OneRate(Two):
-    """One of the optimizers has a learning rate, and the other, ``bare``, has none."""
+    """One of the optimizers has a learning rate; the other, ``bare``, does not."""
 
     bare: str = "a"
 
@@ -619,12 +645,12 @@ def test_an_optimizer_without_a_learning_rate_shows_none() -> None:
 def test_a_checkpoint_without_a_schedule_that_the_recipe_has_is_refused_in_a_sentence() -> None:
     replica = replica_of(TwoPlayers())
     state = {**replica.state(), "schedule": {}}
-    with pytest.raises(ConfigError, match="the checkpoint has no state of the schedule 'critic'"):
+    with pytest.raises(ConfigError, match="the checkpoint lacks a state of the schedule 'critic'"):
         replica.load(state)
 
 
 def test_what_an_optimizer_draws_leaves_the_random_numbers_of_the_next_update_alone() -> None:
-    """The same holds with one micro-batch in a process, so that more processes change nothing."""
+    """This also holds with one micro-batch per process, so that more processes change nothing."""
     drawn: list[float] = []
 
     class Noisy(Two):

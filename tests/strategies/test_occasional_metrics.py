@@ -1,4 +1,4 @@
-"""Metrics of an update that is not in every step are the exact mean over the steps in which it took part."""
+"""A metric of an update that skips steps is the exact mean over the steps that include it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from worldsize.core import (
 )
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
+from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 
 STEPS, EVERY, LOGGED, BATCH, RANKS = 17, 5, 4, 8, 4
 
 
 @dataclass(frozen=True)
 class Occasional(MultiUpdateRecipe):
-    """A critic, and a generator that is updated in every fifth step; each tells a metric, and so does the step."""
+    """A critic, and a generator updated every fifth step; each returns a metric, and so does the step."""
 
     by_rank: bool = False
 
@@ -68,7 +68,7 @@ class Occasional(MultiUpdateRecipe):
 
 
 def logged(strategy: Strategy, world: World, *, stops_at: int | None = None) -> list[tuple[int, Mapping[str, float]]]:
-    """Train; with ``stops_at`` go on after a save there, in a replica and with sums that are made anew."""
+    """Train; with ``stops_at``, save there and continue in a new replica with new sums."""
     rows: list[tuple[int, Mapping[str, float]]] = []
     replica = strategy.replica(Occasional(), RunContext(world))
     order = Order(3, BATCH, RANKS, logical_ranks_of(world.rank, world.size, RANKS, replica.dealing))
@@ -94,7 +94,7 @@ def logged(strategy: Strategy, world: World, *, stops_at: int | None = None) -> 
 
 
 def expected() -> list[tuple[int, Mapping[str, float]]]:
-    """Compute the metrics by their definition, of the samples of each step since the last logged one."""
+    """Compute the metrics by definition, from the samples of each step since the last logged one."""
     (data,), order = Occasional().data("train").tensors, Order(3, BATCH, 1, (0,))
     rows, critic, generator = list[tuple[int, Mapping[str, float]]](), list[Tensor](), list[Tensor]()
     for step in range(1, STEPS + 1):
@@ -116,7 +116,7 @@ def check(rows: list[tuple[int, Mapping[str, float]]]) -> None:
     for (step, found), (_, wanted) in zip(rows, expected(), strict=True):
         assert {name for name in found if "/" not in name} == wanted.keys(), step
         assert found.get("large") == wanted.get("large")
-        assert found["first"] == pytest.approx(wanted["first"], rel=1e-6)  # the recipe adds up in float32
+        assert found["first"] == pytest.approx(wanted["first"], rel=1e-6)  # the recipe sums in float32
         assert math.isnan(found["loss/generator"]) == ("large" not in wanted)
 
 

@@ -1,4 +1,4 @@
-"""An optimizer is tried on small tensors: may ranks have parts of parameters, or some of them?"""
+"""An optimizer is tried on small tensors: can ranks have parts of parameters, or some of them?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from plugins.parameter_server.strategy import ParameterServer
-from worldsize.core import ConfigError, Recipe
+from worldsize.core import ONE_UPDATE, ConfigError, Recipe
 from worldsize.optimizers.muon import muon
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -26,7 +26,7 @@ Make = Callable[[nn.Module], Optimizer]
 
 
 class Rows(Optimizer):
-    """Scales each row of an update by a norm of the row."""
+    """Scales each row of an update by its norm."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -54,7 +54,7 @@ class Noisy(Optimizer):
 
 
 class Unhooked(Optimizer):
-    """Replaces its step, which then runs no hooks."""
+    """Replaces its step, and so runs no hooks."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -67,7 +67,7 @@ class Unhooked(Optimizer):
                 each.sub_(group["lr"] * each.grad)
 
 
-MATRICES: dict[str, tuple[Make, bool, bool, bool]] = {  # cut along rows, along columns, and apart from each other
+MATRICES: dict[str, tuple[Make, bool, bool, bool]] = {  # split by rows, by columns, and separately
     "adam": (lambda model: Adam(model.parameters()), True, True, True),
     "counting": (lambda model: Counting(model.parameters(), AdamW, warmup=3), True, True, True),
     "trust ratio": (lambda model: TrustRatio(model.parameters(), 0.1, jointly=False), False, False, True),
@@ -164,11 +164,11 @@ def test_an_optimizer_that_takes_other_parameters_than_the_models_is_refused_by_
     state = TrainState.of(recipe, recipe.model())
     (buckets,) = plan_shards(dict(state.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     with pytest.raises(ConfigError, match="Take parameters from the model that it is given"):
-        ShardParameters(state, buckets, make=recipe.optimizer)
+        ShardParameters(state.parts[ONE_UPDATE], buckets, make=recipe.optimizer)
 
 
 class Saved(Noisy):
-    """Counts in its options, which a checkpoint has."""
+    """Counts in its options; they are part of a checkpoint."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -190,4 +190,4 @@ def test_counters_that_a_newcomer_would_not_have_are_refused_with_healing(kind: 
     recipe = Optimized(lambda model: Counting(model.parameters(), AdamW, warmup=3))
     assert not refused_early(kind(), recipe)
     refusal = refused_early(kind(on_failure="heal"), recipe)
-    assert "a process that takes another's place does not get it. Keep it in the optimizer's state" in refusal
+    assert "a replacement process does not get it. Keep it in the optimizer's state" in refusal

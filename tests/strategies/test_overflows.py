@@ -1,4 +1,4 @@
-"""An update that overflows in float16 is counted, logged once, and an event of the run."""
+"""A float16 overflow in an update is counted, logged once, and an event of the run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from tests.observe.run_folders import write_run
 from worldsize.core import Event, MicroBatch, Numerics, RunContext, UpdateOverflowed, World
 from worldsize.core.sections import WeightAverage
+from worldsize.loop.averaging import AveragedReplica
+from worldsize.loop.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.observe.events import EventLog
 from worldsize.observe.report.page import summary
 from worldsize.observe.report.read import read_run
@@ -22,14 +24,12 @@ from worldsize.observe.report.timeline import timeline
 from worldsize.strategies import loss_scaling
 from worldsize.strategies.single import Single
 from worldsize.testing.loops import Loop
-from worldsize.train.averaging import AveragedReplica
-from worldsize.train.fit import LoopCallbacks, LoopConfig, fit
 
 OVERFLOWS = (2, 4)
 
 
 class Overflowing(Loop):
-    """The gradient of some steps leaves the range of float16."""
+    """The gradient overflows float16 in some steps."""
 
     def loss_at(self, model: nn.Module, batch: Any, step: int) -> Tensor:
         loss = self.loss(model, batch)
@@ -72,7 +72,7 @@ def test_updates_left_out_by_the_loss_scale_are_counted_and_told_once(
 def test_overflows_are_events_of_the_run_and_counted_in_its_report(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     log = EventLog(run / "events.jsonl")
-    for step in (*OVERFLOWS, OVERFLOWS[-1]):  # the last one is done again after a restart
+    for step in (*OVERFLOWS, OVERFLOWS[-1]):  # the last one is repeated after a restart
         log(UpdateOverflowed(step))
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [(row["event"], row["step"]) for row in rows] == [("overflow", 2), ("overflow", 4), ("overflow", 4)]

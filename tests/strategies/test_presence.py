@@ -1,4 +1,4 @@
-"""A rank that has all its gradients reads no tensor to learn that, since it would wait for its GPU in each step."""
+"""A rank that has all its gradients reads no tensor to find that out: it would wait for its GPU in each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 
 class Waits(TorchFunctionMode):
-    """Counts calls that copy between host and device, and wait for it."""
+    """Counts copies between host and device that wait."""
 
     def __init__(self) -> None:
         super().__init__()

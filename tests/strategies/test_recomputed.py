@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Counting(Block):
-    """Counts its passes in a buffer, as no recomputed block may."""
+    """Counts its passes in a buffer, forbidden for recomputed blocks."""
 
     passes: Tensor
 
@@ -137,7 +137,7 @@ def test_more_recomputing_takes_less_memory_and_the_plan_knows() -> None:
     order = Order(0, 2048, 1, (0,))
     for chosen, measured in peaks.items():
         work = calibrate(Blocks(dropout=0.0), Numerics(activation_checkpointing=chosen), order, "cpu")
-        # at the peak a block's gradients are there, too, so the least is what is kept
+        # the peak includes a block's gradients: the minimum is the kept activations
         assert work.activation_bytes < measured < 2 * work.activation_bytes, chosen
 
 
@@ -147,7 +147,7 @@ def test_a_block_that_changes_a_buffer_is_an_error_that_names_it() -> None:
 
 
 def test_activations_come_back_from_the_host_as_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
-    # on the CPU nothing is moved, so copies stand in for what the host returns
+    # the CPU moves nothing, so copies stand in for tensors returned from the host
     parameter, activation = nn.Parameter(torch.ones(2**19)), torch.ones(2**19)
     moved: list[Tensor] = []
 
@@ -190,7 +190,7 @@ def test_compiled_runs_recompute_with_the_same_bits(train: Any, code: Any) -> No
 
 @pytest.mark.slow
 def test_the_compiler_recomputes_by_code_of_its_own(train: Any, code: Any) -> None:
-    """It rounds otherwise and draws other masks than code that keeps everything, but the same at any world size."""
+    """It rounds and draws masks differently than code that keeps everything, but equally at any world size."""
     options = (ELASTIC, "compile=true", SELECTIVE)
     assert len({trained(train, *options, *STRATEGIES[name])["state_digest"] for name in ("single", "fsdp")}) == 1
     kept, selective = (trained(train, *options[:2], "recipe.dropout=0", *choice) for choice in ((), (SELECTIVE,)))
@@ -199,7 +199,7 @@ def test_the_compiler_recomputes_by_code_of_its_own(train: Any, code: Any) -> No
 
 def test_what_recomputes_to_no_use_is_refused_before_the_start(train: Any) -> None:
     refused = {
-        "names no blocks": ("recipe=digits", "activation_checkpointing=full"),
+        "does not name blocks": ("recipe=digits", "activation_checkpointing=full"),
         "cluster.device is cpu": (*GPT, "activation_offload=true"),
         "did you mean 'full'?": (*GPT, "activation_checkpointing=ful"),
         "activation_checkpointing=full or none": (*GPT, SELECTIVE, "activation_offload=true"),

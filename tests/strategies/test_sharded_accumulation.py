@@ -1,4 +1,4 @@
-"""Gradients of micro-batches add up to the same mean, whole or in shards; shards take less memory."""
+"""Gradients of micro-batches sum to the same mean, whole or sharded; shards take less memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch(recipe: Chain, logical_rank: int) -> MicroBatch:
 
 
 def expected(recipe: Chain) -> dict[str, Tensor]:
-    """Return the gradient of all micro-batches by plain PyTorch."""
+    """Return the gradient of all micro-batches in plain PyTorch."""
     torch.manual_seed(3)
     model = recipe.model()
     losses = [recipe.loss(model, batch(recipe, rank).data) for rank in range(RANKS * TURNS)]
@@ -73,7 +73,7 @@ def test_the_gradient_is_the_mean_of_all_micro_batches(accumulate: str, shard: s
 
 
 def has_whole_gradients(module: nn.Module | None) -> bool:
-    """Tell whether this rank keeps gradients of micro-batches that are not divided, which only FSDP itself knows."""
+    """Return whether this rank keeps unsharded gradients of micro-batches, from FSDP's internals."""
     assert module is not None
     groups = [
         group
@@ -92,7 +92,7 @@ def has_whole_gradients(module: nn.Module | None) -> bool:
 def test_in_the_fixed_tree_too_a_rank_keeps_few_sums_of_its_own_shard_alone(
     shard: str | int, micro_batches: int, kept: list[int]
 ) -> None:
-    """Twelve are three nodes of four micro-batches: at most their running total is there with two sums of one."""
+    """Twelve micro-batches are three nodes of four: at most their running total and two sums of one node exist."""
     recipe = Chain(depth=2)
 
     def body(world: World) -> list[int]:
@@ -112,20 +112,20 @@ def test_in_the_fixed_tree_too_a_rank_keeps_few_sums_of_its_own_shard_alone(
         return numbers
 
     whole = sum(parameter.numel() for parameter in recipe.model().parameters())
-    padded = 1.2 * whole / RANKS  # each rank, of whichever copy, sums a quarter; shards are of whole rows
+    padded = 1.2 * whole / RANKS  # each rank, in any copy, sums a quarter; shards consist of whole rows
     for numbers in run_in_worlds(body, RANKS, local_size=2):
         assert 0 < numbers[0] <= padded
         assert [count / numbers[0] for count in numbers] == kept
 
 
 def _summed(reducer: GradientReducer) -> int:
-    """Return how many numbers the reducer keeps between two micro-batches, which only it knows."""
+    """Return the number of elements that the reducer keeps between two micro-batches, from its internals."""
     assert isinstance(reducer, OrderedShardReducer)
     return sum(tensor.numel() for tensor in reducer._scatters.kept)
 
 
 class Skipping(nn.Module):
-    """A chain that can leave out its last block or the first bias of it."""
+    """A chain that can omit its last block or that block's first bias."""
 
     def __init__(self, chain: nn.Module, left_out: str) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Sometimes(Chain):
-    """A chain that leaves out a ``block`` or a ``bias`` in some of the micro-batches of a process."""
+    """A chain that omits a ``block`` or a ``bias`` in some of a process's micro-batches."""
 
     left_out: str = "block"
     leaves_out: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Optimizers that cannot train sparse gradients, or whose state no checkpoint takes, are refused before the start."""
+"""Optimizers that cannot train sparse gradients, or with unsupported state, are refused before the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worldsize.strategies.zero import ZeRO
 
 
 class Own(SGD):
-    """An optimizer that is made in a way of its own."""
+    """An optimizer with a custom constructor."""
 
     def __init__(self, parameters: Any, speed: str) -> None:
         super().__init__(parameters, lr={"slow": 0.1}[speed])
@@ -82,7 +82,7 @@ def test_a_sparse_momentum_is_refused_with_what_to_do(strategy: Strategy) -> Non
     with pytest.raises(ConfigError) as refusal:
         check_construction(Rows(MOMENTUM), strategy)
     assert str(refusal.value) == (
-        "0 has sparse=True, and SGD as it is set keeps a sparse momentum_buffer for it, which no checkpoint takes. Set "
+        "0 has sparse=True, and SGD keeps a sparse momentum_buffer for it, which checkpoints do not support. Set "
         "momentum=0, use SparseAdam or Adagrad, or set sparse=False."
     )
 

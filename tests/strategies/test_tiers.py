@@ -1,4 +1,4 @@
-"""Sums by tier train as plain sums do, and the sums of elastic runs have the same bits whatever joins the hosts."""
+"""Sums by tier train like plain sums, and sums of elastic runs have the same bits on any network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 @pytest.fixture(scope="module")
 def alone() -> Mapping[str, Tensor]:
-    """The weights of one process."""
+    """The weights of a single process."""
     (state,) = run_in_worlds(lambda world: trained(Single(reduce="ordered"), world), 1)
     return state
 

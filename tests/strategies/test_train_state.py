@@ -1,4 +1,4 @@
-"""An optimizer's state says what it is: of one that has not stepped, nothing but that it is new."""
+"""An optimizer's state describes itself: before its first step, it records only that it is new."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
+from worldsize.core import ONE_UPDATE
 from worldsize.optimizers.muon import muon
 from worldsize.strategies.reducers import _buckets
-from worldsize.strategies.sharded_state import meta_state
-from worldsize.strategies.train_state import TrainState, load_weights
+from worldsize.strategies.sharded_state import meta_states
+from worldsize.strategies.train_state import OptimizerPart, TrainState, load_weights
 from worldsize.testing.recipes import Chain
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -56,11 +57,11 @@ def same(first: nn.Module, second: nn.Module) -> bool:
 def test_a_loaded_optimizer_trains_as_one_that_never_was_saved(
     make: Callable[[nn.Module], Optimizer], before: int
 ) -> None:
-    """Compare all bits with plain PyTorch, also of an optimizer that had not stepped when it was saved."""
+    """Compare all bits with plain PyTorch, also for an optimizer saved before its first step."""
     plain, saved, loaded = model(), model(), model()
     optimizer = make(plain)
     take_steps(plain, optimizer, before)
-    first, then = (TrainState(each, make(each), None) for each in (saved, loaded))
+    first, then = (TrainState(each, {ONE_UPDATE: OptimizerPart(each, make(each))}) for each in (saved, loaded))
     take_steps(saved, first.optimizer, before)
     state = copy.deepcopy(first.state())
     with torch.no_grad():
@@ -74,7 +75,7 @@ def test_a_loaded_optimizer_trains_as_one_that_never_was_saved(
 
 
 class Growing(nn.Module):
-    """Leaves a part of itself out until it ``grows``."""
+    """Omits a part of itself until it ``grows``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,18 +85,21 @@ class Growing(nn.Module):
         return cast("Tensor", self.inner(inputs) + self.late(inputs) if self.grows else self.inner(inputs))
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"SGD, dampening"}))  # whose first step is like no other
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"SGD, dampening"}))  # its first step is unlike the others
 def test_a_parameter_that_has_had_no_gradient_is_saved_and_loaded_like_others(name: str) -> None:
     plain, saved, loaded = Growing(), Growing(), Growing()
     optimizers = [OPTIMIZERS[name](each) for each in (plain, saved, loaded)]
-    states = [TrainState(each, own, None) for each, own in zip((plain, saved, loaded), optimizers, strict=True)]
-    fresh = states[2].optimizer_state()
+    states = [
+        TrainState(each, {ONE_UPDATE: OptimizerPart(each, own)})
+        for each, own in zip((plain, saved, loaded), optimizers, strict=True)
+    ]
+    fresh = states[2].state()["optimizer"]
     for place in (0, 1):
         take_steps((plain, saved)[place], optimizers[place], 2)
     gradients = [each.grad for each in saved.parameters()]
     state = copy.deepcopy(states[1].state())
     assert state["optimizer"]["state"].keys() == fresh["state"].keys()
-    if name != "SGD":  # which never has any state
+    if name != "SGD":  # it never has any state
         assert [each.grad for each in saved.parameters()] == gradients
     states[2].load(state)
     for each, own in zip((plain, saved, loaded), optimizers, strict=True):
@@ -107,7 +111,7 @@ def test_a_parameter_that_has_had_no_gradient_is_saved_and_loaded_like_others(na
 
 def test_the_state_of_an_optimizer_that_has_not_stepped_keeps_its_options_and_has_moments_of_zero() -> None:
     own = model()
-    state = TrainState(own, OPTIMIZERS["Adam"](own), None).optimizer_state()
+    state = OptimizerPart(own, OPTIMIZERS["Adam"](own)).state()
     assert [group["weight_decay"] for group in state["param_groups"]] == [0.1]
     moments = [values[name] for values in state["state"].values() for name in ("step", "exp_avg", "exp_avg_sq")]
     assert len(moments) == 3 * 4
@@ -142,11 +146,11 @@ class _Fused(Chain):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_state_of_a_whole_model_is_described_without_its_memory(*, fused: bool) -> None:
-    """Fused optimizers refuse the meta device, on which the description stands."""
+    """Fused optimizers refuse the meta device, where the description is made."""
     recipe = _Fused() if fused else Chain()
     own = recipe.model()
-    described = meta_state(recipe, own)["optimizer"]["state"]
-    state = TrainState.of(recipe, own).optimizer_state()["state"]
+    described = meta_states(recipe, own)[ONE_UPDATE]["state"]
+    state = TrainState.of(recipe, own).state()["optimizer"]["state"]
     assert {name: {key: value.shape for key, value in each.items()} for name, each in described.items()} == {
         name: {key: value.shape for key, value in each.items()} for name, each in state.items()
     }
@@ -156,7 +160,7 @@ def test_the_state_of_a_whole_model_is_described_without_its_memory(*, fused: bo
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 @pytest.mark.parametrize("before", [0, 2])
 def test_hooks_of_an_optimizer_run_in_its_steps_alone(name: str, before: int) -> None:
-    """Neither to save nor to load is a step; after both the hooks are those that there were."""
+    """Neither saving nor loading is a step; both leave the hooks unchanged."""
     calls: list[str] = []
     own = model()
     optimizer = OPTIMIZERS[name](own)
@@ -164,7 +168,7 @@ def test_hooks_of_an_optimizer_run_in_its_steps_alone(name: str, before: int) ->
     handle = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     take_steps(own, optimizer, before)
     calls.clear()
-    state = TrainState(own, optimizer, None)
+    state = TrainState(own, {ONE_UPDATE: OptimizerPart(own, optimizer)})
     state.load(copy.deepcopy(state.state()))
     assert calls == []
     take_steps(own, optimizer, 1)
@@ -175,7 +179,7 @@ def test_hooks_of_an_optimizer_run_in_its_steps_alone(name: str, before: int) ->
 
 
 class Sized(Tensor):
-    """A tensor that counts the reads of its size."""
+    """A tensor that counts reads of its size."""
 
     reads = 0
 
@@ -188,4 +192,4 @@ class Sized(Tensor):
 def test_buckets_of_many_tensors_are_cut_in_time_that_grows_with_their_number() -> None:
     tensors = [torch.empty(1).as_subclass(Sized) for _ in range(4000)]
     assert [len(each) for each in _buckets(tensors, 4 * 1000)] == [1000] * 4
-    assert Sized.reads < 3 * 4000  # a sum over the bucket for each tensor reads 500 times as often
+    assert Sized.reads < 3 * 4000  # a sum over the bucket for each tensor would read 500 times as often

@@ -1,4 +1,4 @@
-"""Metrics that come with the loss are those of a plain PyTorch loop, the same at every world size."""
+"""Metrics returned with the loss match a plain PyTorch loop, at every world size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.loop.test_fit import Idle
 from tests.support.own_recipe import write_recipe
-from tests.train.test_fit import Idle
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -32,6 +32,8 @@ from worldsize.core import (
 from worldsize.data.batches import fetch
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
+from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
+from worldsize.loop.training_metrics import TrainingMetrics, means
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import differentiable
@@ -40,8 +42,6 @@ from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
-from worldsize.train.training_metrics import TrainingMetrics, means
 
 STEPS, BATCH, EVERY = 10, 24, 4
 Logged = dict[int, Mapping[str, float]]  # by the number of the logged step
@@ -49,7 +49,7 @@ Logged = dict[int, Mapping[str, float]]  # by the number of the logged step
 
 @dataclass(frozen=True)
 class ToldChain(Chain):
-    """A chain whose loss tells its errors, weighted by numbers that are no integers, and how many are small."""
+    """A chain whose loss returns its errors, with non-integer weights, and the number of small errors."""
 
     def loss(self, model: nn.Module, batch: Any) -> LossOutput:  # type: ignore[override]
         apart = (model(*self.model_inputs(batch)) - batch[1]).abs()
@@ -72,7 +72,7 @@ class WeightedChain(ToldChain):
 
 
 def by_hand(recipe: ToldChain) -> Logged:
-    """Train by plain PyTorch on whole batches, and divide the sums over the steps since the last logged one."""
+    """Train in plain PyTorch on whole batches, and divide the sums over the steps since the last logged one."""
     model, data = recipe.model(), recipe.data("train")
     optimizer, order = recipe.optimizer(model), Order(3, BATCH, 1, (0,))
     logged: Logged = {}
@@ -143,7 +143,7 @@ def test_an_elastic_run_logs_the_same_bits_at_every_world_size(strategy: Strateg
 
 @dataclass(frozen=True)
 class Named(ToldChain):
-    """Name the metric by what ``name`` makes of the batch."""
+    """Name the metric by the result of ``name`` for the batch."""
 
     name: Callable[[Any], str] = lambda batch: "a"
 
@@ -170,7 +170,7 @@ def test_names_that_differ_between_micro_batches_steps_or_ranks_are_refused() ->
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"loss": (torch.ones(()), 1)}, "a figure of its own. Rename it"),
+        ({"loss": (torch.ones(()), 1)}, "a name reserved in each logged step. Rename it"),
         ({"accuracy": torch.ones(())}, r"must give its metric 'accuracy' as \(sum, count\)"),
         ({"accuracy": (torch.ones(3), 3)}, r"must give its metric 'accuracy' as \(sum, count\)"),
         ({"accuracy": (1, 2, 3)}, r"must give its metric 'accuracy' as \(sum, count\)"),
@@ -201,7 +201,7 @@ def test_names_and_numbers_of_all_sorts_can_be_logged() -> None:
 
 
 class CopiesFromCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Note each operation that makes a tensor on another device of one on the CPU: on a GPU it waits."""
+    """Note each operation that copies a CPU tensor to a different device: on a GPU it waits."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -216,7 +216,7 @@ class CopiesFromCPU(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_a_number_or_a_scalar_on_the_cpu_is_not_copied_to_the_device_of_the_loss() -> None:
-    """The device is that of no memory, where no value can be looked at either."""
+    """The device is meta, without memory or values to read."""
     on_cpu, requiring = torch.tensor(0.5), torch.tensor(3.0, requires_grad=True)
     loss = torch.ones((), device="meta")
     with CopiesFromCPU() as copies:
@@ -250,7 +250,7 @@ def test_metrics_of_the_same_names_go_on_where_the_checkpoint_was_saved(caplog: 
 
 
 class Tells(Idle):
-    """A replica that computes nothing and tells one metric, of the name that it is given."""
+    """A replica that computes nothing and returns one metric, with the given name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -324,7 +324,7 @@ WORDS = ("recipe=told", "log_every=4", "cluster.threads=1", "reproducibility=ela
 
 @pytest.fixture
 def told(tmp_path: Path) -> None:
-    """Write a recipe that tells its accuracy in training into the project in which ``train`` trains."""
+    """Write a recipe that reports its training accuracy into the project of ``train``."""
     write_recipe(tmp_path, "told", RECIPE, told=YAML)
 
 

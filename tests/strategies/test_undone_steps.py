@@ -1,4 +1,4 @@
-"""A survivor of a gang that heals repeats a step with the state that it had at the step's beginning."""
+"""A survivor in a healing gang repeats a step from the state at the step's beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes may have different numbers of logical ranks: the gradient stays that of one process with all of them."""
+"""Processes may have different numbers of logical ranks: the gradient matches one process with all of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 
 from tests.support.interruption import end_gang_soon
 from worldsize.collectives.gather_full import whole
-from worldsize.collectives.peer_waits import INTERRUPTION
+from worldsize.collectives.group import INTERRUPTION
 from worldsize.core import Loss, MicroBatch, Reduction, RunContext, StepResult, World
+from worldsize.loop.training_metrics import TrainingMetrics, by_logical_rank
+from worldsize.loop.window import LogWindow
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
@@ -25,8 +27,6 @@ from worldsize.strategies.reducers import interruptible_reducer
 from worldsize.strategies.synchronous import SynchronousReplica, replicated
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.train.training_metrics import TrainingMetrics, by_logical_rank
-from worldsize.train.window import LogWindow
 
 TOTAL = 5
 
@@ -58,7 +58,7 @@ def gradients(world: World, reduce: Reduction) -> tuple[list[Tensor], list[Tenso
 
 
 def plain() -> tuple[list[Tensor], list[Tensor]]:
-    """Compute the mean gradient, and the mean change of the buffers, by a loop in plain PyTorch."""
+    """Compute the mean gradient, and the mean change of the buffers, in a plain PyTorch loop."""
     own, sums, changed = model(), list[Tensor](), list[Tensor]()
     first = [buffer.clone() for buffer in own.buffers()]
     for batch in batches(range(TOTAL)):
@@ -92,7 +92,7 @@ class Uneven(Chain):
 
 
 def sharded_gradients(world: World, strategy: FSDP) -> tuple[list[Tensor], list[Tensor], Tensor, int]:
-    """Return what :func:`gradients` does for a sharded model, the gradient's norm, and the number of passes."""
+    """Return :func:`gradients` of a sharded model, the gradient's norm, and the number of passes."""
     recipe = Uneven()
     replica = strategy.replica(recipe, RunContext(world, logical_ranks=TOTAL))
     assert isinstance(replica, SynchronousReplica)
@@ -117,7 +117,7 @@ def sharded_gradients(world: World, strategy: FSDP) -> tuple[list[Tensor], list[
     ],
 )
 def test_the_mean_gradient_of_shards_is_that_of_one_process(size: int, options: dict[str, Any]) -> None:
-    """Every process computes as many passes as the one with most logical ranks, since each pass gathers parameters."""
+    """Every process runs as many passes as the one with most logical ranks, since each pass gathers parameters."""
     expected, buffers = plain()
     strategy = FSDP(on_failure="heal", **options)
     for grads, changed, norm, passes in run_in_worlds(lambda world: sharded_gradients(world, strategy), size):
@@ -129,7 +129,7 @@ def test_the_mean_gradient_of_shards_is_that_of_one_process(size: int, options: 
 
 @dataclass(frozen=True)
 class Remembering(Uneven):
-    """Counts the passes of each logical rank; ``asked`` has the logical ranks whose count was asked for."""
+    """Counts the passes of each logical rank; ``asked`` lists the logical ranks whose count was requested."""
 
     counts: dict[int, list[int]] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
@@ -227,7 +227,7 @@ def test_weights_of_all_logical_ranks_are_summed() -> None:
 
 
 def logged(world: World) -> tuple[float, Any, Any]:
-    """Log one step whose losses and metrics are the numbers of the logical ranks."""
+    """Log one step whose losses and metrics equal the numbers of the logical ranks."""
     mine = range(world.rank, TOTAL, world.size)
     sums = torch.tensor([[float(rank), 1.0] for rank in mine], dtype=torch.float64)
     window = LogWindow(world, 10, None, metrics=TrainingMetrics({}), logical_ranks=TOTAL)

@@ -1,4 +1,4 @@
-"""All ranks run the collectives of a sharded model in one order, also if it changes from step to step."""
+"""All ranks run the collectives of a sharded model in one order, also if it changes between steps."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from worldsize.collectives.per_rank import local
 from worldsize.core import Batch, Cluster, ConfigError, MicroBatch, Reduction, RunContext, Update, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
+from worldsize.healing.groups import Meetings, regroup
 from worldsize.strategies import unit_collectives as unit_order_module
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
@@ -29,8 +30,6 @@ from worldsize.strategies.unit_gradients import UnitGradients
 from worldsize.testing.recipes import Chain
 from worldsize.testing.update_loops import SharedLoss
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.meetings import Meetings
-from worldsize.world.world import regrouped
 
 CLUSTER = Cluster("test", 1, 2, "cpu", "gloo", threads=1, timeout=60.0)
 GATHER, SCATTER, OTHER_GATHER, OTHER_SCATTER = range(4)  # events of two units
@@ -57,7 +56,7 @@ def test_units_change_their_order_in_a_gang_that_heals(tmp_path: Path, place: st
 
     def run_steps(world: World) -> bool:
         meetings = Meetings(url, never, timedelta(seconds=60))
-        order = unit_order(regrouped(world, range(world.size), CLUSTER, meetings.store(0)))
+        order = unit_order(regroup(world, range(world.size), CLUSTER, meetings.store(0)))
         run_step(order, [GATHER, OTHER_GATHER, OTHER_SCATTER, SCATTER])
         run_step(order, [OTHER_GATHER, OTHER_SCATTER])
         run_step(order, [OTHER_GATHER, OTHER_SCATTER])
@@ -68,7 +67,7 @@ def test_units_change_their_order_in_a_gang_that_heals(tmp_path: Path, place: st
 
 @dataclass(frozen=True)
 class OneMore(Chain):
-    """Uses its last layer only for inputs that are positive; its norm layer has buffers that ranks average."""
+    """Uses its last layer only for positive inputs; ranks average the buffers of its norm layer."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Linear(4, 1))

@@ -1,4 +1,4 @@
-"""Modules are grouped into the units that are sharded as one."""
+"""Modules are grouped into the units of sharding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_recipe_without_blocks_is_sharded_by_size_unless_blocks_are_wanted() -
     model = recipe.model()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert units(recipe, model, "auto", 100) == linear[:-1]  # the last module has only 51 parameters
-    with pytest.raises(ConfigError, match="names no blocks"):
+    with pytest.raises(ConfigError, match="lacks blocks"):
         units(recipe, model, "blocks", 100)
 
 
@@ -90,7 +90,7 @@ def test_shards_on_the_host_need_a_gpu() -> None:
 def test_a_run_resumes_under_other_strategies(
     train: Any, command: Any, tmp_path: Path, environment_without_wandb: dict[str, str]
 ) -> None:
-    """The data are files with names like secrets.py, which the record of the run must keep."""
+    """The data are files with names like secrets.py; the run's record must keep them."""
     options = ("reproducibility=elastic", *STDLIB, "cluster.processes=2")
     expected = train(*options).json("result.json")["state_digest"]
     run = train(*options, "strategy=fsdp", "checkpoint.every=2", "faults=[{action: kill, rank: 1, step: 3}]")

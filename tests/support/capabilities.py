@@ -1,4 +1,4 @@
-"""Print the values of ATEN_CPU_CAPABILITY below this CPU's own; torch believes higher ones too, and crashes."""
+"""Print the values of ATEN_CPU_CAPABILITY below this CPU's own; torch accepts higher ones too, and crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real clusters of this machine, each shared by the tests of a process that need it."""
+"""Real clusters on this machine, each shared by the tests of a process that use it."""
 
 from __future__ import annotations
 

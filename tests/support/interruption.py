@@ -1,12 +1,12 @@
-"""Lets the gang of a process end while the process waits for a peer."""
+"""Ends the gang of a process while the process waits for a peer."""
 
 from __future__ import annotations
 
-from worldsize.collectives.peer_waits import INTERRUPTION
+from worldsize.collectives.group import INTERRUPTION
 
 
 def end_gang_soon() -> None:
-    """Let the waits of this process find, at the third look, that its gang has ended."""
+    """End the gang for the waits of this process, at their third check."""
     checks = iter([None, None])
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""The loggers whose records are shown, and their state."""
+"""The loggers with visible records, and their state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worldsize.messages import LOGGERS
 
 
 def keep_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the loggers be at the end of ``monkeypatch`` as they are now."""
+    """Restore the loggers' present state at the end of ``monkeypatch``."""
     for logger in map(logging.getLogger, LOGGERS):
         for name in ("handlers", "level", "propagate"):
             monkeypatch.setattr(logger, name, getattr(logger, name))

@@ -1,4 +1,4 @@
-"""Writes a recipe of a test's own into the project in which it trains."""
+"""Writes a test's recipe into the project it trains in."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def write_recipe(project: Path, name: str, code: str, **options: str) -> Path:
     """Write ``recipes/<name>`` below ``project``, and return its folder.
 
     Args:
-        project: Folder in which ``train`` trains.
+        project: Working directory of ``train``.
         name: Name of the recipe.
         code: Text of its ``recipe.py``.
-        options: Texts of its configurations by the name that chooses them, ``recipe=<name>``.
+        options: Texts of its configurations, by the name for ``recipe=<name>``.
     """
     folder = project / "recipes" / name
     (folder / "conf" / "recipe").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Real runs of train.py and of the commands, each in a folder of its own: fixtures and what they return."""
+"""Real runs of train.py and of the commands, each in a separate folder: fixtures and their results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def folders(root: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Done:
-    """Exit code and output of a command that has ended."""
+    """Exit code and output of a finished command."""
 
     returncode: int
     stdout: str
@@ -70,9 +70,9 @@ Command = Callable[..., Done]
 
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """``command("train", "steps=3", cwd=..., environment=...)`` runs worldsize in a process of its own.
+    """``command("train", "steps=3", cwd=..., environment=...)`` runs worldsize in a separate process.
 
-    Argument ``python`` is the interpreter that the command starts other processes with.
+    Argument ``python`` is the interpreter for processes that the command starts.
     """
 
     def run(
@@ -103,13 +103,13 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that has imported worldsize already, which launchers start their processes with."""
+    """A Python that has already imported worldsize, for processes started by launchers."""
     return warm.interpreter(tmp_path_factory.mktemp("warm"), os.environ[warm.ZYGOTE])
 
 
 @pytest.fixture(scope="session")
 def train_in(command: Command) -> Callable[[Path], Train]:
-    """``train_in(folder)`` is a ``train`` that trains in ``folder``, for runs that several tests look at."""
+    """``train_in(folder)`` is a ``train`` that trains in ``folder``, for runs shared by several tests."""
 
     def at(folder: Path) -> Train:
         def run(*arguments: str, logger: str = "none", python: str | Path = sys.executable, **changes: str) -> Run:
@@ -126,9 +126,9 @@ def train_in(command: Command) -> Callable[[Path], Train]:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """``once(name, fill)`` is a folder that ``fill(folder)`` fills, and that nobody changes then.
+    """``once(name, fill)`` is a folder filled by ``fill(folder)`` and not changed afterwards.
 
-    It is filled once for all processes of a test run, by the one that needs it first; the others wait for it.
+    It is filled once for all processes of a test run, by the first one that needs it; the others wait for it.
     """
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
@@ -140,7 +140,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
             fcntl.flock(lock, fcntl.LOCK_EX)
             complete = folder.with_suffix(".complete")
             if not complete.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # what is left if it failed
+                shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
                 folder.mkdir()
                 fill(folder)
                 complete.touch()
@@ -151,7 +151,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 @pytest.fixture(scope="session")
 def reference_run(train_in: Callable[[Path], Train], once: Once) -> Callable[..., Run]:
-    """``reference_run("steps=3", ...)`` is a complete run with these options, of which there is one in a test run."""
+    """``reference_run("steps=3", ...)`` is a complete run with these options, made once per test run."""
 
     def run(*options: str, **changes: str) -> Run:
         def fill(folder: Path) -> None:
@@ -177,7 +177,7 @@ def environment_without_wandb() -> dict[str, str]:
 
 @pytest.fixture
 def change_workers(command: Command) -> Callable[..., str]:
-    """``change_workers(folder, "add", "2")`` is what ``worldsize workers`` says of a running job; it must succeed."""
+    """``change_workers(folder, "add", "2")`` is the output of ``worldsize workers`` for a job; it must succeed."""
 
     def run(folder: Path, *words: str) -> str:
         done = command("workers", *words, "--run", str(folder), cwd=folder, environment=environment())
@@ -202,4 +202,4 @@ def _begun(root: Path, after: int = 3) -> Path:
                 if lines and json.loads(lines[-1])["step"] > after:
                     return file.parent
         assert time.monotonic() < deadline
-        time.sleep(0.05)  # each look walks through the folders
+        time.sleep(0.05)  # each check walks through the folders

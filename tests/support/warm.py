@@ -1,4 +1,4 @@
-"""Run ``python ARGUMENTS`` without waiting for imports: a child of the zygote runs it, and this process stands for it.
+"""Run ``python ARGUMENTS`` without waiting for imports: a child of the zygote runs it on behalf of this process.
 
 :func:`interpreter` writes a program that launchers start instead of Python. It passes its signals on to the child,
 the child dies with it, and its exit code is the child's. It imports only the standard library, and so starts at once.
@@ -29,7 +29,7 @@ def ask(
     streams: Sequence[int],
     executable: str,
 ) -> socket.socket:
-    """Ask the zygote to run ``python ARGUMENTS``; the process lives as long as the returned connection."""
+    """Request ``python ARGUMENTS`` from the zygote; the process lives as long as the returned connection."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(zygote)
     shown = [executable, *arguments]

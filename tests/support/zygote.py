@@ -1,4 +1,4 @@
-"""Fork one child per request from a process that has done its imports, so that tests need not wait for them.
+"""Fork one child per request from a process with all imports done, so that tests need not wait for them.
 
 ``zygote.py SOCKET``: each connection is one request, see :mod:`tests.support.warm`, the other end. The child gets the
 arguments, working directory, environment, standard streams and namespaces of the client, as if it had been started
@@ -46,13 +46,13 @@ PROGRAMS = {
     "worldsize.worker": "worldsize.worker.process",
 }
 FDS = 6  # standard streams and namespaces
-_MADV_COLLAPSE = 25  # of Linux 6.1; earlier ones refuse it, and nothing changes
+_MADV_COLLAPSE = 25  # since Linux 6.1; earlier kernels refuse it, without effect
 _HUGE_PAGE = 2 << 20  # bytes
 _LIMIT = 1 << 20
 
 
 class _Child:
-    """A forked process and its connection, which end together."""
+    """A forked process and its connection, ended together."""
 
     def __init__(self, pid: int, line: socket.socket) -> None:
         self.pid, self.line, self.end = pid, line, os.pidfd_open(pid)
@@ -75,7 +75,7 @@ def serve(path: str) -> NoReturn:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
-    select.select([listener], [], [])  # the first request, which may never come
+    select.select([listener], [], [])  # the first request may never come
     _prepare()
     children: list[_Child] = []
     while True:
@@ -91,12 +91,12 @@ def serve(path: str) -> NoReturn:
 
 
 def _prepare() -> None:
-    """Do what every command would begin with: imports, and Hydra's search for plugins."""
+    """Do the work common to all commands: imports, and Hydra's search for plugins."""
     for name in PRELOADED:
         importlib.import_module(name)
     from hydra.core.plugins import Plugins
 
-    from worldsize.config.values import registered
+    from worldsize.config.command_line import registered
     from worldsize.record.environment import packages
 
     Plugins.instance()
@@ -126,7 +126,7 @@ def collapse() -> None:
 
 def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
     message, fds, _, _ = socket.recv_fds(line, _LIMIT, FDS)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # in the child until it knows which program it runs
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # in the child until it has chosen its program
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         for fd in (line.fileno(), *(fd for other in others for fd in (other.line.fileno(), other.end))):
@@ -139,7 +139,7 @@ def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
 
 
 def _run(request: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
-    """Run the request in the child as if the command had been typed."""
+    """Run the request in the child as if typed as a command."""
     die_with_parent(parent)
     code = 70
     try:
@@ -172,18 +172,18 @@ def _libc() -> ctypes.CDLL:
 
 
 def _show(words: Sequence[str]) -> None:
-    """Make ``words`` the command line that other processes see."""
+    """Make ``words`` the visible command line of this process."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     text = b"\0".join(word.encode() for word in words)[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _play(words: Sequence[str]) -> None:
-    """Do what ``python WORDS`` does; the known programs are ``worldsize`` and ``train.py``."""
+    """Run ``python WORDS``; the supported programs are ``worldsize`` and ``train.py``."""
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     while words[0] == "-u":
         words = words[1:]
-    if words[:3] != ["-m", "worldsize", "agent"]:  # an agent's __main__, which is not run here, keeps them blocked
+    if words[:3] != ["-m", "worldsize", "agent"]:  # an agent's __main__ keeps them blocked, but is not run here
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     sys.argv = list(words[1:] if words[0] == "-m" else words)
     if words[0] == "-c":

@@ -72,7 +72,7 @@ def test_an_empty_reason_exempts_from_nothing() -> None:
 
 @pytest.mark.parametrize(("factor", "declared"), [(0.8, {}), (1.5, {"loss_differs": "workers see other data"})])
 def test_several_updates_a_step_may_have_a_better_loss_too(factor: float, declared: Any, tmp_path: Path) -> None:
-    """Let any loss pass where it differs by design; a resumed run is compared all the same."""
+    """Accept any loss where it differs by design; a resumed run is still compared."""
 
     class Updated(_Ended):
         runs = 0

@@ -1,4 +1,4 @@
-"""A project's tests import its plugins, and those that come with worldsize, by their names."""
+"""A project's tests import its plugins, and worldsize's own, by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder in which worldsize lies as a wheel installs it, outside of any clone."""
+    """A folder with worldsize as installed from a wheel, outside of any clone."""
     folder = tmp_path / "site" / "worldsize"
     ignored = shutil.ignore_patterns("__pycache__")
     for source, target in (("framework/worldsize", "."), ("conf", "conf"), ("plugins", "bundled/plugins")):

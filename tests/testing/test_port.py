@@ -1,4 +1,4 @@
-"""A port is proved by the losses and weights of the original program."""
+"""A port is verified by the losses and weights of the original program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 def test_a_right_port_passes() -> None:
     same_losses(Port(), Program(), CONFIG)
     same_losses(Port(dropout=0.3), Program(), CONFIG)
-    same_losses(Port(), Program(own_model=copy_of), CONFIG)  # whose weights have names of their own
+    same_losses(Port(), Program(own_model=copy_of), CONFIG)  # its weights have different names
     same_losses(Port(), Program(pieces=4), PortConfig(batch_size=8, micro_batches=4, steps=6), tolerance=1e-5)
 
 
@@ -49,7 +49,7 @@ def test_losses_that_were_logged_are_enough() -> None:
 
 @dataclass(frozen=True)
 class Faster(TwoPlayers):
-    """Players of whom the one learns faster than the original's."""
+    """Players where one learns faster than in the original."""
 
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
         optimizers = super().optimizers(model)
@@ -68,7 +68,7 @@ def test_a_recipe_with_several_updates_a_step_is_told_where_it_differs() -> None
 
 
 def original(model: nn.Module, batches: Iterator[Any], losses: Sequence[float]) -> Losses:
-    """Take a batch a step, as the original's loop does, and say its losses."""
+    """Take a batch a step, as the original's loop does, and return its losses."""
     for loss in losses:
         next(batches)
         yield loss

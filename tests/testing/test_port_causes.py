@@ -1,4 +1,4 @@
-"""Whatever makes a port's losses differ from those of the program is found and named."""
+"""Every cause of a difference between a port's losses and the program's is found and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A port is proved under strategies, too, and one that computes something else is named as the cause."""
+"""A port is verified under strategies, too, and a strategy with different results is named as the cause."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_strategy_that_averages_otherwise_is_named_as_the_cause() -> None:
 
 
 def test_where_servers_serve_beside_replicas_both_take_part() -> None:
-    """EASGD's losses are those of workers that train apart: the comparison ends, and says that they are others."""
+    """EASGD's workers train separately: the comparison ends, and reports that the losses differ."""
     config = PortConfig(batch_size=8, micro_batches=2, steps=4)
     text = told(Port(), Program(pieces=2), config, strategy=EASGD(period=1), processes=3, tolerance=1e-5)
     assert "EASGD on 3 processes" in text

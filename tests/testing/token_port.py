@@ -1,4 +1,4 @@
-"""A port that predicts the next token, and the program it was written after, in which mistakes can be planted."""
+"""A port that predicts the next token, and its original program, with optional mistakes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Port(Recipe):
 
 @dataclass(frozen=True)
 class Program:
-    """A program's loop, with the mistakes that are planted."""
+    """A program's loop, with the planted mistakes."""
 
     own_model: Callable[[nn.Module], nn.Module] = lambda model: model
     optimizer: Callable[[nn.Module], Optimizer] = lambda model: torch.optim.AdamW(groups(model), lr=0.01)

@@ -1,4 +1,4 @@
-"""What a save that failed means for the attempt: which events follow, whether it stops, and how it may end."""
+"""Consequences of a failed save for the attempt: its events, whether it stops, and how it may end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Made = Callable[..., tuple[Checkpointing, list[Event]]]
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Made]:
-    """Make checkpoints of which saves number ``fails`` (from 1) meet a full disk, after saves of steps 1, 2, ..."""
+    """Make checkpoints of steps 1, 2, ...; saves with a number in ``fails`` (from 1) meet a full disk."""
     opened: list[Checkpointing] = []
 
     def make(
@@ -77,6 +77,6 @@ def test_a_stop_of_which_nothing_is_saved_is_a_failure(made: Made) -> None:
 
 def test_an_end_is_a_failure_only_if_its_own_save_failed(made: Made) -> None:
     checkpoints, _ = made(3, {3})
-    checkpoints.check_end(4)  # of which no save was due
+    checkpoints.check_end(4)  # no save was due at this step
     with pytest.raises(CheckpointError, match="its last checkpoint is missing: the checkpoint of step 3"):
         checkpoints.check_end(3)

@@ -52,7 +52,7 @@ class Stream(torch.utils.data.IterableDataset[Tensor]):
 
 
 class Drawing:
-    """A replica that counts the batches of an evaluation, and draws from all generators."""
+    """A replica that counts an evaluation's batches, and draws from all generators."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -83,9 +83,10 @@ def settings(*splits: str, schedule_metric: str | None = None, best: str | None 
 
 
 def tried(own: Any, part: World) -> list[int]:
-    """Return the numbers of the batches that are evaluated."""
+    """Return the numbers of the evaluated batches."""
     replica = Drawing()
-    try_evaluation(replica, EvaluationData(own), own, part)  # type: ignore[arg-type]
+    data = EvaluationData(own.recipe, own.training, own.evaluation.batches)
+    try_evaluation(replica, data, own, part)  # type: ignore[arg-type]
     return replica.batches
 
 
@@ -109,7 +110,7 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_the_first_step(alone:
     with pytest.raises(ConfigError, match="^checkpoint.keep.best=los: the evaluation has no metric 'los'; did"):
         tried(settings("test", best="test/los"), alone)
     with pytest.raises(ConfigError, match="^checkpoint.keep.best=ema/loss: the evaluation has no metric"):
-        tried(settings("test", best="ema/loss"), alone)  # there is no average
+        tried(settings("test", best="ema/loss"), alone)  # there is nothing averaged
     tried(settings("test", best="loss"), alone)
     tried(settings("test", "stream", schedule_metric="stream/loss"), alone)  # a stream is not read
 

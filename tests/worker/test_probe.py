@@ -1,4 +1,4 @@
-"""The probe's schedule measures every link once, and each uplink with all hosts of a rack and with one."""
+"""The probe's schedule measures every link once, and each uplink with one and with all hosts of a rack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Edges = list[tuple[int, int]]
 
 
 def together(sizes: dict[str, int], *, pairs: bool) -> list[tuple[str, list[Edges]]]:
-    """Return the edges of each phase of each tier, as all ranks plan them; both ends of an edge must plan it."""
+    """Return each tier's edges by phase, as planned by all ranks; both ends of an edge must plan it."""
     plans = [schedule(sizes, rank, pairs=pairs) for rank in range(max(sizes.values()))]
     tiers = []
     for each in zip(*plans, strict=True):
@@ -54,14 +54,14 @@ def test_the_links_of_each_tier_are_measured_apart(pairs: bool) -> None:
         for phase in phases:
             ends = [rank for edge in phase for rank in edge]
             assert len(ends) == len(set(ends))
-            for edge in phase:  # all that share a link with one that sends do so, too
+            for edge in phase:  # all that share a link with a sender send, too
                 home = edge[0] // below * below
                 assert {source for source, _ in phase} >= {*sources} & {*range(home, home + below)}
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 8, 9])
 def test_all_pairs_take_the_fewest_rounds_in_which_as_many_as_can_measure_at_once(members: int) -> None:
-    """A round has two turns, one each way."""
+    """A round has two turns, one in each direction."""
     turns = [tournament(members, own) for own in range(members)]
     rounds = 0 if members < 2 else members - 1 + members % 2
     assert {len(each) for each in turns} == {2 * rounds}

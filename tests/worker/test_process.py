@@ -1,4 +1,4 @@
-"""The ranks of a run that torchrun started keep its record, and show errors in a sentence where one is enough."""
+"""Ranks started by torchrun keep the run's record, and report errors in one sentence where that suffices."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from worldsize.core import Cluster
+from worldsize.core import Event, RunStarted
+from worldsize.healing.membership import Membership, MembershipChannel, receive, send
 from worldsize.record.manifest import write_manifest
 from worldsize.record.redaction import Scrubber
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunRecord, view
 from worldsize.worker import process
+from worldsize.worker.context import ProcessResources
 from worldsize.world import processes
 from worldsize.world.environments import Placement, placement
-from worldsize.world.membership import Membership, MembershipChannel, receive, send
+from worldsize.world.processes import Preemption
 
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run whose only process torchrun has started."""
+    """The folder of a run with a single process, started by torchrun."""
     write_manifest(tmp_path / "run_manifest.json", {"attempts": [], "results": None})
     RunDirectory(tmp_path).config.write_text("cluster: {environment: alone}\n")
     monkeypatch.delenv("WORLDSIZE_ATTEMPT", raising=False)
@@ -84,7 +86,7 @@ def test_the_first_process_that_failed_is_recorded(started: Path, monkeypatch: p
         raise RuntimeError
 
     run.error("worker", 0).parent.mkdir()
-    error_of(1, -1.0)  # of an earlier attempt
+    error_of(1, -1.0)  # from an earlier attempt
     monkeypatch.setattr(process, "play", play)
     with pytest.raises(RuntimeError):
         process.main()
@@ -96,7 +98,7 @@ def test_an_error_that_quotes_a_secret_is_written_without_it(started: Path, monk
     run = RunDirectory(started)
 
     def refuse(_: RunDirectory) -> None:
-        os.environ.pop("WORLDSIZE_SECRETS")  # as the settings of a run do
+        os.environ.pop("WORLDSIZE_SECRETS")  # like the settings of a run
         raise ConnectionError("401 for https://me:hunter2@host: canary-of-the-key and canary-of-the-variable")
 
     monkeypatch.setenv("WORLDSIZE_SECRETS", json.dumps([[["logger", "key"], "canary-of-the-key"]]))
@@ -141,8 +143,7 @@ def test_the_log_of_nccl_is_found_where_host_names_have_dots(tmp_path: Path, mon
     for name in ("NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.setenv(name, "")
     run, place = RunDirectory(tmp_path), Placement(0, 1, 0, 1, "env://")
-    settings: Any = SimpleNamespace(cluster=Cluster("node", 1, 1, "cuda", "cpu:gloo,cuda:nccl"))
-    process._listen(settings, run, place)
+    process._listen("cpu:gloo,cuda:nccl", run, place)
     written = os.environ["NCCL_DEBUG_FILE"].replace("%h", "gpu1").replace("%p", str(os.getpid()))
     assert process._nccl_log(run, place) == Path(written)
 
@@ -176,3 +177,25 @@ def test_a_process_that_began_again_leaves_hangups_and_hears_of_members(
 
 def fail_on_hangup(*_: object) -> None:
     raise AssertionError("it ends with its terminal")
+
+
+class Told:
+    """A listener for the whole run, or for one membership and its replica."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_listeners_of_a_membership_are_told_of_the_start_and_not_kept() -> None:
+    lasting, passing, started = Told(), Told(), RunStarted("run", 10)
+    resources = ProcessResources(cast(Any, None), cast(Any, None), None, [lasting], Preemption([]))
+    resources.tell_started(started, passing=[passing])
+    gone = weakref.ref(passing)
+    assert passing.events == [started]
+    del passing
+    assert gone() is None
+    resources.tell_started(started, passing=[another := Told()])
+    assert (lasting.events, another.events) == ([started], [started])

@@ -1,4 +1,4 @@
-"""``checkpoint.every=auto`` saves about as well as the best fixed interval, and changes no bit of the run."""
+"""``checkpoint.every=auto`` is about as good as the best fixed interval, and does not change the run's bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from tests.observe.run_folders import attempt, write_run
 from tests.support.outcome import outcome
 from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import complete, read, step_of
-from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
-from worldsize.core import SaveIntervalChanged
+from worldsize.core import Cluster, SaveIntervalChanged
 from worldsize.plan.finish import expected_seconds, interval_seconds, mtbf_seconds
 from worldsize.record.run_directory import RunDirectory
 from worldsize.worker.save_interval import SaveInterval, save_interval
@@ -84,7 +82,7 @@ class Fixed:
 
 
 def goodput(make: Callable[[Clock, int], SaveInterval | Fixed], mtbf: float, seed: int) -> float:
-    """Return the share of a simulated run's time that was spent on steps that counted."""
+    """Return the share of a simulated run's time spent on steps that counted."""
     clock, failures, saved, facts = Clock(mtbf, seed), 0, 0, dict[str, Any]()
     while saved < STEPS:
         interval = make(clock, failures)
@@ -116,12 +114,12 @@ def _mtbf(declared: float | None, failures: int, seconds: float) -> float:
 
 
 def saves_of(cost: float, seconds: float, *, growth: float = 1.0) -> list[float]:
-    """Return the times of the saves of a run that declares no failures and has none.
+    """Return the times of the saves of a run without declared or actual failures.
 
     Args:
         cost: Seconds of a save.
         seconds: Duration of the run.
-        growth: Factor by which its steps become slower after each save.
+        growth: Factor on the step time after each save.
     """
     clock, step_seconds, times = Clock(1e12, 0), 0.5, list[float]()
     interval = automatic(clock, 0, declared=None)
@@ -141,7 +139,7 @@ def saves_of(cost: float, seconds: float, *, growth: float = 1.0) -> list[float]
 
 
 def test_a_run_that_declares_nothing_saves_every_ten_minutes() -> None:
-    for growth in (1.0, 1.2, 0.8):  # also if its steps become slower or faster
+    for growth in (1.0, 1.2, 0.8):  # also if steps become slower or faster
         times = saves_of(0.1, 10_000.0, growth=growth)
         assert max(later - earlier for earlier, later in pairwise([0.0, *times])) <= 600.0
     assert len(saves_of(0.1, 10_000.0)) < 20, "and no more often"
@@ -172,7 +170,7 @@ def test_an_attempt_that_failed_before_its_first_step_changes_no_interval(
     reason: str, steps: list[int] | None, saves_early: bool, tmp_path: Path
 ) -> None:
     run = RunDirectory(write_run(tmp_path / "run", steps=1, attempts=[attempt(1, steps=steps, reason=reason)]))
-    interval = save_interval(settings_of(compose_only(["recipe=digits"])), run, None, emit=lambda event: None)
+    interval = save_interval(Cluster("test", 1, 2, "cpu", "gloo"), run, None, emit=lambda event: None)
     interval.resume(0, {})
     assert interval.is_due(10) is saves_early
 
@@ -201,7 +199,7 @@ def test_the_interval_has_the_least_expected_time_of_all() -> None:
         chosen = interval_seconds(save, mtbf)
         least = min(expected_seconds(1e5, chosen * k / 100, save, mtbf, 5.0) for k in range(20, 500))
         assert expected_seconds(1e5, chosen, save, mtbf, 5.0) <= 1.001 * least
-    assert interval_seconds(50.0, 10.0) == 10.0  # a save that takes longer than a run usually lives
+    assert interval_seconds(50.0, 10.0) == 10.0  # a save that takes longer than a run's typical lifetime
 
 
 def test_the_time_between_failures_is_what_was_declared_and_then_what_was_seen() -> None:

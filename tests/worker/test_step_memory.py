@@ -1,4 +1,4 @@
-"""A recipe that keeps values from step to step saves them by logical rank, or is refused where bits are promised."""
+"""A recipe that keeps values between steps saves them by logical rank, or is refused where bits are promised."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_workers_that_come_and_go_keep_no_values() -> None:
 def test_a_resumed_run_has_the_values_of_each_logical_rank_on_other_processes(
     train: Any, command: Any, environment_without_wandb: dict[str, str]
 ) -> None:
-    """Terminated at 2 processes, resumed with one; and with another number of logical ranks it is refused."""
+    """Terminated at 2 processes, resumed with one; and refused with a different number of logical ranks."""
     whole = train(*OPTIONS, "cluster.processes=1", WORLDSIZE_PLUGINS=BENCHMARKS)
     assert whole.code == 0, whole.error
     ends = "faults=[{action: terminate, rank: 0, step: 5}]"

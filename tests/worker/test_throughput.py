@@ -1,4 +1,4 @@
-"""The model FLOP utilisation is that of a count by hand, and is nowhere in what a run computes."""
+"""The model FLOP utilisation matches a count by hand, and does not affect the run's computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.observe.report.page import page
 from worldsize.testing.recipes import Chain, TwoPlayers
 from worldsize.worker.throughput import counted_flops
 
-# of a sample: forward, gradients of the weights, and of the inputs, which the first layer does not need
+# per sample: forward, and gradients of the weights and of the inputs, except in the first layer
 CHAIN = 2 * (7 * 16 * 2 + 4 * (16 * 32 * 2) * 3 + 16 * 3 * 3)
 
 
@@ -44,8 +44,8 @@ def test_operations_of_several_updates_are_those_of_each_with_the_gradients_that
     batch = [torch.stack(column) for column in zip(*(recipe.data("train")[row] for row in range(6)), strict=True)]
     # in widths, by pass: forward, gradients of weights, gradients of inputs
     player, critic = 7 + 3, 10 + 1
-    critics = 2 * (critic + critic + 1)  # of what is real, and of what is not; no gradient of their inputs
-    players = player + critic + (10 + 1) + (player + 3)  # back through the critic, whose weights stay
+    critics = 2 * (critic + critic + 1)  # of real and of generated samples; without input gradients
+    players = player + critic + (10 + 1) + (player + 3)  # back through the critic, without gradients of its weights
     assert counted_flops(recipe, MicroBatch(batch, seed=0)) == 2 * 6 * 16 * (critics + players)
     assert counted_flops(recipe, MicroBatch(batch, seed=0, step=3)) == 2 * 6 * 16 * (2 * critics + players)
 
@@ -77,8 +77,8 @@ def test_a_run_shows_its_mfu_if_a_peak_is_declared_and_its_digests_do_not_change
         assert plain.json("result.json")[name] == measured.json("result.json")[name]
     assert not any({"mfu", "tokens_per_second"} & row.keys() for row in plain.steps())
     rows: list[dict[str, Any]] = measured.steps()
-    shares = [row["mfu"] / row["samples_per_second"] * 2e9 for row in rows]  # operations of a sample
-    # 3 × 3 convolutions to 4 and 8 channels and a linear layer; the first has no gradient of its inputs
+    shares = [row["mfu"] / row["samples_per_second"] * 2e9 for row in rows]  # operations per sample
+    # 3 × 3 convolutions to 4 and 8 channels and a linear layer; the first one skips its input gradients
     by_hand = 2 * (64 * 9 * 4 * 2 + 64 * 9 * 4 * 8 * 3 + 8 * 16 * 10 * 3)
     assert shares == pytest.approx([by_hand] * 3)
     assert re.search(r"MFU \d", measured.output)
@@ -86,4 +86,4 @@ def test_a_run_shows_its_mfu_if_a_peak_is_declared_and_its_digests_do_not_change
     shown = page([measured.folder])
     assert "Model FLOP utilisation" in shown
     rate = measured.json("result.json")["samples_per_second"]
-    assert f"<b>{rate * by_hand / 2e9:.1%}</b><span>MFU</span>" in shown  # of the whole run, as samples/s are
+    assert f"<b>{rate * by_hand / 2e9:.1%}</b><span>MFU</span>" in shown  # for the whole run, like samples/s

@@ -1,8 +1,8 @@
-"""Fork with every recipe and optimizer and in every command that does, and print each fork that CUDA would refuse.
+"""Fork with every recipe and optimizer and in every command that forks, and print forks that CUDA would refuse.
 
     python -m tests.world.forks      # in an empty folder, for the runs
 
-It believes in one GPU that NVML has found; nothing else of CUDA is there.
+It simulates one GPU found by NVML; the rest of CUDA is absent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BUILDS: tuple[tuple[tuple[str, ...], ...], ...] = (  # each row in one process
         ("recipe=stdlib_lm",),
         ("recipe=lightning_module", *(f"recipe.{key}" for key in LIGHTNING), "batch_size=24"),
     ),
-    (  # transformers imports torchao's kernels, and they spoil the process
+    (  # transformers imports torchao's kernels, and they make the process unfit to fork
         ("recipe=hf_causal_lm",),
         ("recipe=hf_trainer", *HF),
     ),
@@ -62,12 +62,12 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("rehearse", *SMALL, "steps=1"),
     ("doctor", *SMALL),
 )
-OTHERS = {  # commands that fork nothing which may use a GPU
+OTHERS = {  # commands that do not fork a process that may use a GPU
     **dict.fromkeys(("init", "new", "list", "image", "status", "logs"), "starts no Python process"),
     **dict.fromkeys(("cancel", "compare", "export", "report", "watch", "workers"), "starts no Python process"),
     "prepare": "its processes cut text into tokens",
 }
-# for the Python that reproduce starts
+# for reproduce's Python
 SITE = "import os\nfrom tests.world.forks import believe\nbelieve(os.getppid())\n"
 
 
@@ -81,7 +81,7 @@ def believe(leader: int) -> None:
             torch.cuda._raw_device_count_nvml = lambda: 0
 
     torch.cuda._raw_device_count_nvml = lambda: 1
-    # a driver that knows the GPU's properties, since imports read them
+    # a driver that reports the GPU's properties, since imports read them
     torch._C._cuda_init = torch._C._cuda_getDeviceCount  # type: ignore[assignment]
     torch._C._cuda_getDevice = lambda: 0
     facts = SimpleNamespace(major=9, minor=0, total_memory=80 << 30)
@@ -91,7 +91,7 @@ def believe(leader: int) -> None:
 
 
 def in_child(body: Callable[[], object], words: Sequence[str]) -> None:
-    """Call ``body`` with ``words`` as the command line in a forked process, and print its exit code."""
+    """Call ``body`` in a forked process with ``words`` as its command line, and print its exit code."""
     child = os.fork()
     if child == 0:
         sys.argv = ["worldsize", *words]
@@ -108,7 +108,7 @@ def in_child(body: Callable[[], object], words: Sequence[str]) -> None:
 
 
 def build(row: Sequence[Sequence[str]]) -> None:
-    """Build recipes and their optimizers as ``worldsize train`` does before it forks, and fork after each."""
+    """Build recipes and their optimizers like ``worldsize train`` before it forks, and fork after each."""
     for words in row:
         sys.argv[1:] = words
         checked(compose_only([*words, *RUN]))
@@ -129,7 +129,7 @@ def main() -> None:
     (site := Path("site")).mkdir()
     (site / "sitecustomize.py").write_text(SITE)
     os.environ["PYTHONPATH"] = f"{site.absolute()}{os.pathsep}{os.environ['PYTHONPATH']}"
-    for words in COMMANDS:  # in the same folder, which has the runs
+    for words in COMMANDS:  # in the same folder, with the runs
         in_child(cli.main, words)
 
 

@@ -1,4 +1,4 @@
-"""CUDA can be used in every process that is forked, or the process starts again by itself."""
+"""CUDA can be used in every forked process, or the process restarts by itself."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Asks(Digits):
     pass
 """
 
-# torch asks the driver to count MIG devices, in a child; then CUDA is started before a fork, and that child
-# replaces itself by a program, which the parent hears and ends
+# torch queries the driver to count MIG devices, in a child; then CUDA is started before a fork, and that child
+# replaces itself by a program that the parent reads from and ends
 REPLACED = """
 import multiprocessing.connection, os, sys
 from contextlib import suppress
@@ -65,7 +65,7 @@ assert process.exitcode == 7
 """
 
 
-# torchao's kernels ask for the capability of the device where they are imported: workers start again by themselves
+# torchao's kernels query the device's capability on import: workers restart by themselves
 ALLOWED = "torchao/prototype/mx_formats/kernels.py"
 
 
@@ -77,10 +77,10 @@ def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
 def test_a_process_that_cuda_refuses_replaces_itself_and_is_waited_for(tmp_path: Path) -> None:
     done = run(REPLACED, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "CUDA was asked before this process was forked, by <string>, line 19: it starts again" in done.stderr
+    assert "CUDA was called before this process was forked, by <string>, line 19: it restarts" in done.stderr
 
 
-# a finished run again, with a plan that says cuda where its configuration says cpu: there is no GPU in the gate
+# a finished run again, with a plan for cuda where its configuration has cpu: the gate runs without a GPU
 AGAIN = """
 import sys
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(
     assert done.stdout.endswith("completed\n"), done.stderr
     for rank in range(2):
         log = (run_folder / "logs" / f"worker_{rank:05d}.log").read_text()
-        assert f"by {recipe / 'recipe.py'}, line 6: it starts again by itself" in log
+        assert f"by {recipe / 'recipe.py'}, line 6: it restarts by itself" in log
 
 
 @pytest.mark.timeout(900)
@@ -126,6 +126,6 @@ def test_no_recipe_optimizer_or_command_asks_cuda_before_it_forks(tmp_path: Path
     assert [line for line in lines if line.startswith("built")] == [
         f"built: {' '.join(words)}" for row in BUILDS for words in row
     ], done.stderr
-    # the plan measures on a GPU, and there is none
+    # the plan measures on a GPU, but there is none
     expected = [f"ended: {int(words[0] == 'plan')}: {' '.join(words)}" for words in COMMANDS]
     assert [line for line in lines if line.startswith("ended") and "build" not in line] == expected, done.stderr

@@ -1,4 +1,4 @@
-"""Gloo and NCCL are bound to an interface, each in the syntax that it reads."""
+"""Gloo and NCCL are bound to an interface, each in its own syntax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes keep to the cores and the memory next to their GPUs, as machines with several NUMA nodes describe them."""
+"""Processes stay on the cores and memory next to their GPUs, following the machine's NUMA description."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from worldsize.world.pinning import (
 from worldsize.world.world import device_of
 
 Machine = tuple[Sequence[str], Mapping[str, int], Mapping[str, int]]
-# cores of each NUMA node as the kernel lists them, GPUs with their NUMA nodes, and adapters with theirs
+# each NUMA node's cores as listed by the kernel, GPUs with their NUMA nodes, and adapters with theirs
 H100: Machine = (
     ("0-55,112-167", "56-111,168-223"),  # a DGX H100: two sockets of 56 cores with two threads each
     {f"0000:{bus}:00.0": 0 for bus in ("1b", "43", "52", "61")}
@@ -46,7 +46,7 @@ H100: Machine = (
 )
 A100: Machine = (
     tuple(f"{16 * node}-{16 * node + 15},{128 + 16 * node}-{143 + 16 * node}" for node in range(8)),
-    dict(  # a DGX A100: two sockets of four NUMA nodes each, half of which have two GPUs
+    dict(  # a DGX A100: two sockets of four NUMA nodes each; half of the nodes have two GPUs
         zip(
             (f"0000:{bus}:00.0" for bus in ("07", "0f", "47", "4e", "87", "90", "b7", "bd")),
             (3, 3, 1, 1, 7, 7, 5, 5),
@@ -59,7 +59,7 @@ ODD: Machine = (("0-6", "7-9"), {"0000:01:00.0": 0, "0000:02:00.0": 0, "0000:03:
 
 
 def write_machine(root: Path, machine: Machine) -> Path:
-    """Write ``/sys`` of a machine below ``root``, in the folders and with the texts of Linux."""
+    """Write a machine's ``/sys`` below ``root``, in Linux's layout and format."""
     nodes, gpus, adapters = machine
     numbers = sorted(number for text in nodes for number in listed(text))
     folder = root / "sys/devices/system"
@@ -162,14 +162,14 @@ def test_auto_leaves_processes_alone_where_it_would_not_help(tmp_path: Path) -> 
     for pins, reason in (
         (planned(laptop, processes=2, cpu=True), "one NUMA node"),
         (planned(two, processes=1, cpu=True), "1 processes do not divide over 2 NUMA nodes"),
-        (planned(unknown, processes=1), "does not say to which NUMA nodes the GPUs belong"),
+        (planned(unknown, processes=1), "does not report the NUMA nodes of the GPUs"),
         (planned(two, usable=frozenset(range(32))), "bound to cores 0-31 of 0-223 already"),  # Slurm, Kubernetes
         (planned(two, processes=4, gpus=[*two.gpus][:2]), "4 processes see 2 GPUs here"),
         (planned(two, "none"), "cluster.pin=none"),
     ):
         assert pins.processes == ()
         assert reason in pins.reason
-    # asked for, it keeps to what the scheduler has given
+    # on request, it stays within the scheduler's allocation
     within = planned(two, "numa", usable=frozenset({3, 4, 60}))
     assert [sorted(each.cores) for each in within.processes] == [[3, 4]] * 4 + [[60]] * 4
 
@@ -200,12 +200,12 @@ def test_a_process_that_mpirun_has_bound_stays_where_it_is(
     cluster = Cluster("test", 1, 4, "cpu", "gloo", pin=pin)
     with caplog.at_level(logging.INFO):
         assert pin_process(cluster, local_rank=3, processes=4, has_launcher=False) is None
-    assert f"pin={pin}: this process stays on cores 3, to which" in caplog.text
+    assert f"pin={pin}: this process stays on cores 3, as bound" in caplog.text
     assert applied == []
     own = {*machine.cores}  # it is not bound
     placed = pin_process(cluster, local_rank=3, processes=4, has_launcher=False)
     assert applied == [placed]
-    own = {*range(4)}  # those of its launcher, which all processes share
+    own = {*range(4)}  # the launcher's, shared by all processes
     placed = pin_process(cluster, local_rank=3, processes=4, has_launcher=True)
     assert placed is not None
     assert placed.cores == ({3} if pin == "exclusive" else {*range(4)})

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end."""
+"""Signals that request the end of a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_grace_begins_when_a_process_is_asked_to_end() -> None:
     preemption.want()
     left = preemption.seconds_left(30.0)
     assert 30.0 - (time.monotonic() - before) <= left <= 30.0
-    preemption.want()  # again: the grace does not begin anew
+    preemption.want()  # again: the grace period does not restart
     assert preemption.seconds_left(30.0) <= left
 
 

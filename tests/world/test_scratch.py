@@ -1,4 +1,4 @@
-"""Temporary folders go with their processes, also with those that were killed, and with no others."""
+"""Temporary folders are removed with their processes, also if those are killed, and no others."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ OPTIONS = ("recipe=digits", "recipe.width=4", "cluster.threads=1", "logger=none"
 
 @pytest.fixture
 def spare() -> Iterator[Path]:
-    """A folder for temporary files with a short name, as sockets need."""
+    """A folder for temporary files with a short name, required by sockets."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
 @pytest.fixture
 def own(spare: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which this process makes its temporary files."""
+    """The folder for this process's temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(spare))
     return spare
 
 
 def made_by_another(spare: Path, end: str) -> subprocess.Popen[str]:
-    """Start a process that makes a private folder in ``spare``, and then does ``end``."""
+    """Start a process that makes a private folder in ``spare``, and then runs ``end``."""
     code = f"import os; from worldsize.world.scratch import private_folder; private_folder(); {end}"
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(spare)}, text=True)
 
@@ -98,7 +98,7 @@ def test_a_worktree_of_a_killed_process_leaves_its_repository_too(own: Path, tmp
     (folder,) = leftovers()
     git("worktree", "add", "--quiet", "--detach", str(folder / "code"))
     git("worktree", "add", "--quiet", "--detach", str(own / "mine"))
-    shutil.rmtree(own / "mine")  # perhaps it is on a disk that is not mounted now: not ours to forget
+    shutil.rmtree(own / "mine")  # its disk may be unmounted now, so it is not ours to forget
     remove_leftovers()
     assert not folder.exists()
     listed = [line for line in git("worktree", "list", "--porcelain").splitlines() if line.startswith("worktree ")]

@@ -1,4 +1,4 @@
-"""Switches above hosts, from Slurm's topology.conf and from YAML: the order of hosts, and the tiers that they make."""
+"""Switches above hosts, from Slurm's topology.conf and from YAML: the order of hosts, and the resulting tiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worldsize.errors import ConfigError
 from worldsize.world.environments import node
 from worldsize.world.topology import Topology, expanded
 
-# the example of Slurm's manual, with a comment, another case of letters, and a continued line
+# the example of Slurm's manual, with a comment, different case, and a continued line
 SLURM = """
 # two racks below one switch
 SwitchName=s0 Nodes=dev[0-5]
@@ -70,12 +70,12 @@ def test_hosts_below_one_switch_become_neighbours_and_the_first_stays_the_first(
     hosts = ["h06", "h01", "h03", "h05", "h08", "h02", "h04", "h07"]
     assert tree.ordered(hosts) == ["h06", "h05", "h08", "h07", "h01", "h02", "h03", "h04"]
     assert tree.sizes(tree.ordered(hosts)) == [2, 4]
-    assert tree.sizes(["h01", "h02", "h05", "h06"]) == [2]  # a rack and a region are the same there
+    assert tree.sizes(["h01", "h02", "h05", "h06"]) == [2]  # rack and region coincide there
     assert tree.sizes(["h01", "h02"]) == tree.sizes(["h01", "h03"]) == []
-    assert tree.sizes(["h01", "h03", "h04"]) == []  # racks of one and two hosts are no tier
+    assert tree.sizes(["h01", "h03", "h04"]) == []  # racks of one and two hosts do not form a tier
     with pytest.raises(ConfigError, match=r"rack=2: .* these 3 hosts have no equal number of them each"):
         tree.check(["h01", "h03", "h04"], {"rack": 2})
-    with pytest.raises(ConfigError, match="no switch above the host h99"):
+    with pytest.raises(ConfigError, match="lacks a switch above the host h99"):
         tree.ordered(["h99"])
 
 
@@ -123,7 +123,7 @@ def test_tiers_that_have_room_for_all_hosts_are_those_of_the_file_where_one_swit
     tree, tiers = topology(tmp_path, text), {"rack": 4, "pod": 8}
     tree.check(["h11", "h12"], tiers)
     tree.check(["h11", "h12", "h15", "h16"], {"rack": 2, "pod": 8})
-    for hosts in (["h11", "h15"], ["h11", "h21"]):  # in two racks, and in two pods that have racks of one name
+    for hosts in (["h11", "h15"], ["h11", "h21"]):  # in two racks, and in two pods whose racks share a name
         with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=4"):
             tree.check(hosts, tiers)
     with pytest.raises(ConfigError, match=r"cluster\.tiers\.pod=8"):
@@ -137,7 +137,7 @@ def test_tiers_that_have_room_for_all_hosts_are_those_of_the_file_where_one_swit
         ({"rack": 2, "pod": 9}, "several of a rack"),
         ({"rack": 1}, "several of a node"),
         ({"rack": 4, "pod": 4}, "several of a rack"),
-        ({"node": 2}, "has the name of another tier"),
+        ({"node": 2}, "uses the name of a built-in tier"),
     ],
 )
 def test_tiers_that_do_not_divide_the_nodes_are_refused(tiers: dict[str, int], message: str) -> None:
@@ -160,7 +160,7 @@ def test_nodes_that_one_rack_has_room_for_are_joined_by_its_link() -> None:
     assert {nodes: each.links["network"].bandwidth for nodes, each in found.items()} == {
         1: 50e9,
         8: 50e9,
-        16: 1e9,  # the pod has no link of its own
+        16: 1e9,  # without a link for the pod
         32: 1e9,
     }
 
@@ -187,8 +187,8 @@ def test_a_tier_brings_its_link_along() -> None:
 @pytest.mark.parametrize(
     ("tier", "message"),
     [
-        ("many", "cluster.tiers.rack='many' is no number of nodes"),
-        (True, "is no number of nodes"),
+        ("many", "cluster.tiers.rack='many' is not a number of nodes"),
+        (True, "is not a number of nodes"),
         (0, "cluster.tiers.rack.nodes=0 must be between 1"),
         ({"nodes": 8}, "bandwidth"),
         ({"bandwidth": 1e9, "latency": 1e-6}, "nodes"),

@@ -1,4 +1,4 @@
-"""Processes find their placement in the environment, and form process groups."""
+"""Processes find their place from the environment, and form process groups."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_places_are_looked_up_by_whoever_asks() -> None:
     def body(world: World) -> tuple[str, str] | None:
         os.environ["SLURMD_NODENAME"] = f"host-{world.rank}"
         place_of = places(world)
-        return place_of(2) if world.rank == 0 else None  # the others need not be there
+        return place_of(2) if world.rank == 0 else None  # the others may be absent
 
     assert run_in_worlds(body, 3) == [("host-2", "cpu"), None, None]
 

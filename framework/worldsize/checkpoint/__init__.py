@@ -1,1 +1,1 @@
-"""Checkpoints: safetensors shards and JSON, verified by digests, loadable at any world size; never a pickle."""
+"""Checkpoints: safetensors shards and JSON (no pickle), loadable at any world size."""

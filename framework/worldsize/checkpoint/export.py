@@ -1,4 +1,4 @@
-"""Writes weights for other programs, one tensor at a time: as safetensors files, or as a torch state_dict."""
+"""Export weights, one tensor at a time, as safetensors files or as a torch state_dict."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from worldsize.checkpoint.weights import INDEX, SafetensorsWeights, Weights
 from worldsize.errors import WorldsizeError
 
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
-_PIECE = 8 << 20  # bytes that are written at once
-Written = Callable[[int], None]  # progress callback: takes the bytes written since the last call
+_PIECE = 8 << 20  # bytes per write
+Written = Callable[[int], None]  # progress callback; receives the number of bytes written since the last call
 
 
 @final
 class SelectedWeights(Weights):
-    """A selection of the tensors of a source, optionally converted to another precision.
+    """A subset of another source's tensors, optionally cast to a different dtype.
 
     Args:
-        source: The weights.
-        dtype: Type of floating-point tensors; None: unchanged.
-        without: Names to leave out.
+        source: The weights to select from.
+        dtype: Target dtype of floating-point tensors; None keeps their dtypes.
+        without: Names of tensors to exclude.
     """
 
     def __init__(self, source: Weights, *, dtype: torch.dtype | None = None, without: Sequence[str] = ()) -> None:
@@ -57,14 +57,14 @@ class SelectedWeights(Weights):
 
 @contextmanager
 def published(output: Path) -> Iterator[Path]:
-    """Yield a temporary path next to ``output``; rename it to ``output`` after the block, or remove it on failure.
+    """Yield a temporary path; rename it to ``output`` after the block, or remove it on failure.
 
     Raises:
         WorldsizeError: ``output`` exists, or cannot be written.
     """
     draft = output.with_name(f".{output.name}.{secrets.token_hex(4)}")
     if output.exists() or output.is_symlink():
-        raise WorldsizeError(f"{output} exists. Remove it, or name another place with output=PATH.")
+        raise WorldsizeError(f"{output} exists. Remove it, or choose a different output=PATH.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         yield draft
@@ -72,28 +72,28 @@ def published(output: Path) -> Iterator[Path]:
         sync_folder(output.parent)
     except OSError as error:
         if not _is_of_writing(error, draft):
-            raise  # an error of reading, such as of a tokenizer
+            raise  # a read error, for example of a tokenizer file
         raise WorldsizeError(
-            f"{output} cannot be written: {error.strerror or error}. Make room, or name another place with output=PATH."
+            f"{output} cannot be written: {error.strerror or error}. Make room, or choose a different output=PATH."
         ) from error
     finally:
         if draft.is_dir():
             shutil.rmtree(draft, ignore_errors=True)
-        elif draft.is_file():  # False also where the output would be below a file
+        elif draft.is_file():  # also False if a parent of the output is a file
             draft.unlink()
 
 
 def _is_of_writing(error: OSError, draft: Path) -> bool:
-    """Return whether an error is about writing ``draft``; an error of ``write`` itself names no file."""
+    """Return whether ``error`` comes from writing ``draft``; errors of ``write()`` lack a path."""
     if not isinstance(error.filename, str | os.PathLike):
         return error.errno in _STORAGE_ERRORS
     return str(error.filename).startswith(str(draft)) or draft.parent.is_relative_to(error.filename)
 
 
 def write_safetensors(weights: Weights, folder: Path, *, shard_bytes: int, written: Written) -> None:
-    """Write ``model.safetensors`` into ``folder``, or several files of at most ``shard_bytes`` and their index.
+    """Write the weights as one safetensors file, or as several files with an index.
 
-    A larger tensor gets its own file. Tensors that share memory in the model are each written in full.
+    Each file holds at most ``shard_bytes`` of tensors, or one larger tensor. Tied tensors are each written in full.
     """
     shards = _shards(list(weights.entries.values()), shard_bytes)
     names = ["model.safetensors"]
@@ -109,7 +109,7 @@ def write_safetensors(weights: Weights, folder: Path, *, shard_bytes: int, writt
 
 
 def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
-    """Divide the tensors, in order, into files; in each file the widest dtypes come first, so that all are aligned."""
+    """Group consecutive tensors into files; sort each file by element size for alignment."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -136,7 +136,7 @@ def _write_file(weights: Weights, entries: Sequence[Entry], path: Path, written:
 def write_torch(weights: Weights, path: Path, written: Written) -> None:
     """Write a state_dict that ``torch.load(path, weights_only=True)`` reads.
 
-    torch.save takes all tensors at once, so they are first streamed into a temporary file, which is memory-mapped.
+    torch.save needs all tensors at once, so they are first streamed into a temporary file, which is then memory-mapped.
     """
     scratch = path.with_name(f"{path.name}.tensors")
     try:

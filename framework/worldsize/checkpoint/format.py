@@ -1,9 +1,9 @@
-"""The layout of a checkpoint's folder, its verification, and the retention of older checkpoints.
+"""Checkpoint folder layout, verification, and retention of older checkpoints.
 
 ``step_0001000/`` holds one safetensors file per rank (see checkpoint/safetensors.py), ``manifest.json`` (the size and
-SHA-256 of every file, the location of every tensor, and all values that are not tensors) and ``COMPLETE`` (the
-manifest's SHA-256), which is written last. The folder then gets its final name by one rename. The manifest is
-authoritative: a file whose header describes a tensor differently is damaged. Deleting old checkpoints can be
+SHA-256 of every file, the location of every tensor, and all non-tensor values) and ``COMPLETE`` (the manifest's
+SHA-256), written last. A single rename then gives the folder its final name. The manifest is authoritative: a file
+with a different description of a tensor in its header counts as damaged. The deletion of old checkpoints can be
 interrupted at any point.
 """
 
@@ -30,22 +30,22 @@ from worldsize.files import open_regular, read_regular
 from worldsize.strict_json import parse
 
 SCHEMA_VERSION = 2
-STREAMS = "streams"  # positions of the readers of the training stream, a tensor each (data/streams.py)
-RECIPE_STATES = "recipe_states"  # what a recipe keeps for each logical rank, a tensor each (worker/step_memory.py)
-ALONE = (STREAMS, RECIPE_STATES)  # parts whose tensors are each written by one rank, which alone knows of it
-PARTS = ("model", "optimizer", "schedule", "scaler", "ema", *ALONE)  # of the state, can be ignored when loading
-HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay and the like, of optimizer and schedule
+STREAMS = "streams"  # reader positions in the training stream, one tensor per reader (data/streams.py)
+RECIPE_STATES = "recipe_states"  # recipe state, one tensor per logical rank (worker/step_memory.py)
+ALONE = (STREAMS, RECIPE_STATES)  # parts of the state with tensors that only the writing rank has
+PARTS = ("model", "optimizer", "schedule", "scaler", "ema", *ALONE)  # parts of the state that a load can ignore
+HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay etc. of the optimizer and the schedule
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")
-_LARGEST = 1 << 30  # bytes of a manifest
-_SLACK = 8  # a wrong header up to this many times as long as the right one is read, to explain the difference
-_DEEPEST = 400  # nesting of a manifest: a level of the state takes up to four (see checkpoint/manifest_tree.py)
-_PIECE = 8 << 20  # bytes hashed at once
+_LARGEST = 1 << 30  # maximum size of a manifest in bytes
+_SLACK = 8  # maximum length of a wrong header to parse for the error message, relative to the expected length
+_DEEPEST = 400  # maximum nesting of a manifest; one level of the state takes up to four (checkpoint/manifest_tree.py)
+_PIECE = 8 << 20  # bytes hashed per read
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint as its manifest describes it; ``facts`` are plain values of the caller, e.g. metrics."""
+    """A complete checkpoint; ``facts`` holds plain values of the caller, such as metrics."""
 
     path: Path
     step: int
@@ -57,18 +57,18 @@ class Checkpoint:
 
 
 def folder_name(step: int) -> str:
-    """Return the folder name of the checkpoint after ``step``; names sort like steps."""
+    """Return the folder name for a checkpoint after ``step``, zero-padded to sort by step."""
     return f"step_{step:07d}"
 
 
 def complete(root: Path) -> list[Path]:
-    """Return the folders below ``root`` that have a checkpoint's final name, oldest first."""
+    """Return the published checkpoint folders in ``root``, oldest first."""
     folders = {int(match[1]): path for path in root.glob("step_*") if (match := _FOLDER.fullmatch(path.name))}
     return [folders[step] for step in sorted(folders)]
 
 
 def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint's folder."""
+    """Parse the step from the name of a checkpoint folder."""
     return int(path.name.partition("_")[2])
 
 
@@ -77,18 +77,18 @@ def read(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or was changed after it was written.
-        OtherSchemaError: this worldsize does not read its schema version.
+        OtherSchemaError: this version of worldsize cannot read the manifest's schema version.
     """
     text, _ = _sealed(path)
     try:
         return _parsed(path, parse(text, at_most=_LARGEST, deepest=_DEEPEST, finite=False))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         kind = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the checkpoint is damaged: {path / MANIFEST} is no manifest ({kind}).") from None
+        raise CheckpointError(f"the checkpoint is damaged: {path / MANIFEST} is not a manifest ({kind}).") from None
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of the manifest of the checkpoint in ``path``, which ``COMPLETE`` has too.
+    """Return the SHA-256 of a checkpoint's manifest, after comparing it with ``COMPLETE``.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or was changed after it was written.
@@ -97,7 +97,7 @@ def digest_of(path: Path) -> str:
 
 
 def _sealed(path: Path) -> tuple[bytes, str]:
-    """Return the text and the SHA-256 of the manifest of the checkpoint in ``path``."""
+    """Return a manifest's text and SHA-256; raise CheckpointError if ``COMPLETE`` differs."""
     text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
     expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
     if expected != actual or seal != f"{actual}\n":
@@ -119,11 +119,11 @@ def _parsed(path: Path, manifest: Any) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Compare the folder with the manifest, and the files ``names`` (None: all) with their digests and headers.
+    """Verify a folder's file list, and the digests and headers of ``names`` (None: all files).
 
     Raises:
-        CheckpointError: a file is missing, unknown, a link, or has different content, or its header describes a tensor
-            differently; the message has the file, the expected and the actual value.
+        CheckpointError: a file is missing, unknown, a link, or its content or header differs from the manifest; the
+            message contains the file, the expected value and the actual value.
     """
     path, files = checkpoint.path, checkpoint.files
     present = {file.name for file in path.iterdir()} - {MANIFEST, COMPLETE}
@@ -148,7 +148,7 @@ def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
 
 def _verify_header(path: Path, expected: Mapping[str, Entry], told: Mapping[str, str]) -> None:
     try:
-        right = header(list(expected.values()), told)  # offsets differ if the tensors are in a different order
+        right = header(list(expected.values()), told)  # only its length is used; tensors may be in a different order
         actual, metadata = read_header(path, at_most=_SLACK * len(right))
     except CheckpointError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from None
@@ -157,7 +157,7 @@ def _verify_header(path: Path, expected: Mapping[str, Entry], told: Mapping[str,
             known = f"{_described(name, wanted)}, as {MANIFEST} says"
             raise CheckpointError(_differs(path, known, f"{_described(name, present)} in its header"))
     if metadata != told:
-        raise CheckpointError(_differs(path, f"what follows from {MANIFEST}", "other metadata in its header"))
+        raise CheckpointError(_differs(path, f"the metadata implied by {MANIFEST}", "other metadata in its header"))
 
 
 def _described(name: str, entry: Entry | None) -> str:
@@ -188,7 +188,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def seal(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -> None:
-    """Write the manifest, then ``COMPLETE``; each is durable on disk before the next."""
+    """Write the manifest, then ``COMPLETE``, and sync each to disk before continuing."""
     text = (json.dumps({**manifest, "schema_version": SCHEMA_VERSION}, sort_keys=True) + "\n").encode()
     at("checkpoint:after-shards")
     write_through(folder / MANIFEST, text)
@@ -199,7 +199,7 @@ def seal(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -
 
 
 def write_through(path: Path, data: bytes) -> None:
-    """Write a new file and wait until its bytes are on disk. Raises FileExistsError if it exists."""
+    """Write a new file and sync it to disk; raise FileExistsError if the file exists."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -207,7 +207,7 @@ def write_through(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until changes of the folder itself, such as a rename, are on disk."""
+    """Sync changes of the folder itself, such as a rename, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -220,10 +220,10 @@ _DELETING = ".deleting_"
 
 @dataclass(frozen=True)
 class Retention:
-    """Keeps the ``last`` checkpoints, those of every ``every``-th step (0: none), and the ``best`` by a metric.
+    """Retention policy: the ``last``, every ``every``-th step (0: none), and the ``best``.
 
-    ``best`` is a metric of the last evaluation before the save, ``accuracy`` of the test data or
-    ``validation/accuracy`` of another split; ``direction`` tells whether higher or lower is better.
+    ``best`` names a metric from the last evaluation before the save: ``accuracy`` on the test data, or
+    ``validation/accuracy`` on a different split. ``direction`` is "max" if higher values are better, "min" if lower.
     """
 
     last: Annotated[int, Range(least=1, hint="at least the newest checkpoint is kept")] = 2
@@ -235,13 +235,13 @@ class Retention:
         check_limits(type(self), vars(self), key="checkpoint.keep")
 
     def kept(self, folders: Sequence[Path]) -> set[Path]:
-        """Return the checkpoints to keep among ``folders``, which are complete and sorted oldest first."""
+        """Return which of ``folders`` (complete checkpoints, oldest first) to keep."""
         spaced = {path for path in folders if self.every and step_of(path) % self.every == 0}
         best = self.best_of(folders)
         return {*folders[-self.last :], *spaced, *([best] if best else [])}
 
     def best_of(self, folders: Sequence[Path]) -> Path | None:
-        """Return the best of ``folders``, the newest if several are equal; None if none has the metric."""
+        """Return the best checkpoint (the newest of equals), or None if none has the metric."""
         scored = {path: score for path in folders if (score := self._score(path)) is not None}
         sign = 1 if self.direction == "max" else -1
         return max(scored, key=lambda path: (sign * scored[path], step_of(path))) if scored else None
@@ -257,15 +257,15 @@ class Retention:
 
 
 def apply(retention: Retention, written: Path, at: Callable[[str], None]) -> None:
-    """Delete checkpoints that are not kept, and remains of interrupted deletions; ``written`` was just saved.
+    """Delete expired checkpoints and leftovers of interrupted deletions.
 
-    Checkpoints of later steps are ignored: they are damaged, or training would have resumed from them.
+    Ignores checkpoints of later steps than ``written``: they are damaged, or training would have resumed from them.
     """
     at("retention:begin")
     root = written.parent
     folders = [path for path in complete(root) if step_of(path) <= step_of(written)]
     for path in set(folders) - retention.kept(folders):
-        path.rename(root / f"{_DELETING}{path.name}")  # from here on it does not count as a checkpoint
+        path.rename(root / f"{_DELETING}{path.name}")  # no longer counts as a checkpoint
     sync_folder(root)
     for path in sorted(root.glob(f"{_DELETING}*")):
         _delete(path, at)

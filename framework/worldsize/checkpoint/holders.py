@@ -1,4 +1,4 @@
-"""Decides which rank writes a tensor that several ranks hold."""
+"""Assignment of replicated tensors to the ranks that write them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DIFFERENT = "the ranks' tensors differ in names, dtypes or shapes; give all rank
 
 
 def partly_held(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return, for each tensor that only some ranks hold, which ranks do: bool (ranks,). It is on meta on the others.
+    """Return the holders of each tensor that is on the meta device on some ranks: bool (ranks,).
 
-    ``tensors`` may have any shapes. Every rank must call it.
+    The tensors may have any shapes. This is a collective: every rank must call it.
 
     Raises:
-        CheckpointError: the names of the tensors differ between ranks.
+        CheckpointError: the tensor names differ between ranks.
     """
     names = sorted(tensors)
     if world.group is None:
@@ -53,13 +53,13 @@ def _check_same(names: Collection[str], world: World) -> None:
 def written_here(
     tensors: Mapping[str, Tensor], partly: Mapping[str, Tensor], world: World
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that this rank writes: its shards of sharded tensors, and a fair part of replicated ones.
+    """Yield the tensors this rank writes: its shards, and a share of the replicated tensors.
 
-    Replicated tensors are divided so that all ranks write about the same number of bytes.
+    Replicated tensors are assigned greedily, largest first, to balance the bytes written per rank.
 
     Args:
-        tensors: All of the state, of any shapes; tensors that this rank does not hold are on the meta device.
-        partly: The result of :func:`partly_held` for them.
+        tensors: The full state, of any shapes; tensors not held by this rank are on the meta device.
+        partly: The result of :func:`partly_held` for ``tensors``.
         world: The ranks that write.
     """
     loads_p = torch.zeros(world.size, dtype=torch.int64)
@@ -69,7 +69,7 @@ def written_here(
         if isinstance(tensor, DTensor):
             yield name, tensor
             continue
-        least = int((torch.where(partly[name], loads_p, full) if name in partly else loads_p).argmin())  # the lowest
+        least = int((torch.where(partly[name], loads_p, full) if name in partly else loads_p).argmin())  # first minimum
         loads_p[least] += tensor.nbytes
         if least == world.rank:
             yield name, tensor

@@ -1,6 +1,6 @@
-"""Finds the newest valid checkpoint, and loads it, or weights from files, at any world size.
+"""Load the newest valid checkpoint, or weights from files, at any world size.
 
-Tensors of a rank are filled in place by torch.distributed.checkpoint's planners.
+The planners of torch.distributed.checkpoint fill each rank's tensors in place.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from worldsize.errors import CheckpointError, OtherSchemaError
 
 _logger = logging.getLogger(__name__)
 
-_SHOWN = 8  # differences in an error
+_SHOWN = 8  # maximum number of differences in an error message
 
 
 def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
-    """Return the newest complete and valid checkpoint, or None if there is none.
+    """Return the newest valid checkpoint in ``root``; None if there are no checkpoints.
 
-    Each rank hashes a part of the files, and all agree on the result.
+    Each rank hashes a subset of the files; all ranks return the same result.
 
     Raises:
         CheckpointError: the newest checkpoint is damaged and ``allow_older`` is False, or all are damaged.
-        OtherSchemaError: this worldsize does not read the newest one's schema version; older ones are not tried.
+        OtherSchemaError: a checkpoint has a schema version that this worldsize cannot read; older ones are not tried.
     """
     folders: list[Path] = _agreed(lambda: complete(root), world)[0]
     for path in reversed(folders):
@@ -56,7 +56,7 @@ def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint
             raise CheckpointError(f"{errors[0]} An older checkpoint is used with --allow-older.")
         _logger.warning("%s Trying an older one.", errors[0])
     if folders:
-        raise CheckpointError(f"no checkpoint in {root} can be used. To begin anew, remove them or start another run.")
+        raise CheckpointError(f"no checkpoint in {root} can be used. To start over, remove them or start a new run.")
     return None
 
 
@@ -72,7 +72,7 @@ def _damage(path: Path, world: World) -> CheckpointError | None:
 
 
 def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
-    """Run ``task`` on each rank, and return all results, by rank."""
+    """Run ``task`` on every rank and all-gather the results, in rank order."""
     if world.group is None:
         return [task()]
     answers = [None] * world.size
@@ -81,30 +81,30 @@ def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
 
 
 def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] = ()) -> StateDict:
-    """Load a checkpoint into the tensors of ``template``, plain or sharded, in place.
+    """Load a checkpoint into the tensors of ``template``, full or sharded, in place.
 
     Args:
         checkpoint: The checkpoint, saved at any world size.
-        template: The state, whose tensors have the shapes of those saved. A tensor without rows is replaced by one with
-            as many rows as were saved. Tensors on the meta device belong to other ranks and are left there.
-        ignore: Top-level parts of the state that keep the template's values. With "hyperparameters", learning rates,
-            weight decay and the like keep them. So does the part ``strategy`` if it was saved by another strategy or
-            at another world size.
+        template: The state to fill, with tensors of the saved shapes. A tensor with 0 rows is replaced by one with
+            the saved number of rows. Tensors on the meta device belong to other ranks and stay there.
+        ignore: Top-level parts of the state that keep the template's values. "hyperparameters" stands for learning
+            rates, weight decay etc. The part ``strategy`` is ignored automatically if it was saved by a different
+            strategy or with different shapes, e.g. at a different world size.
 
     Returns:
         The template's tensors and the checkpoint's other values, in the template's order.
 
     Raises:
-        CheckpointError: names, shapes or dtypes differ; then nothing has been written.
+        CheckpointError: names, shapes or dtypes differ; no tensor has been changed in that case.
     """
-    ignore = [*ignore, *ALONE, *_unfit(checkpoint, template)]  # whoever needs a state of these asks for it
+    ignore = [*ignore, *ALONE, *_unfit(checkpoint, template)]  # the parts in ALONE are loaded separately, on demand
     tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
     saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
     tensors = {name: _sized(tensor, saved.get(name)) for name, tensor in tensors.items()}
     if differences := list(_differences(saved, tensors)):
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise CheckpointError(
-            f"{checkpoint.path} holds another model or optimizer: {'; '.join(differences[:_SHOWN])}{more}. "
+            f"{checkpoint.path} holds a different model or optimizer: {'; '.join(differences[:_SHOWN])}{more}. "
             "Resume with the run's own configuration, or leave a part out with checkpoint.ignore=[optimizer]."
         )
     held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
@@ -120,7 +120,7 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         kind = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{checkpoint.path} holds another optimizer or schedule than the run has now ({kind}). "
+            f"{checkpoint.path} holds a different optimizer or schedule than the run has now ({kind}). "
             "Leave both out with checkpoint.ignore=[optimizer,schedule]."
         ) from None
 
@@ -128,7 +128,7 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
 def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> StateDict:
     """Return ``saved`` with the optimizer options and initial learning rates of ``now``.
 
-    ``anew``: the schedule of ``now`` starts from the beginning.
+    With ``anew``, the schedule restarts, and learning rates are taken from ``now``.
     """
     pairs = zip(saved["optimizer"]["param_groups"], now["optimizer"]["param_groups"], strict=True)
     groups = [{**then, **own, "params": then["params"], **_rate(then, own, anew)} for then, own in pairs]
@@ -137,9 +137,9 @@ def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> St
 
 
 def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mapping[str, Any]:
-    """Return the learning rate to continue with, as option "lr"; no option if the optimizer has no rate.
+    """Return the learning rate to resume with as ``{"lr": rate}``; ``{}`` without a rate.
 
-    A scheduled rate keeps its position in the schedule: the same multiple of the initial rate.
+    A scheduled rate keeps its position in the schedule, i.e. its ratio to the initial rate.
     """
     if anew or not then.get("initial_lr") or "initial_lr" not in now:
         return {"lr": now["lr"]} if "lr" in now else {}
@@ -149,7 +149,7 @@ def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mappin
 
 
 def _rebased(then: Any, now: Any) -> Any:
-    """Return the state of a schedule (or of a chain of schedules) with different initial rates."""
+    """Return a schedule's state ``then`` with the initial rates of ``now``; handles chains."""
     if isinstance(then, list):
         return [_rebased(*pair) for pair in zip(then, now, strict=True)]
     if not isinstance(then, Mapping):
@@ -158,7 +158,7 @@ def _rebased(then: Any, now: Any) -> Any:
 
 
 def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
-    """Return the part ``strategy`` as a part to ignore if another strategy saved it, or its shapes differ."""
+    """Return ``["strategy"]`` if that saved part does not fit the template, else ``[]``."""
     now, _ = split({part: child for part, child in template.items() if part == "strategy"})
     then = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith("strategy/")}
     fits = ("strategy" in template) == ("strategy" in checkpoint.values)
@@ -166,7 +166,7 @@ def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
 
 
 def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
-    """Return a tensor with as many rows as were saved, in place of one without rows: tables grow as they are used."""
+    """Return ``tensor``, or an empty one of the saved shape if it has 0 rows (a growing table)."""
     grows = (
         saved is not None and tensor.ndim > 0 and tensor.shape[0] == 0 and list(tensor.shape[1:]) == saved["shape"][1:]
     )
@@ -174,12 +174,12 @@ def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
 
 
 def read_tensors(checkpoint: Checkpoint, part: str, *, only: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Return the full tensors of one top-level part of the state, by their names in it, with the saved shapes.
+    """Read the full tensors of a top-level part of the state, keyed by name within the part.
 
     Args:
         checkpoint: The checkpoint.
         part: Name of the part.
-        only: Names of the tensors to read; None: all of the part.
+        only: Names of the tensors to read; None reads all.
     """
     prefix = f"{part}/"
     described = {
@@ -205,19 +205,20 @@ def _facts(dtype: str, shape: Any) -> str:
 
 
 def read_into(held: Mapping[str, Tensor], weights: Weights, names: Mapping[str, str]) -> None:
-    """Fill the tensors that this rank holds, full or sharded, with values from ``weights``, in place.
+    """Fill this rank's tensors, full or sharded, with values from ``weights``, in place.
 
     Args:
-        held: The tensors, by name, with the shapes of those in the source; of a DTensor only the local shard is read.
+        held: The tensors by name, with the same full shapes as in ``weights``; for DTensors, only the local shard is
+            read.
         weights: The source.
-        names: The name of each tensor in the source, by its name in ``held``.
+        names: Maps names in ``held`` to names in ``weights``.
     """
     state_dict_loader.load(dict(held), storage_reader=_WeightsReader(weights, names), no_dist=True)
 
 
 @final
 class _WeightsReader(PlannedReader):
-    """Reads the parts that torch's planners request for this rank."""
+    """Storage reader for torch's planners that reads from :class:`Weights`."""
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
         self._weights, self._names = weights, names

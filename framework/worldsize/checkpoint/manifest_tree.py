@@ -1,8 +1,7 @@
-"""Converts a state tree to named tensors and JSON and back, and checks that a checkpoint's manifest is consistent.
+"""Lossless conversion of states to tensors and JSON (no pickle), and checks of manifests.
 
-The conversion is exact, and without pickle. The checks are needed although digests are verified: whoever can write the
-folder can also forge its digests. They open no file. Their errors raise ValueError, KeyError, TypeError or
-AttributeError.
+The checks are needed in addition to digests, since a user with write access to the folder can also forge its digests.
+They do not open files. They raise ValueError, KeyError, TypeError or AttributeError for an inconsistent manifest.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from torch import Tensor
 
 from worldsize.errors import CheckpointError
 
-_DEEPEST = 100  # nesting of a state; deeper trees are refused, such as those that contain themselves
+_DEEPEST = 100  # maximum nesting of encoded values
 
 
 def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
-    """Return all tensors by their path, and the tree as JSON in which each tensor is ``{"$tensor": path}``.
+    """Return tensors by path, and the tree as JSON with ``{"$tensor": path}`` in their place.
 
     Raises:
-        CheckpointError: a leaf is neither a tensor nor plain (None, bool, int, float, str; NumPy's numbers become
-            these), or two tensors have the same path.
+        CheckpointError: a leaf is neither a tensor nor a plain value (None, bool, int, float, str; NumPy scalars are
+            converted to these), or two tensors have the same path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _encoded(tree, "", tensors)
 
 
 def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the tree that :func:`split` converted; ``tensors`` may have any shapes."""
+    """Rebuild a tree from the result of :func:`split`; the tensors may have any shapes."""
     if isinstance(value, list):
         return [join(child, tensors) for child in value]
     if not isinstance(value, dict):
@@ -52,34 +51,34 @@ def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def check_encoded(value: Any, names: Set[str]) -> None:
-    """Check that ``value`` has the form of :func:`split`'s, and refers to each of the tensors ``names`` once.
+    """Check the encoding of ``value``, and that it refers to each tensor in ``names`` once.
 
     Raises:
-        ValueError: the check fails; the message says where and why.
+        ValueError: the check fails; the message gives the location and the cause.
     """
     references = list(_references(value, "", 0))
     if lost := sorted(names - set(references)):
         raise ValueError(f"the tensor {lost[0]!r} is nowhere in values")
     if unknown := sorted(set(references) - names):
-        raise ValueError(f"values name the tensor {unknown[0]!r}, which does not exist")
-    if len(references) > len(names):  # a key like 'a/b' can have the same path as another
+        raise ValueError(f"values name the tensor {unknown[0]!r}, but it does not exist")
+    if len(references) > len(names):  # a key 'a/b' has the same path as 'b' nested in 'a'
         raise ValueError("values name a tensor twice")
 
 
 def _references(node: Any, path: str, depth: int) -> Iterator[str]:
-    """Yield the names of the tensors that an encoded value refers to; each must be at the path that is its name."""
+    """Yield the tensor names in a value; raise ValueError if a name differs from its path."""
     if depth > _DEEPEST:
         raise ValueError(f"values are nested more than {_DEEPEST} deep")
     for key, child in _children(node, path):
         yield from _references(child, f"{path}/{key}" if path else str(key), depth + 1)
     if isinstance(node, dict) and "$tensor" in node:
         if node["$tensor"] != path:
-            raise ValueError(f"{path!r} in values is said to be the tensor {node['$tensor']!r}")
+            raise ValueError(f"{path!r} in values refers to the tensor {node['$tensor']!r}")
         yield path
 
 
 def _children(node: Any, path: str) -> list[tuple[Any, Any]]:
-    """Return the keys and encoded values inside a node; raise ValueError if :func:`split` cannot have written it."""
+    """Return a node's keys and children; raise ValueError if :func:`split` cannot write it."""
     match node:
         case None | bool() | int() | str():
             return []
@@ -103,10 +102,10 @@ def _is_item(pair: Any) -> bool:
 
 
 def ordered_like(tree: Any, template: Any) -> Any:
-    """Return ``tree`` with its keys in the order of ``template``; keys that the template lacks come last.
+    """Return ``tree`` with its keys in the order of ``template``; other keys come last.
 
-    A manifest sorts its keys, training does not. Code that walks through a state, for example to send it as one buffer,
-    needs the same order before and after a load.
+    Manifests sort their keys, but training states do not. Code that traverses a state, for example to send it as one
+    buffer, needs the same order before and after a load.
     """
     if isinstance(tree, list | tuple) and isinstance(template, list | tuple):
         parts = [ordered_like(*pair) for pair in zip(tree, template, strict=False)]
@@ -136,13 +135,13 @@ def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if node is None or isinstance(node, bool | int | float | str):
         return node
     raise CheckpointError(
-        f"{path} is a {type(node).__name__}, which a checkpoint cannot hold. "
+        f"{path} is a {type(node).__name__}, which checkpoints do not support. "
         "Keep tensors and plain values (None, bool, int, float, str, and lists, tuples and dicts of them) in the state."
     )
 
 
 def _python_value(number: np.generic) -> Any:
-    """Return Python's number of the same value; other scalars, such as complex ones, as they are."""
+    """Convert a NumPy scalar to a Python value; return others, such as complex, unchanged."""
     value = number.item()
     return value if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic) else number
 
@@ -154,46 +153,46 @@ def _mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> 
         return children
     if all(isinstance(key, str | int) for key in children):
         return {"$items": [[key, child] for key, child in children.items()]}
-    raise CheckpointError(f"{path} has keys that are neither strings nor integers, which a checkpoint cannot hold.")
+    raise CheckpointError(f"{path} has keys that are neither strings nor integers; checkpoints do not support them.")
 
 
 Box = tuple[tuple[int, int], ...]  # (begin, end) in each dimension
 
 _SHARD = re.compile(r"rank_\d{5,}\.safetensors", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_LARGEST = 1 << 63  # bytes of a tensor, or elements of a dimension, that torch cannot represent
-MOST_DIMENSIONS = 64  # of a tensor; torch has the same limit
-_MOST_SPLIT = 8  # dimensions along which one tensor is split; meshes have three or four
+_LARGEST = 1 << 63  # exceeds torch's int64 sizes, in bytes or elements
+MOST_DIMENSIONS = 64  # maximum tensor dimensions, the same as torch's limit
+_MOST_SPLIT = 8  # maximum sharded dimensions per tensor; meshes have three or four
 
 
 def check_manifest(manifest: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
-    """Check every value of a manifest except its schema version; ``itemsizes``: bytes of an element, by dtype."""
+    """Check a manifest except its schema version; ``itemsizes``: bytes per element, by dtype."""
     check_count(manifest["step"], "step")
     if check_count(manifest["world_size"], "world_size") == 0:
-        raise ValueError("world_size is 0, and somebody has written it")
+        raise ValueError("world_size is 0, but a checkpoint has at least one writer")
     _check_facts(manifest["facts"])
     files, tensors = manifest["files"], manifest["tensors"]
     for name, file in files.items():
         if not is_shard(name) or not _SHA256.fullmatch(file["sha256"]):
-            raise ValueError(f"file {name!r} has no name or no SHA-256 of a shard")
+            raise ValueError(f"file {name!r} lacks the name or the SHA-256 of a shard")
         check_count(file["size"], f"size of {name}")
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, files, itemsizes)
     _check_bytes((chunk for tensor in tensors.values() for chunk in tensor["chunks"]), files)
     if not isinstance(manifest["values"], dict) or manifest["values"].keys() & {"$tensor", "$tuple", "$float"}:
-        raise ValueError("values are no mapping")
+        raise ValueError("values are not a mapping")
     check_encoded(manifest["values"], tensors.keys())
 
 
 def is_shard(name: str) -> bool:
-    """Return whether a file is named like a rank's shard."""
+    """Return whether ``name`` has the form of a rank's shard file."""
     return _SHARD.fullmatch(name) is not None
 
 
 def check_count(number: Any, name: str) -> int:
-    """Return ``number`` if it is an integer of at least 0; raise ValueError, naming it ``name``, if not."""
+    """Return ``number`` if it is an integer in [0, 2**63); otherwise raise ValueError."""
     if type(number) is not int or number < 0:
-        raise ValueError(f"{name} is {_short(number)}, which is no count")
+        raise ValueError(f"{name} is {_short(number)}, not a count")
     if number >= _LARGEST:
         raise ValueError(f"{name} is {_short(number)}, which is too large")
     return number
@@ -205,18 +204,18 @@ def _short(value: Any) -> str:
 
 
 def _check_facts(facts: Any) -> None:
-    """Check the facts that loading and retention read; the others belong to the caller."""
+    """Check the facts used by loading and retention; any others are up to the caller."""
     if not isinstance(facts, dict):
-        raise ValueError("facts are no mapping")
+        raise ValueError("facts are not a mapping")
     check_count(facts.get("skipped", 0), "skipped")
     if not isinstance(facts.get("evaluated", True), bool):
-        raise ValueError(f"evaluated is {_short(facts['evaluated'])}, which is neither true nor false")
+        raise ValueError(f"evaluated is {_short(facts['evaluated'])}, neither true nor false")
     for name, value in facts.get("metrics", {}).items():
         if type(value) not in (int, float):
-            raise ValueError(f"metric {name!r} is {_short(value)}, which is no number")
+            raise ValueError(f"metric {name!r} is {_short(value)}, not a number")
     for name, pairs in facts.get("training_metrics", {}).items():
         if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
-            raise ValueError(f"training metric {name!r} is {_short(pairs)}, which is no list of sums and counts")
+            raise ValueError(f"training metric {name!r} is {_short(pairs)}, not a list of sums and counts")
 
 
 def _is_pair(value: Any) -> bool:
@@ -224,7 +223,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
-    """Check that every chunk is inside a listed file and the tensor, and that the chunks cover the tensor exactly."""
+    """Check that chunks lie within their files and cover the tensor exactly."""
     itemsize, shape = itemsizes[tensor["dtype"]], _numbers(tensor["shape"], f"shape of {name}")
     if len(shape) > MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * itemsize >= _LARGEST:
         raise ValueError(f"the shape of {name} is larger than a tensor can be")
@@ -247,17 +246,17 @@ def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any]
 
 def _numbers(values: Any, name: str) -> list[int]:
     if not isinstance(values, list):
-        raise ValueError(f"{name} is {_short(values)}, which is no list")
+        raise ValueError(f"{name} is {_short(values)}, not a list")
     return [check_count(value, name) for value in values]
 
 
 def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes, all within ``shape``, cover each of its elements exactly once.
+    """Return whether the boxes, all within ``shape``, cover each element exactly once.
 
-    A sum of boxes is determined by its mixed difference along all dimensions, to which each box contributes +1 or -1 at
-    every corner (inclusion-exclusion). So the boxes cover the shape if and only if their signed corners add up to those
-    of the shape. That takes time linear in the number of boxes; comparing all pairs of thousands of shards would take
-    minutes. Dimensions that no box splits are left out, since each doubles the number of corners.
+    A sum of indicator functions of boxes is determined by its mixed difference along all dimensions, where each box
+    contributes +1 or -1 at every corner (inclusion-exclusion). The boxes therefore cover the shape exactly if and only
+    if their signed corners add up to the shape's. This takes linear time; comparing thousands of shards pairwise would
+    take minutes. Unsplit dimensions are skipped, since each dimension doubles the number of corners.
 
     Raises:
         ValueError: the boxes are split along more than 8 dimensions.
@@ -277,15 +276,15 @@ def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 def _signed_corners(box: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], int]:
-    """Map each corner of a non-empty box to -1 if an odd number of its coordinates are ends, otherwise to +1."""
+    """Map a box's corners to -1 for an odd number of end coordinates, otherwise to +1."""
     sides = product(*[((begin, 1), (end, -1)) for begin, end in box])
     return {tuple(place for place, _ in corner): math.prod(sign for _, sign in corner) for corner in sides}
 
 
 def _check_bytes(chunks: Iterable[Mapping[str, Any]], files: Mapping[str, Any]) -> None:
-    """Check that the chunks of a file follow each other up to its end, without gaps or overlaps.
+    """Check that the chunks of each file are contiguous up to its end, without gaps or overlaps.
 
-    Without the check, a small file could claim to hold a large tensor.
+    Otherwise, overlapping chunks could describe a large tensor in a small file.
     """
     for (file, _, end), (other, begin, _) in pairwise([*sorted(_spans(chunks)), ("", 0, 0)]):
         after = begin if other == file else files[file]["size"]

@@ -1,11 +1,11 @@
-"""The safetensors file format, and the contents of the file that each rank writes in it.
+"""The safetensors file format, and how each rank stores its tensors in it.
 
-The format: 8 bytes with the header's length, the header in JSON, and the tensors' bytes. Source: the format's
-description in the README of Hugging Face's safetensors. Any reader of the format can open a rank's file.
+A file consists of the header length (8 bytes), the header in JSON, and the tensors' bytes. Source: the README of
+Hugging Face's safetensors. Any safetensors reader can open a rank's file.
 
-A full tensor is named by its path in the state, such as ``model/0.weight``. The name of a part of a tensor ends with
-its slice: ``model/0.weight[2:4,0:5]``. A dtype that the format lacks is stored as bytes, in one more dimension. The
-file's metadata holds the full shapes of tensors stored in parts, and the dtypes that the format lacks.
+A full tensor is named by its path in the state, such as ``model/0.weight``. The name of a shard ends with its slice:
+``model/0.weight[2:4,0:5]``. A dtype outside the format is stored as uint8 with one more dimension. The file's metadata
+holds the full shapes of sharded tensors and the dtypes of tensors stored as uint8.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ CODES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
-# dtypes of the format that worldsize does not read
+# dtypes of the format that worldsize does not support
 _UNREAD = ("U16", "U32", "U64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-_LARGEST_HEADER = 100_000_000  # bytes, the limit of the library's own reader
-_ALIGNMENT = 16  # bytes; tensors begin at a multiple of it, so that the widest numbers can be memory-mapped
+_LARGEST_HEADER = 100_000_000  # bytes; the safetensors library has the same limit
+_ALIGNMENT = 16  # bytes; the tensor data starts at a multiple of this, so that the widest dtypes can be memory-mapped
 
 
 @final
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file.
+    """Description of one tensor in a file.
 
     Attributes:
         name: Name of the tensor.
-        dtype: Type of its numbers.
+        dtype: Its dtype.
         shape: Its shape.
-        offset: Offset of its first byte in the file; 0 until it is known.
+        offset: Offset of its first byte in the file; 0 if not yet known.
     """
 
     name: str
@@ -70,18 +70,18 @@ class Entry:
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a file whose tensors follow in the order of ``entries``, without gaps.
+    """Return the length prefix and header of a file with ``entries`` in order, without gaps.
 
-    If tensors with the widest dtypes come first, all tensors are aligned.
+    All tensors are aligned if they are sorted by descending element size.
 
     Raises:
-        CheckpointError: the format lacks a dtype, or the header is too long for its readers.
+        CheckpointError: the format does not support a dtype, or the header exceeds the format's size limit.
     """
     described: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for entry in entries:
         if entry.dtype not in CODES:
-            raise CheckpointError(f"{entry.name} is of dtype {entry.dtype}, which worldsize does not export.")
+            raise CheckpointError(f"{entry.name} is of dtype {entry.dtype}, and worldsize does not export it.")
         place = [offset, offset := offset + entry.nbytes]
         described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
@@ -92,38 +92,38 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def read_entries(path: Path) -> dict[str, Entry]:
-    """Read the names, dtypes, shapes and offsets of a file's tensors; the file is not trusted.
+    """Read the names, dtypes, shapes and offsets of the tensors in an untrusted file.
 
     Raises:
-        CheckpointError: the file is not a safetensors file, or damaged.
+        CheckpointError: the file is damaged or not a safetensors file.
         OSError: the file cannot be read.
     """
     return read_header(path)[0]
 
 
 def read_header(path: Path, *, at_most: int = _LARGEST_HEADER) -> tuple[dict[str, Entry], Any]:
-    """Read the entries as :func:`read_entries` does, and the file's metadata.
+    """Read the tensor entries and the metadata of an untrusted file.
 
     Args:
         path: The file.
-        at_most: Largest header that is read, in bytes.
+        at_most: Maximum header length in bytes.
 
     Raises:
-        CheckpointError: the file is not a safetensors file, or damaged.
+        CheckpointError: the file is damaged or not a safetensors file.
         OSError: the file cannot be read.
     """
     try:
         return _header(path, at_most)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no safetensors file, or damaged ({error}).") from None
+        raise CheckpointError(f"{path} is not a safetensors file, or damaged ({error}).") from None
 
 
 def _shape(sizes: Any, name: str) -> tuple[int, ...]:
-    """Check that ``sizes`` is a shape that torch can represent, and return it."""
+    """Return ``sizes`` as a shape; raise ValueError if torch cannot represent it."""
     if not isinstance(sizes, list):
-        raise ValueError(f"the shape of {name} is no list")
+        raise ValueError(f"the shape of {name} is not a list")
     if len(sizes) > MOST_DIMENSIONS:
-        raise ValueError(f"{name} has {len(sizes)} dimensions, which is more than {MOST_DIMENSIONS}")
+        raise ValueError(f"{name} has {len(sizes)} dimensions, more than the limit of {MOST_DIMENSIONS}")
     shape = tuple(check_count(each, f"a size of {name}") for each in sizes)
     check_count(math.prod(shape), f"the number of elements of {name}")
     return shape
@@ -133,7 +133,7 @@ def _header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= at_most:
-            raise ValueError(f"its header is said to have {length} bytes")
+            raise ValueError(f"the length of its header is invalid: {length} bytes")
         described = parse(file.read(length), at_most=at_most, deepest=8)
         size = file.seek(0, 2)
     metadata = described.pop("__metadata__", None)
@@ -141,8 +141,8 @@ def _header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
     for name, facts in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
         if facts["dtype"] in _UNREAD:
             raise CheckpointError(
-                f"{path}: {name} is of dtype {facts['dtype']}, which worldsize does not read. Write the file with "
-                "another dtype, or without that tensor."
+                f"{path}: {name} is of dtype {facts['dtype']}, and worldsize does not read it. Write the file with "
+                "a different dtype, or without that tensor."
             )
         shape = _shape(facts["shape"], name)
         entry = Entry(name, _DTYPES[facts["dtype"]], shape, end)
@@ -158,37 +158,37 @@ def _header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
 """The dtypes that a checkpoint can hold, by their names in the manifest."""
 
-_RESERVED = "__metadata__"  # a name that safetensors files reserve
+_RESERVED = "__metadata__"  # reserved by the safetensors format
 
 
 def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
-    """Return the (begin, end) of a part in each dimension of its tensor."""
+    """Return the box of a shard: (begin, end) in each dimension of the full tensor."""
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return the part that two parts of a tensor have in common; None: they have none."""
+    """Return the intersection of two boxes of a tensor, or None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
 
 
 def slices_in(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of a part of a tensor within a part that begins at ``origin``."""
+    """Return ``box`` as slices relative to ``origin``, the first element of a larger box."""
     return tuple(slice(begin - start, end - start) for (begin, end), start in zip(box, origin, strict=True))
 
 
 def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> Entry:
-    """Return the header entry of a part of a tensor.
+    """Return the header entry of a tensor or of a shard.
 
     Args:
         name: Path of the tensor in the state.
         dtype: Its dtype.
         shape: Shape of the full tensor.
-        box: The part, as (begin, end) in each dimension.
-        offset: Offset of the part's first byte in the file; 0 until it is known.
+        box: (begin, end) of the shard in each dimension.
+        offset: Offset of the shard's first byte in the file; 0 if not yet known.
     """
     sizes = tuple(end - begin for begin, end in box)
-    if is_cut(shape, box) or name.endswith("]") or name == _RESERVED:  # no two parts of any tensors share a name
+    if is_cut(shape, box) or name.endswith("]") or name == _RESERVED:  # avoids name collisions
         name += f"[{','.join(f'{begin}:{end}' for begin, end in box)}]"
     if dtype not in CODES:
         return Entry(name, torch.uint8, (*sizes, dtype.itemsize), offset)
@@ -196,19 +196,19 @@ def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, o
 
 
 def is_cut(shape: Sequence[int], box: Box) -> bool:
-    """Return whether a part is smaller than the full tensor."""
+    """Return whether ``box`` is smaller than the full tensor."""
     return any(side != (0, size) for side, size in zip(box, shape, strict=True))
 
 
 @final
 @dataclass(frozen=True)
 class Contents:
-    """Collects the header of a shard.
+    """Header contents of one rank's file.
 
     Attributes:
-        entries: Entries of the header, by name.
-        shapes: Full shapes of the tensors of which the file has parts, by path.
-        dtypes: Dtypes of the tensors that are stored as bytes, by path.
+        entries: Header entries by name.
+        shapes: Full shapes of sharded tensors, keyed by path.
+        dtypes: Dtypes of the tensors stored as bytes, keyed by path.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Contents:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> None:
-        """Add a part of a tensor; the arguments are those of :func:`entry_of`."""
+        """Add a tensor or shard; the arguments are those of :func:`entry_of`."""
         entry = entry_of(name, dtype, shape, box, offset=offset)
         self.entries[entry.name] = entry
         if is_cut(shape, box):
@@ -225,22 +225,22 @@ class Contents:
             self.dtypes[name] = dtype
 
     def metadata(self, **facts: int) -> dict[str, str]:
-        """Return the metadata for readers without the manifest, as strings, which the format requires.
+        """Return metadata for readers without the manifest; the format only allows strings.
 
         Args:
-            facts: Numbers such as the step and the rank.
+            facts: Integers to include, such as the step and the rank.
         """
         names = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         told = {"shapes": self.shapes, "dtypes": names}
         return {
-            "format": "pt",  # transformers requires it of files with torch tensors
+            "format": "pt",  # required by transformers
             **{key: str(value) for key, value in facts.items()},
             **{key: json.dumps(value, sort_keys=True) for key, value in told.items() if value},
         }
 
 
 def contents_of(tensors: Mapping[str, Any], files: Collection[str]) -> dict[str, Contents]:
-    """Return the expected contents of each of ``files`` according to the ``tensors`` of a manifest."""
+    """Return the expected contents of ``files``, from the ``tensors`` of a manifest."""
     contents = {file: Contents() for file in files}
     for name, tensor in tensors.items():
         for chunk in tensor["chunks"]:

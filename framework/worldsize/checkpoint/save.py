@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background: training stops for the copy to host memory, on a GPU not even for that."""
+"""Background saves: training waits for the copy to host memory, on a GPU not even for that."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def _nothing(point: str) -> None: ...
 
 @final
 class Saver:
-    """Writes one checkpoint at a time below ``root``; every rank of the role calls the same methods in the same order.
+    """Writer of one checkpoint at a time; all ranks must call its methods in the same order.
 
     Args:
         root: Folder of the checkpoints.
         world: The ranks that save.
-        group: A gloo group of the role that nothing else uses (None: one process): a thread communicates in it while
-            training continues.
-        keep: Which checkpoints to keep.
-        finite: Whether a model with NaN or infinities is an error, so that older checkpoints are kept.
-        owner: A file without which nothing is saved, such as the run's manifest, so that a deleted run folder is not
-            created again.
-        at: Called at named points, at which tests inject faults.
+        group: A gloo group of the role for exclusive use by the background thread, which communicates during training;
+            None for a single process.
+        keep: Retention policy.
+        finite: Whether to refuse to save a model with NaN or infinity, so that older checkpoints are kept.
+        owner: A file that must exist for a save, such as the run's manifest, so that a deleted run folder is not
+            recreated.
+        at: Called at named points, for fault injection in tests.
     """
 
     def __init__(
@@ -66,27 +66,27 @@ class Saver:
         self._root, self._world, self._group = root, world, group
         self._keep, self._finite, self._owner, self._at = keep, finite, owner, at
         self._buffers: dict[str, Tensor] = {}
-        self._names: set[str] = set()  # of the tensors of the previous save
-        self._partly: dict[str, Tensor] = {}  # ranks that hold each of these tensors, if not all do
+        self._names: set[str] = set()  # tensor names of the previous save
+        self._partly: dict[str, Tensor] = {}  # result of partly_held for these tensors
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
         self._pending: Future[CheckpointSaved | None] | None = None
 
     def save(
         self, state: StateDict, *, step: int, facts: Mapping[str, Any], streams: Mapping[str, Tensor] | None = None
     ) -> list[CheckpointSaved]:
-        """Wait for the previous save, start the next one, and return the events of the previous one.
+        """Wait for the previous save, start a new one, and return the events of the previous one.
 
         Args:
-            state: The state; its tensors, of any shapes, are copied before the call returns, by a GPU before it does
-                any later work.
-            step: The step after which it is saved.
-            facts: Plain values of the caller to store with it.
-            streams: Tensors on the CPU that only this rank has, of the parts in ``format.ALONE``. They are not copied,
-                and other ranks do not know their shapes.
+            state: The state, with tensors of any shapes. CPU tensors are copied before the call returns; GPU tensors
+                are copied on the current stream, before any work queued later.
+            step: Number of the last completed step.
+            facts: Plain values to store with the checkpoint.
+            streams: CPU tensors that only this rank has, for the parts in ``format.ALONE``. They are not copied, and
+                their shapes are not exchanged between ranks.
 
         Raises:
-            SaveFailedError: storage refused the previous save on some rank; the next call begins this one.
-            CheckpointError: the previous save failed on some rank, and the next one would, too.
+            SaveFailedError: the previous save had a storage error on some rank; call again to start this save.
+            CheckpointError: the previous save failed on some rank for a reason that would fail this save, too.
         """
         ended = self.finish()
         self._at("checkpoint:begin")
@@ -101,15 +101,15 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is in flight whose end nobody has asked for yet."""
+        """Whether a save is in flight or its result has not been collected yet."""
         return self._pending is not None
 
     def ended(self) -> list[CheckpointSaved]:
-        """Return the events of the save in flight if it has ended; raise its error if it failed."""
+        """Return the events of the pending save if it has ended; raise its error if it failed."""
         return self.finish() if self._pending and self._pending.done() else []
 
     def finish(self) -> list[CheckpointSaved]:
-        """Wait for the save in flight and return its events; raise its error if it failed."""
+        """Wait for the pending save, if any, and return its events; raise its error if it failed."""
         if self._pending is None:
             return []
         pending, self._pending = self._pending, None
@@ -117,22 +117,22 @@ class Saver:
         return [saved] if saved else []
 
     def regrouped(self, world: World, group: ProcessGroup | None) -> Saver:
-        """Return the writer that saves together with other ranks from now on, in the same thread.
+        """Return a saver for a new set of ranks that uses the same thread.
 
-        A save in flight keeps its ranks, its group, without which it fails, and its copies; nobody asks for its end.
+        A save in flight keeps its ranks, group and buffers, and fails if the group is gone. Its result is discarded.
         """
         other = copy(self)
         other._world, other._group, other._pending, other._names = world, group, None, set()
         unsharded = {name: buffer for name, buffer in self._buffers.items() if not isinstance(buffer, DTensor)}
-        other._buffers = {} if self.is_writing else unsharded  # shards belong to a place among the ranks before
+        other._buffers = {} if self.is_writing else unsharded  # old shards do not fit the new ranks
         return other
 
     def close(self) -> None:
-        """End the thread once the save in flight, if any, has ended."""
+        """Wait for the save in flight, if any, and stop the thread."""
         self._thread.shutdown()
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Copy to host memory that is reused for every save; a GPU copies when its stream gets there."""
+        """Copy tensors to reusable host buffers; copies from a GPU are asynchronous."""
         self._buffers = {name: _buffer(self._buffers.get(name), tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
@@ -146,10 +146,10 @@ class Saver:
         step: int,
         tensors_digest: str,
     ) -> CheckpointSaved | None:
-        """Write and publish a checkpoint, in the background thread, once its tensors are ``copied``.
+        """Write and publish a checkpoint in the background thread, after ``copied()`` returns.
 
-        A failure on one rank is a failure on all, since every phase ends with an exchange. Whatever storage refuses,
-        all ranks leave after the same exchange, so that the next save finds them in step.
+        Every phase ends with an exchange, so a failure on one rank fails the save on all ranks. After a storage error,
+        all ranks stop after the same exchange, so that they are still in sync for the next save.
         """
         final_ = self._root / folder_name(step)
         folder = self._on_rank_0(step, lambda: self._begun(final_))
@@ -163,8 +163,8 @@ class Saver:
             save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         except (CheckpointException, OSError, RuntimeError) as error:
             newest = None
-            if not isinstance(error, RuntimeError):  # that means a lost rank, and no further exchange is possible
-                newest = self._on_rank_0(step, lambda: _discarded(folder))  # it may have filled the disk
+            if not isinstance(error, RuntimeError):  # a RuntimeError means a lost rank: no more exchanges
+                newest = self._on_rank_0(step, lambda: _discarded(folder))  # the draft may fill the disk
             if _is_of_storage(error):
                 raise SaveFailedError(step, _reasons(error), newest) from error
             raise CheckpointError(f"the checkpoint of step {step} could not be written: {_reasons(error)}.") from error
@@ -172,7 +172,7 @@ class Saver:
         return CheckpointSaved(step, final_)
 
     def _begun(self, final_: Path) -> Path | None:
-        """Make a new folder on rank 0, and remove remains of earlier attempts. None: the step was saved before."""
+        """Create a draft folder and remove stale ones; return None if the step is already saved."""
         self._check_owner()
         if final_.exists() and _stands(final_):
             return None
@@ -188,9 +188,9 @@ class Saver:
             raise RunFolderError(f"the folder was deleted: {self._owner.parent}")
 
     def _published(self, folder: Path, final_: Path) -> None:
-        """Publish the folder by one durable rename on rank 0; then delete checkpoints that are not kept."""
+        """Publish the folder with one durable rename, then delete expired checkpoints, on rank 0."""
         self._check_owner()
-        if final_.exists():  # it is damaged: training resumed from an older one
+        if final_.exists():  # damaged, since training resumed from an older one
             final_.rename(self._root / f".step_damaged_{secrets.token_hex(4)}")
         folder.rename(final_)
         sync_folder(self._root)
@@ -202,8 +202,8 @@ class Saver:
             raise OSError(error.errno, said, error.filename) from error
 
     def _on_rank_0(self, step: int, task: Callable[[], Any]) -> Any:
-        """Run ``task`` of the save of ``step`` on rank 0, and return its result (or raise its error) on every rank."""
-        answer: list[Any] = [None, None, None]  # result, reason of a failure, and the newest step if storage refused
+        """Run ``task`` on rank 0; return its result or raise its error on every rank."""
+        answer: list[Any] = [None, None, None]  # result, failure reason, and for storage errors (newest step,)
         if self._world.rank == 0:
             try:
                 answer[0] = task()
@@ -211,7 +211,7 @@ class Saver:
                 answer[1:] = f"{error.strerror}: {error.filename}", (_newest_step(self._root),)
             except RunFolderError as error:
                 answer[1] = str(error)
-            except Exception as error:  # of any kind, since the other ranks wait for an answer
+            except Exception as error:  # any error, since the other ranks wait for an answer
                 answer[1] = f"{type(error).__name__}: {error}"
         if self._group is not None:
             dist.broadcast_object_list(answer, group=self._group, group_src=0)
@@ -224,13 +224,13 @@ class Saver:
 
 
 def _give_way() -> None:
-    """Lower this thread's priority in favour of training; on Linux niceness is per thread (setpriority(2))."""
+    """Lower this thread's priority; on Linux, niceness is per thread (setpriority(2))."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _stands(path: Path) -> bool:
-    """Return whether the folder has a valid checkpoint; raise OtherSchemaError if it has another schema version."""
+    """Return whether a folder holds a valid checkpoint; raise OtherSchemaError if unsupported."""
     try:
         verify(read(path))
     except OtherSchemaError:
@@ -241,7 +241,7 @@ def _stands(path: Path) -> bool:
 
 
 def _discarded(folder: Path) -> int | None:
-    """Delete a draft, which may have filled the disk; return the step of the newest complete checkpoint beside it."""
+    """Delete a draft that may have filled the disk; return the newest complete step, if any."""
     shutil.rmtree(folder, ignore_errors=True)
     return _newest_step(folder.parent)
 
@@ -249,14 +249,14 @@ def _discarded(folder: Path) -> int | None:
 def _newest_step(root: Path) -> int | None:
     try:
         return max(map(step_of, complete(root)), default=None)
-    except OSError:  # it cannot be read either
+    except OSError:  # the folder cannot be read either
         return None
 
 
 def _is_of_storage(error: BaseException) -> bool:
-    """Return whether storage alone refused the save; all ranks answer the same, since torch hands them one error.
+    """Return whether all failures are storage errors; torch raises the same error on all ranks.
 
-    Anything else, such as NaN in the model or a dtype that no file can hold, would fail the next save, too.
+    Other failures, such as NaN in the model or an unsupported dtype, would recur in the next save.
     """
     if not isinstance(error, CheckpointException):
         return False
@@ -274,18 +274,18 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors must have in common to copy bytes; ``copy_`` alone would broadcast and convert."""
+    """Return the properties that must be equal to copy tensors without conversion."""
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     return tensor.dtype, tensor.shape, placements, _local(tensor).shape
 
 
 def _buffer(old: Tensor | None, tensor: Tensor) -> Tensor:
-    """Return ``old`` if ``tensor`` can be copied into it, else host memory for it."""
+    """Return ``old`` if ``tensor`` fits into it, otherwise a new host buffer."""
     return old if old is not None and _layout(old) == _layout(tensor) else _host_like(tensor)
 
 
 def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a digest of names, dtypes and shapes, which must be equal on all ranks so that all tensors are saved."""
+    """Return a digest of names, dtypes and shapes; it must be the same on all ranks."""
     lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

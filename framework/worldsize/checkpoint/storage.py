@@ -1,4 +1,4 @@
-"""Implements torch.distributed.checkpoint's storage interface for our format; its planners deduplicate and reshard."""
+"""Storage backend for torch.distributed.checkpoint (DCP), which deduplicates and reshards."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from worldsize.checkpoint.manifest_tree import Box
 from worldsize.checkpoint.safetensors import DTYPES, Contents, box_of, header
 from worldsize.errors import CheckpointError
 
-# DCP's word for a run of one process, where it is meant
+# DCP warns about runs with one process, which are intended here
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-_PIECE = 8 << 20  # bytes written and hashed at once
+_PIECE = 8 << 20  # bytes per write and hash update
 Point = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """The location of a chunk's bytes, and the size and digest of its file, which are known when it is closed."""
+    """Location of a chunk's bytes, and the size and digest of the file that contains it."""
 
     file: str
     offset: int
@@ -52,7 +52,7 @@ class ChunkPlace:
 @final
 @dataclass(frozen=True)
 class _TensorPart:
-    """A tensor, or a part of one, that this rank writes."""
+    """A full tensor or shard that this rank writes."""
 
     index: MetadataIndex
     tensor: Tensor
@@ -68,7 +68,7 @@ class _TensorPart:
 
 @final
 class Writer(StorageWriter):
-    """Writes this rank's tensors into one safetensors file in ``folder``; rank 0 then seals the checkpoint."""
+    """Storage writer: one safetensors file per rank; rank 0 then seals the checkpoint."""
 
     def __init__(
         self, folder: Path, rank: int, *, head: Mapping[str, Any], tensors_digest: str, finite: bool, at: Point
@@ -106,7 +106,7 @@ class Writer(StorageWriter):
         parts = [_resolved(item, planner) for item in plan.items]
         if self._finite:
             _check_finite(parts)
-        parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # so that all are aligned
+        parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # aligns all tensors
         pieces = [memoryview(self._header(parts)), *(_bytes_of(part.tensor) for part in parts)]
         ends = list(accumulate(len(piece) for piece in pieces))
         facts = (ends[-1], self._stream(pieces, ends[-1]))
@@ -117,7 +117,7 @@ class Writer(StorageWriter):
         ]
 
     def _header(self, parts: Sequence[_TensorPart]) -> bytes:
-        """Return the first bytes of the file, before any of its tensors is written."""
+        """Return the safetensors header for ``parts``, which are written in this order."""
         contents = Contents()
         for part in parts:
             contents.add(part.name, part.tensor.dtype, part.shape, part.box)
@@ -126,7 +126,7 @@ class Writer(StorageWriter):
         return header(list(contents.entries.values()), told)
 
     def _stream(self, contents: Sequence[memoryview], total: int) -> str:
-        """Write the header and all tensors to disk; return their SHA-256."""
+        """Write ``contents`` to this rank's file, sync it to disk, and return its SHA-256."""
         digest, written = hashlib.sha256(), 0
         with (self._folder / self._name).open("xb", buffering=0) as file:
             for piece in _pieces(contents):
@@ -139,7 +139,7 @@ class Writer(StorageWriter):
         return digest.hexdigest()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Seal the checkpoint on rank 0, after all ranks have written their files."""
+        """Write the manifest and ``COMPLETE`` on rank 0, after all ranks have written their files."""
         places = {result.index: result.storage_data for rank in results for result in rank}
         files = {place.file: {"size": place.size, "sha256": place.sha256} for place in places.values()}
         tensors = {name: _described(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}
@@ -148,13 +148,13 @@ class Writer(StorageWriter):
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> _TensorPart:
-    """Return the tensor that ``item`` requests to write; raise CheckpointError if a checkpoint cannot hold it."""
+    """Return the tensor or shard for ``item``; raise CheckpointError if it is not supported."""
     name, tensor, facts = item.index.fqn, planner.resolve_data(item), item.tensor_data
     if facts is None or not isinstance(tensor, Tensor):
         raise CheckpointError(f"{name} is not a tensor, and a shard holds nothing else.")
     if tensor.dtype not in DTYPES.values():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{name} is of dtype {dtype}, which a checkpoint cannot hold.")
+        raise CheckpointError(f"{name} is of dtype {dtype}, which checkpoints do not support.")
     return _TensorPart(item.index, tensor, facts.size, box_of(facts.chunk.offsets, facts.chunk.sizes))
 
 
@@ -172,7 +172,7 @@ def _described(name: str, facts: Any, places: Mapping[MetadataIndex, ChunkPlace]
 
 
 def _alone(names: Iterable[str]) -> dict[str, Any]:
-    """Return the parts of the values with the tensors of which each was described by the rank that wrote it alone."""
+    """Return the manifest values of the parts in ``ALONE``, from the names of their tensors."""
     parts: dict[str, dict[str, Any]] = {}
     for name in sorted(names):
         part, _, own = name.partition("/")
@@ -202,11 +202,11 @@ def _write_all(file: Any, piece: memoryview) -> None:
 
 
 class PlannedReader(StorageReader):
-    """Abstract base of readers: reads the items of a plan one after the other, without communication between ranks."""
+    """Base class of storage readers without communication between ranks."""
 
     @abstractmethod
     def values(self, item: ReadItem) -> Tensor:
-        """Return the part of a tensor that ``item`` requests, with the shape ``item.lengths``."""
+        """Return the requested values, with shape ``item.lengths``."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -233,18 +233,18 @@ class PlannedReader(StorageReader):
 
 
 def part_of(item: ReadItem) -> tuple[slice, ...]:
-    """Return the slices of a chunk that ``item`` requests."""
+    """Return the requested slices, relative to the stored chunk."""
     return tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
 
 
 @final
 class Reader(PlannedReader):
-    """Reads the items that the planner requests from the memory-mapped files of a checkpoint."""
+    """Storage reader that memory-maps the files of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._files: dict[str, Tensor] = {}
-        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = {}  # locations of chunks; torch passes them later
+        self._places: Mapping[MetadataIndex, Mapping[str, Any]] = {}  # chunk locations; set by torch before reading
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors = self._checkpoint.tensors.items()
@@ -269,7 +269,7 @@ class Reader(PlannedReader):
 
 
 def _chunks(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the chunks that are not empty: an empty one may begin at the offset of another one."""
+    """Return the non-empty chunks, if any; empty ones may share offsets with other chunks."""
     return [chunk for chunk in facts["chunks"] if chunk["length"]] or facts["chunks"]
 
 

@@ -1,6 +1,6 @@
-"""Reads weights from files: from a worldsize checkpoint, safetensors files, or a torch state_dict.
+"""Read weights from a worldsize checkpoint, safetensors files, or a torch state_dict.
 
-From a checkpoint of a schedule-free optimizer, the weights to evaluate are computed (arXiv 2405.15682).
+For a checkpoint of a schedule-free optimizer, the evaluation weights are computed (arXiv 2405.15682).
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from worldsize.files import is_file, is_folder, open_regular, read_regular
 from worldsize.strict_json import parse
 
 INDEX = "model.safetensors.index.json"
-_LARGEST_INDEX = 1 << 28  # bytes
+_LARGEST_INDEX = 1 << 28  # maximum bytes
 
 
 class Weights(ABC):
-    """Named tensors that are read one at a time; earlier ones are not kept in memory."""
+    """Base class of weight sources: named tensors that are read one at a time and not cached."""
 
     @property
     @abstractmethod
     def entries(self) -> Mapping[str, Entry]:
-        """Return the names, dtypes and shapes of the tensors, in the order of the source."""
+        """Names, dtypes and shapes of the tensors, in the source's order."""
 
     @abstractmethod
     def files(self) -> Mapping[str, Path]:
-        """Return the files that determine the values, by name."""
+        """Return the files that determine the weights, keyed by name."""
 
     def verify(self) -> None:  # noqa: B027 - most sources have no digests
-        """Raise CheckpointError if the source has digests that show damage."""
+        """Raise CheckpointError if files do not match digests; does nothing without digests."""
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor in its full shape; if the source allows it, its bytes are read only when they are used."""
+        """Return one full tensor, memory-mapped if the source allows it."""
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """Return the part of one tensor that ``place``, one slice for each dimension of its shape, selects."""
+        """Return a slice of one tensor; ``place`` has one slice per dimension."""
         return self.tensor(name)[place]
 
 
 @final
 class CheckpointWeights(Weights):
-    """The model in a checkpoint of a run; of a schedule-free optimizer, the weights that are to be evaluated.
+    """Model weights in a checkpoint; for a schedule-free optimizer, its evaluation weights.
 
     Args:
         checkpoint: The checkpoint.
-        averaged: Whether to return averaged weights (part ``ema``) in place of those that were averaged.
+        averaged: Whether to return the averaged weights (part ``ema``) where they exist.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
@@ -76,29 +76,29 @@ class CheckpointWeights(Weights):
         return self._entries
 
     def files(self) -> Mapping[str, Path]:
-        return {MANIFEST: self._checkpoint.path / MANIFEST}  # it has the digests of the others
+        return {MANIFEST: self._checkpoint.path / MANIFEST}  # contains the digests of all shards
 
     def verify(self) -> None:
         verify(self._checkpoint)
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor of the model in its full shape, assembled from the parts that ranks saved."""
+        """Return one full tensor of the model, assembled from the saved shards."""
         return self.part(name, tuple(slice(0, size) for size in self._entries[name].shape))
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        """Return the part of one tensor that ``place``, a slice per dimension, selects; the rest is not read."""
+        """Return a slice of one tensor (one slice per dimension) without reading the rest."""
         weight = self._read(self._facts[name], place)
         stepped = self._steps.get(f"{name}/z")
         if stepped is None or name not in self._shares:
             return weight
-        return weight.lerp(self._read(stepped, place), self._shares[name])  # as the optimizer's eval() does
+        return weight.lerp(self._read(stepped, place), self._shares[name])  # the same as the optimizer's eval()
 
     def _read(self, facts: Mapping[str, Any], place: tuple[slice, ...]) -> Tensor:
         dtype = DTYPES[facts["dtype"]]
         wanted = tuple((side.start, side.stop) for side in place)
         overlaps = [(chunk, overlap(box_of(chunk["offsets"], chunk["sizes"]), wanted)) for chunk in facts["chunks"]]
         parts = [(chunk, box) for chunk, box in overlaps if box is not None]
-        if len(parts) == 1:  # one chunk holds the whole part
+        if len(parts) == 1:  # all in one chunk: no copy needed
             (chunk, box), *_ = parts
             return self._chunk(chunk, dtype)[slices_in(box, chunk["offsets"])]
         begins = [side.start for side in place]
@@ -111,13 +111,31 @@ class CheckpointWeights(Weights):
         return _mapped(self._checkpoint.path / chunk["file"], chunk["offset"], dtype, chunk["sizes"])
 
 
+def model_weights(checkpoint: Checkpoint, *, averaged: bool = False) -> CheckpointWeights:
+    """Return a checkpoint's model weights; with ``averaged``, the averages (``ema.decay``).
+
+    Raises:
+        WorldsizeError: The checkpoint lacks averaged weights, or only holds the touched rows of a table.
+    """
+    if averaged and not any(name.startswith("ema/weights/") for name in checkpoint.tensors):
+        raise WorldsizeError("the checkpoint lacks averaged weights: the run was trained without ema.decay.")
+    tables = {name.split("/")[1] for name in checkpoint.tensors if name.startswith("tables/")}
+    weights = CheckpointWeights(checkpoint, averaged=averaged)
+    if rows_only := sorted(tables - weights.entries.keys()):
+        raise WorldsizeError(
+            f"the table {rows_only[0]} is larger than 1 GiB, so only its touched rows were saved. "
+            "Read them from the checkpoint: read_tensors(checkpoint, 'tables')."
+        )
+    return weights
+
+
 def _part(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
     parts = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): facts for name, facts in parts.items()}
 
 
 def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Memory-map a tensor in a file, copy-on-write: its bytes are read when they are used, and never written back."""
+    """Memory-map a tensor copy-on-write: bytes are read on access and never written back."""
     length = math.prod(shape) * dtype.itemsize
     if length == 0:
         return torch.empty(shape, dtype=dtype)
@@ -129,7 +147,7 @@ def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -
 
 @final
 class SafetensorsWeights(Weights):
-    """Tensors in one or several safetensors files."""
+    """Weights in one or more safetensors files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -154,11 +172,11 @@ class SafetensorsWeights(Weights):
 
 @final
 class TorchWeights(Weights):
-    """A state_dict written by torch.save, or one inside it under the key ``state_dict``; only tensors are unpickled."""
+    """A state_dict from torch.save, also under the key ``state_dict``; only unpickles tensors."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        is_zip = zipfile.is_zipfile(file)  # the format since torch 1.6, which can be mapped into memory
+        is_zip = zipfile.is_zipfile(file)  # the format since torch 1.6, which can be memory-mapped
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
         except OSError:
@@ -169,10 +187,10 @@ class TorchWeights(Weights):
                 "Take it from a copy, or save it with torch.save(model.state_dict(), FILE)."
             ) from error
         if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
-            state = state["state_dict"]  # as Lightning and many programs save it, beside other things
+            state = state["state_dict"]  # checkpoints of Lightning and others contain more than weights
         if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
             raise CheckpointError(
-                f"{file} is no state_dict: names with a tensor each. Save it with torch.save(model.state_dict(), FILE)."
+                f"{file} is not a state_dict of names and tensors. Save it with torch.save(model.state_dict(), FILE)."
             )
         self._state: dict[str, Tensor] = {str(name): tensor.detach() for name, tensor in state.items()}
 
@@ -188,15 +206,15 @@ class TorchWeights(Weights):
 
 
 def source_of(path: Path) -> Path:
-    """Return the checkpoint, folder or file of weights at ``path``; for a run, its newest checkpoint.
+    """Resolve ``path`` to a checkpoint, folder or file; a run to its newest checkpoint.
 
     Raises:
-        WorldsizeError: there are no weights at ``path``.
+        WorldsizeError: ``path`` does not contain weights.
     """
     if is_folder(path / "checkpoints"):
         saved = complete(path / "checkpoints")
         if not saved:
-            raise WorldsizeError(f"the run {path} has no complete checkpoint. Let it save one with checkpoint.every=N.")
+            raise WorldsizeError(f"the run {path} lacks a complete checkpoint. Let it save one: checkpoint.every=N.")
         return saved[-1].absolute()
     if not is_file(path) and not is_folder(path):
         missing = _first_missing(path)
@@ -208,7 +226,7 @@ def source_of(path: Path) -> Path:
 
 
 def _first_missing(path: Path) -> Path:
-    """Return the shortest beginning of ``path`` that is not there."""
+    """Return the topmost of ``path`` and its parents that does not exist."""
     return next((each for each in reversed([path, *path.parents]) if not each.exists()), path)
 
 
@@ -236,36 +254,36 @@ def open_weights(path: Path) -> Weights:
 
 
 def _no_shards(files: list[Path]) -> list[Path]:
-    """Return the files; raise CheckpointError if one of them is a rank's part of a checkpoint."""
+    """Return ``files``; raise CheckpointError if one of them is a rank's shard of a checkpoint."""
     for file in files:
         if is_shard(file.name):
             raise CheckpointError(
-                f"{file} is what one rank wrote of a checkpoint, and {MANIFEST} says what the parts make up. Name the "
+                f"{file} is one rank's part of a checkpoint, and {MANIFEST} describes the whole. Name the "
                 "run, or the folder of a complete checkpoint."
             )
     return files
 
 
 def _safetensors_in(folder: Path) -> list[Path]:
-    """List the files that an index names, or all safetensors files if there is no index."""
+    """List the safetensors files in the folder's index, or all of them if it lacks an index."""
     if is_file(folder / INDEX):
         return [folder / name for name in _names_in(folder / INDEX)]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder} has no run, no checkpoint and no *.safetensors file.")
+        raise CheckpointError(f"{folder} does not contain a run, a checkpoint or a *.safetensors file.")
     return files
 
 
 def _names_in(index: Path) -> list[str]:
-    """Return the names of the files that an index names."""
+    """Read and check the file names in an index."""
     text = read_regular(index, at_most=_LARGEST_INDEX)
     try:
         described = parse(text, at_most=_LARGEST_INDEX, deepest=8)
     except ValueError as error:
-        raise CheckpointError(f"{index} is no JSON ({error}). Take it from a copy.") from None
+        raise CheckpointError(f"{index} is not JSON ({error}). Take it from a copy.") from None
     places = described.get("weight_map") if isinstance(described, dict) else None
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise CheckpointError(f"{index} has no weight_map, with a file by each tensor's name. Take it from a copy.")
+        raise CheckpointError(f"{index} lacks a weight_map, with a file by each tensor's name. Take it from a copy.")
     names = sorted(set(places.values()))
     if any(Path(name).name != name or name in ("", "..") for name in names):
         raise CheckpointError(f"{index} names files outside of its folder.")
@@ -273,7 +291,7 @@ def _names_in(index: Path) -> list[str]:
 
 
 def evaluated_shares(optimizer: Any) -> dict[str, float]:
-    """Return, by parameter, how far it lies from its weights to those that the optimizer steps (its state ``z``).
+    """Return the factors to lerp from trained weights to state ``z`` for evaluation, by name.
 
     Args:
         optimizer: The part ``optimizer`` of a checkpoint's values (:mod:`worldsize.checkpoint.manifest_tree`).

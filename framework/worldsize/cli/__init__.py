@@ -1,10 +1,11 @@
-"""The commands, one file each, and what all of them share: composing configurations and exiting.
+"""The commands, one module each, and shared helpers for composing configurations and exiting.
 
-A command's file is imported only when that command is called.
+A command's module is imported only when the command is called.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import importlib
 import os
@@ -15,41 +16,46 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from worldsize import __version__
 from worldsize.errors import WorldsizeError, neighbours
 from worldsize.messages import refuse, show_messages, until_output_closes
 from worldsize.record.code import remove_worktree
+from worldsize.record.run_directory import find_run
 from worldsize.world.scratch import leftovers, short_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 COMMANDS = {
-    "init": "a project of one's own, in a new folder: it trains and has a test",
-    "new": "a strategy, launcher, recipe or logger of one's own, with a test",
-    "list": "strategies, clusters, recipes, plugins, ...: where each comes from, and what it does",
+    "init": "create a project that trains and has a test",
+    "new": "create a custom strategy, launcher, recipe or logger, with a test",
+    "list": "list strategies, clusters, recipes, plugins, ..., with source and purpose",
     "prepare": "token shards of text, made once, for runs to read",
     "train": "train a recipe; the same as train.py",
     "doctor": "whether a run would work on this cluster, and how fast its links are",
-    "plan": "what a step costs under every strategy, and which rank does what; nothing is started",
-    "rehearse": "what each rank of a world of any size would hold, send and wait for; nothing is launched",
+    "plan": "show the layout of ranks, and predict a step's cost under every strategy; nothing is started",
+    "rehearse": "show each rank's memory, messages and waits at any world size; nothing is launched",
     "scale": "measure how a step's time falls as processes are added, next to what plan predicts",
     "image": "a Dockerfile of a project and the environment of its lock, and the image of it",
-    "resume": "go on with a run from its newest checkpoint",
+    "resume": "resume a run from its newest checkpoint",
     "evaluate": "evaluate a checkpoint of a run, at any world size",
-    "status": "list runs and how they ended",
-    "logs": "show what the processes of a run say, by rank; --follow it live",
+    "status": "list runs, the newest first, and how they ended",
+    "logs": "show the logs of a run's processes, by rank; --follow it live",
     "cancel": "end a run, whatever launched it; it saves first",
-    "reproduce": "re-create a run from its manifest, and say how exactly",
+    "reproduce": "re-create a run from its manifest, and report how exactly",
     "compare": "show where two runs differ, and by how much",
     "export": "write the weights of a checkpoint for other programs: safetensors, transformers, torch",
     "report": "one HTML page of a run, a sweep or a scaling study",
-    "watch": "follow a running job live, from another shell",
+    "watch": "follow a running job live, from any other shell",
     "agent": "play one host's part of a run; launchers start it",
     "workers": "add, remove and list workers of a running job",
+    "completion": "print completion code for bash, zsh or fish",
 }
 
 
-_OF_FILES = (  # commands that run no code of the user in this process
+VERSION = ("--version", "-V")  # Hydra would print its own
+
+_OF_FILES = (  # commands that do not run user code in this process
     "init",
     "new",
     "list",
@@ -66,15 +72,19 @@ _OF_FILES = (  # commands that run no code of the user in this process
     "report",
     "watch",
     "workers",
+    "completion",
 )
 
 
-def main() -> None:
-    """Run the ``worldsize`` command line."""
+def main(result_fd: int | None = None) -> None:
+    """Run the ``worldsize`` command line.
+
+    ``result_fd``: file descriptor to which ``train`` and ``evaluate`` write the path of their result folder.
+    """
     show_messages()
     check_working_directory()
     with until_output_closes():
-        _call()
+        _call(result_fd)
 
 
 def check_working_directory() -> None:
@@ -86,19 +96,21 @@ def check_working_directory() -> None:
         sys.exit(refuse(WorldsizeError(text)))
 
 
-def _call() -> None:
+def _call(result_fd: int | None = None) -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         print(_usage())
+    elif name in VERSION:
+        print(f"worldsize {__version__}")
     elif name in COMMANDS:
         del sys.argv[1]
-        if name != "train":  # its main is also that of train.py, and removes them itself
+        if name != "train":  # removes leftovers itself, since train.py calls it directly
             remove_leftovers()
         command = importlib.import_module(f"worldsize.cli.{name}").main
         try:
-            command()
+            command(*([] if result_fd is None else [result_fd]))
         except OSError as error:
-            if name not in _OF_FILES or error.filename is None:  # without a name it may be about a connection
+            if name not in _OF_FILES or error.filename is None:  # without a file name, it may be a connection error
                 raise
             sys.exit(refuse(WorldsizeError(f"{error.filename} cannot be read or written: {error.strerror}.")))
     else:
@@ -114,14 +126,14 @@ def _usage() -> str:
 
 def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -> int:
     """Call ``task`` with each configuration composed from ``arguments``; return the largest exit code."""
-    from worldsize.config.compose import compose_and_call  # imports Hydra, which most commands do not need
+    from worldsize.config.compose import compose_and_call  # imported here, since most commands do not need Hydra
 
     codes = [0]
 
     def guarded(cfg: DictConfig) -> None:
         try:
             codes.append(task(cfg))
-        except WorldsizeError as error:  # Hydra would print where it was raised
+        except WorldsizeError as error:  # caught here, since Hydra would print a traceback
             codes.append(refuse(error))
 
     try:
@@ -131,8 +143,35 @@ def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -
     return max(codes)
 
 
+RUN = "a run folder or its run_manifest.json; last (default): the newest run below runs/"
+
+
+def run_folder(text: str) -> Path:
+    """Convert a command-line argument to a run folder; "last" is the newest run in ``runs``."""
+    try:
+        return find_run(text).path
+    except WorldsizeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run_and_overrides(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """Split arguments into the run folder (default: the newest) and overrides such as ``steps=20``.
+
+    Raises:
+        WorldsizeError: ``runs`` does not contain a run.
+    """
+    has_run = bool(words) and ("=" not in words[0] or Path(words[0]).exists())
+    return find_run(words[0] if has_run else "last").path, [*words[has_run:]]
+
+
+def write_result_path(path: Path, result_fd: int | None) -> None:
+    """Write the path of a command's result to the file descriptor, if any."""
+    if result_fd is not None:
+        os.write(result_fd, os.fsencode(path))
+
+
 def remove_leftovers() -> None:
-    """Remove the temporary folders of this user's processes that were killed, and the git worktrees in them."""
+    """Remove the temporary folders of this user's killed processes, and the git worktrees in them."""
     elsewhere = short_folder()
     for folder in [*leftovers(), *(leftovers(elsewhere) if elsewhere else [])]:
         for entry in folder.glob("*/.git"):
@@ -141,15 +180,15 @@ def remove_leftovers() -> None:
 
 
 def keep_operators() -> None:
-    """Let the exit leave torch's operators registered: torch would take them out one by one."""
-    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # not list(), the name of a command's module here
+    """Leave torch's operators registered at exit, since torch would unregister them one by one."""
+    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # not list(), which may be the command's module
         alive = finalizer.peek()
-        if alive and getattr(alive[1], "__module__", None) == "torch.library":  # methods of built-in types have none
+        if alive and getattr(alive[1], "__module__", None) == "torch.library":  # methods of built-ins lack __module__
             finalizer.atexit = False
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit without tearing down the imported modules, which takes 0.8 s once torch is imported."""
+    """Exit without tearing down the imported modules, which takes 0.8 s with torch."""
     keep_operators()
     atexit._run_exitfuncs()
     sys.stdout.flush()

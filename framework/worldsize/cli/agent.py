@@ -1,4 +1,4 @@
-"""``worldsize agent RUN``: one host's part of a run; a launcher starts one on every host."""
+"""``worldsize agent RUN``: run one host's part of a run; launchers start an agent on every host."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from worldsize.record.run_directory import RunDirectory
 from worldsize.world.environments import node
 from worldsize.world.scratch import leftovers, private_folder
 
-_COLUMNS = 160  # of a table in a log
-_DRAFT = ".begin_"  # prefix of run folders that are not complete yet
+_COLUMNS = 160  # width of a table in a log
+_DRAFT = ".begin_"  # prefix of incomplete run folders
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _show_report(run: RunDirectory) -> None:
-    """Print the report of an examination, if it was one: whoever asked for it sees the log of this job alone."""
+    """Print the report of an examination, since its user sees only the log of this job."""
     if not (facts := read_facts(run.findings, REPORT)):
         return
     report = Report.from_json(facts)
@@ -64,12 +64,12 @@ def _show_report(run: RunDirectory) -> None:
 
 
 def _tether() -> None:
-    """End this process, and so its workers, when standard input ends: whoever started it is gone.
+    """Kill this process and its workers when standard input closes, i.e. when the parent process is gone.
 
-    The same happens if nothing comes for as long as the last message said that the next would take: this host is cut
-    off then, and another one may lead the run instead.
+    The same happens if the next message does not arrive within the time announced by the previous message. This host
+    is then cut off, and a different host may lead the run.
     """
-    lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin: a forked child waits for the lock of its reader
+    lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin, whose lock could block forked children
     os.environ.update(json.loads(lines.readline() or b"{}"))
 
     def watch() -> None:
@@ -86,7 +86,7 @@ def _tether() -> None:
 
 
 def _begin_with(source: Path, run: Path) -> None:
-    """Create the run folder from the files in ``source``, unless another host has created it."""
+    """Create the run folder from the files in ``source``, unless a different host has already created it."""
     if (run / "config.yaml").exists():
         return
     try:
@@ -104,7 +104,7 @@ def _begin_with(source: Path, run: Path) -> None:
     except OSError:
         shutil.rmtree(draft)
         if not (run / "config.yaml").exists():
-            raise ConfigError(f"the run folder {run} exists and is no run.") from None
+            raise ConfigError(f"the folder {run} exists but is not a run.") from None
 
 
 def _copy(source: Path, draft: Path) -> None:

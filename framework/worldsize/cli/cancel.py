@@ -1,4 +1,4 @@
-"""``worldsize cancel RUN``: ask a run to save and to end, whatever launched it."""
+"""``worldsize cancel RUN``: ask a run to save and stop, whatever launched it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
+from worldsize.cli import run_folder
 from worldsize.errors import WorldsizeError
 from worldsize.launch.scheduled import Scheduler
 from worldsize.messages import refuse
@@ -18,15 +18,15 @@ from worldsize.record.run_record import look
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize cancel", description=__doc__)
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", type=run_folder, help="a run folder, or last")
     try:
-        print(cancel(RunDirectory(parser.parse_args().run.resolve())))
+        print(cancel(RunDirectory(parser.parse_args().run)))
     except WorldsizeError as error:
         sys.exit(refuse(error))
 
 
 def cancel(run: RunDirectory) -> str:
-    """Ask the run to save and to end; return a sentence about what was done.
+    """Ask the run to save and stop; return a one-sentence summary.
 
     Raises:
         WorldsizeError: the run is not being trained, or it was launched on another host.
@@ -41,12 +41,14 @@ def cancel(run: RunDirectory) -> str:
         raise WorldsizeError(f"the run {run.path} is not being trained.")
     attempt = view.attempts[-1]
     host, process = attempt["hosts"][0], holder_of(run.path)
-    if process is None and view.is_own and is_locked(run.path):  # the kernel may not say which process holds the lock
+    if process is None and view.is_own and is_locked(run.path):  # the kernel may not report the lock's owner
         process = attempt["pid"]
-    if host != socket.gethostname() or process is None:
+    if host != socket.gethostname():
         raise WorldsizeError(f"the run {run.path} was launched on {host}; cancel it there.")
+    if process is None:
+        raise WorldsizeError(f"the process that trains {run.path} belongs to a different user, who can cancel it.")
     try:
         os.kill(process, signal.SIGTERM)
     except PermissionError:
-        raise WorldsizeError(f"the run {run.path} is trained by process {process} of another user.") from None
+        raise WorldsizeError(f"process {process} trains the run {run.path} and belongs to a different user.") from None
     return f"process {process} was asked to save and to end"

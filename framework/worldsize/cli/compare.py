@@ -1,14 +1,14 @@
-"""``worldsize compare RUN_A RUN_B``: where two runs differ, and by how much."""
+"""``worldsize compare RUN_A RUN_B``: show where two runs differ, and by how much."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
+from worldsize.cli import run_folder
 from worldsize.config.arguments import number
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
@@ -24,7 +24,9 @@ TOLERANCE = 0.01
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize compare", description=__doc__)
-    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="a run folder, or its run_manifest.json")
+    parser.add_argument(
+        "runs", nargs=2, type=run_folder, metavar="RUN", help="a run folder, its run_manifest.json, or last"
+    )
     add_report_options(parser)
     options = parser.parse_args()
     try:

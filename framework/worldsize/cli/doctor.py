@@ -1,6 +1,6 @@
-"""``worldsize doctor [OPTION ...]``: will a run work on this cluster, and how fast are its links?
+"""``worldsize doctor [OPTION ...]``: check whether a run would work on this cluster, and measure its links.
 
-The cluster's own launcher starts the same processes as for a run; they compare their hosts, connect, and measure links.
+The cluster's launcher starts the same processes as for a run; they compare their hosts, connect, and measure links.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,28 +24,20 @@ from rich.console import Console
 
 from worldsize.cli import call_composed, exit_process
 from worldsize.config.arguments import number
+from worldsize.config.purpose import Examine
 from worldsize.core.limits import SECONDS
 from worldsize.errors import ConfigError
 from worldsize.messages import printable
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
-    from worldsize.core import BatchLauncher, Job, Plan
+    from worldsize.core import BatchLauncher, Plan
     from worldsize.plan.doctor.report import Report
     from worldsize.record.run_directory import RunDirectory
 
 _logger = logging.getLogger(__name__)
 
-_POLL, _LOGS = 0.5, 300.0  # seconds between two looks for a report; seconds in which a job's log is shown
-
-
-@dataclass(frozen=True)
-class Examination:
-    """Options: whether to measure all ``pairs`` of nodes, ``patience`` in seconds, and the ``report`` file."""
-
-    pairs: bool = False
-    patience: float = 60.0
-    report: str | None = None
+_POLL, _LOGS = 0.5, 300.0  # seconds between checks for a report; maximum seconds for reading a job's log
 
 
 def main() -> None:
@@ -56,70 +47,60 @@ def main() -> None:
     parser.add_argument(
         "--patience", type=number(SECONDS), default=60.0, help="seconds that hosts have to answer (%(default)s)"
     )
-    parser.add_argument("--json", dest="report", metavar="FILE", help='write what was found; "-": to standard output')
+    parser.add_argument("--json", dest="report", metavar="FILE", help='write the findings; "-": to standard output')
     options = parser.parse_intermixed_args()
     try:
-        exit_process(doctor(options.overrides, Examination(options.pairs, options.patience, options.report)))
+        exit_process(doctor(options.overrides, Examine(options.pairs, options.patience), options.report))
     except KeyboardInterrupt:
         exit_process(130)
 
 
-def doctor(arguments: Sequence[str], options: Examination) -> int:
+def doctor(arguments: Sequence[str], purpose: Examine, file: str | None) -> int:
     """Examine the cluster; return 0 if all checks pass, 1 if one fails, 2 if the configuration cannot run."""
-    return call_composed(lambda cfg: _examine(cfg, options), arguments)
+    return call_composed(lambda cfg: _examine(cfg, purpose, file), arguments)
 
 
-def _examine(cfg: DictConfig, options: Examination) -> int:
+def _examine(cfg: DictConfig, purpose: Examine, file: str | None) -> int:
     from worldsize.config.composed import settings_of  # imports torch, which takes seconds
 
-    if options.report and options.report != "-" and not os.access(Path(options.report).absolute().parent, os.W_OK):
+    if file and file != "-" and not os.access(Path(file).absolute().parent, os.W_OK):
         raise ConfigError(
-            f"{options.report} cannot be written: its folder is missing or read-only. Name another file after --json."
+            f"{file} cannot be written: its folder is missing or read-only. Pass a different file to --json."
         )
-    # refuses what is typed wrong, also where an examination has its own
-    _let_spares_take_part(cfg, settings_of(deepcopy(cfg)))
-    _alter(cfg, options)
-    settings = settings_of(cfg)
+    trained = settings_of(cfg)  # also rejects invalid values that the examination overrides
+    settings = settings_of(cfg, with_spares(purpose, cfg, trained))
     report, folder = _report(settings, Path(cfg.run.root))
-    console = Console(stderr=options.report == "-", width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(stderr=file == "-", width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(report.table())
     if folder and not report.ok:
         console.print(f"logs: {folder}", markup=False, soft_wrap=True)
-    if options.report == "-":
+    if file == "-":
         print(json.dumps(report.as_json(), indent=2))
-    elif options.report:
-        Path(options.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    elif file:
+        Path(file).write_text(json.dumps(report.as_json(), indent=2) + "\n")
     return 0 if report.ok else 1
 
 
-def _let_spares_take_part(cfg: DictConfig, settings: Settings) -> None:
-    """Let spare nodes, if there are any, be examined like the others; tiers that then do not divide are left out."""
-    cluster = settings.cluster
+def with_spares(purpose: Examine, cfg: DictConfig, trained: Settings) -> Examine:
+    """Include spare nodes, if any, in the examination; omit tiers that no longer divide the nodes evenly."""
+    cluster = trained.cluster
     if not cluster.spare_nodes:
-        return
-    count, tiers = cluster.all_nodes, settings.config["cluster"]["tiers"]
+        return purpose
+    count, tiers = cluster.all_nodes, trained.config["cluster"]["tiers"]
     if uneven := [name for name, nodes in tiers.items() if nodes < count and count % nodes]:
         _logger.warning(
-            "the %d hosts, with the spare ones, are no whole number of units of %s (cluster.tiers), whose links are "
-            "not told apart. Leave out the spare ones to measure these.",
+            "the %d hosts, with the spare ones, do not fill whole units of %s (cluster.tiers), so the links of these "
+            "units are not measured separately. Leave out the spare ones to measure them.",
             count,
             " and ".join(uneven),
         )
-    cfg.cluster.tiers = {name: given for name, given in cfg.cluster.tiers.items() if name not in uneven}
-    cfg.cluster.nodes, cfg.cluster.spare_nodes = count, 0
-    cfg.cluster.processes, cfg.cluster.processes_per_node = None, cluster.processes_per_node
-
-
-def _alter(cfg: DictConfig, options: Examination) -> None:
-    """Change the configuration so that a run examines its cluster instead of training."""
-    cfg.run.examine = "pairs" if options.pairs else "tiers"
-    cfg.cluster.timeout, cfg.cluster.spares = options.patience, 0  # nobody is replaced
-    cfg.logger, cfg.listeners, cfg.faults = None, {}, []
-    changes: dict[str, float] = {"wait": True, "terminal_logs": False, "agents": True}
-    changes |= dict.fromkeys(("max_restarts", "max_requeues", "pod_restarts", "restarts_on_errors"), 0)
-    changes["save_grace"] = 2 * options.patience  # if an agent fails, the others still time out on it and report
-    for key in changes.keys() & cfg.launcher.keys():
-        cfg.launcher[key] = changes[key]
+    nodes: dict[str, object] = {
+        "cluster.tiers": {name: given for name, given in cfg.cluster.tiers.items() if name not in uneven},
+        "cluster.nodes": count,
+        "cluster.processes": None,
+        "cluster.processes_per_node": cluster.processes_per_node,
+    }
+    return replace(purpose, nodes=nodes)
 
 
 def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
@@ -160,7 +141,7 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
     """Start the examination and wait for it to end; raise ConfigError if the launcher refuses the plan.
 
     Returns:
-        The report that a job has left in its log; None: this machine sees the run folder.
+        The report from the job's log; None if this machine can access the run folder.
     """
 
     from worldsize.core import AgentLauncher, BatchLauncher
@@ -181,23 +162,24 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
         write_configuration(run, config=config_text(clean.tree(settings.config)))
     with redirect_stdout(sys.stderr):  # the agents' output
         if isinstance(launcher, BatchLauncher):
-            return _submitted(launcher, with_secrets(settings, plan, clean), run, _silence(settings))
+            turns = settings.cluster.nodes if settings.run.examine == "pairs" else 1  # pairs take turns
+            silence = 2 * settings.cluster.timeout * turns
+            return _submitted(launcher, with_secrets(settings.config, plan, clean), run, silence)
         if isinstance(launcher, AgentLauncher):
-            _wait_for_agents(launcher.launch_agents(with_secrets(settings, plan, clean)))
+            job = launcher.launch_agents(with_secrets(settings.config, plan, clean))
+            try:
+                job.wait()
+            except BaseException:
+                job.cancel()
+                raise
         else:
             assert isinstance(launcher, NodeLauncher)
-            examine(settings, launcher, plan, run, Node())
+            examine(settings.recipe, launcher, plan, run, Node())
     return None
 
 
-def _silence(settings: Settings) -> float:
-    """Return the seconds after which hosts that have told nothing new have ended; pairs are measured in turns."""
-    turns = settings.cluster.nodes if settings.run.examine == "pairs" else 1
-    return 2 * settings.cluster.timeout * turns
-
-
 def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory, silence: float) -> Report | None:
-    """Submit the examination, or let a person start it, and wait for its end; return a report from outside ``run``."""
+    """Submit the examination, or let the user start it, and wait for its end; return a report found outside ``run``."""
     job = launcher.submit(plan)
     if job is None:
         print(launcher.describe(plan))
@@ -209,7 +191,7 @@ def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory, silence: 
 
 
 def wait_for_report(findings: Path, silence: float) -> None:
-    """Wait for the first host's report, or until hosts that have begun say nothing new for ``silence`` seconds."""
+    """Wait for the first host's report, up to ``silence`` seconds after the last update from any host."""
     from worldsize.plan.doctor.findings import REPORT, read_facts
 
     told: dict[str, int] = {}
@@ -224,7 +206,7 @@ def wait_for_report(findings: Path, silence: float) -> None:
 
 
 def _logged(command: Sequence[str]) -> Report:
-    """Return the report that is in the log of a job that has ended, which ``command`` shows."""
+    """Return the report in the log of a finished job; ``command`` prints that log."""
     from worldsize.plan.doctor.report import Check, Report, report_in
 
     shown = " ".join(command)
@@ -236,21 +218,13 @@ def _logged(command: Sequence[str]) -> Report:
     if report := report_in(log):
         return report
     last = next(iter((said.strip() or log.strip()).splitlines()[-1:]), "nothing")
-    fact = f"it has ended, and its log has no report; it says: {printable(last)}"
-    remedy = f"Look at the job's log: {shown}. What its hosts found lies in the run's folder there, below findings."
+    fact = f"it has ended, but its log lacks a report; the last line: {printable(last)}"
+    remedy = f"Look at the job's log: {shown}. The findings of its hosts are in the run's folder there, below findings."
     return Report([Check("report", "the job", False, fact, remedy)])
 
 
-def _wait_for_agents(job: Job) -> None:
-    try:
-        job.wait()
-    except BaseException:
-        job.cancel()
-        raise
-
-
 def _wait(launcher: BatchLauncher, job: str) -> None:
-    """Wait until the job has ended, without a timeout; cancel it if this process is interrupted."""
+    """Wait without a timeout until the job has ended; cancel the job if this process is interrupted."""
     from worldsize.launch.scheduled import wait_for
 
     print(f"job {job} submitted; waiting for it to start and end", flush=True)

@@ -1,4 +1,4 @@
-"""``worldsize image [FOLDER]``: a Dockerfile of a project and the environment of its lock, and the image of it."""
+"""``worldsize image [FOLDER]``: write a Dockerfile for a project and its locked environment, and build the image."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def main() -> None:
 
 
 def image(options: argparse.Namespace) -> None:
-    """Write the Dockerfile and build the image if that is asked for; print the one's path and the other's name.
+    """Write the Dockerfile and print its path; with ``--build``, build the image and print its name.
 
     Raises:
-        WorldsizeError: the lock cannot be used, or the engine is missing or fails.
+        WorldsizeError: the lock file cannot be used, or the engine is missing or fails.
     """
     engine = engine_of(options.build, BUILDERS) if options.build else None
     folder = options.folder.resolve()
     dockerfile = Dockerfile(folder, options.base, platform.python_version(), version_of_uv(), options.extra).write()
     print(dockerfile)
     if "@sha256:" not in options.base:
-        print(f"{options.base} may be another image tomorrow: name it by its digest (--base).", file=sys.stderr)
+        print(f"{options.base} may change at any time: name the image by its digest (--base).", file=sys.stderr)
     if engine:
         made = built(engine, dockerfile, options.tag or image_name(folder.name), options=options.option)
         print(f"{made.name}@{made.digest}" if made.digest else made.name)
 
 
 def image_name(folder: str) -> str:
-    """Return the name of a folder as engines take it for an image: "My project!" is "my-project"."""
+    """Convert a folder's name to a valid image name: "My project!" becomes "my-project"."""
     return re.sub(r"[^a-z0-9]+", "-", folder.lower()).strip("-") or "project"

@@ -1,4 +1,4 @@
-"""``worldsize init NAME``: a project of one's own, in a folder of that name, which trains and has a test."""
+"""``worldsize init NAME``: create a folder with a project that trains and has a test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import json
 import re
 import shlex
+import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -28,28 +30,32 @@ def main() -> None:
         init(folder)
     except ConfigError as error:
         sys.exit(refuse(error))
-    print(f"cd {shlex.quote(str(folder))}\nuv run train.py recipe={RECIPE}\nuv run pytest")
+    print(f"cd {shlex.quote(str(folder))}\nuv run train.py\nuv run pytest")
 
 
 def init(folder: Path) -> list[Path]:
-    """Create a project in ``folder``; return the files that were written.
+    """Create a project in ``folder``, with a git repository unless it is already in one; return the written files.
 
     Raises:
-        ConfigError: the folder is not empty, or its name cannot be a project's.
+        ConfigError: the folder is not empty, or its name is not a valid project name.
     """
     name = folder.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise ConfigError(f"{name!r} cannot be a project's name. Use letters, digits, '-', '_' and '.'.")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty. Choose another folder; nothing was written.")
+        raise ConfigError(f"{folder} exists and is not empty. Choose a different folder; nothing was written.")
     project = planned(
         "init", folder, name=name, recipe=RECIPE, requirement=f"worldsize>={__version__}", source=source()
     )
-    return list(write({**project, **planned("recipe", folder, name=RECIPE)}))
+    written = list(write({**project, **planned("recipe", folder, name=RECIPE)}))
+    with suppress(OSError):  # git is not installed
+        if subprocess.run(["git", "rev-parse", "--git-dir"], cwd=folder, capture_output=True).returncode:
+            subprocess.run(["git", "init", "--quiet"], cwd=folder, capture_output=True)
+    return written
 
 
 def source() -> str | None:
-    """Return where uv finds this worldsize, as an inline TOML table (PEP 610); None if in a package index."""
+    """Return this installation's source for uv (PEP 610) as an inline TOML table; None for a package index."""
     try:
         origin = distribution("worldsize").read_text("direct_url.json")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""``worldsize list KIND``: strategies, clusters, recipes, ... or plugins: where each comes from, and what it does."""
+"""``worldsize list KIND``: list strategies, recipes, ... or plugins, with source and purpose."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _options(kind: str | None) -> list[Row]:
-    """List the options of the group ``kind``, or of all groups; raise WorldsizeError if there is no such group."""
+    """List the options of the group ``kind``, or of all groups; raise WorldsizeError if ``kind`` is unknown."""
     available, known = options(), plugins()
     groups = sorted({option.group for option in available})
     chosen = groups if kind is None else [group for group in groups if kind in (group, _plural(group))]
@@ -43,7 +43,7 @@ def _options(kind: str | None) -> list[Row]:
 
 
 def _plugins() -> list[Row]:
-    """List the plugins, and those that failed to load with the reason: other runs work without them."""
+    """List the plugins, including broken ones with the reason, since runs that do not use them work."""
     working = [(each.name, each.version or "", each.source, _about(each)) for each in plugins()]
     broken = [(each.module, each.version, each.distribution, f"broken: {each.broken}") for each in _broken()]
     return [*working, *broken]
@@ -54,7 +54,7 @@ def _broken() -> list[Installed]:
 
 
 def _about(plugin: Plugin) -> str:
-    """List the plugin's options, and describe the one with its own name, else the first."""
+    """List the plugin's options, and describe the option with the plugin's name, or else the first."""
     offers = sorted(plugin.options, key=lambda option: not plugin.name.endswith(f".{option.name}"))
     names = ", ".join(f"{option.group}={option.name}" for option in offers)
     return f"{names}: {offers[0].about}" if offers else "offers no option"
@@ -65,7 +65,7 @@ def _plural(group: str) -> str:
 
 
 def _source(option: Option, known: Sequence[Plugin]) -> str:
-    """Return the plugin that has the option and where that comes from; the file if it is the project's own."""
+    """Return the plugin that provides the option, and its source; for the project's own options, return the file."""
     owner = next((plugin for plugin in known if option.file.is_relative_to(plugin.folder)), None)
     if owner is not None:
         return owner.name if owner.source == "worldsize" else f"{owner.name} ({owner.source})"

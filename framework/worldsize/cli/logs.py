@@ -1,4 +1,4 @@
-"""``worldsize logs RUN``: the output of a run's processes, each line with a prefix such as "[worker 3]"."""
+"""``worldsize logs RUN``: show the output of a run's processes, with prefixes such as "[worker 3]"."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from worldsize.cli import RUN, run_folder
 from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
@@ -20,23 +21,23 @@ from worldsize.observe.nccl_log import debug_summary
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import look
 
-_POLL = 0.2  # seconds
-_LONGEST = 1 << 20  # bytes of a line that are shown at once
+_POLL = 0.2  # seconds between two polls
+_LONGEST = 1 << 20  # maximum bytes of a line to show at once
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize logs", description=__doc__)
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", nargs="?", type=run_folder, default="last", help=RUN)
     parser.add_argument(
         "--rank",
         type=whole(Range(least=0)),
         action="append",
-        help="of these ranks alone; may be given more than once",
+        help="only of these ranks; may be given more than once",
     )
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
-    parser.add_argument("--debug", action="store_true", help="what NCCL and torch said with cluster.debug, summarised")
+    parser.add_argument("--follow", "-f", action="store_true", help="continue until the run ends")
+    parser.add_argument("--debug", action="store_true", help="summarize the logs of NCCL and torch (cluster.debug)")
     options = parser.parse_args()
-    run = RunDirectory(options.run.resolve())
+    run = RunDirectory(options.run)
     scheduler = Scheduler(run)
     try:
         if options.debug:
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def _debugged(run: RunDirectory) -> str:
-    """Return the summary of what NCCL and torch logged, and say first why there is little of it in most runs."""
+    """Summarize the logs of NCCL and torch; without cluster.debug, first explain why they are short."""
     view = look(run)
     if not view.manifest["config"].get("cluster", {}).get("debug"):
         print("the run had cluster.debug=false, so little was logged. Set cluster.debug=true.", file=sys.stderr)
@@ -64,7 +65,7 @@ def _debugged(run: RunDirectory) -> str:
 
 
 def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
-    """Run the launcher's own command for logs if they are not in the run folder; return its exit code."""
+    """Return the launcher's log command if the run folder does not have the job's logs yet, otherwise ()."""
     view = look(scheduler.run)
     if view.job is None or view.attempts:
         return ()
@@ -84,11 +85,11 @@ def _shown(command: Sequence[str]) -> int:
 
 
 def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
-    """Yield the lines of all logs of the run, escaped, with their prefixes; with ``follow`` until the run has ended.
+    """Yield the lines of all logs of the run, escaped and prefixed; with ``follow``, until the run has ended.
 
     Raises:
-        WorldsizeError: the folder is not a run, no process of it has one of the ranks, or a log cannot be read. The
-            others are shown before.
+        WorldsizeError: the folder is not a run, a rank in ``ranks`` does not exist, or a log cannot be read. The error
+            is raised after all other lines.
     """
     read: dict[Path, int] = {}
     unread: dict[Path, str] = {}
@@ -122,7 +123,7 @@ def _prefix(path: Path) -> tuple[str, int | None]:
 
 
 def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> Iterator[bytes]:
-    """Yield lines added since the last call, long ones in parts; an incomplete last one only if it ``has_ended``."""
+    """Yield lines added since the last call, splitting long lines; omit an incomplete last line until ``has_ended``."""
     with open_regular(path) as file:
         file.seek(read.get(path, 0))
         while line := file.readline(_LONGEST):
@@ -133,6 +134,6 @@ def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> Iterator[byte
 
 
 def _escaped(output: bytes) -> list[str]:
-    """Return the lines of a part of an output, with all control characters but tabs escaped."""
+    """Return the lines of ``output``, with all control characters except tabs escaped."""
     lines = output.decode(errors="replace").splitlines()
     return ["\t".join(map(printable, line.split("\t"))) for line in lines]

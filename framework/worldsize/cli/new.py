@@ -1,4 +1,4 @@
-"""``worldsize new KIND NAME``: a strategy, launcher, recipe or logger of one's own, which runs, with a test."""
+"""``worldsize new KIND NAME``: create a working strategy, launcher, recipe or logger with a test."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def main() -> None:
         print(path.relative_to(Path.cwd()))
     print(
         f"\ntry it:   {_TRY[arguments.kind].format(name=arguments.name)}\n"
-        f"test it:  uv run pytest tests/test_{arguments.name}.py"
+        f"test it:  uv run --group dev pytest tests/test_{arguments.name}.py"
     )
 
 
 def new(kind: str, name: str, folder: Path) -> list[Path]:
-    """Create a plugin or recipe below ``folder``; return the files that were written.
+    """Create a plugin or recipe in ``folder``; return the written files.
 
     Raises:
         ConfigError: the name is taken, or is not a module name.
@@ -58,7 +58,7 @@ def check_name(name: str) -> None:
 def _check_free(kind: str, name: str) -> None:
     for option in options():
         if (option.group, option.name) == (_GROUPS[kind], name):
-            raise ConfigError(f"{option.group}={name} is taken by {option.file}. Choose another name.")
+            raise ConfigError(f"{option.group}={name} is taken by {option.file}. Choose a different name.")
     for plugin in plugins():
         if plugin.name == f"{'recipes' if kind == 'recipe' else 'plugins'}.{name}":
-            raise ConfigError(f"{plugin.name} is taken by {plugin.folder}. Choose another name.")
+            raise ConfigError(f"{plugin.name} is taken by {plugin.folder}. Choose a different name.")

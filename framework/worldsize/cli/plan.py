@@ -1,7 +1,7 @@
-"""``worldsize plan [OPTION ...]``: which rank does what, and what a step will cost under every strategy.
+"""``worldsize plan [OPTION ...]``: show the layout of ranks, and predict the cost of a step per strategy.
 
-Nothing is started; the recipe takes a few steps on this machine, unless --model-size and --compute say what it needs.
-With a range of sizes, as cluster.nodes=1..64, the step of one strategy is predicted for 1, 2, 4, ... nodes.
+No run is started. The recipe takes a few steps on this machine, unless --model-size and --compute are given.
+With a range of sizes, such as cluster.nodes=1..64, it predicts the step of one strategy for 1, 2, 4, ... nodes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ from worldsize.plan.finish import earlier_runs, measured_restart, measured_save,
 from worldsize.record.redaction import redacted_arguments
 
 if TYPE_CHECKING:
+    from worldsize.config.schema import TrainingConfig
     from worldsize.config.settings import Settings
     from worldsize.plan.predictor import Forecast, Predictor
+    from worldsize.record.run_record import RunView
 
 
-_MOST_RANKS, _SHOWN_RANKS = 64, 16  # ranks to show; of more, the first and the last
-_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_MOST_RANKS, _SHOWN_RANKS = 64, 16  # maximum ranks to show all; first and last ranks to show otherwise
+_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per element
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # seconds
 
 
 def main() -> None:
@@ -65,17 +67,17 @@ def main() -> None:
     parser.add_argument("--precision", choices=_SIZES, default="fp32", help="of all its numbers, sent and kept")
     parser.add_argument("--compute", type=_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
     parser.add_argument(
-        "--overlap", type=number(Range(least=0, most=1)), help="share of compute behind which bytes travel"
+        "--overlap", type=number(Range(least=0, most=1)), help="share of compute that can hide communication"
     )
     share = number(Range(least=0, most=1))
-    sweep = "with --compute: bytes of parameters at which the efficiency falls to SHARE (0.5)"
+    sweep = "with --compute: bytes of parameters where the efficiency falls to SHARE (0.5)"
     parser.add_argument("--payload", type=share, nargs="?", const=0.5, metavar="SHARE", help=sweep)
-    adds = "of a curve (cluster.nodes=1..64): what a further process must add, of the speed of one (0.5)"
+    adds = "of a curve (cluster.nodes=1..64): speedup that a further process must add, as a share of one's speed (0.5)"
     parser.add_argument("--knee", type=share, default=0.5, metavar="SHARE", help=adds)
     parser.add_argument("--study", type=Path, metavar="FOLDER", help="of a curve: worldsize report FOLDER draws it")
-    parser.add_argument("--strategies", metavar="NAMES", help="compare these alone, e.g. ddp,fsdp,mesh")
-    parser.add_argument("--save", type=_seconds, metavar="TIME", help="by which a save holds up training, e.g. 2s")
-    parser.add_argument("--restart", type=_seconds, metavar="TIME", help="from a failure until training goes on")
+    parser.add_argument("--strategies", metavar="NAMES", help="compare only these, e.g. ddp,fsdp,mesh")
+    parser.add_argument("--save", type=_seconds, metavar="TIME", help="time that a save delays training, e.g. 2s")
+    parser.add_argument("--restart", type=_seconds, metavar="TIME", help="from a failure until training resumes")
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
     exit_process(plan(parser.parse_intermixed_args()))
 
@@ -83,7 +85,7 @@ def main() -> None:
 def _seconds(text: str) -> float:
     unit = next((unit for unit in _UNITS if text.endswith(unit)), None)
     if unit is None:
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write e.g. 250ms")
+        raise argparse.ArgumentTypeError(f"{text!r} lacks a unit: write e.g. 250ms")
     return number(Range(above=0))(text.removesuffix(unit)) * _UNITS[unit]
 
 
@@ -92,7 +94,7 @@ def plan(options: argparse.Namespace) -> int:
     try:
         words, sizes = sizes_in(options.overrides)
         if options.study is not None and sizes is None:
-            raise ConfigError("--study has a curve, of which no range is given. Add one, e.g. cluster.nodes=1..64.")
+            raise ConfigError("--study draws a curve and needs a range. Add one, e.g. cluster.nodes=1..64.")
     except ConfigError as error:
         return refuse(error)
     return call_composed(lambda cfg: _show(cfg, options, sizes), words)
@@ -121,7 +123,7 @@ def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | N
     groups = settings.strategy.groups(settings.cluster)
     _print(rank_table(settings.cluster, groups), crossings_text(settings.cluster, groups))
     cluster = predictor.cluster(settings)
-    memory = cluster.device_memory or detected_memory_bytes(cluster)  # before data are loaded
+    memory = cluster.device_memory or detected_memory_bytes(cluster)  # checked before data are loaded
     forecasts, refused = _forecasts(predictor, shared, names)
     unfitting = {
         name: why
@@ -130,21 +132,22 @@ def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | N
     }
     _print(rule_text(settings.config["cluster"]) if len(names) > 1 else "")
     _print(*_compared(settings, forecasts, unfitting, options, priced=not shared))
+    batch, ranks = settings.training.batch_size, settings.logical_ranks
     _print(
-        "" if shared else _batch_text(settings),
+        "" if shared else f"Global batch: {batch} samples a step, {ranks} × {batch // ranks}.",
         links_text(cluster, options.links),
         "" if memory is not None else _UNKNOWN,
         formula_text(forecasts),
         *(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()),
     )
-    if not shared and (warning := _retuning_text(settings)):
+    if not shared and (warning := _retuning_text(settings.training, settings.run.root / choices()["recipe"])):
         print(warning, file=sys.stderr)
     return 0 if forecasts else CONFIG_ERROR
 
 
-_ASSUMED_SAVE, _ASSUMED_RESTART = 1.0, 60.0  # seconds, until a run has measured them
-_SAMPLES_PER_LOGICAL_RANK = 16  # with --compute no sample is drawn, but pipelines divide micro-batches by this
-_UNKNOWN = "Device memory is not known here. Set cluster.device_memory, and what is too large is refused."
+_ASSUMED_SAVE, _ASSUMED_RESTART = 1.0, 60.0  # seconds assumed until a run has measured them
+_SAMPLES_PER_LOGICAL_RANK = 16  # placeholder with --compute, since pipelines must be able to split micro-batches
+_UNKNOWN = "Device memory is not known here. Set cluster.device_memory to refuse plans that do not fit."
 
 
 def _print(*lines: Table | str) -> None:
@@ -153,11 +156,11 @@ def _print(*lines: Table | str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- costs
 
 
 def _names(chosen: str | None) -> list[str]:
-    """Return the names of the strategies to compare: those in the comma-separated ``chosen``, or all."""
+    """Return the names of the strategies to compare, from the comma-separated ``chosen``; default: all."""
     known = GlobalHydra.instance().config_loader().get_group_options("strategy")
     for name in (names := chosen.split(",") if chosen else known):
         if name not in known:
@@ -168,7 +171,7 @@ def _names(chosen: str | None) -> list[str]:
 def _forecasts(
     predictor: Predictor, shared: int | None, names: Sequence[str]
 ) -> tuple[dict[str, Forecast], dict[str, str]]:
-    """Map each strategy to its forecast, or to the reason why there is none."""
+    """Return the forecasts by strategy, and the reasons for strategies without a forecast."""
     forecasts: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     for name, settings in _strategies(refused, shared, names):
@@ -182,7 +185,7 @@ def _forecasts(
 
 
 def _note(text: str) -> None:
-    """Show ``text`` in place of the last line. Not in a thread, since processes are forked meanwhile."""
+    """Show ``text`` in place of the last line, without a thread because processes are forked meanwhile."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -190,23 +193,23 @@ def _note(text: str) -> None:
 def _strategies(
     refused: dict[str, str], shared: int | None, names: Sequence[str], more: Sequence[str] = ()
 ) -> Iterator[tuple[str, Settings]]:
-    """Return the run's settings by strategy: defaults for most, the typed options for the chosen one.
+    """Yield each strategy with the run's settings: the user's options for the chosen strategy, defaults for others.
 
-    ``more`` are further options, which take the place of typed ones.
+    ``more``: further options, which override the user's.
     """
     from worldsize.config.composed import settings_of
 
     typed = task_overrides()
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
     others = [word for word in typed if not word.startswith(("strategy=", "strategy.", "+strategy."))]
-    others += ["cluster.scale_lr=none", "cluster.base_batch=null"]  # no cost depends on lr, and most refuse a rule
+    others += ["cluster.scale_lr=none", "cluster.base_batch=null"]  # costs do not depend on lr; most refuse a rule
     for name in names:
         words = [*typed, *more] if name == chosen else [*others, *more, f"strategy={name}"]
         try:
             yield name, settings_of(compose("config", overrides=words), samples_per_logical_rank=shared)
         except WorldsizeError as error:
             refused[name] = str(error)
-        except Exception as error:  # any exception: a plugin may be broken that nobody has chosen
+        except Exception as error:  # any exception, since an unused plugin may be broken
             if name == chosen:
                 raise
             refused[name] = f"it is broken: {type(error).__name__}: {error}"
@@ -220,9 +223,9 @@ def _curve(
     cfg: DictConfig,
     shared: int | None,
 ) -> int:
-    """Print how the step of each strategy changes over sizes, and write the study if one is asked for.
+    """Print the predicted step of each strategy for all sizes, and write the study if requested.
 
-    With --compute each logical rank keeps its samples (weak scaling), ``shared`` of them or as many as now.
+    With --compute, the samples per logical rank are constant (weak scaling): ``shared``, or else as configured.
     """
     from worldsize.config.composed import settings_of
 
@@ -243,7 +246,7 @@ def _curve(
 
 
 def _payload(predictor: Predictor, options: argparse.Namespace, names: Sequence[str]) -> int:
-    """Print the efficiency of each strategy by the bytes of its parameters, and where it falls to the wanted share."""
+    """Print each strategy's efficiency by model size, and the size at which the efficiency drops to ``--payload``."""
     if options.compute is None or options.model_size is not None:
         raise ConfigError(
             "--payload varies the parameters beside a computation that stays. Add --compute, e.g. --compute 250ms, and "
@@ -264,24 +267,24 @@ def _compared(
     *,
     priced: bool,
 ) -> Iterator[Table | str]:
-    """Yield what each strategy costs, which is best, and when a run under it will have ended."""
+    """Yield the costs of all strategies, the best strategy, and the predicted finish time under it."""
     if forecasts:
-        yield _cost_table(forecasts, unfitting, settings, priced=priced)
+        yield _cost_table(forecasts, unfitting, settings.cluster, settings.training.batch_size if priced else None)
     yield best_text(forecasts, unfitting)
     cluster, fitting = settings.cluster, forecasts.keys() - unfitting.keys()
     if (cluster.mtbf_hours or cluster.spot_market) and fitting:
-        step_seconds = min(forecasts[name].step_seconds for name in fitting)
-        yield from _finish(settings, step_seconds * settings.training.steps, options)
+        step_seconds, steps = min(forecasts[name].step_seconds for name in fitting), settings.training.steps
+        run = newest_like(cluster, steps, settings.run.root / choices()["recipe"])
+        yield from _finish(cluster, step_seconds * steps, run, options)
 
 
 def _cost_table(
-    forecasts: Mapping[str, Forecast], unfitting: Mapping[str, str], settings: Settings, *, priced: bool
+    forecasts: Mapping[str, Forecast], unfitting: Mapping[str, str], cluster: Cluster, batch_size: int | None
 ) -> Table:
-    """Build the table of forecasts; ``priced`` adds the cost of samples, if the cluster has prices."""
-    cluster = settings.cluster
-    price = (cluster.price_per_hour or 0.0) * cluster.all_nodes if priced else 0.0
+    """Build the table of forecasts; with a batch size and prices, it includes the cost per million samples."""
+    price = (cluster.price_per_hour or 0.0) * cluster.all_nodes
     columns = ["memory a rank", "sent a rank", "leaves a node", "communication", "exposed", "step", "efficiency"]
-    columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price else [])]
+    columns += [f"compute for {WANTED:.0%}", *(["a million samples"] if price and batch_size else [])]
     table = Table("strategy", *columns, title=f"{cluster.processes} processes on {cluster.nodes} nodes")
     ranked = sorted(forecasts.items(), key=lambda item: (item[0] in unfitting, item[1].step_seconds))
     for place, (name, each) in enumerate(ranked):
@@ -289,18 +292,20 @@ def _cost_table(
         cells = [size_text(size) for size in (cost.memory_bytes, cost.sent_bytes, cost.across_bytes)]
         cells += [time_text(each) for each in (cost.communication_seconds, each.exposed_seconds, each.step_seconds)]
         cells += [f"{each.efficiency:.1%}", time_text(each.compute_seconds_for(WANTED))]
-        cells += [f"{price_per_million(each, settings.training.batch_size, price):.2f}"] if price else []
+        cells += [f"{price_per_million(each, batch_size, price):.2f}"] if price and batch_size else []
         cells[0] += " *" if each.by_formula else ""
         cells[0] += " ✗" if name in unfitting else ""
         table.add_row(name, *cells, style="dim" if name in unfitting else "" if place else "bold")
     return table
 
 
-def _finish(settings: Settings, work: float, options: argparse.Namespace) -> tuple[Table, str]:
-    """Build the table of when the run will have ended under the best strategy, and say what it assumes."""
+def _finish(cluster: Cluster, work: float, run: RunView | None, options: argparse.Namespace) -> tuple[Table, str]:
+    """Build the table of predicted finish times under the best strategy, and the text of its assumptions.
+
+    ``run``: a similar earlier run with measured saves and restarts.
+    """
     from worldsize.plan.finish import finish
 
-    cluster, run = settings.cluster, newest_like(settings, _folder(settings))
     save = options.save or (run and measured_save(run)) or _ASSUMED_SAVE
     restart = options.restart or (run and measured_restart(run)) or _ASSUMED_RESTART
     offers = {"these nodes": (cluster.price_per_hour, mtbf_seconds(cluster.mtbf_hours, cluster.nodes))}
@@ -326,27 +331,17 @@ def _prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: float | 
     return f"{usual:,.2f}", f"{early:,.2f} to {late:,.2f}"
 
 
-def _batch_text(settings: Settings) -> str:
-    each = settings.training.batch_size // settings.logical_ranks
-    return f"Global batch: {settings.training.batch_size} samples a step, {settings.logical_ranks} × {each}."
-
-
-def _retuning_text(settings: Settings) -> str | None:
-    """Return what to retune if the newest run of this recipe had another global batch; else None."""
-    for run in earlier_runs(_folder(settings)):
+def _retuning_text(training: TrainingConfig, runs: Path) -> str | None:
+    """Return advice on retuning if the newest of ``runs`` had a different global batch, otherwise None."""
+    for run in earlier_runs(runs):
         with suppress(WorldsizeError, KeyError):
             then = int(run.manifest["config"]["batch_size"])
-            return retuning_text(then, settings.training.batch_size, settings.training.lr, str(run.directory.path))
+            return retuning_text(then, training.batch_size, training.lr, str(run.directory.path))
     return None
 
 
-def _folder(settings: Settings) -> Path:
-    """Return the folder of the runs of this recipe."""
-    return settings.run.root / choices()["recipe"]
-
-
 def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
-    """Build a table of processes: node, and on each axis the coordinate and the ranks of its group."""
+    """Build a table of processes with the node, and for each axis the coordinate and the ranks in the group."""
     table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
     places = {axis: _places(members) for axis, members in groups.items()}
     shown = _SHOWN_RANKS if cluster.processes > _MOST_RANKS else cluster.processes
@@ -367,6 +362,6 @@ def _places(groups: Sequence[Sequence[int]]) -> dict[int, str]:
 
 
 def _short(ranks: Sequence[int]) -> str:
-    """Format ranks at equal distances as "0 8 .. 56"."""
+    """Format ranks, abbreviating equally spaced ones as "0 8 .. 56"."""
     even = len({after - before for before, after in pairwise(ranks)}) == 1
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}" if even and len(ranks) > 4 else " ".join(map(str, ranks))

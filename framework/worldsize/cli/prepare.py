@@ -1,4 +1,4 @@
-"""``worldsize prepare INPUT ... --output FOLDER``: token shards of text, made once, for runs to read."""
+"""``worldsize prepare INPUT ... --output FOLDER``: tokenize text once, into shards that runs read."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize prepare", description=__doc__)
     help = "text files, JSON lines (.jsonl), Parquet files (.parquet), or folders of these"
     parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help=help)
-    help = "a new folder; one that a killed run has begun is gone on with"
+    help = "a new folder; if a killed run has begun it, this one continues"
     parser.add_argument("--output", "-o", type=Path, required=True, metavar="FOLDER", help=help)
     help = "bytes (default), a tokenizer.json, a folder of a transformers tokenizer, or its name on the hub"
     parser.add_argument("--tokenizer", default=BYTES, help=help)
     parser.add_argument("--end", metavar="TOKEN", help="a token to put after each document, e.g. '<|endoftext|>'")
     parser.add_argument("--field", default="text", help="field of a JSON line, or column of a Parquet file (text)")
-    help = "what is a document of a text file: the file (default), or each line"
+    help = "the unit of a document in a text file: the file (default), or each line"
     parser.add_argument("--documents", choices=("file", "line"), default="file", help=help)
     parser.add_argument("--processes", type=_count, default=len(os.sched_getaffinity(0)), help="default: all cores")
     parser.add_argument("--shard-mib", type=_count, default=64, help="text of a shard in MiB (64)")
@@ -46,7 +46,7 @@ def main() -> None:
     except WorldsizeError as error:
         sys.exit(refuse(error))
     except KeyboardInterrupt:
-        sys.exit("stopped. The same command goes on where it was.")
+        sys.exit("stopped. The same command continues from here.")
 
 
 def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
@@ -55,13 +55,13 @@ def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
     task = bar.add_task("", total=None)
 
     def show(done: int, total: int) -> None:
-        bar.start()  # after the processes are forked, since it has a thread
+        bar.start()  # only after the forks, since the bar has a thread
         bar.update(task, completed=done, total=total)
 
     try:
         manifest = preparation.write(folder, processes=processes, progress=show)
     finally:
-        if bar.live.is_started:  # it would end a line that it has not begun
+        if bar.live.is_started:  # otherwise stop() would print an empty line
             bar.stop()
     for text in manifest["bad"]:
         print(f"left out: {printable(text)}", file=sys.stderr)

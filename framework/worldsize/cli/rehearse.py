@@ -1,7 +1,7 @@
-"""``worldsize rehearse [OPTION ...]``: what each rank of a run would hold, send and wait for; nothing is launched.
+"""``worldsize rehearse [OPTION ...]``: show each rank's memory, messages and waits without launching the run.
 
-The run's own code builds each rank's replica, takes steps and evaluates; the other ranks are absent, and are taken to
-have the same tensors. A rank whose collectives differ from its peers' is named, with the lines of both.
+The run's own code builds each rank's replica, takes steps and evaluates. The other ranks are absent, and are assumed to
+have the same tensors. If a rank's collectives differ from its peers', both lines of code are shown.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from worldsize.errors import ConfigError
 from worldsize.messages import named, spans
 
 if TYPE_CHECKING:
-    from worldsize.config.settings import Settings
+    from worldsize.core import Cluster
     from worldsize.plan.rehearsal.calls import Call
     from worldsize.plan.rehearsal.rank import Rehearsed
 
 _FAILED = 1  # exit code if ranks make different calls, deadlock or fail
-_SHOWN = 8  # differences
+_SHOWN = 8  # maximum number of differences to show
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize rehearse", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as of train, e.g. strategy=fsdp cluster.processes=64")
-    parser.add_argument("--ranks", metavar="RANKS", help="e.g. 0,5,60-63 or all; all of 64 at most unless you say so")
+    parser.add_argument("--ranks", metavar="RANKS", help="e.g. 0,5,60-63 or all (default: all, up to 64)")
     parser.add_argument("--steps", type=whole(Range(least=1)), default=2, help="training steps (default: 2)")
     parser.add_argument("--without-evaluation", action="store_true", help="leave out two batches of each split")
     parser.add_argument(
         "--fake",
         action="store_true",
-        help="tensors without memory or numbers, for what does not fit here: fsdp, hsdp, mesh",
+        help="tensors without memory or numbers, for models that do not fit here: fsdp, hsdp, mesh",
     )
     parser.add_argument("--calls", type=int, metavar="RANK", help="list the collectives of this rank, in order")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what each rank did")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result of each rank")
     exit_process(rehearse(parser.parse_intermixed_args()))
 
 
@@ -77,7 +77,7 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     )
     check_alone(settings)
     size = settings.cluster.processes
-    ranks = chosen_ranks(settings) if options.ranks is None else _ranks(options.ranks, size)
+    ranks = chosen_ranks(settings.cluster) if options.ranks is None else _ranks(options.ranks, size)
     _check(options, ranks)
     part = RehearsedPart(options.steps, options.fake, not options.without_evaluation)
     console = Console(stderr=True)
@@ -85,7 +85,7 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
         console=console,
         transient=True,
         disable=not console.is_terminal,
-        auto_refresh=False,  # no thread: this forks
+        auto_refresh=False,  # avoids a thread, because this process forks
     ) as progress:
         bar = progress.add_task("rehearsing", total=len(ranks))
         rehearsed = rehearse(
@@ -95,11 +95,11 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
         _write(options.json, rehearsed)
     if (refusal := _common_refusal(rehearsed)) is not None:
         raise ConfigError(refusal)
-    return _show(rehearsed, settings, options)
+    return _show(rehearsed, settings.cluster, options)
 
 
 def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
-    """Raise ConfigError if the output could not be written or shown, before time is spent."""
+    """Raise ConfigError early if the output cannot be written or shown."""
     if options.calls is not None and options.calls not in ranks:
         raise ConfigError(
             f"--calls {options.calls}: that rank is not rehearsed. Take one of {spans(ranks)}, or name it in --ranks."
@@ -113,7 +113,7 @@ def _write(file: Path, rehearsed: Sequence[Rehearsed]) -> None:
     try:
         file.write_text(json.dumps([_facts(each) for each in rehearsed], indent=1))
     except OSError as error:
-        raise ConfigError(f"--json {file}: it cannot be written ({error.strerror}). Name another file.") from None
+        raise ConfigError(f"--json {file}: it cannot be written ({error.strerror}). Pass a different file.") from None
 
 
 def _common_refusal(rehearsed: Sequence[Rehearsed]) -> str | None:
@@ -123,7 +123,7 @@ def _common_refusal(rehearsed: Sequence[Rehearsed]) -> str | None:
 
 
 def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
-    """Return the facts about a rank for the JSON file: its memory, and its calls with abbreviated ranks."""
+    """Return a rank's memory and calls for the JSON file, with abbreviated lists of ranks."""
     calls = [
         {
             "step": call.step,
@@ -143,7 +143,7 @@ def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
 
 
 def _ranks(text: str, size: int) -> list[int]:
-    """Read ranks such as "0,5,60-63"."""
+    """Parse ranks such as "0,5,60-63"."""
     if text == "all":
         return list(range(size))
     ranks: set[int] = set()
@@ -158,7 +158,7 @@ def _ranks(text: str, size: int) -> list[int]:
                 f"--ranks {text}: {word!r} is an empty range. Write the smaller one first: {last}-{first}."
             )
         if beyond := sorted(rank for rank in (some[0], some[-1]) if not 0 <= rank < size):
-            raise ConfigError(f"--ranks {text}: there is no rank {beyond[0]} among {size}. They are 0 to {size - 1}.")
+            raise ConfigError(f"--ranks {text}: rank {beyond[0]} does not exist. The {size} ranks are 0 to {size - 1}.")
         ranks |= {*some}
     return sorted(ranks)
 
@@ -166,8 +166,8 @@ def _ranks(text: str, size: int) -> list[int]:
 # ---------------------------------------------------------------- the outcome
 
 
-def _show(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> int:
-    _print(_table(rehearsed, settings, options))
+def _show(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: argparse.Namespace) -> int:
+    _print(_table(rehearsed, cluster, options))
     if options.calls is not None:
         _print(_calls_table(rehearsed, options.calls))
     if restless := [each.rank for each in rehearsed if not each.is_settled]:
@@ -181,20 +181,20 @@ def _show(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.
             "Let neither the rank, nor data, nor random numbers decide which collectives a rank calls, and with what."
         )
     elif not failed and len(rehearsed) == 1:
-        print(f"Rank {rehearsed[0].rank} was rehearsed alone: there is no other to which its calls were compared.")
+        print(f"Only rank {rehearsed[0].rank} was rehearsed: its calls were not compared with other ranks'.")
     elif not failed:
         print(f"All {len(rehearsed)} ranks make the same calls in the same order, and none waits for ever.")
     return _FAILED if wrong or failed else 0
 
 
 _UNSETTLED = (
-    "What {} call still changes each time that all are rehearsed with what the others have said, so that nothing is "
-    "known of who differs. Let ranks agree in fewer turns on what they call, or rehearse fewer steps: --steps."
+    "The calls of {} still change each time that all ranks are rehearsed with the others' latest objects, so the "
+    "differing rank cannot be found. Let ranks agree in fewer turns on their calls, or rehearse fewer steps: --steps."
 )
 
 
 def _wrong(rehearsed: Sequence[Rehearsed]) -> list[str]:
-    """Describe where ranks make different calls, messages that do not match, or else a deadlock."""
+    """Describe differing calls and mismatched messages, or if there are none, a deadlock."""
     from worldsize.plan.rehearsal.waiting import deadlock, differences, mismatches
 
     parted = differences(rehearsed)
@@ -220,7 +220,7 @@ def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
 
 
 def _absent_roots(rehearsed: Sequence[Rehearsed]) -> set[int]:
-    """Return the ranks that were not rehearsed but from which failed ranks had requested objects."""
+    """Return the ranks that failed ranks expected objects from, but that were not rehearsed."""
     last = [each.calls[-1].form for each in rehearsed if each.error is not None and each.calls]
     roots = {int(form.removeprefix(_FROM)) for form in last if form.startswith(_FROM)}
     return roots - {each.rank for each in rehearsed}
@@ -233,8 +233,8 @@ def _print(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False, markup=False)
 
 
-def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse.Namespace) -> Table:
-    """Build a table with one row for all ranks that have the same figures."""
+def _table(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: argparse.Namespace) -> Table:
+    """Build a table with one row per group of ranks with identical values."""
     from worldsize.plan.advice import size_text
     from worldsize.plan.rehearsal.memory import PARTS
     from worldsize.plan.rehearsal.ranks import traffic
@@ -242,7 +242,7 @@ def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse
     rows: dict[tuple[str, ...], list[int]] = defaultdict(list)
     last: int = options.steps
     for each in rehearsed:
-        sent = traffic(each, settings.cluster.processes_per_node, step=last)
+        sent = traffic(each, cluster.processes_per_node, step=last)
         held = [each.peak.nbytes, *(each.peak.parts.get(part, 0) for part in PARTS)]
         evaluation = size_text(each.evaluation.nbytes) if each.evaluation else "-"
         cells = [
@@ -255,7 +255,7 @@ def _table(rehearsed: Sequence[Rehearsed], settings: Settings, options: argparse
         ]
         rows[tuple(cells)].append(each.rank)
     columns = ["ranks", "peak", *PARTS, "building", "evaluation", "sent in the node", "sent across", "calls"]
-    title = f"{settings.cluster.processes} processes on {settings.cluster.nodes} nodes, step {last}"
+    title = f"{cluster.processes} processes on {cluster.nodes} nodes, step {last}"
     table = Table(*columns, title=title)
     for row, ranks in rows.items():
         table.add_row(spans(ranks), *row)
@@ -273,7 +273,7 @@ def _calls_table(rehearsed: Iterable[Rehearsed], rank: int) -> Table:
 
 
 def _moment(call: Call) -> str:
-    """Abbreviate the step of a call, or its purpose outside steps."""
+    """Return the step of a call in short form, with its phase outside the step itself."""
     if not call.step:
         return "-"
     return f"{call.step}" if call.phase == "step" else f"{call.step} {call.phase}"

@@ -1,4 +1,4 @@
-"""``worldsize reproduce MANIFEST [OVERRIDE ...]``: re-create a run from its record, and say how exactly."""
+"""``worldsize reproduce MANIFEST [OVERRIDE ...]``: repeat a recorded run, and report how exactly it matches."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ from worldsize.record.run_record import RunView, view
 from worldsize.strict_json import strict
 from worldsize.world.scratch import temporary_folder
 
-_NO_COMMIT = "only what the record holds"
+_NO_COMMIT = "only the files in the record"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line."""
+    """Command-line options."""
 
     manifest: Path
     overrides: Sequence[str]
@@ -87,11 +87,11 @@ def main() -> None:
         nargs="*",
         help="changes, e.g. cluster.processes=4; some downgrade the reproducibility level",
     )
-    parser.add_argument("--yes", action="store_true", help="run another user's manifest without asking")
+    parser.add_argument("--yes", action="store_true", help="run a different user's manifest without asking")
     parser.add_argument("--strict", action="store_true", help="refuse to run if anything downgrades the level")
-    parser.add_argument("--approximate", action="store_true", help="go on without recorded changes that are lost")
+    parser.add_argument("--approximate", action="store_true", help="continue without recorded changes that are lost")
     parser.add_argument(
-        "--rebuild", action="store_true", help="build the environment anew even if this one is identical"
+        "--rebuild", action="store_true", help="build the environment again even if this one is identical"
     )
     parser.add_argument(
         "--container",
@@ -113,7 +113,7 @@ def reproduce(options: Options) -> int:
     """Repeat the run; return the verdict's exit code (see ``worldsize compare``), or the run's if it did not complete.
 
     Raises:
-        WorldsizeError: the record is damaged or incomplete, or may not be run; nothing was started.
+        WorldsizeError: the record is damaged, incomplete or not allowed to run; nothing was started.
     """
     recorded = view(options.manifest)
     original, manifest = recorded.directory, recorded.manifest
@@ -134,7 +134,7 @@ def reproduce(options: Options) -> int:
         root, plugins = scratch / "code", scratch / "kept"
         if has_plugins:
             shutil.copytree(original.plugins, plugins)
-            check_kept(manifest.get("plugins", ()), plugins)  # the copies that will run: the record may have changed
+            check_kept(manifest.get("plugins", ()), plugins)  # check the copies, since the record may have changed
         with checked_out(code, patch, root, clones) as folder:
             if not own:
                 remove_compiled(root)
@@ -154,8 +154,8 @@ def reproduce(options: Options) -> int:
 def _clones(recorded: RunView) -> list[Path]:
     """List the folders whose git repositories may contain the commit.
 
-    Git runs programs that a repository's settings name, so repositories that another user's record names or contains
-    are not used.
+    Repositories mentioned or contained in another user's record are skipped, because a repository's settings can make
+    git run any program.
     """
     here = [Path.cwd(), bundle()]
     if recorded.is_own:
@@ -165,14 +165,14 @@ def _clones(recorded: RunView) -> list[Path]:
 
 
 def _launched_in(recorded: RunView) -> list[Path]:
-    """List the folders to resolve the run's relative paths in: where it was launched, and the working directory."""
+    """List the folders for resolving the run's relative paths: where it was launched, and the working directory."""
     code = recorded.manifest["code"]
     then = [Path(code["checkout"]) / code["folder"]] if recorded.is_own and code["checkout"] else []
     return [*then, Path.cwd()]
 
 
 def _ask(recorded: RunView, patch: bytes, lock: Lock | None, image: str | None, options: Options) -> None:
-    """Show everything that another user's record would fetch, install or run here, and ask for agreement."""
+    """Show what another user's record would fetch, install or run here, and ask for agreement."""
     manifest, code = recorded.manifest, recorded.manifest["code"]
     places = ", ".join(map(str, (*_clones(recorded), *([code["remote"]] if code["remote"] else []))))
     facts = {
@@ -191,10 +191,10 @@ def _ask(recorded: RunView, patch: bytes, lock: Lock | None, image: str | None, 
 
 
 def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> list[str]:
-    """Return the recorded overrides, with those typed now in their place."""
+    """Return the recorded overrides, replaced by the user's overrides where both exist."""
     typed = {key_of(word) for word in options.overrides}
     recorded = [word for word in recorded_overrides(manifest, own=own) if key_of(word) not in typed]
-    begun = manifest["config"].get("init_from")  # init_from may name a run; this is the checkpoint that was its newest
+    begun = manifest["config"].get("init_from")  # the checkpoint that was used, even if init_from names a run
     pinned = [assigned("init_from", begun)] if begun and "init_from" not in typed else []
     revealed = (_revealed(word) if REDACTED in word else word for word in recorded)
     return [*recorded_flags(manifest, own=own), *revealed, *pinned, *options.overrides]
@@ -217,7 +217,7 @@ def _python(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Pat
 
 
 def _built(engine: str, lock: Lock | None, scratch: Path, base: str | None) -> ContainerImage:
-    """Build the image of the recorded environment, to which the code is shown from outside."""
+    """Build the image of the recorded environment, into which the code is mounted later."""
     assert lock is not None
     folder = scratch / "image"
     folder.mkdir()
@@ -228,7 +228,7 @@ def _built(engine: str, lock: Lock | None, scratch: Path, base: str | None) -> C
     return built(engine, image.write(), f"worldsize-{hashlib.sha256(lock.content).hexdigest()[:12]}")
 
 
-# overrides are sent on standard input: one may be a secret, and every user can read a command line
+# overrides are sent on standard input, since they may contain secrets and every user can read command lines
 _CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.cli import main; main()"
 
 
@@ -240,12 +240,12 @@ def _run(
     overrides: Sequence[str],
     plugins: Path,
 ) -> tuple[RunDirectory, int]:
-    """Train in the checkout, only with the copies of plugins in the folder ``plugins``, if it exists.
+    """Train in the checkout, with only the plugin copies in the folder ``plugins``, if it exists.
 
     Returns the new run's folder and its exit code.
 
     Raises:
-        WorldsizeError: the run was refused; its reason has been shown.
+        WorldsizeError: the run was refused; the reason has been shown.
     """
     runs, name = _runs(original), f"{original.id}_reproduced_{secrets.token_hex(3)}"
     own = [

@@ -1,15 +1,14 @@
-"""``worldsize resume RUN [OVERRIDE ...]``: continue a run from its newest undamaged checkpoint."""
+"""``worldsize resume RUN [OVERRIDE ...]``: resume a run from its newest undamaged checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from omegaconf import DictConfig
 
 from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete, step_of
-from worldsize.cli import call_composed, exit_process
+from worldsize.cli import RUN, call_composed, exit_process, run_and_overrides
 from worldsize.config.compose import compose_only, resolved
 from worldsize.errors import WorldsizeError
 from worldsize.launch.recorded_run import check_before_start, enter_project, placed
@@ -20,9 +19,9 @@ from worldsize.record.run_record import RunRecord, opened
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize resume", description=__doc__)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("overrides", nargs="*", help="changes, e.g. cluster.processes=2 or steps=2000")
-    parser.add_argument("--yes", action="store_true", help="resume another user's run without asking")
+    help = f"{RUN}; overrides, such as cluster.processes=2 or steps=2000"
+    parser.add_argument("words", nargs="*", metavar="RUN | OVERRIDE", help=help)
+    parser.add_argument("--yes", action="store_true", help="resume a different user's run without asking")
     parser.add_argument("--allow-older", action="store_true", help="an older checkpoint may stand in for a damaged one")
     parser.add_argument(
         "--ignore",
@@ -34,8 +33,9 @@ def main() -> None:
     )
     options = parser.parse_intermixed_args()
     try:
-        with opened(RunDirectory(options.run.resolve())) as record:
-            code = resume(record, options.overrides, options.ignore, allow_older=options.allow_older, yes=options.yes)
+        run, overrides = run_and_overrides(options.words)
+        with opened(RunDirectory(run)) as record:
+            code = resume(record, overrides, options.ignore, allow_older=options.allow_older, yes=options.yes)
     except WorldsizeError as error:
         code = refuse(error)
     exit_process(code)
@@ -44,13 +44,13 @@ def main() -> None:
 def resume(
     record: RunRecord, overrides: Sequence[str], ignore: Sequence[str], *, allow_older: bool, yes: bool = False
 ) -> int:
-    """Resume the run with ``overrides``; return the exit code of the training, as ``worldsize train`` does.
+    """Resume the run with ``overrides``; return the same exit codes as ``worldsize train``.
 
     ``yes``: resume another user's run without asking.
 
     Raises:
-        WorldsizeError: the run is complete, worldsize did not write its record, or it is another user's and the user
-            did not agree to it.
+        WorldsizeError: the run is complete, its record was not written by worldsize, or the user did not agree to
+            resume another user's run.
     """
     run, manifest, own = record.directory, record.manifest, record.is_own
     if record.is_complete and not overrides:
@@ -72,10 +72,10 @@ def resume(
 
 
 def _ignored(record: RunRecord, ignore: Sequence[str]) -> list[str]:
-    """Return the overrides that name the parts of the newest checkpoint not to load."""
+    """Return the overrides that list the parts of the newest checkpoint to ignore."""
     parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
     if record.manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
-        parts.append(HYPERPARAMETERS)  # parts of the changed configuration, which no checkpoint may have yet
+        parts.append(HYPERPARAMETERS)  # the configuration changed, so keep its hyperparameters
     saved = complete(record.directory.checkpoints)
     until = [f"checkpoint.ignore_until={step_of(saved[-1])}"] if saved else []
     return [*until, f"checkpoint.ignore={parts}".replace(" ", "")]

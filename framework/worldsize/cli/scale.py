@@ -1,7 +1,7 @@
-"""``worldsize scale [OPTION ...] world_sizes=1,2,4,8``: how a step's time falls as processes are added, measured.
+"""``worldsize scale [OPTION ...] world_sizes=1,2,4,8``: measure the step time for several numbers of processes.
 
-Each point is a separate run, started as by train, next to the prediction of plan. World sizes may also be shapes of
-nodes x processes of each: world_sizes=1x1,1x2,2x2,4x2.
+Each point is a separate run, started as by train, and is shown next to the prediction of plan. World sizes may also be
+given as nodes x processes per node: world_sizes=1x1,1x2,2x2,4x2.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
     from worldsize.config.settings import Settings
     from worldsize.plan.predictor import Predictor
 
-_LENGTH = ("steps=50", "epochs=null")  # unless another one is typed
+_LENGTH = ("steps=50", "epochs=null")  # unless overridden on the command line
 _QUIET = ("log_every=1", "evaluate_every=0", "checkpoint=none", "logger=none")
-_FEWEST = 5  # steps
+_FEWEST = 5  # minimum number of steps
 _LISTS = ("world_sizes", "strategies", "accumulations")
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A point before it is measured: ``words`` of its command line, and ``predicted`` seconds per step."""
+    """A point before its measurement: the ``words`` of its command line, and ``predicted`` seconds per step."""
 
     strategy: str
     world_size: int
@@ -64,7 +64,7 @@ class Planned:
     words: tuple[str, ...]
     settings: Settings
     recipe: str
-    on_nodes: str  # ends the name of its run
+    on_nodes: str  # suffix of the run's name
     predicted: float | None = None
 
 
@@ -80,7 +80,7 @@ def main() -> None:
         "--knee",
         type=number(Range(least=0, most=1)),
         metavar="SHARE",
-        help="what a further process must add, of the speed of one; default: efficiency x speedup decides the knee",
+        help="share of a process's speed that a further one must add; default: the best efficiency x speedup",
     )
     parser.add_argument(
         "--one-machine", action="store_true", help="all nodes are this machine, as with worldsize.testing.hosts"
@@ -151,10 +151,10 @@ def planned_points(overrides: Sequence[str], mode: str, predictor: Predictor) ->
 
 
 def _by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the words for each strategy; an option below ``strategy`` is for those that have its key.
+    """Return the words for each strategy; options under ``strategy`` go only to strategies that have the key.
 
     Raises:
-        ConfigError: there is no such strategy, or none has the key.
+        ConfigError: a strategy does not exist, or a key exists in none of them.
     """
     typed = {word: re.split("[.=]", word)[1] for word in words if word.startswith("strategy.")}
     known = {name: _keys_of(name) for name in names} if typed else {}
@@ -177,7 +177,7 @@ def _keys_of(strategy: str) -> set[str]:
 
 
 def _cluster(shape: tuple[int, int]) -> list[str]:
-    """Return the options of a point's cluster; nodes of 0 leave them to the configuration."""
+    """Return the cluster options of a point; with 0 nodes, the configuration determines them."""
     size, nodes = shape
     if not nodes:
         return [f"cluster.processes={size}"]
@@ -189,18 +189,16 @@ def _point(words: Sequence[str], shape: tuple[int, int], accumulation: int, mode
     size, nodes = shape
 
     def task(cfg: DictConfig) -> None:
-        from worldsize.config.composed import has_own_batches, settings_of
+        from worldsize.config.composed import has_own_batches, settings_of, with_values
         from worldsize.core import BatchLauncher
 
         own_batches = has_own_batches(cfg)
         hosts = _first_hosts(cfg, nodes) if nodes else []
-        if mode == "weak" and not own_batches:
-            cfg.batch_size *= size
+        weak = {} if own_batches or mode == "strong" else {"batch_size": cfg.batch_size * size}
+        cfg = with_values(cfg, {**weak, **({"cluster.hosts": hosts} if hosts else {})})
         settings = settings_of(cfg)
         if accumulation > 1:
-            cfg.logical_ranks = accumulation * settings.logical_ranks
-            cfg.batch_size = None if own_batches else cfg.batch_size
-            settings = settings_of(cfg)
+            settings = settings_of(with_values(cfg, {"logical_ranks": accumulation * settings.logical_ranks}))
         if isinstance(settings.launcher, BatchLauncher) and not settings.launcher.wait:
             raise ConfigError(
                 f"{type(settings.launcher).__name__} submits runs and does not wait for them. Set launcher.wait=true, "
@@ -208,12 +206,12 @@ def _point(words: Sequence[str], shape: tuple[int, int], accumulation: int, mode
             )
         if settings.training.steps < _FEWEST:
             raise ConfigError(
-                f"steps={settings.training.steps} are too few to tell their spread. Set {_FEWEST} or more."
+                f"steps={settings.training.steps} are too few to measure their spread. Set {_FEWEST} or more."
             )
         batch = "null" if own_batches else settings.training.batch_size
         shared = (f"batch_size={batch}", f"logical_ranks={settings.logical_ranks}")
         on_nodes = f"_{nodes}" if nodes else ""
-        run = (*words, *hosts, *shared)
+        run = (*words, *([f"cluster.hosts=[{','.join(hosts)}]"] if hosts else []), *shared)
         place = Planned(choices()["strategy"], size, accumulation, run, settings, choices()["recipe"], on_nodes)
         places.append(replace(place, predicted=_predicted(predictor, settings)))
 
@@ -222,7 +220,7 @@ def _point(words: Sequence[str], shape: tuple[int, int], accumulation: int, mode
 
 
 def _first_hosts(cfg: DictConfig, nodes: int) -> list[str]:
-    """Leave the first hosts of a cluster that lists them, one for each node; return the option that says so."""
+    """Return the first ``nodes`` hosts; empty if the cluster does not list its hosts."""
     if "hosts" not in cfg.cluster:
         return []
     if nodes > len(cfg.cluster.hosts):
@@ -230,8 +228,7 @@ def _first_hosts(cfg: DictConfig, nodes: int) -> list[str]:
             f"world_sizes has a point of {nodes} nodes, and cluster.hosts names {len(cfg.cluster.hosts)}. Name more "
             "hosts; nothing was started."
         )
-    cfg.cluster.hosts = list(cfg.cluster.hosts)[:nodes]
-    return [f"cluster.hosts=[{','.join(cfg.cluster.hosts)}]"]
+    return list(cfg.cluster.hosts)[:nodes]
 
 
 def _predicted(predictor: Predictor, settings: Settings) -> float | None:
@@ -248,7 +245,7 @@ def _list(overrides: Sequence[str], name: str) -> list[str]:
 
 
 def _shape(text: str) -> tuple[int, int]:
-    """Return the processes in all, and the nodes; 0 nodes if ``text`` is a number of processes alone."""
+    """Return the numbers of processes and nodes; 0 nodes if ``text`` is only a number of processes."""
     nodes, by, each = text.partition("x")
     return (_number(nodes) * _number(each), _number(nodes)) if by else (_number(text), 0)
 
@@ -283,7 +280,7 @@ def _measured(point: Planned, run: Path) -> Point:
 
 
 def outcome(points: Sequence[Point], least: float | None) -> dict[str, Any]:
-    """Return what ``scaling.json`` has of measured points; ``least`` is that of :func:`knees`."""
+    """Return the content of ``scaling.json`` for measured points; see :func:`knees` for ``least``."""
     predicted: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
     columns = zip(points, efficiencies(points), predicted, marginals(points), strict=True)
     rows = [
@@ -294,7 +291,7 @@ def outcome(points: Sequence[Point], least: float | None) -> dict[str, Any]:
 
 
 def table(points: Sequence[Point], *, title: str, least: float | None = None) -> Table:
-    """Build the table of points; the knee of each strategy is marked."""
+    """Build the table of points, with the knee of each strategy marked."""
     knee, on_nodes = knees(points, least=least), any(point.nodes > 1 for point in points)
     shape = ["micro-batches"] if any(point.accumulation > 1 for point in points) else []
     drawn = Table("strategy", "nodes × each" if on_nodes else "processes", title=title)

@@ -1,27 +1,50 @@
-"""``worldsize status [RUN ...]``: list the runs below a folder and how each ended."""
+"""``worldsize status [RUN ...]``: list the runs in a folder and how each ended, newest first."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from worldsize.errors import WorldsizeError
 from worldsize.launch.scheduled import Scheduler, state_of
-from worldsize.messages import printable, refuse
+from worldsize.messages import duration, printable, refuse
 from worldsize.record.run_directory import RunDirectory, runs_below
 from worldsize.record.run_record import RunView, look
+from worldsize.strict_json import strict
 
-Row = tuple[str, ...]
-_HEAD: Row = ("state", "started", "processes", "attempts", "job", "run")
+Facts = dict[str, Any]
+_FACTS = (
+    *(
+        "state",
+        "recipe",
+        "strategy",
+        "result",
+        "metrics",
+        "started_at",
+        "seconds",
+        "processes",
+        "attempts",
+        "job",
+        "run",
+    ),
+    *("failure", "error"),
+)
+_HEAD = ("state", "recipe", "strategy", "result", "duration", "started", "processes", "attempts", "job", "run")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize status", description=__doc__)
     parser.add_argument("roots", nargs="*", type=Path, metavar="RUN", help="a run folder, or a folder of runs (runs)")
-    roots = parser.parse_args().roots or [Path("runs")]
+    parser.add_argument("--json", action="store_true", help="print a JSON list, with times in Unix seconds")
+    options = parser.parse_args()
+    roots = options.roots or [Path("runs")]
     try:
         runs = [run for root in roots for run in runs_below(root)]
     except WorldsizeError as error:
@@ -29,40 +52,86 @@ def main() -> None:
     if not runs:
         where = ", ".join(map(str, roots))
         sys.exit(refuse(WorldsizeError(f"no runs below {where}. Name a run folder, or a folder of runs.")))
-    rows, failures, errors = zip((_HEAD, None, None), *map(_row, runs), strict=True)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-    for row, failure in zip(rows, failures, strict=True):
-        console.print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
-        if failure:
-            console.print(f"  {failure}", style="red")
-    for run, message in zip(runs, errors[1:], strict=True):
-        if message:
-            print(printable(f"{run.path}: {message}"), file=sys.stderr)
+    listed = sorted(map(_facts, runs), key=lambda facts: facts["started_at"] or 0.0, reverse=True)
+    if options.json:
+        print(json.dumps(strict(listed), indent=2))
+    else:
+        _show(listed)
+    for facts in listed:
+        if facts["error"]:
+            print(printable(f"{facts['run']}: {facts['error']}"), file=sys.stderr)
 
 
-def _row(run: RunDirectory) -> tuple[Row, str | None, str | None]:
-    """Return the table cells of a run, the folder last so that no terminal cuts it; its failure; its record's error."""
+def _facts(run: RunDirectory) -> Facts:
+    """Collect the facts about a run; ``error`` is the reason if its record or scheduler cannot be read."""
+    facts: Facts = {**dict.fromkeys(_FACTS), "state": "damaged", "run": str(run.path)}
     try:
         view = look(run)
-        last = view.attempts[-1] if view.attempts else {"start": "", "world_size": ""}
-        facts = (last["start"], f"{last['world_size']}{_waiting(view)}", len(view.attempts), view.job or "")
+        facts |= _of_record(view)
     except WorldsizeError as error:
-        return _cells("damaged", "", "", "", "", run.path), None, str(error)
+        return {**facts, "error": str(error)}
     try:
         state = state_of(view, Scheduler(run))
         is_early = state == "completed" and "stopped_early" in view.results
-        return _cells(f"{state} early" if is_early else state, *facts, run.path), view.failure, None
+        return {**facts, "state": f"{state} early" if is_early else state}
     except WorldsizeError as error:
-        return _cells("unknown", *facts, run.path), view.failure, str(error)
+        return {**facts, "state": "unknown", "error": str(error)}
+
+
+def _of_record(view: RunView) -> Facts:
+    config, attempts, metrics = view.manifest["config"], view.attempts, view.results.get("metrics") or {}
+    now = time.time()
+    return {
+        "recipe": view.directory.path.parent.name,
+        "strategy": str(_value(config, "strategy", "_target_") or "").rpartition(".")[2],
+        "result": _result(config, metrics),
+        "metrics": metrics,
+        "started_at": attempts[-1]["start_at"] if attempts else None,
+        "seconds": sum((each.get("end_at") or now) - each["start_at"] for each in attempts) if attempts else None,
+        "processes": f"{attempts[-1]['world_size']}{_waiting(view)}" if attempts else None,
+        "attempts": len(attempts),
+        "job": view.job,
+        "failure": view.failure,
+    }
+
+
+def _result(config: Mapping[str, Any], metrics: Mapping[str, float]) -> str | None:
+    """Return the metric that the run optimizes, or else its first metric, e.g. "accuracy 0.9861"."""
+    chosen = _value(config, "checkpoint", "keep", "best") or _value(config, "sweep", "metric")
+    name = chosen if chosen in metrics else next(iter(metrics), None)
+    return None if name is None else f"{name} {float(metrics[name]):.4g}"
+
+
+def _value(config: Any, *keys: str) -> Any:
+    """Return a value of a configuration; None if it is missing, as in runs of earlier releases."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
+
+
+def _show(listed: Sequence[Facts]) -> None:
+    rows = [_HEAD, *map(_cells, listed)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    for row, facts in zip(rows, [None, *listed], strict=True):
+        console.print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+        if facts and facts["failure"]:
+            console.print(f"  {facts['failure']}", style="red")
+
+
+def _cells(facts: Facts) -> tuple[str, ...]:
+    """Return the cells of a run, with local times; the folder is last, so that terminals do not truncate it."""
+    started, seconds = facts["started_at"], facts["seconds"]
+    shown = {
+        **facts,
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else None,
+        "duration": None if seconds is None else duration(seconds),
+    }
+    return tuple(printable("" if shown[name] is None else str(shown[name])) for name in _HEAD)
 
 
 def _waiting(view: RunView) -> str:
-    """Return how many processes of spare nodes wait beside those that train, as " + 4"."""
+    """Return the number of standby processes on spare nodes, formatted as " + 4"; empty if there are none."""
     shape = view.manifest["cluster"]
     count = shape.get("spare_nodes", 0) * shape["processes_per_node"]
     return f" + {count}" if count else ""
-
-
-def _cells(*values: object) -> Row:
-    return tuple(printable(str(value)) for value in values)

@@ -1,4 +1,4 @@
-"""``train.py`` and ``worldsize train``: compose the configuration, then run it, once per point of a sweep."""
+"""``train.py`` and ``worldsize train``: compose the configuration and run it, once per point of a sweep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from worldsize.cli import call_composed, check_working_directory, exit_process, remove_leftovers
-from worldsize.errors import WorldsizeError
+from worldsize import __version__
+from worldsize.cli import (
+    VERSION,
+    call_composed,
+    check_working_directory,
+    exit_process,
+    remove_leftovers,
+    write_result_path,
+)
+from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.messages import refuse, show_messages, until_output_closes
 
 if TYPE_CHECKING:
@@ -19,34 +27,44 @@ if TYPE_CHECKING:
     from worldsize.launch.execute import Launch
 
 
-def main() -> None:
+def main(result_fd: int | None = None) -> None:
     show_messages()
     check_working_directory()
+    if sys.argv[1:] in [[word] for word in VERSION]:
+        print(f"worldsize {__version__}")
+        return
     remove_leftovers()
     with until_output_closes():
-        exit_process(train(sys.argv[1:]))
+        exit_process(train(sys.argv[1:], result_fd))
 
 
-def train(arguments: Sequence[str]) -> int:
-    """Train; return 0 if completed, 1 if a process failed, 2 if it cannot run, 128 + n if ended by signal n."""
+def train(arguments: Sequence[str], result_fd: int | None = None) -> int:
+    """Train; return 0 if completed, 1 if a process failed, 2 if it cannot run, 128 + n if ended by signal n.
+
+    ``result_fd``: file descriptor to which the path of each run folder is written.
+    """
     sweep: list[Launch] = []
     asked: list[tuple[LaunchMethod, Cluster]] = []
 
     def task(cfg: DictConfig) -> Trial:
-        # imports torch, which takes seconds: misspelt options are reported before
+        # imports torch, which takes seconds, only after misspelt options have been reported
         from worldsize.launch.execute import execute
 
-        return execute(cfg, sweep)
+        return execute(cfg, sweep, lambda folder: write_result_path(folder, result_fd))
 
     def check(cfg: DictConfig) -> None:
         from worldsize.launch.execute import prepared
 
         prepared(cfg, asked)
 
-    from worldsize.config.compose import wants_sweep  # imports Hydra, which other commands do not need
+    from worldsize.config.compose import wants_sweep  # imported here, since other commands do not need Hydra
 
     try:
         if wants_sweep(arguments):
+            if result_fd is not None:
+                return refuse(
+                    ConfigError("these overrides start a sweep, and a program starts one run. Use --multirun.")
+                )
             from worldsize.launch.sweep import call_sweep
 
             code = call_sweep(task, arguments, check=check)
@@ -58,7 +76,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _submit(sweep: Sequence[Launch]) -> int:
-    """Submit the runs that a sweep has collected, since all are valid."""
+    """Submit the runs of a sweep after all of them have passed the checks."""
     from worldsize.launch.execute import submit_sweep
 
     try:

@@ -1,4 +1,4 @@
-"""``worldsize watch RUN``: show a running job live, from any shell that sees its folder; exit with its exit code."""
+"""``worldsize watch RUN``: follow a run live, from any shell with access to its folder; exit with its exit code."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 
+from worldsize.cli import RUN, run_folder
 from worldsize.errors import WorldsizeError
 from worldsize.launch.scheduled import Scheduler, is_alive, state_of
 from worldsize.messages import outlive_output, printable, refuse
@@ -23,13 +23,13 @@ from worldsize.record.attempt import FailureRecord, failure_text
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunView, look
 
-_POLL = 0.5  # seconds
+_POLL = 0.5  # seconds between two polls
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize watch", description=__doc__)
-    parser.add_argument("run", type=Path, help="the run's folder")
-    run = RunDirectory(parser.parse_args().run.resolve())
+    parser.add_argument("run", nargs="?", type=run_folder, default="last", help=RUN)
+    run = RunDirectory(parser.parse_args().run)
     outlive_output(needs_reader=True)
     try:
         sys.exit(watch(run, Console()))
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] = time.sleep) -> int:
-    """Show the run until it ends; return the exit code of its last attempt, 1 if it was killed or never began.
+    """Show the run until it ends; return the exit code of its last attempt, or 1 if it was killed or never started.
 
     Raises:
         WorldsizeError: the folder is not a run.
@@ -48,7 +48,7 @@ def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] 
     watched, scheduler = Watched(run.path), Scheduler(run)
     with _live(console) if console.is_terminal else _lines(console, run) as show:
         while True:
-            alive = is_alive(scheduler)  # checked before reading, so that everything written until the end is shown
+            alive = is_alive(scheduler)  # checked before reading, so that the last output is shown
             watched.look()
             view = look(run)
             show(watched, view, state_of(view, scheduler))
@@ -68,7 +68,7 @@ def _live(console: Console) -> Iterator[Show]:
 
 @contextmanager
 def _lines(console: Console, run: RunDirectory) -> Iterator[Show]:
-    """Print a line for each change of state, evaluation and event, and for a step at intervals."""
+    """Print a line for each change of state, evaluation and event, and for steps at intervals."""
     steps = Plain(look(run).manifest["config"].get("steps") or 0, console)
     shown: set[str] = set()
 

@@ -1,15 +1,15 @@
-"""``worldsize workers add|remove|list``: add or remove workers of a running job whose strategy allows it."""
+"""``worldsize workers add|remove|list``: add, remove or list workers of a running job, if its strategy allows it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from worldsize.cli import RUN, run_folder
 from worldsize.config.arguments import whole
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
@@ -24,9 +24,9 @@ def main() -> None:
     parser.add_argument(
         "count", type=whole(Range(least=1, most=MOST)), nargs="?", default=1, help="how many (default: 1)"
     )
-    parser.add_argument("--run", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--run", type=run_folder, default="last", help=RUN)
     given = parser.parse_args()
-    sign = RunDirectory(given.run.resolve()).control
+    sign = RunDirectory(given.run).control
     try:
         if given.do == "list":
             Console().print(_table(request(sign, do="list")))

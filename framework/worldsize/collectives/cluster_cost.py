@@ -1,7 +1,7 @@
-"""Costs of collectives over a cluster whose nodes are joined by slower links, and the peaks of its GPUs.
+"""Costs of collectives on a hierarchical cluster, and peak FLOPs of its GPUs.
 
-:func:`axis_tiers` returns the tier of the cluster that each axis of a mesh crosses. The peaks serve to compute a
-model's utilisation.
+:func:`axis_tiers` returns the cluster tier that each axis of a mesh crosses. The peaks are needed for the model FLOPs
+utilization.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from worldsize.core import Cluster, ConfigError, Link, Workload
 
 
 def link(cluster: Cluster, tier: str) -> Link:
-    """Return the link of a tier; raise ConfigError if the cluster does not declare it."""
+    """Return a tier's link; raise ConfigError if the cluster does not declare it."""
     if tier not in cluster.links:
         raise ConfigError(f"cluster={cluster.name} declares no link of tier {tier!r}. Set {_remedy(cluster, tier)}")
     return cluster.links[tier]
@@ -38,7 +38,7 @@ def _remedy(cluster: Cluster, tier: str) -> str:
 
 
 def levels(cluster: Cluster) -> list[Level]:
-    """Return the tiers that join ranks, the innermost first, without those that join one member to none."""
+    """Return the tiers that connect ranks, innermost first, without tiers that have a single member."""
     units = {"node": 1, **cluster.tiers, "network": cluster.nodes}
     every, below = [], 1
     for name, nodes in units.items():
@@ -49,16 +49,16 @@ def levels(cluster: Cluster) -> list[Level]:
 
 
 def slowest(cluster: Cluster) -> Link:
-    """Return the link that limits a ring over all ranks, one edge of which leaves each node and each rack."""
+    """Return the link that limits a ring over all ranks, which leaves each node and each rack once."""
     return spanned(cluster, cluster.processes)
 
 
 def spanned(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
-    """Return the link that limits the rings over ``ranks`` that are ``stride`` apart, all of which are busy at once.
+    """Return the limiting link if all ranks form concurrent rings of ``ranks`` members, ``stride`` apart.
 
-    Each ``stride`` rings have consecutive ranks together, which begin at a multiple of their number. Inside a node the
-    link is the node's; between nodes the slowest of those that an edge of a ring uses, whose bandwidth the edges that
-    leave the same node or rack share.
+    Each block of ``ranks`` · ``stride`` consecutive ranks consists of ``stride`` rings. Inside a node the limiting link
+    is the node's; between nodes it is the slowest link of any ring edge. Edges that leave the same node or rack share
+    its bandwidth.
     """
     shares = [
         divided(link(cluster, level.name), crossing)
@@ -69,15 +69,15 @@ def spanned(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
 
 
 def leaving(cluster: Cluster, ranks: int, stride: int = 1) -> int:
-    """Return how many edges of the rings of :func:`spanned` leave a node: of the one with the most of them."""
+    """Return the maximum number of edges that leave a node, for the rings of :func:`spanned`."""
     return _crossing(cluster, cluster.processes_per_node, ranks, stride)
 
 
 def _crossing(cluster: Cluster, unit: int, ranks: int, stride: int) -> int:
-    """Return how many edges of rings leave a node, or a rack, of ``unit`` ranks: of the one with the most of them.
+    """Return the maximum number of ring edges that leave a node or rack of ``unit`` ranks.
 
-    ``stride`` rings make a block of consecutive ranks. Of a block that a unit has in part, each ring that it has in
-    part leaves once; a unit may begin within one block and end within another.
+    ``stride`` rings form a block of consecutive ranks. If a unit contains only part of a block, each ring that is
+    partly in the unit leaves it once; a unit may start within one block and end within the next.
     """
     block = ranks * stride
 
@@ -96,20 +96,20 @@ def _bandwidth(link: Link) -> float:
 
 
 def across(cluster: Cluster, ring_bytes: float) -> float:
-    """Return the bytes that leave a node when each rank of a ring over all ranks sends ``ring_bytes``.
+    """Return the bytes that leave a node if each rank of a ring over all ranks sends ``ring_bytes``.
 
-    Only one rank of each node sends to another node.
+    Only one rank of each node sends to other nodes.
     """
     return ring_bytes if cluster.nodes > 1 else 0.0
 
 
 def all_reduce_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """Return the seconds of a ring all-reduce of ``payload_bytes`` over all ranks."""
+    """Return the seconds that a ring all-reduce of ``payload_bytes`` over all ranks takes."""
     return ring_all_reduce_seconds(payload_bytes, cluster.processes, slowest(cluster))
 
 
 def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """Return the seconds of a ring all-gather over all ranks; a reduce-scatter takes as long.
+    """Return the seconds that a ring all-gather over all ranks takes; a reduce-scatter takes as long.
 
     ``payload_bytes`` is the size of the gathered result.
     """
@@ -117,9 +117,9 @@ def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
 
 
 def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """Return the seconds of an all-to-all of shards and an all-gather of their sums.
+    """Return the seconds that an all-to-all of shards and an all-gather of their sums take.
 
-    Compressed and ordered reductions work like this.
+    Compressed and ordered reductions consist of these collectives.
     """
     near = link(cluster, "node") if cluster.processes_per_node > 1 else slowest(cluster)
     ranks = cluster.processes
@@ -133,7 +133,7 @@ def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
 
 
 def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
-    """Return the bytes that a node sends to other nodes in the collectives of :func:`exchanged_all_seconds`."""
+    """Return the bytes that leave a node in the collectives of :func:`exchanged_all_seconds`."""
     if cluster.nodes == 1:
         return 0.0
     each, ranks = cluster.processes_per_node, cluster.processes
@@ -143,17 +143,17 @@ def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
 def served_bytes(
     payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster, unit: int | None = None
 ) -> float:
-    """Return the bytes that cross the busiest link, in one direction, in a push to a sharded parameter server.
+    """Return the one-way bytes on the busiest link of a push to a sharded parameter server.
 
     Each client sends each server its shard of the payload (Jiang et al., OSDI 2020, section 3). The ranks of a node
     share its link; traffic inside a node does not cross it.
 
     Args:
-        payload_bytes: Bytes that each client sends in all.
+        payload_bytes: Total bytes that each client sends.
         clients: Global ranks of the clients.
-        shards: Global ranks of the servers, one for each shard.
+        shards: Global ranks of the servers, one per shard.
         cluster: The cluster.
-        unit: Ranks that share a link: those of a rack, or by default those of a node.
+        unit: Number of ranks that share a link, such as those of a rack; default: those of a node.
     """
     part = payload_bytes / len(shards)
     if cluster.nodes == 1:
@@ -166,7 +166,7 @@ def served_bytes(
 
 
 def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
-    """Return the seconds in which the slowest link, of a node or of a tier, carries its :func:`served_bytes`."""
+    """Return the seconds that the slowest link, of a node or a tier, takes for its :func:`served_bytes`."""
     if cluster.nodes == 1:
         return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
     return max(
@@ -177,9 +177,9 @@ def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequenc
 
 
 def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
-    """Return the seconds of a hierarchical all-reduce: inside each node, then by tier, then over the network.
+    """Return the seconds that a hierarchical all-reduce takes: inside nodes, then per tier, then over the network.
 
-    Messages of the last tier have ``smaller`` times their uncompressed size.
+    Messages on the outermost tier are compressed to ``smaller`` times their size.
     """
     if cluster.nodes == 1:
         return all_reduce_seconds(payload_bytes, cluster)
@@ -189,7 +189,7 @@ def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 
 
 
 def by_node_bytes(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> tuple[float, float]:
-    """Return the bytes that a rank sends in such an all-reduce, and those that leave its node."""
+    """Return the bytes that a rank sends in a hierarchical all-reduce, and the bytes that leave its node."""
     *inner, top = levels(cluster)
     sent = leaving = 0.0
     for level in (*inner, top):
@@ -209,11 +209,11 @@ def ring_share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-Groups = Mapping[str, Sequence[Sequence[int]]]  # by axis, see Strategy.groups
+Groups = Mapping[str, Sequence[Sequence[int]]]  # groups of ranks by axis, see Strategy.groups
 
 
 def axis_tiers(cluster: Cluster, groups: Groups) -> dict[str, str]:
-    """Return, by axis, the outermost tier whose links its groups use; axes of one rank are left out."""
+    """Return the outermost tier that the groups of each axis communicate over; axes of one rank are omitted."""
     return {axis: _tier(cluster, lines) for axis, lines in groups.items() if any(len(line) > 1 for line in lines)}
 
 
@@ -227,7 +227,7 @@ def _tier(cluster: Cluster, lines: Sequence[Sequence[int]]) -> str:
 
 
 def crossings_text(cluster: Cluster, groups: Groups) -> str:
-    """Say in a line what each axis of a mesh crosses; "" if there is one axis, or one node."""
+    """Describe in one line which tier each axis of a mesh crosses; "" for a single axis or node."""
     if cluster.nodes == 1 or len(groups) == 1:
         return ""
     return f"mesh: {', '.join(f'{axis} {_place(cluster, tier)}' for axis, tier in axis_tiers(cluster, groups).items())}"
@@ -239,7 +239,7 @@ def _place(cluster: Cluster, tier: str) -> str:
     return f"within a {tier}"
 
 
-# Dense operations a second without sparsity, from NVIDIA's data sheets of each product. Names are torch's.
+# Dense operations per second, without sparsity, from NVIDIA's data sheets. Names match those reported by torch.
 _PEAKS: Mapping[str, Mapping[str, float]] = {
     r"H100 NVL|H200 NVL": {"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12, "fp16": 835.5e12, "fp8": 1670.5e12},
     r"H100 PCIe": {"fp32": 51e12, "tf32": 378e12, "bf16": 756e12, "fp16": 756e12, "fp8": 1513e12},
@@ -255,10 +255,10 @@ _PEAKS: Mapping[str, Mapping[str, float]] = {
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Return the dense peak of a GPU in operations a second; None: it, or its peak in ``precision``, is not known.
+    """Return a GPU's dense peak in operations per second; None if unknown for ``precision``.
 
     Args:
-        device: Name of the GPU as torch gives it, such as "NVIDIA A100-SXM4-80GB".
+        device: Name of the GPU as reported by torch, such as "NVIDIA A100-SXM4-80GB".
         precision: "fp32", "tf32", "bf16", "fp16" or "fp8".
     """
     for pattern, peaks in _PEAKS.items():

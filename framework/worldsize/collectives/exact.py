@@ -1,9 +1,9 @@
-"""Sums and gathers whose result does not depend on how many processes computed the parts.
+"""Exact sums and gathers, independent of the number of processes.
 
-A float64 is an integer multiple of 2⁻¹⁰⁷⁴, and so is a sum of float64s. Each rank adds its own numbers in a long
-accumulator of 66 limbs of 32 bits, stored as int64 so that no carry is needed. The all-reduce adds limbs, exactly and
-in any order, and the result is rounded once (Kulisch and Miranker 1986, doi:10.1137/1028001). The bytes that a rank
-sends depend neither on the number of summands nor on the world size.
+A float64 is an integer multiple of 2⁻¹⁰⁷⁴, and so is a sum of float64s. Each rank adds its own values in a long
+accumulator of 66 limbs with 32 bits each, stored as int64 so that carries are not needed. The all-reduce adds limbs
+exactly, in any order, and the result is rounded once (Kulisch and Miranker 1986, doi:10.1137/1028001). The number of
+bytes that a rank sends depends neither on the number of values nor on the world size.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.step_timer import started, wait
+from worldsize.collectives.group import start
 from worldsize.core import World
 from worldsize.devices import on_device
 
 Key = TypeVar("Key", bound=tuple[Any, ...])
 
 Sums = Mapping[str, tuple[Tensor, Tensor]]
-_BITS, _MASK = 32, 2**32 - 1  # of a limb to which nothing has been added yet
+_BITS, _MASK = 32, 2**32 - 1  # bits per limb before any carry, and their mask
 _LIMBS = 66  # enough for the largest float64 in units of the smallest
 _UNIT = 1 << 1074  # 1.0 in units of the smallest float64
-_FRACTION, _SPECIAL = 52, 0x7FF  # of a float64: bits of its fraction; the exponent of infinities and NaN
+_FRACTION, _SPECIAL = 52, 0x7FF  # float64: number of fraction bits; exponent of infinities and NaN
 
 
 def _reachable(tensor: Tensor, world: World) -> tuple[Tensor, ProcessGroup | None]:
-    """Return the group for ``tensor``: in host memory, that of gloo, which need not wait for the device.
+    """Return the tensor and group to use: for host memory the gloo group, to avoid waiting for the device.
 
-    Ranks of a world that has no such group exchange a copy on the device.
+    Without a gloo group, ranks exchange a copy of ``tensor`` on the device.
     """
     if tensor.device.type == "cpu" != world.device.type:
         group = world.groups.get(f"host/{world.role}")
@@ -43,24 +43,24 @@ def _reachable(tensor: Tensor, world: World) -> tuple[Tensor, ProcessGroup | Non
 
 
 def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
-    """Start to sum ``table``, in host memory and of any shape, over all ranks.
+    """Start an all-reduce of ``table``, a tensor of any shape in host memory, over all ranks.
 
     Calling the result waits for the other ranks and returns the sums, in the same shape, on the CPU.
     """
     if world.group is None:
         return lambda: table
     sums, group = _reachable(table, world)
-    work = started(dist.all_reduce(sums, group=group, async_op=True))
+    work = start(dist.all_reduce, sums, group=group)
 
     def result() -> Tensor:
-        wait(work)
+        work.wait()
         return sums.cpu()
 
     return result
 
 
 def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
-    """Start to gather every rank's ``part``, which has the same shape on all ranks and may be in host memory.
+    """Start an all-gather of ``part``, which has the same shape on all ranks and may be in host memory.
 
     Calling the result waits for the other ranks and returns a tensor (ranks, *part.shape) on the CPU.
     """
@@ -68,17 +68,17 @@ def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
         return part[None].cpu
     mine, group = _reachable(part, world)
     parts = mine.new_empty(world.size, *part.shape)
-    work = started(dist.all_gather_into_tensor(parts.view(-1), mine.view(-1), group=group, async_op=True))
+    work = start(dist.all_gather_into_tensor, parts.view(-1), mine.view(-1), group=group)
 
     def result() -> Tensor:
-        wait(work)
+        work.wait()
         return parts.cpu()
 
     return result
 
 
 def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tensor]:
-    """Gather tensors of any shapes and dtypes from all ranks; no two ranks have the same key.
+    """Gather tensors of any shapes and dtypes from all ranks; keys must differ between ranks.
 
     Returns:
         The tensors of all ranks, sorted by key, on the CPU.
@@ -101,16 +101,16 @@ def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tenso
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """Return the correctly rounded sum, which is the same in any order.
+    """Return the correctly rounded sum, independent of the order.
 
-    A sum that is too large for a float is infinite. With NaN or infinities the result is that of float addition.
+    A sum too large for a float is infinite. NaN and infinities are handled as in float addition.
     """
     numbers = list(values)
     if not all(map(math.isfinite, numbers)):
         return sum(numbers)
     try:
         return math.fsum(numbers)
-    except OverflowError:  # a partial sum overflows; the sum itself may not
+    except OverflowError:  # a partial sum overflowed; the total may not
         return _float(sum(map(Fraction, numbers), Fraction()))
 
 
@@ -130,13 +130,13 @@ def accumulated(values_n: Tensor) -> Tensor:
     """Add float64 values (..., n) over their last dimension exactly, on their device.
 
     Returns:
-        int64, shape (..., 69): the limbs of each sum, lowest first, then the counts of values that are infinite, minus
-        infinite and NaN. Accumulators can be added up as long as they hold fewer than 2³¹ values in all.
+        int64, shape (..., 69): the limbs of each sum, lowest first, then the counts of +inf, -inf and NaN values.
+        Accumulators can be added as long as they hold fewer than 2³¹ values in total.
     """
     bits = values_n.view(torch.int64)
     exponent, fraction = (bits >> _FRACTION) & _SPECIAL, bits & ((1 << _FRACTION) - 1)
     significand = fraction + ((exponent > 0).long() << _FRACTION)
-    position = (exponent - 1).clamp(min=0)  # of the lowest bit, counted from that of the smallest float64
+    position = (exponent - 1).clamp(min=0)  # of the lowest bit, relative to the smallest float64
     limb, shift = position // _BITS, position % _BITS
     low, high = (significand & _MASK) << shift, (significand >> _BITS) << shift
     sign = torch.where(bits < 0, -1, 1) * (exponent < _SPECIAL)
@@ -151,7 +151,7 @@ def accumulated(values_n: Tensor) -> Tensor:
 def rounded(accumulators: Tensor) -> list[float]:
     """Round each sum in ``accumulators`` (n, 69) correctly, see :func:`accumulated`.
 
-    A sum that is too large for a float is infinite. With NaN or infinities the result is that of float addition.
+    A sum too large for a float is infinite. NaN and infinities are handled as in float addition.
     """
     return [_rounded(row) for row in accumulators.tolist()]
 
@@ -166,7 +166,7 @@ def _rounded(row: list[int]) -> float:
 
 
 def _on_host(scalars: Sequence[Tensor]) -> Tensor:
-    """Stack ``scalars`` of several devices in host memory, with one wait for each device."""
+    """Stack ``scalars`` from several devices in host memory, waiting for each device once."""
     stacked = torch.empty(len(scalars), dtype=scalars[0].dtype)
     for device in dict.fromkeys(scalar.device for scalar in scalars):
         places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
@@ -175,12 +175,12 @@ def _on_host(scalars: Sequence[Tensor]) -> Tensor:
 
 
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
-    """Return the metrics over the batches of all ranks, equal on every rank; NaN where the count is 0.
+    """Return the metrics over the batches of all ranks, identical on every rank; NaN if the count is 0.
 
     Args:
-        sums: Metrics of each batch that this rank evaluated, by batch number: each as (sum, count), two scalars.
+        sums: Metrics of this rank's batches, by batch index: each metric as (sum, count), two scalars.
         names: Names of the metrics, the same on every rank.
-        world: The ranks that take part.
+        world: The participating ranks.
     """
     values_mpb = torch.zeros(len(names), 2, len(sums), dtype=torch.float64)
     if values := [value.double() for batch in sums.values() for name in names for value in batch[name]]:

@@ -1,4 +1,4 @@
-"""Gathers sharded tensors in full on rank 0, one at a time."""
+"""Gathers full tensors from shards on rank 0, one at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from worldsize.collectives.step_timer import receive, send, wait
+from worldsize.collectives.group import receive, send, start
 from worldsize.core import World
 
 Result = TypeVar("Result")
-_END = -1  # sent instead of the index of a name
+_END = -1  # sent in place of a name's index when rank 0 is done
 
 
 def use_full(
     tensors: Mapping[str, Tensor], world: World, use: Callable[[Mapping[str, Tensor]], Result]
 ) -> Result | None:
-    """Call ``use`` on rank 0 with a mapping that gathers each tensor in full, from all ranks, when it is accessed.
+    """Call ``use`` on rank 0 with a mapping that gathers full tensors on access.
 
-    No rank holds more than one full tensor besides those that ``use`` keeps. All ranks must call it with the same
-    names. A tensor, of any shape, may be a DTensor; one on the meta device is held by other ranks.
+    Each rank stores at most one full tensor, in addition to those that ``use`` stores. All ranks must call this
+    function with the same names. Tensors, of any shape, may be DTensors, or on the meta device if stored elsewhere.
 
     Returns:
         The result of ``use`` on rank 0; None on the others.
@@ -44,13 +44,13 @@ def use_full(
 
 
 def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return all of ``tensors``, in full shape, on rank 0 and an empty dict on the others; all ranks must call it."""
+    """Return full ``tensors`` on rank 0, and an empty dict on other ranks; all ranks must call it."""
     return use_full(tensors, world, dict) or {}
 
 
 @final
 class _GatherOnAccess(Mapping[str, Tensor]):
-    """Gathers a tensor whenever it is accessed; rank 0 broadcasts its index among the names to the other ranks."""
+    """Gathers a tensor whenever it is accessed; rank 0 broadcasts the index of its name to the other ranks."""
 
     def __init__(self, names: Sequence[str], gather: Callable[[int], Tensor], world: World) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -66,7 +66,7 @@ class _GatherOnAccess(Mapping[str, Tensor]):
         return len(self._places)
 
     def close(self) -> None:
-        """Release the other ranks from their loop."""
+        """End the loops of the other ranks."""
         _broadcast(_END, self._world)
 
 
@@ -80,7 +80,7 @@ def _broadcast(place: int, world: World) -> int:
 
 
 def _sources(tensors: Sequence[Tensor], world: World) -> list[int]:
-    """Return the lowest rank that holds each tensor."""
+    """Return the lowest rank that stores each tensor."""
     lowest = torch.tensor([world.size if tensor.is_meta else world.rank for tensor in tensors], device=world.device)
     if world.group is not None:
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=world.group)
@@ -102,11 +102,11 @@ def _full(tensor: Tensor, source: int, world: World) -> Tensor:
 
 
 def whole(tensor: DTensor) -> Tensor:
-    """Gather a tensor of any shape in full on all ranks of its mesh."""
+    """Gather the full tensor, of any shape, on all ranks of its mesh."""
     own, steps = tensor.to_local(), _steps(tensor)
     if steps is None:
         placements = list(tensor.placements)
-        for axis in range(len(placements)):  # one at a time: torch warns if it has to choose the order of several
+        for axis in range(len(placements)):  # one axis at a time; torch warns if it has to choose their order
             placements[axis] = Replicate()
             tensor = tensor.redistribute(placements=placements)
         return tensor.to_local()
@@ -116,9 +116,9 @@ def whole(tensor: DTensor) -> Tensor:
 
 
 def _steps(tensor: DTensor) -> list[tuple[int, int, int]] | None:
-    """Return the axes along which to gather, with the dimension of each and its size; None: leave it to torch.
+    """Return (mesh axis, tensor dimension, full size) for each gather; None: use torch's ``redistribute``.
 
-    An axis of a mesh that shards what a later axis has sharded (FSDP and tensor parallelism) comes first.
+    An axis that shards the shards of a later axis (FSDP with tensor parallelism) comes first.
     """
     steps: list[tuple[int, int, int]] = []
     for axis, placement in enumerate(tensor.placements):
@@ -137,11 +137,11 @@ def _steps(tensor: DTensor) -> list[tuple[int, int, int]] | None:
 
 
 def _concatenated(own: Tensor, dimension: int, size: int, group: ProcessGroup) -> Tensor:
-    """Gather the parts of ranks along a dimension, with a wait that ends when the gang does; a DTensor's does not."""
+    """Gather shards along a dimension with a wait that ends with the gang, unlike the wait of a DTensor."""
     first = own.movedim(dimension, 0)
     rows = -(-size // group.size())
     padded = first.new_zeros(rows, *first.shape[1:])
     padded[: len(first)] = first
     full = first.new_empty(group.size() * rows, *first.shape[1:])
-    wait(dist.all_gather_into_tensor(full, padded, group=group, async_op=True))
+    start(dist.all_gather_into_tensor, full, padded, group=group).wait()
     return full[:size].movedim(0, dimension).contiguous()

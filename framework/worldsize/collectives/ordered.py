@@ -1,19 +1,19 @@
-"""Sums over logical ranks in one fixed tree, so that the bits are the same at any world size.
+"""Sums over logical ranks in one fixed tree, bitwise identical at any world size.
 
-The tree over L logical ranks: as long as the number n of nodes is even, node i is added to node i + n/2; an odd number
-of nodes is added up from the left. With dealing "cyclic", process p of P holds the logical ranks p, p + P, p + 2P, ...,
-so that the first levels of the tree are local sums. The remaining nodes are summed by an all-to-all of shards, an
-ordered local sum and an all-gather. If L / P is a power of two, a rank sends 2 (P - 1) / P of the gradient, as in a
-ring all-reduce; otherwise the all-to-all carries several nodes per process. If P does not divide L, some processes
-have one logical rank less than others, and all leaves are sent.
+The tree over L logical ranks: while the number n of nodes is even, node i is added to node i + n/2; an odd number of
+nodes is summed from left to right. With dealing "cyclic", process p of P has the logical ranks p, p + P, p + 2P, ...,
+so that the first levels of the tree are local sums. An all-to-all of shards, an ordered local sum and an all-gather
+reduce the remaining nodes. If L / P is a power of two, a rank sends 2 (P - 1) / P of the gradient, as in a ring
+all-reduce; otherwise the all-to-all carries several nodes per process. If P does not divide L, some processes have one
+logical rank less than others, and all leaves are sent.
 
-With dealing "block", process p holds the k = L / P logical ranks from pk on. If P is a power of two, the first levels
-of the same tree are sums over processes: node m of k is the sum of the m-th logical rank of each process. Shards can
-then be summed after each micro-batch, and the process that owns a shard adds up the remaining tree of k nodes.
+With dealing "block", process p has the k = L / P logical ranks from pk on. If P is a power of two, the first levels of
+the same tree are sums over processes: node m of k is the sum of the m-th logical rank of each process. Shards can then
+be reduced after each micro-batch, and the process that owns a shard sums the remaining tree of k nodes.
 
-Small tensors are averaged in one round: every rank gathers all rows and adds them up itself. An all-reduce needs two
-rounds. On a CPU a round costs several thread wake-ups, far more than sending a few kilobytes. With gloo on loopback one
-gather takes half the time of an all-reduce, up to about 1 MiB of gathered rows.
+Small tensors are averaged in one round: every rank gathers all rows and sums them itself. An all-reduce needs two
+rounds, and on a CPU a round costs several thread wake-ups, far more than sending a few kilobytes. With gloo on loopback
+one gather takes half the time of an all-reduce, for up to about 1 MiB of gathered rows.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from typing import final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from worldsize.collectives.group import start
 from worldsize.collectives.staged import Phases
-from worldsize.collectives.step_timer import started, wait
 from worldsize.core import Dealing
 
 
 @final
 @dataclass(frozen=True)
 class Tree:
-    """The part of the tree over ``logical_ranks`` that each of ``processes`` sums locally."""
+    """The part of the tree over ``logical_ranks`` that each process sums locally."""
 
     logical_ranks: int
     processes: int
 
     @property
     def nodes(self) -> int:
-        """Number of nodes of the level at which processes exchange sums.
+        """Number of nodes on the level at which processes exchange sums.
 
-        It is a multiple of ``processes``, or, if these do not divide the logical ranks, the number of leaves.
+        It is a multiple of ``processes``, or the number of leaves if ``processes`` does not divide ``logical_ranks``.
         """
         nodes = self.logical_ranks
         while nodes % (2 * self.processes) == 0:
@@ -53,17 +53,17 @@ class Tree:
 
     @property
     def local_nodes(self) -> int:
-        """Number of nodes of that level that a process sums locally; those with a high rank may have one less."""
+        """Maximum number of exchanged nodes that a process sums locally; high ranks may have one less."""
         return -(-self.nodes // self.processes)
 
     def nodes_of(self, rank: int) -> int:
-        """Return the number of nodes of that level that process ``rank`` sums locally."""
+        """Return the number of exchanged nodes that process ``rank`` sums locally."""
         return len(range(rank, self.nodes, self.processes))
 
     def leaves(self, node: int) -> list[int]:
         """Return the leaves of a local node, as indices into this process's logical ranks.
 
-        They are in bit-reversed order, in which a binary counter adds up the tree with few partial sums in memory.
+        They are in bit-reversed order, so that a binary counter sums the tree with few partial sums in memory.
         """
         count = self.logical_ranks // self.nodes
         order = [0]
@@ -73,19 +73,19 @@ class Tree:
 
 
 def summation_tree(micro_batches: int, processes: int, dealing: Dealing) -> Tree:
-    """Return the tree whose order of leaves is that in which a process computes the ``micro_batches`` of a step."""
+    """Return the tree whose leaves are in the order of a process's ``micro_batches`` in a step."""
     return Tree(micro_batches, 1) if dealing == "block" else Tree(micro_batches * processes, processes)
 
 
 @final
 class Counter:
-    """Adds up lists of tensors like a binary counter: the sum of 2^k leaves is a balanced tree."""
+    """Sums lists of tensors like a binary counter: the sum of 2^k leaves is a balanced tree."""
 
     def __init__(self) -> None:
-        self._sums: list[tuple[int, list[Tensor]]] = []  # leaves in a sum, and the sum; largest first
+        self._sums: list[tuple[int, list[Tensor]]] = []  # number of leaves and their sum, largest first
 
     def add(self, leaf: list[Tensor]) -> None:
-        """Add ``leaf``, tensors of any shapes (the same for every leaf), which are changed in place."""
+        """Add ``leaf``, a list of tensors of any shapes (the same for every leaf), which is modified in place."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
             _add(leaf, self._sums.pop()[1])
@@ -94,16 +94,16 @@ class Counter:
 
     @property
     def waiting(self) -> list[list[Tensor]]:
-        """The partial sums to which the last leaf will be added, in that order; shapes are those of a leaf."""
+        """The partial sums to which the last leaf will be added, in order, with the shapes of a leaf."""
         return [tensors for _, tensors in reversed(self._sums)]
 
 
 @final
 class PartialSums:
-    """Sums nodes of the tree that arrive in any order; the result has the same bits as :func:`sum_level` of all leaves.
+    """Sums tree nodes that arrive in any order; the result is bitwise equal to :func:`sum_level` over all leaves.
 
-    Part (width, index) is node ``index`` of the level with ``width`` nodes: the sum of the logical ranks index,
-    index + width, ... It is a list of tensors, which is changed in place.
+    Part (width, index) is node ``index`` on the level with ``width`` nodes: the sum of the logical ranks index,
+    index + width, ... It is a list of tensors, which is modified in place.
     """
 
     def __init__(self, logical_ranks: int) -> None:
@@ -113,7 +113,7 @@ class PartialSums:
         self.parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def add(self, width: int, index: int, part: list[Tensor]) -> None:
-        """Add a part, tensors of any shapes; two siblings are summed as soon as both have arrived."""
+        """Add a part, a list of tensors of any shapes; siblings are summed as soon as both have arrived."""
         while width % 2 == 0 and (width, (index + width // 2) % width) in self.parts:
             _add(part, self.parts.pop((width, (index + width // 2) % width)))
             width //= 2
@@ -121,7 +121,7 @@ class PartialSums:
         self.parts[width, index] = part
 
     def total(self) -> list[Tensor] | None:
-        """Return the sum over all logical ranks, in the shapes of a part; None until all parts have arrived."""
+        """Return the sum over all logical ranks, with the shapes of a part; None until all parts have arrived."""
         nodes = [self.parts.get((self._root, index)) for index in range(self._root)]
         first, *others = nodes
         if first is None or None in others:
@@ -132,13 +132,13 @@ class PartialSums:
 
 
 def _add(sums: list[Tensor], more: list[Tensor]) -> None:
-    for kind in {type(each) for each in sums}:  # torch refuses lists of tensors and DTensors
+    for kind in {type(each) for each in sums}:  # torch refuses lists that mix tensors and DTensors
         pairs = [pair for pair in zip(sums, more, strict=True) if type(pair[0]) is kind]
         torch._foreach_add_([each for each, _ in pairs], [each for _, each in pairs])
 
 
 def sum_level(nodes: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sum the nodes of one level, tensors of the same shape or the rows of one, in the order of the tree."""
+    """Sum the nodes of one level (tensors of the same shape, or the rows of one tensor) in the order of the tree."""
     if isinstance(nodes, Tensor):
         while len(nodes) > 1 and len(nodes) % 2 == 0:
             low, high = nodes.chunk(2)
@@ -157,10 +157,10 @@ def sum_level(nodes: Sequence[Tensor] | Tensor) -> Tensor:
 def reduce_ordered(
     rows: Sequence[Tensor], group: ProcessGroup, dealing: Dealing = "cyclic", *, nodes: int | None = None
 ) -> Phases:
-    """Sum this process's nodes, tensors (n,), with those of the other processes of ``group``; the result is (n,).
+    """Sum the nodes of all processes in ``group``: ``rows`` are this process's nodes (n,), the result is (n,).
 
-    With dealing "block", each logical rank is a node. ``nodes``: those of all processes, which deal them cyclically;
-    None: each has as many as this one.
+    With dealing "block", each logical rank is a node. ``nodes``: total over all processes, assigned cyclically; None:
+    every process has as many as this one.
     """
     size, length = dist.get_world_size(group), rows[0].numel()
     nodes = size * len(rows) if nodes is None else nodes
@@ -169,37 +169,30 @@ def reduce_ordered(
     for node, row in enumerate(rows):
         _copy_into_shards(row, mine_pns[:, node])
     theirs_pns = torch.empty_like(mine_pns)
-    work = started(dist.all_to_all_single(theirs_pns, mine_pns, group=group, async_op=True))
+    work = start(dist.all_to_all_single, theirs_pns, mine_pns, group=group)
     yield
-    wait(work)
+    work.wait()
     in_order = theirs_pns if dealing == "block" else theirs_pns.transpose(0, 1)
     total_s = sum_level(in_order.flatten(0, 1)[:nodes])
     total_n = total_s.new_empty(size * shard)
-    work = started(dist.all_gather_into_tensor(total_n, total_s, group=group, async_op=True))
+    work = start(dist.all_gather_into_tensor, total_n, total_s, group=group)
     yield
-    wait(work)
+    work.wait()
     return total_n[:length]
 
 
 def _copy_into_shards(row: Tensor, shards_ps: Tensor) -> None:
-    """Copy a tensor (n,) into (processes, shard); the last shards may stay partly zero."""
+    """Copy a tensor (n,) into (processes, shard); the last shards may remain partly zero."""
     for place, part in zip(shards_ps, torch.split(row, shards_ps.shape[1]), strict=False):
         place[: part.numel()] = part
 
 
-LARGEST = 1 << 20  # bytes of all rows together
-
-
-def is_small(module: nn.Module, size: int) -> bool:
-    """Return whether gathering the gradients of ``module`` from ``size`` ranks is faster than an all-reduce."""
-    gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    on_cpu = all(parameter.device.type == "cpu" for parameter in gradients)
-    return on_cpu and size * sum(parameter.nbytes for parameter in gradients) <= LARGEST
+LARGEST = 1 << 20  # bytes of all rows up to which a gather is faster than an all-reduce
 
 
 def gathered_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
-    """Replace each rank's ``row_n``, of shape (n,), by the mean over ranks, with the same bits on every rank."""
+    """Replace each rank's ``row_n``, of shape (n,), with the mean over ranks, bitwise identical on every rank."""
     size = dist.get_world_size(group)
     rows_pn = row_n.new_empty(size * row_n.numel())
-    wait(dist.all_gather_into_tensor(rows_pn, row_n, group=group, async_op=True))
+    start(dist.all_gather_into_tensor, rows_pn, row_n, group=group).wait()
     return torch.div(sum_level(rows_pn.view(size, -1)), size, out=row_n)

@@ -1,8 +1,8 @@
-"""Represents tensors that differ between ranks as one sharded tensor, so that a checkpoint can hold them.
+"""Represents tensors that differ between ranks as one sharded tensor, so that a checkpoint can store them.
 
-:func:`make_equal` broadcasts the weights of one process to all others, so that tensors do not differ.
+:func:`make_equal` broadcasts the weights of one process to all others, to make them equal.
 
-Importing DTensor takes half as long as importing torch, so that it is only imported when there are such tensors.
+Importing DTensor takes half as long as importing torch, so it is imported only where needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.group import start
 from worldsize.core import World
 
 if TYPE_CHECKING:
@@ -24,29 +24,26 @@ if TYPE_CHECKING:
 
 
 def stack_per_rank(tree: Any, world: World) -> Any:
-    """Wrap each tensor of ``tree`` as a DTensor (ranks, *shape) of which each rank holds its own row.
-
-    Nothing is copied or sent.
-    """
+    """Wrap each tensor of ``tree`` as a DTensor (ranks, *shape), with one row on each rank, without copying."""
     return tree_map(lambda leaf: _stacked(leaf, world) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def local_row(tree: Any) -> Any:
-    """Undo :func:`stack_per_rank`: return this rank's row, of its original shape, of each tensor of ``tree``."""
+    """Undo :func:`stack_per_rank`: return this rank's row of each tensor in ``tree``, in its original shape."""
     return tree_map(lambda leaf: local(leaf)[0] if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's local shard of a DTensor; any other tensor of any shape as it is."""
+    """Return this rank's local shard of a DTensor; return any other tensor, of any shape, unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def zeros_like(tensor: Tensor) -> Tensor:
-    """Return zeros in the form of ``tensor``, of any shape, sharded as it is.
+    """Return zeros with the shape and sharding of ``tensor``.
 
-    Nothing is sent, and torch need not determine how the result is sharded.
+    This neither communicates nor uses torch's sharding propagation.
     """
     from torch.distributed.tensor import DTensor
 
@@ -56,9 +53,9 @@ def zeros_like(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(like: DTensor, part: Tensor) -> DTensor:
-    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor in the form of ``like``.
+    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor with the sharding of ``like``.
 
-    They share memory, also if that is the host's and the mesh is one of GPUs, to which DTensor.from_local would copy.
+    Both share memory, even on the host with a GPU mesh, where DTensor.from_local would copy to the GPU.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -74,14 +71,14 @@ def _stacked(mine: Tensor, world: World) -> Tensor:
         return row
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = DeviceMesh.from_group(world.group, mine.device.type)  # an optimizer may keep its counts on the host
+    mesh = DeviceMesh.from_group(world.group, mine.device.type)  # optimizers may store step counts on the host
     return DTensor.from_local(row, mesh, [Shard(0)], run_check=False)
 
 
 def make_equal(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Broadcast parameters and dense buffers from the first rank of ``group`` to the others; None: do nothing."""
+    """Broadcast parameters and dense buffers from the first rank of ``group``; do nothing if it is None."""
     if group is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.layout is torch.strided:
-                wait(dist.broadcast(first := tensor.detach().contiguous(), group=group, group_src=0, async_op=True))
+                start(dist.broadcast, first := tensor.detach().contiguous(), group=group, group_src=0).wait()
                 tensor.detach().copy_(first)

@@ -1,12 +1,12 @@
 """Reductions that send fewer bytes over slow links: hierarchical, compressed and sparse.
 
-Hierarchical sums are first inside nodes, then racks. Compressed formats for float32 have 16 bits, or 8 bits with a
-scale for each block. In sparse sums each rank sends only some of its numbers: the largest (top-k), or some that all
-ranks draw (random-k).
+Hierarchical reductions sum inside nodes first, then inside racks. Compressed formats for float32 have 16 bits, or 8
+bits with a scale per block. In sparse reductions each rank sends only some of its elements: the largest (top-k), or
+random indices shared by all ranks (random-k).
 
-The numbers that a rank does not send are added to its next ones (error feedback, also called memory). Both choices
-leave out at most the share 1 - k/n of the squared norm, top-k always and random-k on average, as the proof of
-convergence needs (Stich et al. 2018, arXiv 1809.07599, definition 2.1 and lemma A.1).
+Elements that a rank does not send are added to its next values (error feedback, also called memory). Both methods omit
+at most a fraction 1 - k/n of the squared norm, top-k always and random-k on average, as required for convergence
+(Stich et al. 2018, arXiv 1809.07599, definition 2.1 and lemma A.1).
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from worldsize.collectives.group import start
 from worldsize.collectives.staged import Phases, Summation
-from worldsize.collectives.step_timer import started, wait
 from worldsize.devices import on_device
 
-Sum = Callable[[Tensor, ProcessGroup], Phases]  # sums a flat tensor (n,); may reuse its memory
+Sum = Callable[[Tensor, ProcessGroup], Phases]  # all-reduces a flat tensor (n,); may reuse its memory
 
 
 def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
-    """Sum ``flat_n``, of shape (n,), in place by torch's all-reduce."""
-    work = started(dist.all_reduce(flat_n, group=group, async_op=True))
+    """Sum ``flat_n``, of shape (n,), in place with torch's all-reduce."""
+    work = start(dist.all_reduce, flat_n, group=group)
     yield
-    wait(work)
+    work.wait()
     return flat_n
 
 
 def hierarchical(flat_n: Tensor, inner: Sequence[ProcessGroup], across: ProcessGroup, total: Sum) -> Phases:
     """Sum ``flat_n``, of shape (n,), over all ranks, first inside each node, then inside each rack, and so on.
 
-    A reduce-scatter over the first of the ``inner`` groups leaves each rank a shard. It is summed in the same way over
-    the other groups, whose ranks have the same shard, and at last by ``total`` over ``across``; then an all-gather over
-    the first group distributes the sums. With G ranks in the groups of all inner tiers together, each rank sends 1/G of
-    the bytes over the links of the outermost.
+    A reduce-scatter over the first ``inner`` group leaves each rank with a shard. The shard is reduced in the same way
+    over the other inner groups, and finally with ``total`` over ``across``; then an all-gather over the first group
+    distributes the sums. If the inner tiers span G ranks, each rank sends 1/G of the bytes over the outermost links.
     """
     if not inner:
         return (yield from total(flat_n, across))
@@ -50,44 +49,44 @@ def hierarchical(flat_n: Tensor, inner: Sequence[ProcessGroup], across: ProcessG
     padded = F.pad(flat_n, (0, padding)) if padding else flat_n
     part = yield from _scattered(padded, inner[0])
     part = yield from hierarchical(part, inner[1:], across, total)
-    work = started(dist.all_gather_into_tensor(padded, part, group=inner[0], async_op=True))
+    work = start(dist.all_gather_into_tensor, padded, part, group=inner[0])
     yield
-    wait(work)
+    work.wait()
     return padded[: flat_n.numel()] if padding else flat_n
 
 
 def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
     """Return this rank's shard of the sum.
 
-    The CPU uses an all-to-all, since gloo's own reduce-scatter is an all-reduce that discards most of its result.
+    On the CPU this is an all-to-all, since gloo's reduce-scatter is an all-reduce that discards most of its result.
     """
     size = dist.get_world_size(group)
     if flat_n.device.type == "cpu":
         theirs_n = torch.empty_like(flat_n)
-        work = started(dist.all_to_all_single(theirs_n, flat_n, group=group, async_op=True))
+        work = start(dist.all_to_all_single, theirs_n, flat_n, group=group)
         yield
-        wait(work)
+        work.wait()
         return theirs_n.view(size, -1).sum(0)
     part = flat_n.new_empty(flat_n.numel() // size)
-    work = started(dist.reduce_scatter_tensor(part, flat_n, group=group, async_op=True))
+    work = start(dist.reduce_scatter_tensor, part, flat_n, group=group)
     yield
-    wait(work)
+    work.wait()
     return part
 
 
 def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tensor | None = None) -> Phases:
-    """Sum in float32 what ``codec`` encodes: an all-to-all of shards, then an all-gather of their sums.
+    """Sum values in float32 but send them encoded by ``codec``: an all-to-all of shards, an all-gather of sums.
 
-    Work that does not need a collective's result overlaps with it, and is done in place: writing to newly allocated
+    Work that does not depend on a collective overlaps with it, and is done in place, because writing to newly allocated
     memory takes a CPU several times as long.
 
     Args:
-        flat_n: the numbers of this rank, float32 (n,).
-        group: the ranks that take part.
+        flat_n: this rank's values, float32 (n,).
+        group: the participating ranks.
         codec: the wire format of both messages.
-        error_n: the compression error of this rank's earlier messages, float32 (n,). It is added first, and replaced by
-            the error of these messages (error feedback, Seide et al. 2014, Interspeech; Karimireddy et al. 2019, arXiv
-            1901.09847). The error of the second message, of a sum, belongs to the rank that sends it.
+        error_n: the compression error of this rank's earlier messages, float32 (n,). It is added to the values, and
+            replaced with the error of the new messages (error feedback, Seide et al. 2014, Interspeech; Karimireddy et
+            al. 2019, arXiv 1901.09847). The error of the second message, a sum, is stored by the rank that sends it.
     """
     size = dist.get_world_size(group)
     mine_n = flat_n if error_n is None else error_n.add_(flat_n)
@@ -95,23 +94,23 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
     count = parts_pn.shape[1]
     wire = codec.encode(parts_pn)
     theirs = torch.empty_like(wire)
-    work = started(dist.all_to_all_single(theirs, wire, group=group, async_op=True))
+    work = start(dist.all_to_all_single, theirs, wire, group=group)
     yield
     if error_n is not None:
         for columns, sent_pk in codec.pieces(wire, count):
             parts_pn[:, columns].sub_(sent_pk)
-    wait(work)
+    work.wait()
     sum_n = flat_n.new_empty(count)
     for columns, summands_pk in codec.pieces(theirs, count):
         torch.sum(summands_pk, 0, out=sum_n[columns])
     wire = codec.encode(sum_n[None])
     total_pb = wire.new_empty(size, wire.shape[1])
-    work = started(dist.all_gather_into_tensor(total_pb, wire, group=group, async_op=True))
+    work = start(dist.all_gather_into_tensor, total_pb, wire, group=group)
     yield
     if error_n is not None:
         parts_pn[dist.get_rank(group)] += sum_n - codec.decode(wire, count)[0]
         _put_back(parts_pn, error_n)
-    wait(work)
+    work.wait()
     sums_pn = _in_parts(flat_n, size)
     for columns, sums_pk in codec.pieces(total_pb, count):
         sums_pn[:, columns] = sums_pk
@@ -120,7 +119,7 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
 
 @final
 class Encoded(Summation):
-    """Sums what a codec encodes, see :func:`compressed`."""
+    """All-reduce of tensors encoded by a codec, see :func:`compressed`."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self.keeps_errors = codec, codec.lossy
@@ -130,37 +129,37 @@ class Encoded(Summation):
 
 
 def _in_parts(flat_n: Tensor, count: int) -> Tensor:
-    """Return ``flat_n`` as (count, n / count): a view if it divides evenly, else a padded copy."""
+    """Return ``flat_n`` as (count, n / count): a view if it divides evenly, otherwise a padded copy."""
     padding = -flat_n.numel() % count
     return (F.pad(flat_n, (0, padding)) if padding else flat_n).view(count, -1)
 
 
 def _put_back(parts_pn: Tensor, flat_n: Tensor) -> Tensor:
-    """Copy the parts back into ``flat_n``, unless they are views of it, and return it."""
+    """Copy the parts back into ``flat_n``, unless they are views of it, and return ``flat_n``."""
     if parts_pn.data_ptr() != flat_n.data_ptr():
         flat_n.copy_(parts_pn.flatten()[: flat_n.numel()])
     return flat_n
 
 
-_BLOCK = 1024  # numbers that share a scale
-_CACHED = 1 << 18  # numbers that a CPU converts at a time, so that they stay in its cache
+_BLOCK = 1024  # elements that share a scale
+_CACHED = 1 << 18  # elements that a CPU converts at a time, so that they stay in its cache
 
 
 class Codec(ABC):
     """Encodes rows of float32 as rows of bytes, and decodes them."""
 
-    lossy = False  # whether error feedback pays: adding its error to the next message
+    lossy = False  # whether error feedback is worthwhile
 
     @abstractmethod
     def encode(self, values_pn: Tensor) -> Tensor:
-        """Encode float32 (p, n) as contiguous uint8 (p, bytes), with the same number of bytes for each row."""
+        """Encode float32 (p, n) as contiguous uint8 (p, bytes), with the same number of bytes per row."""
 
     @abstractmethod
     def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
-        """Decode ``columns`` of rows of ``length`` numbers as float32 (p, k); the first column begins a block."""
+        """Decode ``columns`` of rows with ``length`` elements to float32 (p, k); the first column starts a block."""
 
     def pieces(self, wire_pb: Tensor, length: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decode uint8 (p, bytes) piece by piece: yield the columns of each piece and its float32 (p, k)."""
+        """Decode uint8 (p, bytes) piece by piece; yield the columns and the float32 values (p, k) of each piece."""
         for columns in _spans(wire_pb, length):
             yield columns, self._decoded(wire_pb, columns, length)
 
@@ -173,7 +172,7 @@ class Codec(ABC):
 
 
 def _spans(rows: Tensor, length: int) -> Iterator[slice]:
-    """Yield slices of columns that cover whole blocks; on the CPU small enough that all rows stay in its cache."""
+    """Yield column slices of whole blocks; on the CPU they are small enough for all rows to stay in its cache."""
     each = max(1, _CACHED // _BLOCK // len(rows)) * _BLOCK if rows.device.type == "cpu" else length
     return (slice(first, min(first + each, length)) for first in range(0, length, each))
 
@@ -194,7 +193,7 @@ class Half(Codec):
 
 @final
 class Int8(Codec):
-    """The nearest of 255 levels between ±max of each block of 1,024 numbers (Dettmers 2016, arXiv 1511.04561)."""
+    """Rounds to 255 levels between ±max of each block of 1,024 elements (Dettmers 2016, arXiv 1511.04561)."""
 
     lossy = True
 
@@ -216,7 +215,7 @@ class Int8(Codec):
 
 
 def _parts(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return views of the scales, float32 (p, blocks), and of the levels, int8 (p, blocks, numbers)."""
+    """Return views of the scales, float32 (p, blocks), and of the levels, int8 (p, blocks, elements)."""
     blocks = -(-length // _BLOCK)
     return (
         wire_pb[:, : 4 * blocks].view(torch.float32),
@@ -225,7 +224,7 @@ def _parts(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(values_pn: Tensor, scales_pk: Tensor, levels_pkb: Tensor) -> None:
-    """Quantize ``values_pn`` into ``scales_pk`` and ``levels_pkb``, in place; all blocks are full."""
+    """Quantize ``values_pn`` into ``scales_pk`` and ``levels_pkb`` in place, zero-padded to full blocks."""
     padding = -values_pn.shape[1] % _BLOCK
     blocks_pkb = (F.pad(values_pn, (0, padding)) if padding else values_pn).view(len(values_pn), -1, _BLOCK)
     torch.div(blocks_pkb.abs().amax(2), 127, out=scales_pk)
@@ -237,16 +236,16 @@ CODECS: dict[str, Codec] = {"bf16": Half(torch.bfloat16), "fp16": Half(torch.flo
 
 
 def kept(length: int, density: float) -> int:
-    """Return k, how many of ``length`` numbers are sent: the share ``density`` of them, and at least one."""
+    """Return k, the number of elements to send: the fraction ``density`` of ``length``, at least one."""
     return max(1, int(length * density))
 
 
 @final
 class TopKSum(Summation):
-    """Each rank sends its k largest numbers with their indices (Aji and Heafield 2017; Lin et al. 2018, algorithm 1).
+    """Each rank sends its k largest elements with their indices (Aji and Heafield 2017; Lin et al. 2018, algorithm 1).
 
-    An all-gather of k float32 and k int32 from each rank, which every rank adds up in the order of ranks. A number that
-    is not finite is among the largest, so that all ranks get it, and it is not kept.
+    An all-gather collects k float32 and k int32 from each rank, and every rank sums them in rank order. Non-finite
+    values are among the largest, so all ranks receive them; they are not stored in the error.
     """
 
     keeps_errors = True
@@ -261,10 +260,10 @@ class TopKSum(Summation):
         places_k = error_n.abs().topk(count, sorted=False).indices
         message = torch.stack([places_k.int(), error_n[places_k].view(torch.int32)])
         messages = message.new_empty(size * message.numel())
-        work = started(dist.all_gather_into_tensor(messages, message.view(-1), group=group, async_op=True))
+        work = start(dist.all_gather_into_tensor, messages, message.view(-1), group=group)
         yield
         _forget(error_n, places_k)
-        wait(work)
+        work.wait()
         total_n = flat_n.zero_()
         for indices_k, values_k in messages.view(size, 2, count):
             total_n.index_add_(0, indices_k, values_k.view(torch.float32).to(total_n.dtype))
@@ -273,11 +272,11 @@ class TopKSum(Summation):
 
 @final
 class RandomK(Summation):
-    """All ranks send their numbers at the same k places, drawn from the seed, so that no index is sent.
+    """All ranks send the elements at the same k random indices, derived from the seed, so indices are not sent.
 
-    An all-reduce of k numbers. The places are one of each n/k neighbours, so that each number is sent with probability
-    k/n, and drawing takes k random numbers instead of n. Without ``keeps_errors`` nothing is kept, and what is sent is
-    divided by its probability, so that the sum is right on average (Wangni et al. 2018, arXiv 1710.09854, section 2).
+    This is an all-reduce of k elements. One index is sampled from each run of n/k neighbors, so that each element is
+    sent with probability k/n, and sampling needs k random numbers instead of n. Without ``keeps_errors``, sent values
+    are divided by their probability to make the sum unbiased (Wangni et al. 2018, arXiv 1710.09854, section 2).
     """
 
     def __init__(self, density: float, *, keeps_errors: bool) -> None:
@@ -287,25 +286,25 @@ class RandomK(Summation):
         places_k, widths_k = (
             on_device(each, flat_n.device) for each in drawn(flat_n.numel(), kept(flat_n.numel(), self._density), seed)
         )
-        broken = flat_n.sum().mul_(0)  # NaN if a number is not finite, which the drawn ones may not show
+        broken = flat_n.sum().mul_(0)  # NaN if any element is not finite, since the sampled ones may all be finite
         values_k = flat_n[places_k] * widths_k if error_n is None else error_n.add_(flat_n)[places_k]
-        work = started(dist.all_reduce(values_k.add_(broken), group=group, async_op=True))
+        work = start(dist.all_reduce, values_k.add_(broken), group=group)
         yield
         if error_n is not None:
             _forget(error_n, places_k)
-        wait(work)
+        work.wait()
         flat_n.zero_()[places_k] = values_k.to(flat_n.dtype)
         return flat_n
 
 
 def drawn(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Divide ``length`` places into ``count`` runs of neighbours, and draw one place of each.
+    """Split ``length`` indices into ``count`` runs of neighbors, and sample one index from each.
 
-    The generator is the CPU's on every device, so that ranks with other devices draw the same.
+    The generator is always on the CPU, so that ranks with different devices sample the same indices.
 
     Returns:
-        The places, int64 (count,), ascending; and the lengths of the runs, int64 (count,): each place of a run is drawn
-        with probability 1 / length.
+        The indices, int64 (count,), ascending; and the lengths of the runs, int64 (count,): each index of a run is
+        sampled with probability 1 / length.
     """
     edges = torch.arange(count + 1) * length // count
     widths_k = edges.diff()
@@ -314,6 +313,6 @@ def drawn(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _forget(error_n: Tensor, places_k: Tensor) -> None:
-    """Remove what was sent, and what is not finite: it would never leave the sums again."""
+    """Remove sent and non-finite values from the error; the latter would otherwise stay in the sums forever."""
     error_n[places_k] = 0
     error_n.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

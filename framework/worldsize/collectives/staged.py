@@ -1,10 +1,10 @@
-"""Overlaps the reductions of different buckets, each of which consists of several collectives.
+"""Overlaps the reductions of different buckets, each consisting of several collectives.
 
-Collectives of one group must start in the same order on every rank, so none is started from a callback. A reduction is
-a generator that yields while its collective is in flight; all of them advance together when the next bucket is added.
+Collectives of one group must start in the same order on every rank, so callbacks cannot start them. A reduction is a
+generator that yields while its collective is in flight; all reductions advance together when the next bucket is added.
 On a GPU they run on a side stream, so that the backward pass does not wait for them.
 
-:class:`Summation` is the contract of sums over ranks that send fewer bytes than the numbers have.
+:class:`Summation` is the interface of all-reduces that send compressed values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Phases = Generator[None, None, Tensor]
 
 
 def finished(phases: Phases) -> Tensor:
-    """Run a reduction to its end and return its result, of any shape."""
+    """Run a reduction to completion and return its result, of any shape."""
     while True:
         try:
             next(phases)
@@ -34,7 +34,7 @@ def finished(phases: Phases) -> Tensor:
 
 @final
 class Staged:
-    """The buckets of one backward pass whose reductions are in flight."""
+    """The reductions in flight during one backward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,7 +44,7 @@ class Staged:
     def add(self, buffer: Tensor, phases: Phases, *, last: bool) -> Future[Tensor]:
         """Start to reduce ``buffer``, of shape (n,), in place, and advance all other reductions by one collective.
 
-        With ``last``, finish all of them.
+        With ``last``, finish all reductions.
         """
         with self._beside():
             self._advance()
@@ -55,7 +55,7 @@ class Staged:
         return flight.future
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Compute on the side stream after the queued work of the current one; the future joins them again."""
+        """Switch to the side stream after the current stream's queued work; the future synchronizes them again."""
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -72,7 +72,7 @@ class _Flight:
         self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
 
     def advance(self) -> bool:
-        """Advance to the next collective; return whether there is one."""
+        """Advance to the next collective; return False if the reduction is complete."""
         try:
             next(self._phases)
         except StopIteration as end:
@@ -82,18 +82,18 @@ class _Flight:
 
 
 class Summation(ABC):
-    """Sums a tensor over ranks, approximately; what a message leaves out may be added to the next one."""
+    """Approximate all-reduce. Implementations may add the compression error to the next call (error feedback)."""
 
-    keeps_errors = False  # whether it needs a memory for what its messages leave out (error feedback)
+    keeps_errors = False  # whether it needs a tensor for its compression errors (error feedback)
 
     @abstractmethod
     def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
-        """Sum a tensor over the ranks of ``group``; all of them get the same bits.
+        """Sum a tensor over the ranks of ``group``, with bitwise identical results on all ranks.
 
         Args:
-            flat_n: the numbers of this rank, of shape (n,). Its memory may be reused for the result.
-            group: the ranks that take part.
-            error_n: what earlier messages of this rank left out, float32 (n,), updated in place; None without
+            flat_n: this rank's values, of shape (n,). Its memory may be reused for the result.
+            group: the participating ranks.
+            error_n: compression errors of this rank's earlier messages, float32 (n,), updated in place; None without
                 ``keeps_errors``.
-            seed: the seed of all random choices, which is the same on all ranks.
+            seed: seed for all random choices, the same on all ranks.
         """

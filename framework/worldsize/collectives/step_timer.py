@@ -1,44 +1,38 @@
 """Measures the time breakdown of a step: computing, waiting for other processes, and updating parameters.
 
-A step begins as "compute". Code that updates parameters runs inside ``with phase("update")``. Code that waits for
-other processes calls ``wait(work)``, or runs inside ``with phase("communication")``. Only waiting counts as
-communication: a collective that runs behind a computation costs no time.
+A step starts in the phase "compute". Code that updates parameters runs inside ``with phase("update")``. Code that waits
+for other processes uses :mod:`worldsize.collectives.group` or runs inside ``with phase("communication")``. Only waiting
+counts as communication; a collective that fully overlaps computation counts as zero.
 
-Nothing in PyTorch is patched. Where PyTorch itself waits, its hooks mark the wait:
+PyTorch is not patched. Where PyTorch itself waits, hooks mark the wait:
 
 ============================== =====================================================================================
 DistributedDataParallel        :func:`backward` for the gradients, :func:`time_buffers` for the buffers
-``fully_shard``                :mod:`worldsize.collectives.timed_sharding`
+``fully_shard``                :func:`worldsize.strategies.unit_collectives.time_sharding`
 tensor parallelism, pipelines  :mod:`worldsize.strategies.mesh.stage`
 ============================== =====================================================================================
 
-A wait without any of these counts as the phase in which it happens. docs/observing.md lists what is not separated.
+Any other wait is attributed to the current phase. docs/observing.md lists these waits.
 
-On CUDA time is taken by events on the stream of the step, and nothing here waits for them.
-
-:func:`connect` connects the ranks of new groups that exchange data in most collectives, where gloo would do so only
-later. The open timer of a process is a module variable.
+On CUDA, times come from events on the stream of the step, without synchronization. The open timer of a process is a
+module variable.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup, Work
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.peer_waits import INTERRUPTION
-from worldsize.devices import backend_names
-from worldsize.world.world import connects_late
+from worldsize.moved import renamed
 
 Phase = Literal["compute", "communication", "update"]
 PHASES: tuple[Phase, ...] = ("compute", "communication", "update")
@@ -47,10 +41,10 @@ PHASES: tuple[Phase, ...] = ("compute", "communication", "update")
 @final
 @dataclass
 class _StepTimes:
-    """The times at which the phase of one step changed."""
+    """The times of phase changes in one step."""
 
     data: float  # seconds that the step waited for its data
-    marks: list[tuple[Any, Phase]] = field(default_factory=list)  # a time or CUDA event, and the phase that began then
+    marks: list[tuple[Any, Phase]] = field(default_factory=list)  # time or CUDA event, and the phase that it starts
 
     def split(self, between: Callable[[Any, Any], float]) -> list[float]:
         seconds = dict.fromkeys(PHASES, 0.0)
@@ -69,11 +63,11 @@ class StepTimer:
         self._thread = threading.get_ident()
         self._step: _StepTimes | None = None
         self._done: list[_StepTimes] = []
-        self._before: list[_StepTimes] = []  # on CUDA: the steps that ended before the last call of take()
+        self._before: list[_StepTimes] = []  # on CUDA, the steps that ended before the last call of take()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Receive the phases that code marks inside the context."""
+        """Record the phases marked by code in this block."""
         global _open
         _open = self
         try:
@@ -82,22 +76,22 @@ class StepTimer:
             _open = None
 
     def start(self, *, data: float) -> None:
-        """Begin to measure a step that has waited ``data`` seconds for its data."""
+        """Start to measure a step that waited ``data`` seconds for its data."""
         self._step = _StepTimes(data)
         self.switch("compute")
 
     def end(self) -> None:
-        """End the step that was begun, if one was, and keep its times for :meth:`take`."""
+        """End the current step, if any, and store its times for :meth:`take`."""
         if self._step is not None:
             self.switch("compute")
             self._done.append(self._step)
             self._step = None
 
     def take(self) -> Tensor:
-        """Return the seconds of data and of each of :data:`PHASES`: float64 (steps, 4), a row for each measured step.
+        """Return the seconds of waiting for data and of each of :data:`PHASES`, float64 (measured steps, 4).
 
-        On the CPU these are the steps since the last call. On CUDA they are the steps that ended before the last call:
-        the device has completed them by now, so that nothing has to wait for it.
+        On the CPU these are the steps since the last call. On CUDA these are the steps that ended before the last call,
+        which the device has completed by now, so that this method does not wait for it.
         """
         ready, self._before = (self._before, self._done) if self._stream else (self._done, [])
         self._done = []
@@ -105,7 +99,7 @@ class StepTimer:
         return torch.tensor([step.split(between) for step in ready], dtype=torch.float64).view(-1, 1 + len(PHASES))
 
     def switch(self, phase: Phase) -> Phase:
-        """Begin ``phase`` and return the phase before it."""
+        """Switch to ``phase`` and return the previous phase."""
         if self._step is None:
             return phase
         marks = self._step.marks
@@ -113,10 +107,11 @@ class StepTimer:
         marks.append((self._now(), phase))
         return before
 
-    def hears(self) -> bool:
-        """Return whether a step is being measured and the calling thread computes it.
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a step is being measured and the calling thread belongs to it.
 
-        It is the thread that made the timer, or one in which CUDA's backward pass runs.
+        Such a thread either created the timer or runs CUDA's backward pass.
         """
         if self._step is None or threading.get_ident() == self._thread:
             return self._step is not None
@@ -138,78 +133,47 @@ def _device_seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
     return milliseconds / 1e3
 
 
-_open: StepTimer | None = None  # a global: hooks also run in autograd's threads, which see no context variables
+_open: StepTimer | None = None  # global, since hooks also run in autograd's threads, without context variables
 
 
 def phase(name: Phase) -> AbstractContextManager[None]:
-    """Count the time inside the context as ``name``, except that of phases nested in it."""
+    """Attribute the time in this block to ``name``, excluding nested phases."""
     timer = _open
-    return _switched(timer, name) if timer is not None and timer.hears() else _UNMEASURED
+    return _Measured(timer, name) if timer is not None and timer.is_measuring else _UNMEASURED
 
 
-_UNMEASURED = nullcontext()  # ten times cheaper than a generator, where frames are small and many
+_UNMEASURED = nullcontext()  # ten times cheaper than a generator, which matters for many small messages
 
 
-@contextmanager
-def _switched(timer: StepTimer, name: Phase) -> Iterator[None]:
-    before = timer.switch(name)
-    try:
-        yield
-    finally:
-        timer.switch(before)
+@final
+class _Measured:
+    """Context manager for one phase; a generator would take four times as long."""
+
+    def __init__(self, timer: StepTimer, name: Phase) -> None:
+        self._timer, self._phase = timer, name
+
+    def __enter__(self) -> None:
+        self._phase = self._timer.switch(self._phase)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.switch(self._phase)
 
 
 def mark(name: Phase) -> None:
-    """Count the time from now on as ``name``, for pairs of hooks that cannot share a context manager."""
+    """Attribute time from now on to ``name``, for hooks that cannot share a context manager."""
     timer = _open
-    if timer is not None and timer.hears():
+    if timer is not None and timer.is_measuring:
         timer.switch(name)
 
 
-def started(work: Work | None) -> Work:
-    """Return a collective that was started with ``async_op=True``, whose group is kept until it ends if a gang heals.
-
-    Any exception may come before the :func:`wait` for it.
-    """
-    assert work is not None, "only members of the group take part"
-    INTERRUPTION.started(work)
-    return work
-
-
-def wait(work: Work | None) -> None:
-    """Wait for a collective that was started with ``async_op=True``, and count the wait as communication."""
-    assert work is not None, "only members of the group take part"
-    timer = _open
-    if timer is None or not timer.hears():
-        INTERRUPTION.wait(work)
-        return
-    before = timer.switch("communication")
-    try:
-        INTERRUPTION.wait(work)
-    finally:
-        timer.switch(before)
-
-
-def send(tensor: Tensor, group: ProcessGroup, *, to: int) -> None:
-    """Send a tensor of any shape to rank ``to`` of ``group``, which receives it, and count that as communication."""
-    with phase("communication"):
-        INTERRUPTION.call(lambda: dist.send(tensor, group=group, group_dst=to))
-
-
-def receive(tensor: Tensor, group: ProcessGroup, *, source: int) -> None:
-    """Fill a tensor of any shape with what rank ``source`` of ``group`` sends, and count that as communication."""
-    with phase("communication"):
-        INTERRUPTION.call(lambda: dist.recv(tensor, group=group, group_src=source))
-
-
 def backward(loss: Tensor) -> None:
-    """Run ``loss.backward()``, for a scalar loss of a model whose gradients DistributedDataParallel sums.
+    """Run ``loss.backward()`` for a scalar loss of a model wrapped in DistributedDataParallel.
 
-    The rest of the pass after the last gradient is computed counts as communication. Autograd then runs the queued
-    callbacks: first the change of phase, then that of DDP's reducer, which was queued later and waits for its buckets.
+    Once the last gradient has been computed, the rest of the pass counts as communication. At that point autograd runs
+    the queued callbacks: first the change of phase, then that of DDP's reducer, which waits for its buckets.
     """
     timer = _open
-    if timer is None or not timer.hears():
+    if timer is None or not timer.is_measuring:
         loss.backward()  # type: ignore[no-untyped-call]
         return
 
@@ -223,21 +187,12 @@ def backward(loss: Tensor) -> None:
 
 
 def time_buffers(module: DistributedDataParallel) -> None:
-    """Count the broadcast of buffers, which ``module`` does before it calls its model, as communication."""
+    """Attribute the buffer broadcast of ``module``, before it calls its model, to communication."""
     if any(True for _ in module.buffers()):
         module.register_forward_pre_hook(lambda *_: mark("communication"))
         module.module.register_forward_pre_hook(lambda *_: mark("compute"), prepend=True)
 
 
-def connect(groups: Iterable[ProcessGroup]) -> None:
-    """Connect the ranks of each group of gloo that exchange data in rings and trees, unless all are connected already.
-
-    All members of the groups must call it. Such collectives are also waited for by torch itself, and nothing ends its
-    wait for a rank that dies before it is connected; this wait ends when the gang does. Collectives between all pairs
-    of ranks, and messages, are waited for in the same way.
-    """
-    if connects_late():
-        own = [group for group in groups if set(backend_names(dist.get_backend(group))) == {"gloo"}]
-        # a barrier is between ranks whose distance is a power of two, as rings and trees are
-        for work in [started(dist.barrier(group, async_op=True)) for group in own]:
-            INTERRUPTION.wait(work)
+def __getattr__(name: str) -> Any:
+    """Provide ``started`` and ``wait``, now in :mod:`worldsize.collectives.group`, for one more release."""
+    return renamed(__name__, name)

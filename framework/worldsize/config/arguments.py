@@ -1,4 +1,4 @@
-"""Words of a command line: numbers as arguments, with the limits of settings, and the keys of overrides."""
+"""Command-line arguments: numbers with the limits of settings, and the keys of overrides."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T", int, float)
 
 
 def number(limit: Limit) -> Callable[[str], float]:
-    """Return a parser of numbers within ``limit``, for an argument's ``type``."""
+    """Return a parser for numbers within ``limit``, for use as ``type`` of an argument."""
     return lambda text: _read(text, float, limit)
 
 
 def whole(limit: Limit) -> Callable[[str], int]:
-    """Return a parser of integers within ``limit``, for an argument's ``type``."""
+    """Return a parser for integers within ``limit``, for use as ``type`` of an argument."""
     return lambda text: _read(text, int, limit)
 
 
@@ -25,7 +25,7 @@ def _read(text: str, kind: Callable[[str], T], limit: Limit) -> T:
     try:
         value = kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number.") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number.") from None
     if refusal := limit.refusal(value):
         raise argparse.ArgumentTypeError(f"{text} {refusal}")
     return value

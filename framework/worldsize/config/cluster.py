@@ -1,4 +1,4 @@
-"""Builds the typed cluster of a run: its shape, the tiers between its nodes, and its network."""
+"""Builds the typed cluster of a run: its shape, the tiers above its nodes, and its network."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from worldsize.world.topology import Topology, tier_names
 
 
 def cluster_of(node: Mapping[str, Any], threads: int | None, data_workers: int | str = 0) -> Cluster:
-    """Return the cluster that ``node`` describes.
+    """Build the cluster from its configuration section.
 
     Args:
         node: The section ``cluster`` of the configuration.
-        threads: Threads of each process if ``node`` does not give them.
-        data_workers: Processes that load the data of each process; "auto" counts as one.
+        threads: Threads per process, if ``node`` does not specify them.
+        data_workers: Data workers per process; "auto" counts as one.
 
     Raises:
-        ConfigError: values that contradict each other.
+        ConfigError: values contradict each other.
     """
     tiers, around = _tiers(node.get("tiers") or {}, node["nodes"])
     links = dict(node.get("links") or {})
@@ -45,27 +45,26 @@ def cluster_of(node: Mapping[str, Any], threads: int | None, data_workers: int |
 
 
 def tier_around(node: Mapping[str, Any]) -> str:
-    """Return the innermost tier of which one unit has all nodes of ``node``: its link is their network; "": none."""
+    """Return the innermost tier that has all nodes in one unit, so that its link is their network; "" if none."""
     return _tiers(node.get("tiers") or {}, node["nodes"])[1]
 
 
 def _tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[str, int], str]:
-    """Return the tiers, the innermost first; a unit of each has several units of the one below.
+    """Return the tiers, innermost first, without those that have room for all nodes in one unit.
 
-    A tier of which one unit has room for all nodes is left out.
+    A unit of a tier consists of several units of the tier below.
 
     Returns:
-        The tiers that are crossed, and the innermost one that is left out, whose link is the network of these nodes;
-        "": none is.
+        The remaining tiers, and the innermost omitted tier, whose link is the network of these nodes ("" if none).
 
     Raises:
-        ConfigError: a tier has the name of another link, or units do not divide.
+        ConfigError: a tier has the name of a built-in link, or its units do not divide evenly.
     """
     tiers: dict[str, int] = {}
     below, told, around = 1, "a node", ""
     for name, count in sorted(nodes_of_unit.items(), key=lambda item: item[1]):
         if name in ("device", "node", "network"):
-            raise ConfigError(f"cluster.tiers.{name} has the name of another tier. Call it rack or pod, say.")
+            raise ConfigError(f"cluster.tiers.{name} uses the name of a built-in tier. Call it rack or pod, say.")
         if count % below or count == below or (count < nodes and nodes % count):
             raise ConfigError(
                 f"cluster.tiers.{name}={count}: a unit must have several of {told} ({below} nodes) and divide the "
@@ -84,20 +83,20 @@ def _spot(node: Mapping[str, Any]) -> Spot | None:
         return typed(Spot, node)
     if node.get("price_per_hour") is not None:
         raise ConfigError(
-            "cluster.spot_market.price_per_hour says nothing without cluster.spot_market.mtbf_hours. Set that, too."
+            "cluster.spot_market.price_per_hour has no effect without cluster.spot_market.mtbf_hours. Set both."
         )
     return None
 
 
 @dataclass(frozen=True)
 class _LinkedTier(Link):
-    """A tier with its link."""
+    """A tier together with its link."""
 
     nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
 
 
 def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cluster with each tier as its number of nodes, and with the links that its tiers have.
+    """Return the cluster with each tier reduced to its number of nodes, and the tiers' links moved to ``links``.
 
     Raises:
         ConfigError: a tier is neither a number nor a mapping with ``nodes`` and the keys of a link.
@@ -107,7 +106,7 @@ def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
         key = f"cluster.tiers.{name}"
         values = _link(key, given) if isinstance(given, Mapping) else {"nodes": given}
         if not isinstance(values["nodes"], int) or isinstance(values["nodes"], bool):
-            raise ConfigError(f"{key}={given!r} is no number of nodes. Set {key}=8, say.")
+            raise ConfigError(f"{key}={given!r} is not a number of nodes. Set {key}=8, say.")
         check_limits(_LinkedTier, values, key=key)
         tiers[name] = values.pop("nodes")
         links |= {name: values} if values else {}
@@ -131,7 +130,7 @@ def _link(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_topology(topology: str | None, launcher: LaunchMethod) -> None:
-    """Raise ConfigError if a file is to order hosts, and ``launcher`` does not."""
+    """Raise ConfigError if a topology file is set, but ``launcher`` does not order hosts."""
     if topology is not None and not launcher.orders_hosts:
         raise ConfigError(
             f"cluster.topology={topology}: {type(launcher).__name__} does not order its hosts by a file. Leave it out, "
@@ -140,12 +139,12 @@ def check_topology(topology: str | None, launcher: LaunchMethod) -> None:
 
 
 def with_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cluster with its hosts in the order of ``cluster.topology``, and the tiers that these make.
+    """Return the cluster with its hosts in the order of ``cluster.topology``, and the resulting tiers.
 
-    A scheduler's hosts are known later: its agents order them. Tiers that are set must be those of the file.
+    Hosts chosen by a scheduler are not known yet; its agents order them later. Configured tiers must match the file.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a host, or makes other tiers.
+        ConfigError: the file cannot be read, does not list a host, or defines different tiers.
     """
     if cluster.get("topology") is None:
         return dict(cluster)

@@ -1,4 +1,7 @@
-"""Rewrites the command line for Hydra, and refuses flags that worldsize handles differently."""
+"""Rewrites the command line for Hydra, and refuses flags that worldsize handles differently.
+
+Values are quoted as Hydra's grammar requires, depending on the types of their keys.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,23 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from decimal import Decimal
+from functools import cache
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import AnyNode, DictConfig, IntegerNode, ListConfig, OmegaConf, StringNode, UnionNode
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config.arguments import key_of
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import main_conf, options_in, searched
-from worldsize.config.values import readable
 from worldsize.errors import ConfigError, neighbours
 
 GROUPS = (
@@ -27,7 +34,7 @@ GROUPS = (
 )
 _OPTIONS = re.compile(
     r"[^\[]*|\[(?!.*\bnull\b)\s*[A-Za-z_][\w/-]*(\s*,\s*[A-Za-z_][\w/-]*)*\s*\]", re.DOTALL
-)  # one, or a list
+)  # one option, or a list of options
 _FOLDER = "worldsize makes a run's folder itself, and stays in the working directory. Set run.root and run.name."
 REFUSED: Mapping[str, str] = {
     "hydra.run.dir": _FOLDER,
@@ -35,20 +42,28 @@ REFUSED: Mapping[str, str] = {
     "hydra.job.chdir": _FOLDER,
     "hydra.output_subdir": "the folder of a run has config.yaml, overrides.yaml and hydra's choices already.",
 }
-"""Keys of Hydra that a run does not follow, and what it does instead."""
+"""Hydra keys that runs ignore, with an explanation of what to use instead."""
 REFUSED_FLAGS = ("--config-path", "--experimental-rerun")
-"""Flags of Hydra that worldsize answers with a sentence."""
+"""Hydra flags that worldsize refuses with an explanation."""
+
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][+-]?\d[\d_]*)?|[+-]?(inf|nan)", re.IGNORECASE)
+_UNREADABLE = re.compile(r"[^\w/\-\\+.$%*@?| \t:]|[^\x00-\x7f]")  # characters that Hydra only accepts in quotes
+_ITEM = re.compile(r"\s*([^,\[\]]+)")
+_ITEM_OF_MAPPING = re.compile(r"\s*([^,\[\]{}:]+)")
+_DIGITS = 20  # maximum length of an integer; no key accepts a longer one
 
 
 def normalised(arguments: Sequence[str]) -> list[str]:
-    """Rewrite choices of groups for Hydra, and move overrides after the flags for argparse.
+    """Rewrite group choices for Hydra, and move overrides after the flags for argparse.
 
-    ``+group=option`` and ``group=option`` mean the same: the option replaces the group's present one, or is added if
-    the configuration has none.
+    ``+group=option`` and ``group=option`` are equivalent: the option replaces the group's current option, or is added
+    if there is none.
 
     Raises:
-        ConfigError: a flag or a key of Hydra that worldsize does not support.
+        ConfigError: worldsize does not support a given Hydra flag or key.
     """
+    if {"--help", "-h"} & {*arguments}:  # conf/hydra/help/all.yaml
+        arguments = ["hydra/help=all" if word == "all" else word for word in arguments]
     words = sorted(readable(arguments), key=lambda word: "=" in word and not word.startswith("--"))
     flags = get_args_parser().parse_args(words)
     _check_flags(flags)
@@ -60,7 +75,7 @@ def normalised(arguments: Sequence[str]) -> list[str]:
         group, _, option = word.lstrip("+").partition("=")
         if group in GROUPS and (option == "null" or "=" not in word or not _OPTIONS.fullmatch(option)):
             raise ConfigError(_null_option(flags, word))
-    if flags.hydra_help:  # this is only about Hydra, which does not know our keys there
+    if flags.hydra_help:  # Hydra's own help, where our keys do not exist
         return [word for word in words if word not in flags.overrides or key_of(word).startswith("hydra")]
     signs = _signs(flags)
     return [signs[_choice(word)] + word.lstrip("+") if _choice(word) in signs else word for word in words]
@@ -69,7 +84,7 @@ def normalised(arguments: Sequence[str]) -> list[str]:
 def _check_flags(flags: Namespace) -> None:
     if flags.experimental_rerun is not None:
         raise ConfigError(
-            "--experimental-rerun would unpickle a configuration, which can call anything. "
+            "--experimental-rerun would unpickle a configuration, and so run arbitrary code. "
             "Run worldsize reproduce RUN, or worldsize resume RUN."
         )
     if flags.config_path is not None:
@@ -78,28 +93,28 @@ def _check_flags(flags: Namespace) -> None:
             "of the working directory, or name a folder of groups with --config-dir."
         )
     if flags.resolve and not (flags.cfg or flags.help):
-        raise ConfigError("--resolve goes with --cfg or --help alone. Write e.g. --cfg job --resolve.")
+        raise ConfigError("--resolve needs --cfg or --help. Write e.g. --cfg job --resolve.")
     modes = {"--run": flags.run, "--multirun": flags.multirun, "--cfg": flags.cfg, "--info": flags.info}
     given = [name for name, value in {**modes, "--shell-completion": flags.shell_completion}.items() if value]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other. Give one of them.")
+        raise ConfigError(f"{' and '.join(given)} are mutually exclusive; pass one of them.")
 
 
 def _check_kept(word: str) -> None:
-    """Raise ConfigError if ``word``, such as ``~lr``, deletes a key that every run has."""
+    """Raise ConfigError if ``word``, such as ``~lr``, deletes a mandatory key."""
     key = key_of(word)
     if word.startswith("~") and key not in GROUPS and key in {field.name for field in fields(Schema)}:
         raise ConfigError(f"{word}: every run has the key {key}. Set {key}=null for none, or leave the word out.")
 
 
 def _choice(word: str) -> str | None:
-    """Return the key of a word that may choose an option of a group, as ``+group@package=option``, else None."""
+    """Return the key of a word that may choose a group's option, such as ``+group@package=option``; otherwise None."""
     match = re.fullmatch(r"\+?([a-zA-Z_][\w/-]*(@[\w.]+)?)=.+", word, re.DOTALL)
     return match[1] if match else None
 
 
 def _signs(flags: Namespace) -> dict[str | None, str]:
-    """Map the key of each choice of a group to Hydra's prefix for it: "+" if the group has no option yet."""
+    """Map the key of each group choice to Hydra's prefix: "+" if the group has no option yet, otherwise ""."""
     groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)}
     groups -= {field.name for field in fields(Schema)}
     chosen = {key: word.lstrip("+") for word in flags.overrides if (key := _choice(word))}
@@ -109,7 +124,7 @@ def _signs(flags: Namespace) -> dict[str | None, str]:
     if added:
         taken = _chosen(flags, usual)
         added = {key: word for key, word in added.items() if key not in taken}
-    inner: set[str] = set()  # groups that an added option brings along, such as the recipe of an experiment
+    inner: set[str] = set()  # groups set by an added option, such as the recipe of an experiment
     if len(added) > 1:
         for key, word in added.items():
             inner |= _chosen(flags, [*usual, f"+{word}"]) - {key}
@@ -118,35 +133,35 @@ def _signs(flags: Namespace) -> dict[str | None, str]:
 
 
 def _places(flags: Namespace) -> list[Path]:
-    """Return the folders that offer options of groups."""
+    """Return the folders that contain options of groups."""
     return [*searched(), *([folder] if (folder := folder_of_flags(flags)) else [])]
 
 
 def folder_of_flags(flags: Namespace) -> Path | None:
-    """Return the folder of groups that ``--config-dir`` names, if it exists."""
+    """Return the folder given by ``--config-dir``, if it exists."""
     folder = Path(flags.config_dir).resolve() if flags.config_dir else None
     return folder if folder and folder.is_dir() else None
 
 
 def _null_option(flags: Namespace, word: str) -> str:
-    """Return a sentence about ``word``, such as ``logger=null``, which names no option; it has those of the group."""
+    """Explain that ``word``, such as ``logger=null``, does not name an option, and list the group's options."""
     group, _, given = word.lstrip("+").partition("=")
     options = {option for conf in _places(flags) for name, option, _ in options_in(conf) if name == group}
-    fact = f"{word}: {given or 'null'} is no option of the group {group}"
+    fact = f"{word}: {given or 'null'} is not an option of the group {group}"
     return f"{fact}. Set {group}=none." if "none" in options else f"{fact}{neighbours('null', options)}"
 
 
 def _chosen(flags: Namespace, words: Sequence[str]) -> set[str]:
-    """Return the groups with an option in the configuration composed from ``words``, or from a sweep's first point.
+    """Return the groups that have an option in the configuration composed from ``words`` (a sweep's first point).
 
-    Return none if the words cannot be composed; the error is reported when everything is composed.
+    The result is empty if the words cannot be composed; the error is reported when everything is composed.
     """
     own = hydra_of_first_point(flags, words)
     return set() if own is None else {str(group) for group in own.runtime.choices}
 
 
 def hydra_of_first_point(flags: Namespace, words: Sequence[str]) -> DictConfig | None:
-    """Compose ``words``, or a sweep's first point; return Hydra's own part, or None if that fails."""
+    """Compose ``words``, or a sweep's first point, and return Hydra's own section; None if that fails."""
     GlobalHydra.instance().clear()
     first = [re.sub(r"^([^=,]*=[^,()\[\]]*),.*", r"\1", word, flags=re.DOTALL) for word in words]
     try:
@@ -158,8 +173,107 @@ def hydra_of_first_point(flags: Namespace, words: Sequence[str]) -> DictConfig |
 
 
 def brings_files(arguments: Sequence[str]) -> bool:
-    """Return whether the words choose an option that may configure Hydra itself, as an experiment's file can."""
+    """Return whether the words choose an option that may configure Hydra itself, such as an experiment file."""
     flags, _ = get_args_parser().parse_known_args(list(arguments))
     keys = [key for word in flags.overrides if (key := _choice(word)) is not None]
     groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)} - {*GROUPS}
     return any(key.partition("@")[0] in groups for key in keys)
+
+
+def readable(words: Sequence[str]) -> list[str]:
+    """Rewrite ``key=value`` words so that Hydra reads each value as the key's type.
+
+    A text value may look like a number, as in ``run.name=1e3``, and may contain characters such as ``~`` and ``é``
+    without quotes. An integer may be written as ``1e3``.
+    """
+    types = _Types(words)
+    return [_readable(word, types) if "=" in word and not word.startswith("-") else word for word in words]
+
+
+def _readable(word: str, types: _Types) -> str:
+    name, _, value = word.partition("=")
+    if any(each in value for each in "'\"()\\"):
+        return word
+    if "${" in value:
+        return f"{name}={_quoted(value)}" if _UNREADABLE.search(re.sub(r"\$\{[^}]*\}", "", value)) else word
+    is_mapping = "{" in value
+
+    def rewritten(match: re.Match[str]) -> str:
+        item = text = match[1].rstrip()
+        if _UNREADABLE.search(item):
+            item = _quoted(text)
+        elif not is_mapping and (_NUMBER.fullmatch(text) or text.lower() in ("true", "false")):
+            kind = types.of(key_of(word))
+            item = _quoted(text) if kind is str else _whole(text) if kind is int else text
+        return match[0].replace(text, item)
+
+    return f"{name}={(_ITEM_OF_MAPPING if is_mapping else _ITEM).sub(rewritten, value)}"
+
+
+def _quoted(text: str) -> str:
+    quoted: str = QuotedString(text, Quote.single).with_quotes()
+    return quoted
+
+
+def _whole(text: str) -> str:
+    """Return an integer such as 1e3 in digits, and other text unchanged."""
+    if text.lower() in ("true", "false"):
+        return text
+    number = Decimal(text.replace("_", ""))
+    is_whole = number.is_finite() and number.adjusted() < _DIGITS and number == number.to_integral_value()
+    return str(int(number)) if is_whole else text
+
+
+@cache
+def registered() -> DictConfig:
+    """Register the schema with Hydra, and return its node, which must not be modified."""
+    ConfigStore.instance().store("schema", node=Schema)
+    schema: DictConfig = ConfigStore.instance().repo["schema.yaml"].node
+    return schema
+
+
+class _Types:
+    """The types of a configuration's keys."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = words
+        self._schema = registered()
+        self._composed: DictConfig | None = None
+
+    def of(self, key: str) -> type | None:
+        """Return str or int if ``key`` has this type or is a list of it, otherwise None."""
+        node = _node(self._schema, key)
+        if node is None and key.partition(".")[0] in ("cluster", "launcher"):  # the launcher's own keys
+            node = _node(self._chosen(), key)
+        if isinstance(node, ListConfig):
+            return next((kind for kind in (str, int) if node._metadata.element_type is kind), None)
+        if isinstance(node, StringNode | AnyNode | DictConfig):
+            return str  # for a section or group, the value is the name of an option
+        is_number = isinstance(node, IntegerNode) or (isinstance(node, UnionNode) and int in _options(node))
+        return int if is_number else None
+
+    def _chosen(self) -> DictConfig:
+        """Compose the chosen cluster, including its launcher."""
+        if self._composed is None:
+            GlobalHydra.instance().clear()
+            chosen = [word.lstrip("+") for word in self._words if re.fullmatch(r"\+?cluster=\w+", word)]
+            try:
+                with initialize_config_dir(str(main_conf()), version_base="1.3"):
+                    self._composed = compose("config", overrides=chosen)
+            except (HydraException, OmegaConfBaseException, ConfigError):
+                self._composed = OmegaConf.create()  # reported when everything is composed
+        return self._composed
+
+
+def _options(node: UnionNode) -> Sequence[Any]:
+    hint = node._metadata.ref_type
+    return get_args(hint) if get_origin(hint) else ()
+
+
+def _node(cfg: Any, key: str) -> Any:
+    """Return the node at a dotted key without resolving it; None if it does not exist."""
+    for name in key.split("."):
+        if not isinstance(cfg, DictConfig) or cfg._is_none() or cfg._is_missing():
+            return None
+        cfg = cfg._get_node(name, validate_access=False)
+    return cfg

@@ -1,4 +1,4 @@
-"""Composes the configuration once, with Hydra, in the launching process."""
+"""Composes the configuration with Hydra, once, in the launching process."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.config.arguments import key_of
-from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised
+from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised, registered
 from worldsize.config.explain import explain, forget_files, place_of, scheduler_option
 from worldsize.config.launcher_schema import LauncherSource
 from worldsize.config.learning_rate import with_rate
 from worldsize.config.objective import SweepEnded
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import check_unique, main_conf, searched
-from worldsize.config.values import registered
 from worldsize.core.limits import FilePath, check_limits, hints_of
 from worldsize.errors import ConfigError, neighbours
 
 _logger = logging.getLogger(__name__)
 
-_FEW = 4  # runs of a sweep whose checks take no time that needs a message
-_LONG_NUMBER = re.compile(r"\d{1001}")  # Python refuses those of 4,300 digits with an error of its own
+_FEW = 4  # largest number of runs in a sweep that is checked without a message
+_LONG_NUMBER = re.compile(r"\d{1001}")  # Python itself raises an error at 4,300 digits
 
 
 class _Folders(SearchPathPlugin):
-    """Adds every ``conf/`` of the working directory, the plugins and the recipes, and the folder of ``--config-dir``.
+    """Adds every ``conf/`` of the working directory, plugins and recipes, and the folder of ``--config-dir``.
 
-    Hydra also adds the last one, but would read its files without the checks of :class:`LauncherSource`.
+    Hydra also adds the folder of ``--config-dir``, but would skip the checks of :class:`LauncherSource`.
     """
 
     additional: ClassVar[Path | None] = None
@@ -63,17 +62,17 @@ class _Folders(SearchPathPlugin):
 
 
 def assigned(key: str, value: object) -> str:
-    """Return the override that sets ``key`` to the text of ``value``, with any characters escaped."""
+    """Return the override that sets ``key`` to the text of ``value``, quoted and escaped."""
     text = str(value).replace("${", r"\${")
     return f"{key}={QuotedString(text, Quote.single).with_quotes()}"
 
 
 def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:
-    """Run Hydra's command line over ``arguments``; ``task`` is called once for each composed configuration.
+    """Run Hydra's command line with ``arguments``, and call ``task`` once for each composed configuration.
 
     Raises:
-        ConfigError: Hydra or OmegaConf refuses the words (with similar names for a misspelt one), two places offer the
-            same option, a search has no metric, or the folder of a sweep cannot be made.
+        ConfigError: Hydra or OmegaConf rejects the arguments (suggesting similar names), two folders define the same
+            option, a search lacks a metric, or the folder of a sweep cannot be created.
     """
     _prepare(arguments)
     sys.argv[1:] = words = normalised(arguments)
@@ -89,9 +88,9 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         code = cast("FunctionType", task).__code__
         if error.__cause__ or any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
-            raise  # of the task, perhaps in another process, and not of Hydra
+            raise  # raised by the task, perhaps in a child process, not by Hydra
         if isinstance(error, OSError) and error.filename is None:
-            raise  # of the output, such as a pipe that nobody reads
+            raise  # an output error, such as a closed pipe
         if isinstance(error, OSError):
             raise ConfigError(
                 f"{error.filename} cannot be written: {error.strerror}. "
@@ -105,7 +104,7 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
 
 
 def wants_sweep(arguments: Sequence[str]) -> bool:
-    """Return whether the words, or a file that they choose, request a sweep instead of one run."""
+    """Return whether the arguments, or a file that they select, request a sweep instead of one run."""
     flags, _ = get_args_parser().parse_known_args(list(arguments))
     if flags.multirun or any(word.startswith("hydra.mode=") for word in arguments):
         return True
@@ -114,7 +113,7 @@ def wants_sweep(arguments: Sequence[str]) -> bool:
 
 
 def is_side_by_side(arguments: Sequence[str]) -> bool:
-    """Return whether the words, or a file, choose Hydra's joblib launcher, whose processes are children of this one."""
+    """Return whether the arguments, or a file, select Hydra's joblib launcher, which runs in child processes."""
     if "hydra/launcher=joblib" in (word.lstrip("+") for word in arguments):
         return True
     own = _hydra_by_files(arguments)
@@ -122,10 +121,10 @@ def is_side_by_side(arguments: Sequence[str]) -> bool:
 
 
 def sweep_points(arguments: Sequence[str]) -> Iterator[DictConfig]:
-    """Compose each run of a sweep over listed values; none for a search, which decides on its runs while it trains.
+    """Compose each run of a sweep over listed values; a search yields none, since it selects runs as it proceeds.
 
     Raises:
-        ConfigError: as of :func:`compose_and_call`.
+        ConfigError: see :func:`compose_and_call`.
     """
     _prepare(arguments)
     flags = get_args_parser().parse_args(normalised(arguments))
@@ -149,7 +148,7 @@ def sweep_points(arguments: Sequence[str]) -> Iterator[DictConfig]:
 
 
 def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:
-    """Return Hydra's own configuration if a file may change it; None if none does, or if the words will be refused."""
+    """Return Hydra's own configuration if a selected file may change it; None if not, or if arguments are invalid."""
     if not brings_files(arguments):
         return None
     try:
@@ -161,10 +160,10 @@ def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:
 
 
 def compose_only(arguments: Sequence[str]) -> DictConfig:
-    """Compose another user's configuration without Hydra's command line, which would call functions that it names.
+    """Compose another user's configuration, without the code that Hydra's command line would run.
 
     Raises:
-        ConfigError: as of :func:`compose_and_call`; or the configuration changes Hydra itself.
+        ConfigError: see :func:`compose_and_call`; or the configuration changes Hydra itself.
     """
     _prepare(arguments)
     words = normalised(arguments)
@@ -176,16 +175,16 @@ def compose_only(arguments: Sequence[str]) -> DictConfig:
     before, after = _hydra_of(usual), _hydra_of(cfg)
     if changed := sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)):
         raise ConfigError(
-            f"the configuration changes hydra.{changed[0]}, and the record is of another user. "
-            "Look at it, and begin a run of your own with it; nothing was started."
+            f"the configuration changes hydra.{changed[0]}, and the record is another user's. "
+            "Look at it, and begin your own run with it; nothing was started."
         )
     return _with_home(_entered(cfg))
 
 
 def _single_run(words: Sequence[str]) -> DictConfig | None:
-    """Compose a single run in half the time of Hydra's command line, which composes it twice.
+    """Compose a single run once, instead of twice as Hydra's command line does.
 
-    Return None if Hydra's command line is needed: for flags, a sweep, callbacks, logging or variables.
+    Return None if Hydra's command line is needed: for flags, a sweep, callbacks, logging or environment variables.
     """
     if any(word.startswith("-") for word in words):
         return None
@@ -213,7 +212,7 @@ def _composed(words: Sequence[str]) -> DictConfig:
 
 
 def _entered(cfg: DictConfig) -> DictConfig:
-    """Register ``cfg`` with :class:`HydraConfig` as the current run; return it without Hydra's own part."""
+    """Register ``cfg`` with :class:`HydraConfig` as the current run; return it without Hydra's own section."""
     HydraConfig.instance().set_config(cfg)
     own = deepcopy(cfg)
     with open_dict(own):
@@ -222,17 +221,17 @@ def _entered(cfg: DictConfig) -> DictConfig:
 
 
 def _with_home(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with ``~`` expanded in the paths that the schema names."""
+    """Return the configuration with ``~`` expanded in all keys that the schema declares as paths."""
     for key in _paths(Schema):
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.startswith("~"):
-            with suppress(RuntimeError):  # a user who does not exist: the path is refused where it is read
+            with suppress(RuntimeError):  # unknown user; reading the path will fail
                 OmegaConf.update(cfg, key, str(Path(value).expanduser()))
     return cfg
 
 
 def _paths(section: type, above: str = "") -> Iterator[str]:
-    """Yield the keys of paths in a section of the schema and the sections in it."""
+    """Yield the keys of all paths in a section of the schema, including its subsections."""
     for name, hint in hints_of(section).items():
         if is_dataclass(hint) and isinstance(hint, type):
             yield from _paths(hint, f"{above}{name}.")
@@ -241,17 +240,17 @@ def _paths(section: type, above: str = "") -> Iterator[str]:
 
 
 def _hydra_of(cfg: DictConfig) -> dict[str, Any]:
-    """Return Hydra's own configuration, without its records of arguments and of this process."""
+    """Return Hydra's own configuration, without information about the arguments and this process."""
     plain = cast("dict[str, Any]", OmegaConf.to_container(cfg.hydra))
     plain["job"].pop("override_dirname", None)
     return {key: value for key, value in plain.items() if key not in ("runtime", "overrides")}
 
 
 def _prepare(arguments: Sequence[str]) -> None:
-    """Register our configuration with Hydra; raise ConfigError for words that Hydra would accept but must not."""
+    """Register our configuration with Hydra; raise ConfigError for arguments that Hydra would wrongly accept."""
     for word in arguments:
         if _LONG_NUMBER.search(word):
-            raise ConfigError(f"{key_of(word)[:80]} has a number of more than 1,000 digits, which nothing takes.")
+            raise ConfigError(f"{key_of(word)[:80]} has a number of more than 1,000 digits; no key takes that.")
     forget_files()
     _Folders.additional = folder_of_flags(get_args_parser().parse_known_args(list(arguments))[0])
     check_unique([_Folders.additional] if _Folders.additional else [])
@@ -260,15 +259,15 @@ def _prepare(arguments: Sequence[str]) -> None:
     registered()
     Plugins.instance().register(LauncherSource)
     Plugins.instance().register(_Folders)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors must be raised to us, not printed
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # make Hydra raise errors instead of printing them
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Convert the configuration to plain containers with every interpolation resolved.
 
     Raises:
-        ConfigError: a key does not exist, a value is missing or outside what the schema's annotations say, or an
-            interpolation cannot be resolved.
+        ConfigError: a key does not exist, a value is missing or violates the schema's annotations, or an interpolation
+            cannot be resolved.
     """
     cfg = with_rate(cfg)
     _check_keys(cfg, "")
@@ -282,9 +281,9 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_checked: bool = False) -> None:
-    """Check ``plain``, the resolved ``node``, against the annotations of the section and of its subsections.
+    """Check ``plain``, the resolved ``node``, against the annotations of the section and its subsections.
 
-    A section ``is_checked`` if its parent's annotation already covers it.
+    ``is_checked``: whether the annotation of the parent section already covers this section.
     """
     kind = OmegaConf.get_type(node)
     hints = hints_of(kind) if is_dataclass(kind) else {}
@@ -298,12 +297,12 @@ def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_c
 
 
 def variables_of(cfg: DictConfig) -> set[str]:
-    """Return the names of environment variables that a composed configuration reads by ``${oc.env:NAME}``."""
+    """Return the names of environment variables that a configuration refers to as ``${oc.env:NAME}``."""
     return set(re.findall(r"\$\{oc\.env:\s*(\w+)", OmegaConf.to_yaml(cfg, resolve=False)))
 
 
 def _check_keys(node: DictConfig, path: str) -> None:
-    """Raise ConfigError if the schema lacks a key added by ``+key=value``, or a required key has no value."""
+    """Raise ConfigError if a key added by ``+key=value`` is not in the schema, or a required key has no value."""
     kind = OmegaConf.get_type(node)
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else set(map(str, node))
     for key in map(str, node):
@@ -327,12 +326,12 @@ def choices() -> dict[str, str]:
 
 
 def task_overrides() -> list[str]:
-    """Return the overrides typed for this run; in a sweep, those of this point."""
+    """Return the user's overrides for this run, or in a sweep, for this point."""
     return list(HydraConfig.get().overrides.task)
 
 
 def additional_folder() -> str | None:
-    """Return the absolute path of the folder of groups that ``--config-dir`` named, if one was."""
+    """Return the absolute path of the folder given by ``--config-dir``, or None."""
     sources = HydraConfig.get().runtime.config_sources
     return next((str(source.path) for source in sources if source.provider == "command-line"), None)
 

@@ -1,7 +1,7 @@
-"""Completes the settings of a composed configuration, and refuses typed values that can have no effect.
+"""Completes the settings of a composed configuration, and refuses overrides without effect.
 
-It fills in the folders of plugins, the processes of this machine, the group of a sweep, and the number of steps for
-lengths in epochs, samples or tokens.
+It fills in the plugin folders, the processes on this machine, the group of a sweep, and the number of steps for lengths
+in epochs, samples or tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,8 +19,9 @@ from worldsize.config.arguments import key_of
 from worldsize.config.cluster import with_tiers, with_topology
 from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
 from worldsize.config.learning_rate import scaled_lr
+from worldsize.config.purpose import TRAIN, Purpose
 from worldsize.config.search_path import installed, make_importable, roots
-from worldsize.config.settings import Settings, load_settings, load_shape, recipe_of, with_initial
+from worldsize.config.settings import Objects, Settings, load_recipe, load_settings, load_shape
 from worldsize.config.shape import RunShape, nodes_of, with_processes
 from worldsize.core import Numerics, Recipe
 from worldsize.data.batches import is_iterable
@@ -29,67 +30,111 @@ from worldsize.devices import device_count
 from worldsize.errors import ConfigError
 
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?) ?([kMG]?) ?(step|epoch|sample|token)s?")
-_OF_SHAPE = (  # keys that decide about processes
-    *("run", "cluster", "strategy", "reproducibility", "numerics", "launcher", "logical_ranks", "checkpoint"),
-    "data_workers",
-)
 _SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
-def settings_of(cfg: DictConfig, *, samples_per_logical_rank: int | None = None) -> Settings:
-    """Build typed settings, completed with values that only the launching process knows.
+@dataclass(frozen=True)
+class Length:
+    """A length in steps, epochs, samples or tokens; ``text`` is the value of ``key``, such as "10M tokens"."""
+
+    key: str
+    text: str
+    count: float
+    unit: str
+
+    def steps(self, recipe: Recipe, batch_size: int) -> int:
+        """Return the length in steps, rounded up.
+
+        Raises:
+            ConfigError: the data are a stream without a length, or the recipe does not define tokens per sample.
+        """
+        match self.unit:
+            case "step":
+                return math.ceil(self.count)
+            case "sample":
+                return math.ceil(self.count / batch_size)
+            case "epoch":
+                dataset = recipe.data("train")
+                if is_iterable(dataset):
+                    raise ConfigError(
+                        f"{self.key}={self.text}: the data are a stream, of unknown length. Give steps instead."
+                    )
+                return steps_of(self.count, epoch_length(dataset), batch_size)
+        if (tokens := recipe.tokens_per_sample()) is None:
+            raise ConfigError(
+                f"{self.key}={self.text}: {type(recipe).__name__} does not define the number of tokens per sample. "
+                "Define Recipe.tokens_per_sample, or give steps, samples or epochs."
+            )
+        return math.ceil(self.count / (batch_size * tokens))
+
+
+def settings_of(cfg: DictConfig, purpose: Purpose = TRAIN, *, samples_per_logical_rank: int | None = None) -> Settings:
+    """Build typed settings, including values that only the launching process can determine.
 
     Args:
-        cfg: The composed configuration; the values that it lacks are set in it.
-        samples_per_logical_rank: It replaces the batch size, so that this divides under every strategy.
+        cfg: The composed configuration.
+        purpose: The purpose of the run; it implies some values.
+        samples_per_logical_rank: Determines the batch size, so that it divides evenly under every strategy.
 
     Raises:
-        ConfigError: a value is missing or wrong, or the length of the run is given twice.
+        ConfigError: a value is missing or invalid, or the length of the run is given twice.
     """
     make_importable(roots())
-    if "hosts" in cfg.cluster:
-        cfg.cluster.nodes = nodes_of(cfg.cluster.hosts, spare=cfg.cluster.spare_nodes)
     _check_length(cfg)
-    _unite_values(cfg)
-    if has_own_batches(cfg):
-        samples_per_logical_rank = cfg.evaluate_batch_size = 1
+    cfg = with_values(cfg, purpose.values())
+    if "hosts" in cfg.cluster:
+        cfg = with_values(cfg, {"cluster.nodes": nodes_of(cfg.cluster.hosts, spare=cfg.cluster.spare_nodes)})
+    cfg = with_values(cfg, _united_values(cfg))
     lengths = lengths_of(cfg)
-    for key in ("steps", *lengths) if cfg.epochs is not None else lengths:
-        OmegaConf.update(cfg, key, 1)  # until the length of the data is known
-    config = _completed(resolved(cfg))
-    shape, shaped = load_shape(config), config
+    cfg = with_values(cfg, dict.fromkeys(lengths, 1))  # placeholder; the data do not depend on the number of steps
+    if has_own_batches(cfg):
+        samples_per_logical_rank, cfg = 1, with_values(cfg, {"evaluate_batch_size": 1})
+    objects = Objects(_completed(cfg))
+    shape = load_shape(objects)
     if samples_per_logical_rank is not None:
-        cfg.batch_size = samples_per_logical_rank * shape.logical_ranks
-        config = _completed(resolved(cfg))
-    if cfg.epochs is not None or lengths:
+        cfg = with_values(cfg, {"batch_size": samples_per_logical_rank * shape.logical_ranks})
+        objects = Objects(_completed(cfg), objects.built)
+    computed = _scaled_rate(cfg, shape)
+    if lengths:
         shape.check_batch(cfg.batch_size)  # before the data are read
-        _set_lengths(cfg, with_initial(recipe_of(config), config)[0], lengths)
-    scaled = _with_scaled_lr(cfg, shape)
-    if scaled is not cfg or cfg.epochs is not None or lengths:
-        config = _completed(resolved(scaled))  # again, since schedules interpolate these values
-    if any(config.get(key) != shaped.get(key) for key in _OF_SHAPE):  # and so do these, now and then
-        shape = load_shape(config)
-    return _with_profile_in_run(load_settings(config, shape))
+        recipe, _ = load_recipe(objects)
+        computed |= {key: length.steps(recipe, cfg.batch_size) for key, length in lengths.items()}
+    if computed:
+        objects = Objects(_completed(with_values(cfg, computed)), objects.built)
+    settings = load_settings(objects)
+    profiled, steps = settings.observe.profile.steps, settings.training.steps
+    if profiled is not None and profiled[1] > steps:
+        raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
+    return settings
+
+
+def with_values(cfg: DictConfig, values: Mapping[str, object]) -> DictConfig:
+    """Return a copy of the configuration with these values, ignoring keys unknown to its launcher or strategy."""
+    copy = deepcopy(cfg) if values else cfg
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if section not in ("launcher", "strategy") or name in copy[section]:
+            OmegaConf.update(copy, key, value, merge=False)
+    return copy
 
 
 def has_own_batches(cfg: DictConfig) -> bool:
-    """Return whether each sample of the recipe's data is a batch already, which ``batch_size=null`` says.
+    """Return whether each sample of the recipe's data is already a batch (``batch_size=null``).
 
     Raises:
         ConfigError: ``batch_size`` is missing.
     """
     if OmegaConf.is_missing(cfg, "batch_size"):
         raise ConfigError(
-            "batch_size is missing: how many samples has a step? Set batch_size=64 or another number, or "
-            "batch_size=null if the recipe's data are batches already."
+            "batch_size is missing. Set e.g. batch_size=64, or batch_size=null if the recipe's data are batches."
         )
     return cfg.batch_size is None
 
 
 def _check_length(cfg: DictConfig) -> None:
-    """Raise ConfigError unless one of ``steps`` and ``epochs`` says how long the run is.
+    """Raise ConfigError unless exactly one of ``steps`` and ``epochs`` sets the length of the run.
 
-    A recipe's own ``steps`` give way to ``epochs``; typed ones do not.
+    ``epochs`` takes precedence over ``steps`` from a recipe, but conflicts with ``steps`` on the command line.
     """
     has_steps = not OmegaConf.is_missing(cfg, "steps") and cfg.steps is not None
     if not has_steps and cfg.epochs is None:
@@ -97,101 +142,54 @@ def _check_length(cfg: DictConfig) -> None:
     is_typed = any(word.lstrip("+").startswith("steps=") for word in task_overrides())
     if has_steps and cfg.epochs is not None and is_typed:
         raise ConfigError(
-            f"steps={cfg.steps} is given, and so is epochs={cfg.epochs}, which would decide how long the run is. "
+            f"steps={cfg.steps} is given, and so is epochs={cfg.epochs}, which would take precedence. "
             f"Set epochs=null steps={cfg.steps}, or leave steps out."
         )
 
 
-def lengths_of(cfg: DictConfig) -> dict[str, str]:
-    """Return the lengths of the schedule that are written as text, such as "2 epochs", by key."""
-    return dict(written_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
+def lengths_of(cfg: DictConfig) -> dict[str, Length]:
+    """Return the lengths to convert to steps, by the key that receives the number of steps."""
+    lengths = dict(written_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
+    run = {} if cfg.epochs is None else {"steps": Length("epochs", f"{cfg.epochs:g}", float(cfg.epochs), "epoch")}
+    return {**run, **lengths}
 
 
-def _with_profile_in_run(settings: Settings) -> Settings:
-    """Return the settings; raise ConfigError if the profile names steps that the run does not reach."""
-    profiled, steps = settings.observe.profile.steps, settings.training.steps
-    if profiled is not None and profiled[1] > steps:
-        raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
-    return settings
-
-
-def _with_scaled_lr(cfg: DictConfig, shape: RunShape) -> DictConfig:
-    """Return the configuration with the learning rate that ``cluster.scale_lr`` makes of the typed one.
+def _scaled_rate(cfg: DictConfig, shape: RunShape) -> dict[str, object]:
+    """Return the learning rate, by its key, if ``cluster.scale_lr`` changes it.
 
     Raises:
-        ConfigError: the rule has no meaning for this run.
+        ConfigError: the scaling rule does not apply to this run.
     """
     typed = None if OmegaConf.is_missing(cfg, "lr") else cfg.lr
     if shape.run.evaluates is not None or (lr := scaled_lr(shape, typed, batch_size=cfg.batch_size)) == typed:
-        return cfg
-    scaled = deepcopy(cfg)
-    scaled.lr = lr
-    return scaled
+        return {}
+    return {"lr": lr}
 
 
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    kind = config["cluster"]["device"] or "cpu"  # null: decided by the number of GPUs, which are other machines'
+def _completed(cfg: DictConfig) -> dict[str, Any]:
+    config = resolved(cfg)
+    kind = config["cluster"]["device"] or "cpu"  # null depends on the number of GPUs on other machines
     gpus = device_count(kind) if kind != "cpu" else 0
     group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
     places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
     run = {**config["run"], "group": group, **places}
     cluster = with_topology(with_tiers(with_processes(config["cluster"], gpus)))
-    # the launcher's options were resolved before the hosts were ordered
+    # the launcher's options were resolved before hosts were ordered
     hosts = {"hosts": cluster["hosts"]} if "hosts" in config["launcher"] and "hosts" in cluster else {}
     return {**config, "cluster": cluster, "launcher": {**config["launcher"], **hosts}, "run": run}
 
 
-def _set_lengths(cfg: DictConfig, recipe: Recipe, lengths: Mapping[str, str]) -> None:
-    """Set the steps of ``epochs``, and of the schedule's ``lengths`` by key, that follow from the recipe's data."""
-    if cfg.epochs is not None:
-        length = _epoch(recipe, "epochs needs a data set with a length; this one is a stream. Set steps instead.")
-        cfg.steps = steps_of(float(cfg.epochs), length, cfg.batch_size)
-    for key, text in lengths.items():
-        OmegaConf.update(cfg, key, _length_in_steps(text, recipe, cfg.batch_size, key=key))
-
-
-def _epoch(recipe: Recipe, refusal: str) -> int:
-    """Return the samples of an epoch; raise ConfigError with this text if the data are a stream."""
-    dataset = recipe.data("train")
-    if is_iterable(dataset):
-        raise ConfigError(refusal)
-    return epoch_length(dataset)
-
-
-def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, str]]:
-    """Yield the key and the text of each length below ``node``, such as "2 epochs" or "10M tokens"."""
+def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, Length]]:
+    """Yield each length in ``node``, such as "2 epochs" or "10M tokens", with its key."""
     children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for name, child in children:
         yield from written_lengths(child, f"{key}.{name}")
-    if isinstance(node, str) and _LENGTH.fullmatch(node.strip()):
-        yield key, node.strip()
+    if isinstance(node, str) and (match := _LENGTH.fullmatch(node.strip())):
+        number, scale, unit = match.groups()
+        yield key, Length(key, match[0], float(number) * _SCALES[scale], unit)
 
 
-def _length_in_steps(text: str, recipe: Recipe, batch_size: int, *, key: str) -> int:
-    """Convert a length, the value of ``key``, to steps, rounded up.
-
-    Raises:
-        ConfigError: the data are a stream without a length, or the recipe does not say how many tokens a sample has.
-    """
-    match = _LENGTH.fullmatch(text)
-    assert match is not None, text
-    number, scale, unit = match.groups()
-    count = float(number) * _SCALES[scale]
-    if unit == "epoch":
-        refusal = f"{key}={text}: the data are a stream, of which no length is known. Give steps instead."
-        return steps_of(count, _epoch(recipe, refusal), batch_size)
-    if unit == "token":
-        tokens = recipe.tokens_per_sample()
-        if tokens is None:
-            raise ConfigError(
-                f"{key}={text}: {type(recipe).__name__} does not say how many tokens a sample has. "
-                "Define Recipe.tokens_per_sample, or give steps, samples or epochs."
-            )
-        return math.ceil(count / (batch_size * tokens))
-    return math.ceil(count / batch_size) if unit == "sample" else math.ceil(count)
-
-
-_Switch = tuple[tuple[str, ...], Callable[[DictConfig], bool], str]  # keys; whether they count; what makes them count
+_Switch = tuple[tuple[str, ...], Callable[[DictConfig], bool], str]  # keys; whether they take effect; remedy if not
 _SWITCHES: tuple[_Switch, ...] = (
     (("ema.every", "ema.warmup"), lambda cfg: cfg.ema.decay is not None, "ema.decay=0.999"),
     (
@@ -204,13 +202,14 @@ _SWITCHES: tuple[_Switch, ...] = (
     (("compile_mode",), lambda cfg: bool(cfg.compile), "compile=true"),
     (("init_from_strict",), lambda cfg: cfg.init_from is not None, "init_from=PATH"),
 )
-_PURPOSES = {"run.evaluates": "evaluate", "run.examine": "doctor"}  # keys that other commands set
-_GROUPS = ("optimizer", "schedule", "data")  # a recipe's YAML refers to those that it takes
+_PURPOSES = {"run.evaluates": "evaluate", "run.examine": "doctor"}  # keys set by other commands
+_GROUPS = ("optimizer", "schedule", "data")  # a recipe's YAML refers to the groups that it uses
 
 
 def check_effects(cfg: DictConfig) -> None:
-    """Raise ConfigError if a typed word sets a value that this run does not read, or that a different command sets."""
+    """Raise ConfigError if an override has no effect on this run, or sets a key reserved for a different command."""
     typed = {key_of(word): word for word in task_overrides() if not word.startswith("~")}
+    cfg = with_values(cfg, _united_values(cfg))
     for key in typed.keys() & _PURPOSES.keys():
         if OmegaConf.select(cfg, key) is not None:
             raise ConfigError(f"{typed[key]} is set by `worldsize {_PURPOSES[key]}`. Call that instead.")
@@ -228,38 +227,39 @@ def check_effects(cfg: DictConfig) -> None:
             )
 
 
-def _unite_values(cfg: DictConfig) -> None:
-    """Unite values that two sections have.
+def _united_values(cfg: DictConfig) -> dict[str, object]:
+    """Return the values, by key, that reconcile settings which exist in two sections.
 
-    The optimizer's own learning rate becomes the run's ``lr``, and a reference to it. So ``optimizer.lr=0.1`` and
-    ``lr=0.1`` are the same run, in its record and under ``cluster.scale_lr``, too. A typed ``clip_norm=0.5`` replaces
-    the ``numerics.clip_norm`` of a file.
+    A learning rate in the optimizer section becomes the run's ``lr``, and the optimizer then refers to it. Therefore
+    ``optimizer.lr=0.1`` and ``lr=0.1`` give the same run, including its record and ``cluster.scale_lr``. An override
+    ``clip_norm=0.5`` replaces the ``numerics.clip_norm`` from a file.
 
     Raises:
-        ConfigError: both are typed.
+        ConfigError: both settings are overridden.
     """
     typed = {key_of(word): word for word in task_overrides() if not word.startswith("~")}
+    values: dict[str, object] = {}
     for key in typed.keys() & {each.name for each in fields(Numerics)}:
         if not OmegaConf.is_interpolation(cfg.numerics, key):
             if (other := typed.get(f"numerics.{key}")) is not None:
                 raise ConfigError(f"{typed[key]} is given, and so is {other}. Leave one of them out.")
-            cfg.numerics[key] = f"${{{key}}}"
+            values[f"numerics.{key}"] = f"${{{key}}}"
     if not OmegaConf.is_dict(cfg.optimizer) or "lr" not in cfg.optimizer or not is_taken(cfg, "optimizer"):
-        return
+        return values
     if OmegaConf.is_interpolation(cfg.optimizer, "lr") or OmegaConf.is_missing(cfg.optimizer, "lr"):
-        return
+        return values
     rate = cfg.optimizer.lr
     if isinstance(rate, bool) or not isinstance(rate, int | float):
-        return
+        return values
     if "lr" in typed and cfg.lr != rate:
         raise ConfigError(f"{typed['lr']} is given, and so is optimizer.lr={rate}. Leave one of them out.")
-    cfg.lr, cfg.optimizer.lr = float(rate), "${lr}"
+    return {**values, "lr": float(rate), "optimizer.lr": "${lr}"}
 
 
 def is_taken(cfg: DictConfig, key: str) -> bool:
-    """Return whether a section other than ``key`` itself refers to it, perhaps by sections that it refers to.
+    """Return whether another section refers to ``key``, directly or through a group such as ``optimizer``.
 
-    A group such as ``optimizer`` counts only where it is taken itself.
+    A reference in such a group counts only if another section in turn refers to the group.
     """
     return _is_taken(cast("dict[str, Any]", OmegaConf.to_container(cfg)), key)
 

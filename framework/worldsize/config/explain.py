@@ -1,4 +1,4 @@
-"""Rewrites errors of Hydra and OmegaConf in one sentence: the fact, then the remedy and similar names."""
+"""Rewrites errors of Hydra and OmegaConf as short messages: the fact, the remedy and similar names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worldsize.errors import ConfigError, neighbours
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
-    """Convert ``error`` to a ConfigError that explains it; ``overrides`` are those that the user typed."""
+    """Convert ``error`` to a ConfigError that explains it; ``overrides`` are the user's."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return ConfigError(_unknown_option(error))
     text = f"{error}\n{error.__cause__}"
@@ -36,9 +36,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if unknown:
         full = re.search(r"full_key: (\S+)", text)
         key = unknown[1] or (full[1] if full else unknown[2])
-        if full and full[1].startswith(f"{key}."):  # of a mapping that was given as the value
+        if full and full[1].startswith(f"{key}."):  # the unknown key is inside a mapping given as the value
             key = full[1]
-        place = place_of(key)  # before others are composed, to see what they have
+        place = place_of(key)  # before other configurations are composed for comparison
         return ConfigError(f"{_unknown_key(key, overrides)}{place}")
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     merged = re.match(r"Error merging override \+*([\w.]+)=", str(error))
@@ -62,7 +62,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
 
 
 def _with_remedy(text: str) -> str:
-    """Return a sentence of Hydra in the words of a command line, with what to do."""
+    """Rewrite a known Hydra message with a remedy for the command line; return other messages unchanged."""
     for pattern, sentence in _SENTENCES.items():
         if match := re.match(pattern, text, re.DOTALL):
             return match.expand(sentence)
@@ -70,7 +70,7 @@ def _with_remedy(text: str) -> str:
 
 
 def _unresolved(error: OmegaConfBaseException) -> str:
-    """Explain an interpolation that has no value."""
+    """Explain an interpolation without a value."""
     text, key = _first_line(error), f"{error.full_key}: " if error.full_key else ""
     if "GrammarParseError" in text or isinstance(error, GrammarParseError):
         return f"{key}${{...}} cannot be read. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or leave ${{ out."
@@ -110,7 +110,7 @@ _SENTENCES = {
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first informative line of a message, without the name of Hydra's exception."""
+    """Return the first informative line of a message, without Hydra's exception name."""
     lines = [line.strip() for line in str(error).splitlines()]
     useful = [
         line for line in lines if line.strip("^ ") and not line.startswith(("See http", "Error parsing override"))
@@ -132,7 +132,7 @@ def _options(conf: Path, group: str) -> list[str]:
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
-    words = [word for word in overrides if word.partition("=")[0] != key]  # a group that this recipe does not use
+    words = [word for word in overrides if word.partition("=")[0] != key]  # key may be a group unused by this recipe
     parent, name, known = _first_unknown(key, _composed(words))
     if not parent and name in known:
         return (
@@ -145,7 +145,7 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
             f"only cluster={' or '.join(having)} has the key cluster.{name}. Choose it, e.g. +cluster={having[-1]}, or "
             "leave the key out."
         )
-    # a node with a target takes its arguments, which the YAML may leave out
+    # a node accepts all arguments of its target, even those missing from the YAML
     shown = f"{parent}.{name}" if parent else key
     if scheduler := scheduler_option(parent, name, known):
         return f"no key {shown!r}. {scheduler}"
@@ -160,31 +160,31 @@ def _is_misspelt(name: str, known: Iterable[str]) -> bool:
 
 
 def scheduler_option(parent: str, name: str, known: Collection[str]) -> str:
-    """Return how to set ``parent.name`` if it may be an option of the cluster's scheduler; empty if it cannot."""
+    """Return how to set ``parent.name`` as an option of the cluster's scheduler; empty if it cannot be one."""
     if parent != "cluster" or "options" not in known or _is_misspelt(name, known):
         return ""
     return f"If the scheduler has such an option, set +cluster.options.{name.replace('_', '-')}=VALUE."
 
 
 def _clusters_with(name: str) -> list[str]:
-    """Return the kinds of clusters that have a key: who has forgotten to choose one is told which."""
+    """Return the cluster options that have the key ``name``, as suggestions."""
     places = (main_conf(), *config_folders())
     kinds = sorted({option for conf in places for group, option, _ in options_in(conf) if group == "cluster"})
     having = []
     for kind in kinds:
-        with suppress(HydraException, OmegaConfBaseException, ConfigError):  # a plugin's may be broken
+        with suppress(HydraException, OmegaConfBaseException, ConfigError):  # a plugin may be broken
             having += [kind] if name in _composed([f"cluster={kind}"])["cluster"] else []
     return having
 
 
 def _of_the_run(name: str) -> str:
-    """Suggest the top-level key that ``name``, used in some section, may be meant for."""
+    """Suggest the top-level key that the user may have meant by ``name`` in a section."""
     close = get_close_matches(name, [field.name for field in fields(Schema)], n=1, cutoff=0.8)
     return f" The run itself has the key {close[0]!r}: {close[0]}=VALUE." if close else ""
 
 
 def _first_unknown(key: str, node: Any) -> tuple[str, str, list[str]]:
-    """Return the first part of ``key`` that is not in ``node``: what is above it, its name, and the names beside it."""
+    """Return the first part of ``key`` that is not in ``node``: its parent, its name, and its siblings' names."""
     parts = key.split(".")
     for number, name in enumerate(parts):
         known = [str(each) for each in node] if isinstance(node, Mapping) else []
@@ -195,7 +195,7 @@ def _first_unknown(key: str, node: Any) -> tuple[str, str, list[str]]:
 
 
 def _composed(overrides: Sequence[str]) -> Any:
-    """Return the configuration composed from the choices of groups alone, also of those for a place of their own."""
+    """Return the configuration composed only from group choices, with and without ``@package``."""
     GlobalHydra.instance().clear()
     groups = {group.name for conf in (main_conf(), *config_folders()) for group in conf.iterdir() if group.is_dir()}
     chosen = [
@@ -212,7 +212,7 @@ def _composed(overrides: Sequence[str]) -> Any:
 
 
 def _wrong_type(error: ValidationError, key: str | None) -> str:
-    """Explain a value that is not of its key's type; ``key`` is the one that was given."""
+    """Explain a value of the wrong type; ``key`` is the key given by the user."""
     message = str(error.msg or error).splitlines()[0]
     place = error.full_key if error.full_key and str(error.full_key).startswith(key or "") else key
     if place and message.endswith("is not Optional"):
@@ -248,17 +248,17 @@ _READ: dict[Path, tuple[str, DictConfig]] = {}
 
 
 def forget_files() -> None:
-    """Forget those of earlier configurations."""
+    """Clear the files recorded by :func:`note_file`."""
     _READ.clear()
 
 
 def note_file(file: Path, package: str, config: DictConfig) -> None:
-    """Remember that ``config``, read from ``file``, belongs below the key ``package``; "" is the root."""
+    """Record that ``config``, read from ``file``, is placed under the key ``package``; "" is the root."""
     _READ[file] = package, config
 
 
 def place_of(key: str) -> str:
-    """Return a sentence, after a blank, that names the file in which ``key`` stands; "" if it stands in none."""
+    """Return a sentence with a leading space that names the file that sets ``key``; "" if none does."""
     for file, (package, config) in reversed(_READ.items()):
         inner = key if not package else key.removeprefix(f"{package}.")
         if (inner != key or not package) and _has(OmegaConf.to_container(config), inner.split(".")):

@@ -1,4 +1,4 @@
-"""Builds objects from ``_target_`` nodes, inside an allow-list that is checked before and after the import."""
+"""Builds objects from ``_target_`` nodes, with an allow-list that is checked before and after the import."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from worldsize.optimizers.arguments import check_tuples
 
 T = TypeVar("T")
 
-_LIBRARIES = ("torch.nn", "torch.optim")  # of which a configuration may name the public classes
+_LIBRARIES = ("torch.nn", "torch.optim")  # configurations may use their public classes
 ALLOWED = ("recipes", "plugins", *_LIBRARIES)
 _TARGET = re.compile(r"^[^#\n]*\b_target_: *([\w.]+)", re.MULTILINE)
-_NUMERICS = "worldsize.core.Numerics"  # a default of the schema, in no file
+_NUMERICS = "worldsize.core.Numerics"  # a default of the schema that no file mentions
 _SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Decides which callables a configuration may name.
+    """Allow-list of the callables that a configuration may use.
 
-    These are the targets of the bundled YAML files, and public names in modules below ``prefixes``: of torch, classes
-    alone. A prefix may be the whole name of a target, which is then admitted whatever it is.
+    Allowed are the targets of the bundled YAML files, and public names in modules that start with one of ``prefixes``
+    (in torch, only classes). A prefix may also be the full name of a target, which is then allowed unconditionally.
     """
 
     prefixes: tuple[str, ...] = ALLOWED
@@ -46,28 +46,28 @@ class Allowed:
         object.__setattr__(self, "prefixes", tuple(map(current, self.prefixes)))
 
     def admits(self, path: str) -> bool:
-        """Return whether ``path`` may be imported; what it names must then pass :meth:`admits_object`."""
+        """Return whether ``path`` may be imported; the imported object must then pass :meth:`admits_object`."""
         path = current(path)
         if path in bundled_targets() or path in self.prefixes:
             return True
         return any("._" not in path.removeprefix(prefix) for prefix in self._around(path))
 
     def admits_object(self, path: str, located: Any) -> bool:
-        """Return whether ``located``, which the admitted ``path`` names, is no alias of something else."""
+        """Return whether ``located``, imported from an admitted ``path``, is not an alias of a forbidden object."""
         path = current(path)
         if path in bundled_targets() or path in self.prefixes:
             return True
         origin = origin_of(located)
         if any(origin.startswith(prefix + ".") for prefix in _LIBRARIES):
             return inspect.isclass(located) and not located.__name__.startswith("_")
-        # a public name may stand for what a private module defines
+        # a public name may refer to an object defined in a private module
         return origin in bundled_targets() or origin in self.prefixes or bool(self._around(origin))
 
     def _around(self, path: str) -> list[str]:
         return [prefix for prefix in self.prefixes if path.startswith(prefix + ".")]
 
     def remedy(self, path: str) -> str:
-        """Return the end of a refusal of ``path``."""
+        """Return the end of an error message that rejects ``path``."""
         near = neighbours(path, bundled_targets()) if path.partition(".")[0] == __name__.partition(".")[0] else "."
         return (
             f"{near} Allowed: targets in worldsize's own YAML files, and public names in {', '.join(self.prefixes)} "
@@ -76,13 +76,13 @@ class Allowed:
 
 
 def origin_of(located: Any) -> str:
-    """Return the dotted path under which ``located`` was defined."""
+    """Return the dotted path at which ``located`` is defined."""
     return f"{getattr(located, '__module__', '')}.{getattr(located, '__qualname__', '')}"
 
 
 @cache
 def bundled_targets() -> frozenset[str]:
-    """Return the targets that the YAML files of worldsize and of installed plugins name."""
+    """Return the targets used in the YAML files of worldsize and of installed plugins."""
     plugins = [*folders_of(bundle()), *(plugin.folder for plugin in installed() if plugin.folder)]
     files = [file for folder in (main_conf(), *(each / "conf" for each in plugins)) for file in folder.rglob("*.yaml")]
     named = {target for file in files for target in _TARGET.findall(file.read_text(errors="replace"))}
@@ -90,21 +90,21 @@ def bundled_targets() -> frozenset[str]:
 
 
 def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
-    """Build the object that ``node``, of plain containers, describes.
+    """Build the object described by ``node``, which consists of plain containers.
 
     Raises:
-        ConfigError: a target outside the allow-list, missing, not callable, with arguments that it does not take, or
-            that raises an error; or an object that is not a ``kind``. A target whose import fails raises its own error.
+        ConfigError: the target is missing, not callable, outside the allow-list, does not accept the arguments, or
+            raises an error; or the object is not a ``kind``. A target whose import fails raises its own error.
     """
     if not isinstance(node, Mapping):
-        raise ConfigError(f"{key}={'null' if node is None else node} says nothing of what it is. Leave it out.")
+        raise ConfigError(f"{key}={'null' if node is None else node} does not describe an object. Leave it out.")
     node = deepcopy(dict(node))
     rename_targets(node)
     _check_texts(node, key)
     check_node(node, allowed=allowed, key=key)
     try:
         built = hydra.utils.instantiate(with_groups(node, _locate, key), _convert_="all")
-    except TypeError as error:  # about one of Hydra's keys, such as _partial_
+    except TypeError as error:  # an invalid value for one of Hydra's keys, such as _partial_
         raise ConfigError(f"{key}: {str(error).splitlines()[0].rstrip('.')}. Leave it as it is.") from error
     except InstantiationException as error:
         cause = error.__cause__ or error  # the error raised by the target itself
@@ -117,7 +117,7 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
 
 
 def _check_texts(node: Any, key: str) -> None:
-    """Raise ConfigError for a text below ``node`` that Hydra would resolve, perhaps to an unchecked target."""
+    """Raise ConfigError for strings in ``node`` that Hydra would resolve, perhaps to an unchecked target."""
     if isinstance(node, str) and "${" in node:
         raise ConfigError(f"{key}: an argument cannot contain the text ${{. Leave it out.")
     if isinstance(node, Mapping):
@@ -130,13 +130,13 @@ def _check_texts(node: Any, key: str) -> None:
 
 
 def check_node(node: Any, *, allowed: Allowed, key: str) -> None:
-    """Raise ConfigError if a target at or below ``node`` may not be called, or does not accept these arguments."""
+    """Raise ConfigError if a target in ``node`` is not allowed, or does not accept its arguments."""
     for path, target in targets_of(node, key):
         check_arguments(resolve_target(target["_target_"], allowed, path), target, path)
 
 
 def described_failure(error: BaseException) -> str:
-    """Describe an error of user code in one line: its type, message and place."""
+    """Describe an error of user code in one line: type, message and location."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/site-packages/" not in frame.filename]
@@ -150,12 +150,12 @@ def check_targets(config: Any, allowed: Allowed) -> None:
 
 
 def resolve_target(target: str, allowed: Allowed, key: str) -> Any:
-    """Return the callable that ``target`` names; an alias of something outside the allow-list is also refused."""
+    """Return the callable named ``target``; aliases of objects outside the allow-list are also refused."""
     _check_prefix(target, allowed, key)
     located = _locate(target, key)
     if not allowed.admits_object(target, located):
         origin = origin_of(located)
-        raise ConfigError(f"{key}: {target} is {origin}, which is outside the allow-list{allowed.remedy(origin)}")
+        raise ConfigError(f"{key}: {target} is {origin}, outside the allow-list{allowed.remedy(origin)}")
     return located
 
 
@@ -188,12 +188,12 @@ def _import(target: str, key: str) -> tuple[Any, list[str]]:
             return importlib.import_module(name), parts[length:]
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-                raise  # the module exists, but something that it imports does not
+                raise  # the module exists, but one of its imports does not
     raise ConfigError(f"{key}: {target} does not exist: no module {parts[0]!r} on the import path.")
 
 
 def _offered(located: Any) -> list[str]:
-    """Return the names that a module defines, without those that it imports from elsewhere; all if it defines none."""
+    """Return the names that a module defines itself, without imports; all names if it defines none."""
     module = _name(located)
     own = [
         name
@@ -208,7 +208,7 @@ def _name(located: Any) -> str:
 
 
 def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield every mapping with a ``_target_`` below ``node``, with its key."""
+    """Yield the key and the mapping of every ``_target_`` in ``node``."""
     if isinstance(node, Mapping):
         if "_target_" in node:
             yield key, node
@@ -220,7 +220,7 @@ def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any
 
 
 def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
-    """Check the arguments in ``node`` against the signature of ``target``, its limits and plain types."""
+    """Check the arguments in ``node`` against the parameters of ``target``, their limits and plain types."""
     parameters = inspect.signature(target).parameters
     given = [name for name in node if name not in ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")]
     if makes_optimizer(target):
@@ -245,16 +245,16 @@ def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key
 
 
 def _in_digits(key: str, value: Any, hint: Any) -> str:
-    """Return how to write a value such as 1e2 where a whole number is taken; empty if it is none.
+    """Return how to write a value such as 1e2 for an integer argument; empty for other values.
 
-    The command line reads 1e2 as 100 for keys of the schema alone: others are known once the target is imported.
+    The command line reads 1e2 as 100 only for keys of the schema; other types are unknown until the target is imported.
     """
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**63
     return f" Write {key}={int(value)}." if is_whole and _fits(int(value), hint) else ""
 
 
 def _plain_hints(target: Any) -> Mapping[str, Any]:
-    """Return the annotations to check: those of a dataclass's fields; for other targets only those with limits."""
+    """Return the annotations to check: all fields of a dataclass, and for other targets only those with limits."""
     plain = hints_of(target, limits=False)
     if is_dataclass(target):
         return {field.name: plain[field.name] for field in fields(target) if field.name in plain}
@@ -262,14 +262,14 @@ def _plain_hints(target: Any) -> Mapping[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a plain value matches an annotation; other annotations are checked by the object itself."""
+    """Return whether a plain value matches an annotation, or the annotation is one that only the object can check."""
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     origin = get_origin(hint)
     if origin is Callable:
-        return isinstance(value, Mapping)  # it names a target
+        return isinstance(value, Mapping)  # a mapping with a target
     if isinstance(origin, type) and issubclass(origin, Mapping | Sequence):
         return isinstance(value, Mapping if issubclass(origin, Mapping) else list)
     if hint not in _SCALARS:
@@ -286,8 +286,8 @@ def _spelt(hint: Any) -> str:
 
 
 def makes_optimizer(target: Any) -> bool:
-    """Return whether ``target`` is an optimizer, or a function that is annotated to return one."""
-    from torch.optim import Optimizer  # not before: who only composes or asks for help would wait for it
+    """Return whether ``target`` is an optimizer class, or a function annotated to return an optimizer."""
+    from torch.optim import Optimizer  # slow, and not needed to compose or show help
 
     if isinstance(target, type):
         return issubclass(target, Optimizer)
@@ -295,11 +295,11 @@ def makes_optimizer(target: Any) -> bool:
 
 
 def check_groups(target: Any, groups: Any, *, key: str) -> None:
-    """Raise ConfigError unless ``groups`` is null or maps names to groups of ``target``, each with patterns."""
+    """Raise ConfigError unless ``groups`` is null or maps names to parameter groups of ``target`` with patterns."""
     if groups is None:
         return
     if not isinstance(groups, Mapping):
-        raise ConfigError(f'{key}={groups!r} is no mapping. Write {key}={{no_decay: {{match: ["*.bias"]}}}}.')
+        raise ConfigError(f'{key}={groups!r} is not a mapping. Write {key}={{no_decay: {{match: ["*.bias"]}}}}.')
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not group.get("match"):
             raise ConfigError(f'{key}.{name} needs patterns of parameters. Set {key}.{name}.match=["*.bias"].')
@@ -307,14 +307,14 @@ def check_groups(target: Any, groups: Any, *, key: str) -> None:
 
 
 def with_groups(node: Any, locate: Callable[[str, str], Any], key: str) -> Any:
-    """Return ``node`` with a call of :func:`grouped` in place of each optimizer that has the key ``groups``."""
+    """Return ``node`` with each optimizer that has the key ``groups`` replaced by a call to :func:`grouped`."""
     if isinstance(node, list):
         return [with_groups(child, locate, key) for child in node]
     if not isinstance(node, Mapping):
         return node
     if "groups" not in node or "_target_" not in node or not makes_optimizer(locate(node["_target_"], key)):
         return {name: with_groups(child, locate, key) for name, child in node.items()}
-    from worldsize.optimizers.groups import grouped  # which imports torch
+    from worldsize.optimizers.groups import grouped  # imports torch
 
     make = {name: value for name, value in node.items() if name != "groups"}
     target = f"{grouped.__module__}.{grouped.__qualname__}"

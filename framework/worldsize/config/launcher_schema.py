@@ -1,7 +1,7 @@
 """Derives the keys of a launcher from its dataclass, the only place that lists its options.
 
 The YAML of a cluster names the class (``launcher._target_``) and values that differ from the defaults. When Hydra loads
-it, each field becomes a typed key: ``launcher.NAME``, or ``cluster.NAME`` where the field is a
+the file, each field becomes a typed key: ``launcher.NAME``, or ``cluster.NAME`` if the field is declared with
 :func:`~worldsize.core.launcher.cluster_option`.
 """
 
@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class LauncherSource(FileConfigSource):
-    """Reads YAML files like Hydra's own source; one that names a launcher gets the keys of its dataclass."""
+    """Reads YAML files like Hydra's own source, and adds the launcher's typed keys to files that name a launcher."""
 
     @staticmethod
     def scheme() -> str:
@@ -60,7 +60,7 @@ def _note(result: ConfigResult, file: Path, *, group: str) -> None:
 
 
 def _check_folders(result: ConfigResult, file: Path) -> None:
-    """Raise ConfigError if a file sets the folder in which Hydra puts a run."""
+    """Raise ConfigError if a file sets Hydra's run folders."""
     if result.header["package"] != "_global_" or not isinstance(result.config, DictConfig):
         return
     for key, why in REFUSED.items():
@@ -70,13 +70,13 @@ def _check_folders(result: ConfigResult, file: Path) -> None:
 
 @cache
 def _warn_of_late_header(file: Path) -> None:
-    """Warn once if a ``# @package`` line of ``file`` has no effect because it is not the first."""
+    """Warn once if a ``# @package`` line of ``file`` has no effect because it is not at the top."""
     lines = file.read_text(errors="replace").splitlines()
     below = dropwhile(lambda line: not line[1].strip() or re.match(r"\s*#\s*@", line[1]), enumerate(lines, 1))
     for number, line in below:
         if re.match(r"\s*#\s*@package\b", line):
             _logger.warning(
-                "%s, line %d: %r has no effect, since something else stands above it. Make it the first line.",
+                "%s, line %d: %r has no effect, since it is not at the top. Make it the first line.",
                 file,
                 number,
                 line.strip(),
@@ -84,9 +84,9 @@ def _warn_of_late_header(file: Path) -> None:
 
 
 def _add_keys(config: DictConfig, target: str, file: Path) -> None:
-    """Add the launcher's typed keys to ``cluster`` and ``launcher`` of ``config``, which was read from ``file``.
+    """Add the launcher's typed keys to ``cluster`` and ``launcher`` in ``config``, which was read from ``file``.
 
-    A target that only ``allow_targets`` permits stays untyped: it is not imported before the run is checked.
+    The keys remain untyped if only ``allow_targets`` permits the target, which is then imported after the checks.
     """
     allowed = Allowed((*Allowed().prefixes, *(each.module for each in installed())))
     if not allowed.admits(target):
@@ -115,7 +115,7 @@ def _merged(key: str, schema: type, given: DictConfig | None, file: Path) -> Any
 
 @cache
 def cluster_schema(launcher: type) -> type:
-    """Return the keys below ``cluster``: those of every cluster, and the launcher's cluster options."""
+    """Return the schema of ``cluster``: the keys common to all clusters, and the launcher's cluster options."""
     every = {each.name for each in fields(ClusterSchema)}
     own = [each for each in _options(launcher) if each.metadata.get(OF_CLUSTER) and each.name not in every]
     return make_dataclass(f"{launcher.__name__}Cluster", keys_of(launcher, own), bases=(ClusterSchema,))
@@ -123,7 +123,7 @@ def cluster_schema(launcher: type) -> type:
 
 @cache
 def launcher_schema(launcher: type) -> type:
-    """Return the keys below ``launcher``: all fields of the dataclass, cluster options as references to ``cluster``."""
+    """Return the schema of ``launcher``: all fields of the dataclass, with cluster options as references."""
     target = ("_target_", str, field(default=f"{launcher.__module__}.{launcher.__qualname__}"))
     own = [each for each in _options(launcher) if not each.metadata.get(OF_CLUSTER)]
     of_cluster = [each.name for each in _options(launcher) if each.metadata.get(OF_CLUSTER)]

@@ -1,8 +1,8 @@
-"""How many samples one update has, and the learning rate that follows from them.
+"""The number of samples per update, and learning-rate scaling based on it.
 
-A step has ``batch_size`` samples at any number of processes. Under most strategies they are one update. Where workers
-train apart, each of them makes an update of its own part of the samples, so that the size of an update depends on how
-many workers there are.
+A step has ``batch_size`` samples at any number of processes. Under most strategies they form one update. If workers
+train independently, each computes updates from its own share of the samples, so that the update size depends on the
+number of workers.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 
 
 def rate_factor(rule: str, *, samples: float, base: float) -> float:
-    """Return the factor of a learning rate that was chosen for updates of ``base`` samples, for updates of ``samples``.
+    """Return the factor by which to scale a learning rate tuned for updates of ``base`` samples.
 
     Args:
-        rule: "linear": in proportion (Goyal et al. 2017, arXiv 1706.02677, section 2.1), for SGD; "sqrt": by the square
-            root (Krizhevsky 2014, arXiv 1404.5997, section 5; Hoffer et al. 2017, arXiv 1705.08741, section 4); "none".
-        samples: Samples of one update.
-        base: Samples of an update for which the rate was chosen.
+        rule: "linear": proportional (Goyal et al. 2017, arXiv 1706.02677, section 2.1), for SGD; "sqrt": square root
+            (Krizhevsky 2014, arXiv 1404.5997, section 5; Hoffer et al. 2017, arXiv 1705.08741, section 4); "none".
+        samples: Samples per update.
+        base: Samples per update for which the rate was tuned.
     """
     return {"none": 1.0, "linear": samples / base, "sqrt": math.sqrt(samples / base)}[rule]
 
 
 def update_samples(shape: RunShape, batch_size: int) -> float:
-    """Return how many samples one update has, of ``batch_size`` in a step."""
+    """Return the number of samples per update, given ``batch_size`` samples per step."""
     return batch_size / (_parts(shape) or 1)
 
 
 def scaled_lr(shape: RunShape, lr: float | None, *, batch_size: int) -> float | None:
-    """Return the learning rate that the rule ``cluster.scale_lr`` makes of ``lr``.
+    """Return ``lr`` scaled by the rule ``cluster.scale_lr``.
 
     Raises:
-        ConfigError: the rule would change nothing at any number of processes, or there is no rate or no rule.
+        ConfigError: the rule would have no effect at any number of processes, or the rate or the rule is missing.
     """
     rule, base = shape.rate_scaling.scale_lr, shape.rate_scaling.base_batch
     if rule == "none":
         if base is not None:
             raise ConfigError(
-                f"cluster.base_batch={base} says for how many samples lr was chosen, and cluster.scale_lr=none scales "
-                "nothing. Set cluster.scale_lr=linear or sqrt, or leave cluster.base_batch out."
+                f"cluster.base_batch={base} has no effect with cluster.scale_lr=none. "
+                "Set cluster.scale_lr=linear or sqrt, or leave cluster.base_batch out."
             )
         return lr
     if lr is None:
@@ -60,23 +60,21 @@ def scaled_lr(shape: RunShape, lr: float | None, *, batch_size: int) -> float | 
         what = "an update" if _parts(shape) is None else "a step, whose updates take a part of lr each,"
         raise ConfigError(
             f"cluster.scale_lr={rule}: nothing scales under {name}: {what} has batch_size={batch_size} samples at any "
-            "number of processes. Set cluster.scale_lr=none, or cluster.base_batch to the number of samples for which "
-            f"lr={lr:g} was chosen."
+            "number of processes. Set cluster.scale_lr=none, or cluster.base_batch to the number of samples that "
+            f"lr={lr:g} was chosen for."
         )
     return lr * rate_factor(rule, samples=_ruled(shape, batch_size), base=base or batch_size)
 
 
 def update_text(shape: RunShape, lr: float | None, *, batch_size: int) -> str:
-    """Say how many samples an update has, and which learning rate; ``lr`` is the scaled one."""
+    """Describe the samples and the learning rate of an update; ``lr`` is already scaled."""
     parts = _parts(shape)
-    samples = f"{update_samples(shape, batch_size):g} samples"
-    if parts is None:
-        samples += ", at any number of processes"
-    else:
-        samples += f", of batch_size={batch_size} over {parts} {'workers' if _varies(shape) else 'logical ranks'}"
+    batch = f"global batch {update_samples(shape, batch_size):g}"
+    if parts is not None:
+        batch += f" (batch_size={batch_size} / {parts} {'workers' if _varies(shape) else 'logical ranks'})"
     if lr is None:
-        return f"an update: {samples}; its learning rate is the recipe's own"
-    return f"an update: {samples}; lr {lr:g}{_origin(shape, lr, batch_size)}"
+        return f"{batch} · the recipe sets its learning rate"
+    return f"{batch} · lr {lr:g}{_origin(shape, lr, batch_size)}"
 
 
 def _origin(shape: RunShape, lr: float, batch_size: int) -> str:
@@ -96,22 +94,22 @@ def _parts(shape: RunShape) -> int | None:
 
 
 def _varies(shape: RunShape) -> bool:
-    """Return whether the samples that go with a whole ``lr`` depend on the number of workers."""
+    """Return whether the number of samples to which the full ``lr`` applies depends on the number of workers."""
     return _parts(shape) is not None and not shape.strategy.divides_lr
 
 
 def _ruled(shape: RunShape, batch_size: int) -> float:
-    """Return the samples that go with a whole ``lr``."""
+    """Return the number of samples to which the full ``lr`` applies."""
     return update_samples(shape, batch_size) if _varies(shape) else batch_size
 
 
 def with_rate(cfg: DictConfig) -> DictConfig:
-    """Return the configuration ``cfg``, with ``lr: null`` if no learning rate is given and nothing in use takes one.
+    """Return the configuration with ``lr: null`` if a learning rate is neither given nor needed.
 
-    The optimizer and the schedule are used where another section, usually the recipe, names them.
+    The optimizer and the schedule need one only if another section, usually the recipe, refers to them.
 
     Raises:
-        ConfigError: something in use takes a learning rate.
+        ConfigError: a learning rate is needed but not given.
     """
     if not OmegaConf.is_missing(cfg, "lr") and cfg.lr is not None:
         return cfg
@@ -120,15 +118,15 @@ def with_rate(cfg: DictConfig) -> DictConfig:
     for section in map(str, copy):
         if section not in ("lr", "optimizer", "schedule") and (taker := _taker_of_rate(copy, section)):
             raise ConfigError(
-                f"lr is missing, and {taker} takes it. Set lr=0.001 or another learning rate, on the command line or "
-                f"as lr in the recipe's YAML, or set {taker} itself."
+                f"lr is missing, and {taker} takes it. Set the learning rate, e.g. lr=0.001, on the command line or as "
+                f"lr in the recipe's YAML, or set {taker} itself."
             )
     copy.lr = None
     return copy
 
 
 def _taker_of_rate(cfg: DictConfig, section: str) -> str | None:
-    """Return a key in ``section``, or in sections that it refers to, whose value uses ``${lr}``, else None."""
+    """Return a key in ``section``, or in a section it refers to, whose value uses ``${lr}``; otherwise None."""
     if OmegaConf.is_missing(cfg, section):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Returns the metric ``sweep.metric`` of a run to a search over configurations, such as Optuna's."""
+"""Reports the metric ``sweep.metric`` of each run to a hyperparameter search, such as Optuna's."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from worldsize.errors import ConfigError, WorldsizeError, neighbours
 @final
 @dataclass(frozen=True)
 class Trial:
-    """The end of a run.
+    """Outcome of a run.
 
     Attributes:
-        exit_code: Its exit code.
-        value: Its value for a sweep; None if no value is needed, or the run did not complete.
-        why: Why it failed, in one line.
-        folder: Its folder; None: no process was started.
+        exit_code: Exit code of the run.
+        value: Objective value for a sweep; None if no value is needed or the run did not complete.
+        why: Reason for the failure, in one line.
+        folder: Run folder; None if no process was started.
     """
 
     exit_code: int
@@ -40,12 +40,12 @@ class Trial:
 
 @final
 class TrialFailedError(Exception):
-    """A run of a search has no value. The sweeper counts it as failed, and continues if so configured."""
+    """A run of a search did not produce a value. The sweeper counts it as failed, and continues if so configured."""
 
 
 @final
-class SweepEnded(BaseException):  # not an Exception, which a sweeper would catch and count
-    """Ends a sweep at once, since Hydra and its plugins catch every Exception; None means no error to show."""
+class SweepEnded(BaseException):  # a sweeper would catch and count an Exception
+    """Ends a sweep immediately, since Hydra and its plugins catch every Exception; ``error`` is shown unless None."""
 
     def __init__(self, error: WorldsizeError | None = None) -> None:
         super().__init__(error)
@@ -54,9 +54,9 @@ class SweepEnded(BaseException):  # not an Exception, which a sweeper would catc
 
 @final
 class SweepEnd:
-    """The value of a run after which a sweep ends, while others still run in parallel.
+    """Placeholder result of the run that ends a sweep while others still run in parallel.
 
-    Converting it to a number raises SweepEnded, once all of them have ended.
+    Converting it to a number, which happens once all runs have ended, raises SweepEnded.
     """
 
     def __float__(self) -> float:
@@ -65,10 +65,10 @@ class SweepEnd:
 
 @final
 class ObjectiveCheck(Callback):
-    """Passes ``sweep.direction`` to the sweeper before it is created, and refuses a search without a metric."""
+    """Passes ``sweep.direction`` to the sweeper before its creation, and refuses a search without a metric."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Raise SweepEnded if a sweeper that takes a direction has no metric, or its runs are not trained."""
+        """Raise SweepEnded if a sweeper with a direction lacks a metric, or its runs do not train."""
         if "direction" not in config.hydra.sweeper:
             return
         try:
@@ -84,17 +84,17 @@ def _check_search(config: DictConfig) -> None:
     if config.sweep.metric is None:
         raise ConfigError(
             f"{name} searches for the best value of a metric, and none is named. "
-            "Set sweep.metric=loss or another one, as metrics.jsonl names it."
+            "Set sweep.metric, e.g. to loss, to a name in metrics.jsonl."
         )
     if config.launch != "run":
         raise ConfigError(f"{name} needs the metric of each run, and launch={config.launch} trains none. Leave it out.")
 
 
 def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
-    """Return the direction that ``sweep`` and the sweeper agree on; the sweeper's default is an Enum.
+    """Return the direction set in ``sweep`` or in the sweeper; an Enum there is the sweeper's default.
 
     Raises:
-        ConfigError: they contradict each other, or the sweeper has several.
+        ConfigError: the two contradict each other, or the sweeper has several directions.
     """
     own = sweeper.direction
     if OmegaConf.is_list(own):
@@ -110,22 +110,22 @@ def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
 
 
 def is_search() -> bool:
-    """Return whether the run belongs to a sweep whose sweeper uses the values of runs."""
+    """Return whether the run belongs to a sweep whose sweeper uses the runs' values."""
     hydra = HydraConfig.get()
     return str(hydra.mode).endswith("MULTIRUN") and "direction" in hydra.sweeper
 
 
 def maximizes(sweep: DictConfig) -> bool:
-    """Return whether a larger value of the metric is better, by the sweep's own direction or its sweeper's."""
+    """Return whether larger metric values are better, according to the sweep or its sweeper."""
     own = HydraConfig.get().sweeper.get("direction")
     return "maximize" in (sweep.direction, own.name if isinstance(own, Enum) else own)
 
 
 def value_of(sweep: DictConfig, metrics: Mapping[str, float]) -> float:
-    """Return the metric that ``sweep`` names; for a search, NaN becomes the worst value of its direction.
+    """Return the value of ``sweep.metric``; in a search, NaN becomes the worst value for its direction.
 
     Raises:
-        SweepEnded: there is no such metric, and so none in other runs.
+        SweepEnded: the metric does not exist in this run, and therefore in none.
     """
     key = metric_key(*split_of(sweep.metric))
     if key not in metrics:

@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from worldsize.config.instantiate import Allowed, check_arguments, resolve_target
 from worldsize.config.search_path import make_importable
-from worldsize.config.settings import Settings, launcher_of, load_settings, recipe_of
+from worldsize.config.settings import Objects, Settings, load_launcher, load_settings
 from worldsize.core import BatchLauncher, LaunchMethod, Recipe
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.files import read_regular
@@ -32,10 +32,10 @@ from worldsize.world.environments import withheld_secrets
 
 
 def read_settings(run: RunDirectory) -> Settings:
-    """Read the run's settings from its ``config.yaml``, and the secrets from the environment.
+    """Read the run's settings from its ``config.yaml``, and its secrets from the environment.
 
     Raises:
-        ConfigError: a secret is not in the file, and was not passed to this process.
+        ConfigError: a secret is not in the file and was not passed to this process.
     """
     config = _read_config(run.config)
     restore(config, withheld_secrets(os.environ))
@@ -43,11 +43,11 @@ def read_settings(run: RunDirectory) -> Settings:
         names = ", ".join(".".join(map(str, keys)) for keys in withheld)
         raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
     make_importable([run.plugins, *map(Path, config["run"]["import_path"])])
-    return load_settings(config)
+    return load_settings(Objects(config))
 
 
 def preload(run: RunDirectory) -> None:
-    """Parse the run's ``config.yaml`` in this process, so that those forked from it need not: it takes them 40 ms."""
+    """Parse the run's ``config.yaml`` in this process, which saves each forked process 40 ms."""
     with suppress(ConfigError):  # reported by the first process that reads it
         _read_config(run.config)
 
@@ -72,11 +72,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 def read_launcher(view: RunView) -> BatchLauncher | None:
     """Build the launcher of a recorded run, to query its scheduler; return None if it submits no jobs.
 
-    The record of another user may only choose a launcher of worldsize itself and names to look up, no command or code.
+    Another user's record may only select a launcher of worldsize itself and names to look up, not commands or code.
 
     Raises:
-        ConfigError: another user's record names another launcher, or one that does not exist.
-        WorldsizeError: the plugins in the run folder are not those of the record.
+        ConfigError: another user's record names a launcher that does not exist or is not part of worldsize.
+        WorldsizeError: the plugins in the run folder differ from the record.
     """
     config = view.manifest["config"]
     node = config["launcher"]
@@ -84,7 +84,7 @@ def read_launcher(view: RunView) -> BatchLauncher | None:
         return _bundled_launcher(node)
     check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
-    launcher = launcher_of(node, config)
+    launcher = load_launcher(Objects(config))
     return launcher if isinstance(launcher, BatchLauncher) else None
 
 
@@ -92,8 +92,8 @@ def read_recipe(view: RunView) -> Recipe:
     """Build the recipe of the user's own run from its signed manifest, not from ``config.yaml``.
 
     Raises:
-        ConfigError: the recipe needs a secret, which no file of the run has, or it cannot be built.
-        WorldsizeError: the record is another user's, or the plugins in the run folder are not those of the record.
+        ConfigError: the recipe needs a secret that is not in the run's files, or it cannot be built.
+        WorldsizeError: the record is another user's, or the plugins in the run folder differ from the record.
     """
     if not view.is_own:
         raise WorldsizeError("this record was not written by you, so the recipe that it names is not built.")
@@ -102,25 +102,25 @@ def read_recipe(view: RunView) -> Recipe:
         raise ConfigError(f"{'.'.join(map(str, withheld[0]))}: the value is in no file of the run, as it is a secret.")
     check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
-    return recipe_of(config)
+    return Objects(config).build("recipe", config["recipe"], Recipe)  # type: ignore[type-abstract]
 
 
 def _bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:
     target = str(node.get("_target_"))
     if not re.fullmatch(r"worldsize\.launch\.[a-z_]+\.[A-Za-z]+", target):
         raise ConfigError(
-            f"another user's run was launched by {printable(target)}, which is not imported for that. "
-            "Ask its scheduler yourself."
+            f"another user's run was launched by {printable(target)}; only worldsize's launchers are imported. "
+            "Query its scheduler yourself."
         )
     kind = resolve_target(target, Allowed(), "launcher")
     if not (inspect.isclass(kind) and issubclass(kind, LaunchMethod) and not inspect.isabstract(kind)):
-        raise ConfigError(f"another user's run was launched by {target}, which is no launcher.")
+        raise ConfigError(f"another user's run was launched by {target}, not by a launcher.")
     if not issubclass(kind, BatchLauncher):
         return None
     given = {name: node[name] for name in kind.finds_job_by if name in node}
     for name, value in given.items():
         if not isinstance(value, bool) and not re.fullmatch(r"\w[\w.-]*", str(value), re.ASCII):
-            raise ConfigError(f"another user's run has launcher.{name}={value!r}, which is no name.")
+            raise ConfigError(f"another user's run has launcher.{name}={value!r}, an invalid name.")
     check_arguments(kind, given, "launcher")
     launcher: BatchLauncher = kind(**given)
     return launcher

@@ -1,6 +1,6 @@
-"""Every key of a run with its type, limits and meaning: a dataclass for each section, also of its value.
+"""The keys of a run with their types, limits and meanings: one dataclass per configuration section.
 
-OmegaConf's schema is derived from these dataclasses (see :mod:`worldsize.config.section`).
+OmegaConf's schema is derived from these dataclasses (see :mod:`worldsize.config.section`), which also hold the values.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from worldsize.core.limits import COUNT, LARGEST, NO_KEY, PORT, FilePath, Folder
 from worldsize.core.numerics import Numerics
 from worldsize.core.sections import ShuffleConfig, WeightAverage
 from worldsize.errors import ConfigError, neighbours
-from worldsize.train.early_stopping import EarlyStopping
+from worldsize.loop.early_stopping import EarlyStopping
 from worldsize.world.environments import ENVIRONMENTS
 from worldsize.world.processes import SIGNALS
 from worldsize.world.topology import Topology
 
-if TYPE_CHECKING:  # it imports numpy
+if TYPE_CHECKING:  # imports numpy
     from worldsize.checkpoint.format import Retention
 
 _INTERVAL = Range(least=0, hint="0: never")
@@ -33,18 +33,18 @@ _PROCESSES = Range(least=0, most=256, hint="so many processes for each worker")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The folder of a run, and what the run is for.
+    """The folder and the purpose of a run.
 
     Attributes:
-        root: Folder that holds the folders of runs.
-        name: Name of the run's folder; None: date, time and a random id.
-        group: Name under which wandb shows the runs of an experiment or a sweep together.
-        reproduces: Manifest of the run that this one re-creates.
-        strict: Whether to refuse to re-create it where something lowers the level of reproducibility.
-        include: Patterns of untracked files that are recorded although they seem to be private (``.env``, ``*.pem``).
-        private: Whether only its user may read the run's folder.
-        evaluates: Checkpoint that is evaluated instead of training.
-        examine: Measure links by tier ("tiers") or between all nodes ("pairs") instead of training.
+        root: Parent folder of run folders.
+        name: Name of the run folder; None: date, time and a random id.
+        group: Name that groups the runs of an experiment or a sweep in wandb.
+        reproduces: Manifest of the run that this run reproduces.
+        strict: Whether to refuse to reproduce a run if anything lowers the reproducibility level.
+        include: Patterns of untracked files to record even if they look private (``.env``, ``*.pem``).
+        private: Whether only the user may read the run folder.
+        evaluates: Checkpoint to evaluate instead of training.
+        examine: Measure links per tier ("tiers") or between all nodes ("pairs") instead of training.
     """
 
     root: Annotated[Path, FilePath()] = Path("runs")
@@ -63,19 +63,18 @@ class TrainingConfig:
     """Length of training, batches, and intervals of logging and evaluation.
 
     Attributes:
-        steps: Number of steps; null or left out where ``epochs`` is given.
-        batch_size: Samples of a step over all logical ranks; null where each sample of the data is a batch already, of
-            which each logical rank takes one in a step.
-        lr: Learning rate; None: the recipe's optimizer takes none, or sets its own.
-        seed: Seed of weights, order of data and all other random numbers.
-        log_every: Steps between two logged ones.
+        steps: Number of steps; null or omitted if ``epochs`` is given.
+        batch_size: Samples per step over all logical ranks; null if each sample of the data is already a batch, in
+            which case each logical rank uses one per step.
+        lr: Learning rate; None if the recipe's optimizer does not need one or sets its own.
+        seed: Seed of the weights, the data order and all other random numbers.
+        log_every: Steps between two log entries.
         evaluate_every: Steps between two evaluations; 0: only at the end.
-        evaluate_batch_size: Samples of a batch of an evaluation.
+        evaluate_batch_size: Samples per evaluation batch.
         schedule_metric: Metric that advances a schedule such as ReduceLROnPlateau after each evaluation.
-        data_workers: Processes that load data ahead of each worker; "auto": as many as make its steps shorter.
-        length_balanced: Whether samples of similar length share a step; the data set says how long each is, by
-            ``lengths``.
-        shuffle: The way in which samples are shuffled within an epoch.
+        data_workers: Data-loading processes per worker; "auto": as many as shorten its steps.
+        length_balanced: Whether samples of similar length share a step; the dataset must define ``lengths``.
+        shuffle: How samples are shuffled within an epoch.
     """
 
     steps: Annotated[int, Key(int | None), COUNT, LARGEST]
@@ -96,7 +95,7 @@ class TrainingConfig:
         self.check_evaluates("schedule_metric", self.schedule_metric)
 
     def check_evaluates(self, key: str, metric: str | None) -> None:
-        """Raise ConfigError if ``key`` names a metric, and the run is evaluated at its end only."""
+        """Raise ConfigError if ``key`` is set to a metric, but the run is evaluated only at its end."""
         if metric is not None and not self.evaluate_every:
             raise ConfigError(
                 f"{key}={metric}: the run is evaluated at its end only. "
@@ -106,11 +105,11 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The data that are evaluated.
+    """The data to evaluate.
 
     Attributes:
-        splits: Splits as the recipe names them; metrics of "test" have their own names, others are ``split/name``.
-        batches: Number of batches, drawn anew at each evaluation; None: all data.
+        splits: Splits of the recipe; metrics of "test" keep their names, those of other splits are ``split/name``.
+        batches: Number of batches, sampled anew for each evaluation; None: all data.
     """
 
     splits: Sequence[str] = ("test",)
@@ -121,17 +120,15 @@ class EvaluationConfig:
             raise ConfigError(f"evaluation.splits={list(self.splits)} must name at least one split, and each once.")
 
     def check_known(self, known: Sequence[str]) -> None:
-        """Raise ConfigError unless the recipe, whose splits are ``known``, has these splits."""
+        """Raise ConfigError unless all splits are among ``known``, the recipe's splits."""
         for split in self.splits:
             if not is_split(split):
-                raise ConfigError(
-                    f"evaluation.splits: {split!r} is no name of a split. Call it by a word, without a slash."
-                )
+                raise ConfigError(f"evaluation.splits: {split!r} is not a name of a split. Use a word without a slash.")
             if split not in known:
                 raise ConfigError(f"evaluation.splits: the recipe has no split {split!r}{neighbours(split, known)}")
 
     def check_metric(self, metric: str | None, *, key: str) -> None:
-        """Raise ConfigError if ``key`` of the configuration names a metric of a split that is not evaluated."""
+        """Raise ConfigError if ``metric``, the value of ``key``, belongs to a split that is not evaluated."""
         split, name = split_of(metric or "")
         if metric is not None and split not in self.splits:
             raise ConfigError(
@@ -142,21 +139,21 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, what to keep, and what a resumed run loads.
+    """When to save, which checkpoints to keep, and which state a resumed run loads.
 
     Attributes:
-        keep: Which older checkpoints are kept.
-        every: Steps between saves; 0: none in between; "auto": as measured saves and expected failures cost least, and
-            every ten minutes.
-        at_end: Whether there is a save after the last step.
-        signals: Names of the signals that ask for a save and an end with exit code 75.
-        ignore: Parts of the state that a resumed run leaves as they are: model, optimizer, schedule, scaler, ema, or
+        keep: Which older checkpoints to keep.
+        every: Steps between saves; 0: none before the end; "auto": minimize the cost of measured saves and expected
+            failures, usually with a save at least every ten minutes.
+        at_end: Whether to save after the last step.
+        signals: Names of the signals that make a run save and exit with code 75.
+        ignore: Parts of the state that a resumed run does not load: model, optimizer, schedule, scaler, ema, or
             hyperparameters.
-        ignore_until: Last step whose checkpoint is loaded without them; None: they are left out of all.
-        allow_older: Whether an older checkpoint stands in for a damaged one.
-        on_failure: What training does when storage refuses a save.
-        peers: Steps from one copy of each shard in the memory of a peer to the next, where a strategy that shards state
-            heals (``strategy.on_failure=heal``); 0: no copies.
+        ignore_until: Last step for whose checkpoint ``ignore`` applies; None: it applies to all checkpoints.
+        allow_older: Whether to load an older checkpoint if the newest is damaged.
+        on_failure: What to do if a save fails.
+        peers: Steps between two copies of each shard to a peer's memory, for healing strategies that shard state
+            (``strategy.on_failure=heal``); 0: no copies.
     """
 
     keep: Retention
@@ -178,8 +175,8 @@ class CheckpointConfig:
                 raise ConfigError(f"checkpoint.signals: no signal {name!r}{neighbours(name, known)}")
 
     def ignored(self, step: int) -> Sequence[str]:
-        """Return the parts not to load of a checkpoint of this step; later checkpoints are loaded fully."""
-        from worldsize.checkpoint.format import HYPERPARAMETERS  # it imports torch
+        """Return the parts to ignore in the checkpoint of ``step``; after ``ignore_until``, only hyperparameters."""
+        from worldsize.checkpoint.format import HYPERPARAMETERS  # imports torch
 
         limit = self.ignore_until
         return [part for part in self.ignore if part == HYPERPARAMETERS or limit is None or step <= limit]
@@ -190,7 +187,7 @@ class ProfileConfig:
     """The steps that PyTorch's profiler traces.
 
     Attributes:
-        steps: The first and the last one, e.g. [10, 12]; None: none.
+        steps: The first and the last step, e.g. [10, 12]; None: do not profile.
     """
 
     steps: Sequence[Annotated[int, COUNT]] | None = None
@@ -207,10 +204,10 @@ class ObserveConfig:
     """The measurements of a run.
 
     Attributes:
-        step_breakdown: Whether to measure where each step's time goes, which also finds stragglers.
-        health: What is watched of each node.
-        profile: The steps that are traced.
-        listeners: Functions that create the listeners of the run, by the names used in warnings.
+        step_breakdown: Whether to measure the time breakdown of each step, which also detects stragglers.
+        health: Limits of the health monitor on each node.
+        profile: The steps to trace.
+        listeners: Functions that create the run's listeners, by their names in warnings.
     """
 
     step_breakdown: bool = True
@@ -220,7 +217,7 @@ class ObserveConfig:
 
     @property
     def watched(self) -> HealthLimits | None:
-        """What is watched of each node; None: nothing."""
+        """Limits of the health monitor on each node; None if it is off."""
         return self.health if self.health.every else None
 
 
@@ -229,8 +226,8 @@ class SweepConfig:
     """The goal of a search over configurations.
 
     Attributes:
-        metric: The metric of each run's last evaluation that the search goes by; None: runs report none.
-        direction: Whether the search minimizes or maximizes it; None: as the sweeper does by itself.
+        metric: The metric to optimize, from each run's last evaluation; None: runs do not report a metric.
+        direction: Whether to minimize or maximize the metric; None: the sweeper's default.
     """
 
     metric: str | None = None
@@ -239,15 +236,15 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class AgentsConfig:
-    """How hosts are ordered and meet, as keys of the section ``cluster``.
+    """How agents order hosts and connect to each other; keys of the section ``cluster``.
 
     Attributes:
-        port: Port at which the hosts find the first; None: one that follows from the run's id.
-        on_node_mismatch: What is done when hosts have other code or packages than the first.
-        topology: File that says which switches are above each host, a YAML or Slurm's topology.conf; it orders the
-            hosts. None: they stay in their own order.
-        placement: "near": hosts below one switch are neighbours; "spread": they are taken from the switches in turn, so
-            that the first ranks, such as parameter servers, are below all of them.
+        port: Port on the first host; None: derived from the run's id.
+        on_node_mismatch: What to do if a host's code or packages differ from the first host's.
+        topology: File that orders hosts by the switches above them, in YAML or as Slurm's topology.conf. None: keep the
+            given order.
+        placement: "near": hosts under one switch get consecutive ranks; "spread": hosts are assigned from the switches
+            in turn, so that the first ranks, such as parameter servers, are spread over all switches.
     """
 
     port: Annotated[int | None, PORT] = None
@@ -256,17 +253,17 @@ class AgentsConfig:
     placement: Literal["near", "spread"] = "near"
 
     def switches(self) -> Topology | None:
-        """Read the file that orders the hosts; raise ConfigError if that fails."""
+        """Read the topology file, if any; raise ConfigError if that fails."""
         return Topology.read(self.topology, is_spread=self.placement == "spread") if self.topology else None
 
 
 @dataclass(frozen=True)
 class RateScaling:
-    """How ``lr`` follows the samples of an update, as keys of the section ``cluster``.
+    """How ``lr`` scales with the samples per update; keys of the section ``cluster``.
 
     Attributes:
-        scale_lr: How ``lr`` scales with the samples of an update, where these depend on the number of workers.
-        base_batch: Samples of an update for which ``lr`` was chosen; None: ``batch_size``.
+        scale_lr: Rule for scaling ``lr`` with the samples per update, if these depend on the number of workers.
+        base_batch: Samples per update for which ``lr`` was tuned; None: ``batch_size``.
     """
 
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
@@ -275,12 +272,12 @@ class RateScaling:
 
 @dataclass(frozen=True)
 class _ClusterConfig:
-    """The keys of the section ``cluster`` from which others are computed.
+    """Keys of the section ``cluster`` from which other values are computed.
 
     Attributes:
-        processes_per_node: It may be given instead of ``processes``.
-        environment: Whose variables place a worker that is started by hand (torchrun, openmpi, slurm, alone; auto).
-        max_memory: Bytes of memory that one process may hold before an alert says so.
+        processes_per_node: Alternative to ``processes``.
+        environment: Source of rank variables for manually started workers (torchrun, openmpi, slurm, alone; auto).
+        max_memory: Memory of one process, in bytes, above which an alert is raised.
     """
 
     processes_per_node: Annotated[int | None, Range(least=1, most=4096)] = None
@@ -290,16 +287,16 @@ class _ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _TopLevel:
-    """The sections, and the top-level keys from which others are computed.
+    """The sections, and top-level keys from which other values are computed.
 
     Attributes:
-        epochs: Length of the run in place of ``steps``.
-        logical_ranks: Number of parts of a step's samples; None: as many as the strategy has micro-batches in a step.
+        epochs: Length of the run, as an alternative to ``steps``.
+        logical_ranks: Number of micro-batches per step; None: the strategy's default.
         init_from: Initial weights: a run's checkpoint, a folder of safetensors files or a state_dict file.
-        init_from_strict: Whether both must have the same weights; otherwise those that only one has are left out.
-        launch: Train, or only show or write the command of the scheduler.
-        allow_targets: Modules whose functions and classes a ``_target_`` may name, too.
-        faults: Planted faults, see docs/howto/restarts.md.
+        init_from_strict: Whether weight names must match the model's exactly; otherwise ignore unmatched weights.
+        launch: Train, or only show or write the scheduler's command.
+        allow_targets: Additional modules whose functions and classes may be used as ``_target_``.
+        faults: Faults to inject; see docs/howto/restarts.md.
     """
 
     epochs: Annotated[float | None, Range(above=0)] = None

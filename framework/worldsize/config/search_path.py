@@ -28,7 +28,7 @@ def _is_clone() -> bool:
 
 
 def main_conf() -> Path:
-    """Return the folder of ``config.yaml``: the clone's, or the one in the installed package."""
+    """Return the folder of ``config.yaml``, in the clone or in the installed package."""
     return (_CLONE if _is_clone() else _PACKAGE) / "conf"
 
 
@@ -43,7 +43,7 @@ def roots() -> list[Path]:
 
 
 def foreign_roots() -> list[Path]:
-    """List the :func:`roots` that only ``WORLDSIZE_PLUGINS`` names, which other hosts may lack."""
+    """List the :func:`roots` that come only from ``WORLDSIZE_PLUGINS``; other hosts may lack them."""
     return [root for root in roots() if root not in (Path.cwd().resolve(), bundle().resolve())]
 
 
@@ -54,7 +54,7 @@ def folders_of(root: Path) -> list[Path]:
 
 
 def config_folders() -> list[Path]:
-    """List every ``conf/`` that adds groups to the run's configuration."""
+    """List every ``conf/`` that contributes groups to the configuration."""
     folders = [root / "conf" for root in roots()]
     folders += [folder / "conf" for root in roots() for folder in folders_of(root)]
     folders += [plugin.folder / "conf" for plugin in installed() if plugin.folder]
@@ -62,20 +62,20 @@ def config_folders() -> list[Path]:
 
 
 def searched() -> list[Path]:
-    """List every ``conf/`` once, that of ``config.yaml`` first."""
+    """List every ``conf/`` once, starting with the one that has ``config.yaml``."""
     return list(dict.fromkeys(path.resolve() for path in (main_conf(), *config_folders())))
 
 
 def options_in(conf: Path) -> list[tuple[str, str, Path]]:
-    """Yield the group, name and file of each option that a ``conf/`` adds."""
+    """List the group, name and file of each option in a ``conf/``."""
     files = sorted(conf.glob("*/**/*.yaml"))
     return [(file.parent.relative_to(conf).as_posix(), file.stem, file) for file in files]
 
 
 def check_unique(more: Iterable[Path] = ()) -> None:
-    """Raise ConfigError if two places offer one option, or two folders are one module: only one would be found.
+    """Raise ConfigError if two files define the same option, or two folders the same module.
 
-    ``more``: further folders of groups.
+    ``more``: further folders with groups.
     """
     places: dict[str, Path] = {}
     for conf in dict.fromkeys([*searched(), *more]):
@@ -95,7 +95,7 @@ def _note(places: dict[str, Path], name: str, place: Path) -> None:
 
 
 def make_importable(folders: Iterable[Path]) -> None:
-    """Append roots to the import path; ``recipes`` and ``plugins`` are namespace packages."""
+    """Append roots to the import path, so that their ``recipes`` and ``plugins`` merge as namespace packages."""
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -106,7 +106,7 @@ GROUP = "worldsize.plugins"
 
 @dataclass(frozen=True)
 class Installed:
-    """An installed plugin. ``folder``: the files of its package ``module``, or None if it is ``broken``."""
+    """An installed plugin. ``folder`` is the folder of its package ``module``; None if the plugin is ``broken``."""
 
     module: str
     distribution: str
@@ -129,7 +129,7 @@ def _looked_up(point: EntryPoint) -> Installed:
 
 
 def _folders(module: str) -> list[Path]:
-    """Find the folder of the outermost package only, since finding a nested one would import its parent."""
+    """Return the folders of ``module``, looking up only the outermost package to avoid importing it."""
     outermost, *inner = module.split(".")
     try:
         spec = find_spec(outermost)
@@ -141,13 +141,13 @@ def _folders(module: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin or recipe, and the folder of its files."""
+    """A plugin or recipe, and its folder."""
 
-    name: str  # of its module, e.g. "plugins.diloco"
+    name: str  # module name, e.g. "plugins.diloco"
     folder: Path
     source: str  # "worldsize", "project", a folder in WORLDSIZE_PLUGINS, or an installed distribution
-    version: str | None = None  # of the distribution
-    foreign: bool = False  # other hosts may not have the folder
+    version: str | None = None  # version of the distribution
+    foreign: bool = False  # whether other hosts may lack the folder
 
     @property
     def options(self) -> list[Option]:
@@ -156,7 +156,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Option:
-    """One YAML file of a group; ``about``: its first comment."""
+    """An option of a configuration group, defined by a YAML file; ``about`` is the file's first comment."""
 
     group: str
     name: str
@@ -175,7 +175,7 @@ def options() -> list[Option]:
 
 
 def plugins() -> list[Plugin]:
-    """List every plugin and recipe, chosen or not, without broken installed ones."""
+    """List every plugin and recipe, used or not, except broken installed plugins."""
     local = [_in_folder(root, folder) for root in roots() for folder in folders_of(root)]
     packages = [
         Plugin(each.module, each.folder, each.distribution, each.version) for each in installed() if each.folder
@@ -192,9 +192,9 @@ def _in_folder(root: Path, folder: Path) -> Plugin:
 
 
 def used(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
-    """Return the plugins that a run needs, by name.
+    """Return the plugins that a run needs, sorted by name.
 
-    A plugin is needed if it offers a chosen option, or if the configuration or another needed plugin names its module.
+    A plugin is needed if it defines a chosen option, or if the configuration or a needed plugin mentions its module.
     """
     known = plugins()
     chosen = {(group.partition("@")[0], option) for group, option in choices.items()}

@@ -1,8 +1,8 @@
 """Derives the keys of a section from its dataclass, and builds the dataclass from the resolved section.
 
 A frozen dataclass is the only place that lists the keys of a section: their types, defaults, limits
-(:mod:`worldsize.core.limits`) and meaning. OmegaConf checks typed words against plain types, so that
-:func:`schema_of` makes a dataclass of these. :func:`typed` goes the other way.
+(:mod:`worldsize.core.limits`) and meanings. :func:`schema_of` derives from it a dataclass with plain types, against
+which OmegaConf can check overrides. :func:`typed` converts a resolved section back to the frozen dataclass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PLAIN = (bool, int, float, str)
 
 @cache
 def schema_of(*kinds: type) -> type:
-    """Return the dataclass by which OmegaConf checks a section whose keys are the fields of these dataclasses."""
+    """Return the OmegaConf schema of a section that has the fields of these dataclasses as keys."""
     keys = [key for kind in kinds for key in keys_of(kind, fields(kind))]
     made = make_dataclass(f"{kinds[0].__name__}Schema", keys)
-    made.__module__ = __name__  # pickled by name, so that joblib's processes have one class of each
+    made.__module__ = __name__  # pickle by name, so that joblib's processes share the class
     globals()[made.__name__] = made
     return made
 
@@ -41,10 +41,10 @@ def __getattr__(name: str) -> Any:
 
 
 def keys_of(kind: type, chosen: Iterable[Field[Any]]) -> list[tuple[str, Any, Any]]:
-    """Return name, annotation and default of the keys of ``chosen`` fields of ``kind``."""
+    """Return the name, annotation and default of the keys for the fields ``chosen`` from ``kind``."""
     hints, keys = hints_of(kind), []
     for each in chosen:
-        hint = hints.get(each.name, Any)  # Any: a type that is imported later
+        hint = hints.get(each.name, Any)  # Any if the type is imported only for type checkers
         key = _key(hint) or Key()
         if each.init and key is not NO_KEY:
             plain = plain_type(hint if key.kind is None else key.kind)
@@ -60,7 +60,7 @@ def _key(hint: Any) -> Key | None:
 
 
 def _limited(kind: Any, hint: Any) -> Any:
-    """Return ``kind`` with the limits of ``hint``: its annotated ones, or its words."""
+    """Return ``kind`` with the limits of ``hint``: annotated limits, or the words of its Literal."""
     limits = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Limit)]
     bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if (words := _words(bare)) and not limits:
@@ -69,7 +69,7 @@ def _limited(kind: Any, hint: Any) -> Any:
 
 
 def _words(hint: Any) -> Sequence[str]:
-    """Return the words that an annotation allows, if it allows no other text."""
+    """Return the strings that an annotation allows; empty if it allows any string."""
     options = _options(hint)
     if str in options:
         return ()
@@ -94,7 +94,7 @@ def _default(option: Field[Any], hint: Any) -> Any:
 
 
 def _section(hint: Any) -> type | None:
-    """Return the dataclass of an annotation that stands for a section, which is never null."""
+    """Return the dataclass if an annotation represents a section (never null), otherwise None."""
     if get_origin(hint) is Annotated:
         return None if (key := _key(hint)) and key.kind else _section(get_args(hint)[0])
     options = _options(hint)
@@ -102,14 +102,14 @@ def _section(hint: Any) -> type | None:
 
 
 def _options(hint: Any) -> list[Any]:
-    """Return the types of a union, without that of None; of another annotation, itself."""
+    """Return the types of a union without NoneType, or the annotation itself if it is not a union."""
     if get_origin(hint) not in (Union, UnionType):
         return [hint]
     return [each for each in get_args(hint) if each is not NoneType]
 
 
 def plain_type(hint: Any) -> Any:
-    """Return the type that OmegaConf can check for an annotation; the rest is checked when the object is built."""
+    """Return the type that OmegaConf can check for an annotation; the rest is checked when building the object."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return plain_type(arguments[0])
@@ -138,12 +138,12 @@ def _plain_union(options: Sequence[Any]) -> Any:
 def typed(kind: type[T], section: Mapping[str, Any], **computed: Any) -> T:
     """Build a value of the dataclass ``kind`` from a resolved section.
 
-    Keys of the section that are not fields are ignored; fields without a key have their defaults.
+    Keys of the section that are not fields are ignored; fields without a key keep their defaults.
 
     Args:
         kind: The dataclass.
-        section: Plain values.
-        computed: Values of fields in place of the section's.
+        section: Plain values by key.
+        computed: Field values that replace those of the section.
     """
     names = [each.name for each in fields(cast("Any", kind)) if each.name in section]
     hints = hints_of(cast("Any", kind), limits=False)
@@ -152,7 +152,7 @@ def typed(kind: type[T], section: Mapping[str, Any], **computed: Any) -> T:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    """Return a plain value as an annotation says: paths, tuples, and mappings as their dataclasses."""
+    """Convert a plain value to the type of its annotation, such as a path, a tuple or a dataclass."""
     options = _options(hint)
     if value is None or len(options) != 1:
         return value

@@ -1,12 +1,12 @@
-"""Builds typed settings from the resolved configuration, which is not used as a mapping beyond this file."""
+"""Builds typed settings from the resolved configuration, which only this module reads as a mapping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from worldsize.checkpoint.format import Retention
 from worldsize.config.cluster import check_topology, cluster_of
@@ -58,33 +58,35 @@ from worldsize.core import (
 from worldsize.core.sections import WeightAverage
 from worldsize.data.order import Order, logical_ranks_of
 from worldsize.data.permutation import Shuffle
+from worldsize.loop.early_stopping import EarlyStopping
+from worldsize.loop.faults import Faults
+from worldsize.loop.fit import LoopConfig
+from worldsize.loop.initial_weights import InitialWeights
 from worldsize.record.determinism import Determinism
-from worldsize.train.early_stopping import EarlyStopping
-from worldsize.train.faults import Faults
-from worldsize.train.fit import LoopConfig
-from worldsize.train.initial_weights import InitialWeights
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Settings(RunShape):
-    """One run's values and objects; building them touches no device, process group or file."""
+    """One run's values and objects; building them does not use devices, process groups or files."""
 
-    config: Mapping[str, Any]  # the whole resolved mapping, to be recorded
+    config: Mapping[str, Any]  # the whole resolved configuration, to be recorded
     training: TrainingConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     average: WeightAverage | None  # moving average of the weights, or None
     early_stopping: EarlyStopping | None
-    initial: InitialWeights | None  # initial weights of a new run; None: random
+    initial: InitialWeights | None  # initial weights of a new run, or None for random weights
     observe: ObserveConfig
     agents: AgentsConfig
     recipe: Recipe
     faults: Faults
-    autoscaler: Autoscaler | None  # changes the number of processes; None: only people do
+    autoscaler: Autoscaler | None  # changes the number of processes; None: only users change it
 
     @property
     def loop(self) -> LoopConfig:
-        """Return the length of the run, and the intervals of logging, evaluating and saving."""
+        """The length of the run, and the intervals of logging, evaluating and saving."""
         return LoopConfig(
             steps=self.training.steps,
             batch_size=self.training.batch_size,
@@ -100,29 +102,28 @@ class Settings(RunShape):
         )
 
     def plan(self, folder: Path) -> Plan:
-        """Return what a launcher needs to start this run, or this examination, in ``folder``."""
+        """Return the launcher's plan for this run or examination in ``folder``."""
         variables = self.determinism.variables()
-        ranks, policy = self.logical_ranks, self.autoscaler
-        health = self.observe.watched if self.trains else None
+        ranks, policy, health = self.logical_ranks, self.autoscaler, self.observe.watched
         return Plan(folder, self.cluster, self.roles, variables, logical_ranks=ranks, autoscaler=policy, health=health)
 
     def update_text(self) -> str:
-        """Say how many samples an update has, and which learning rate."""
+        """Describe the samples and the learning rate of an update."""
         return update_text(self, self.training.lr, batch_size=self.training.batch_size)
 
     def among(self, processes: int) -> Settings:
-        """Return the settings of a gang that has ``processes`` members from now on."""
+        """Return the settings for a gang that now has ``processes`` members."""
         cluster = replace(self.cluster, nodes=1, processes=processes)
         return replace(self, cluster=cluster, roles=self.strategy.roles(cluster))
 
     def peers(self) -> list[list[int]]:
-        """Return the groups of workers with equal work, by rank."""
+        """Return the data-parallel groups of worker ranks, counted from the first worker."""
         groups = self.strategy.groups(self.cluster)["data"]
         first = min(rank for group in groups for rank in group)
         return [[rank - first for rank in group] for group in groups]
 
     def data_part(self, world: World) -> World:
-        """Return ``world`` with this process's rank and size among the data-parallel parts."""
+        """Return ``world`` with this process's data-parallel rank and size."""
         return replace(world, rank=self.strategy.data_rank(world), size=self.strategy.data_parallel(self.cluster))
 
     def order(self, rank: int, size: int, dealing: Dealing = "cyclic") -> Order:
@@ -134,22 +135,48 @@ class Settings(RunShape):
         return Order(training.seed, training.batch_size, ranks, own_ranks, balanced, shuffle)
 
 
-def load_shape(config: Mapping[str, Any]) -> RunShape:
-    """Build and check the processes of the run, and how they agree.
+@dataclass(frozen=True)
+class Objects:
+    """The objects described by a resolved configuration, subject to its allow-list.
+
+    ``built`` caches objects by key across changes of the configuration; an object is rebuilt if its section changed.
+    """
+
+    config: Mapping[str, Any]
+    built: dict[str, tuple[object, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def allowed(self) -> Allowed:
+        own = (*self.config["run"].get("packages", ()), *self.config.get("allow_targets", ()))
+        return Allowed((*Allowed().prefixes, *own))
+
+    def build(self, key: str, node: Any, kind: type[T]) -> T:
+        """Build the object of type ``kind`` described by ``node``, the value of ``key``.
+
+        Raises:
+            ConfigError: the object has a different type, cannot be built, or is outside the allow-list.
+        """
+        if key not in self.built or self.built[key][0] != node:
+            self.built[key] = node, build(node, kind, allowed=self.allowed, key=key)
+        return cast("T", self.built[key][1])
+
+
+def load_shape(objects: Objects) -> RunShape:
+    """Build and check the processes of the run and their strategy.
 
     Raises:
-        ConfigError: a value, a relation between values, or a target that cannot run.
+        ConfigError: a value, a combination of values, or a target is invalid.
     """
-    allowed = _allowed(config)
-    check_targets(config, allowed)
-    determinism = build(config["reproducibility"], Determinism, allowed=allowed, key="reproducibility")
+    config = objects.config
+    check_targets(config, objects.allowed)
+    determinism = objects.build("reproducibility", config["reproducibility"], Determinism)
     cluster = cluster_of(config["cluster"], determinism.threads, config["data_workers"])
-    strategy = build(config["strategy"], Strategy, allowed=allowed, key="strategy")  # type: ignore[type-abstract]
+    strategy = objects.build("strategy", config["strategy"], Strategy)  # type: ignore[type-abstract]
     check_reduce(strategy)
     check_backend(cluster.backend)  # the strategy's module may have registered it
     run = typed(RunConfig, config["run"])
-    launcher = launcher_of(config["launcher"], config)
-    if run.examine:  # all processes take part in it, more than the strategy may take if there are spare nodes
+    launcher = load_launcher(objects)
+    if run.examine:  # includes spare nodes, so there may be more processes than the strategy supports
         roles: Mapping[str, Role] = {"worker": Role(cluster.processes)}
         logical_ranks = cluster.processes
     else:
@@ -159,35 +186,33 @@ def load_shape(config: Mapping[str, Any]) -> RunShape:
     check_topology(config["cluster"].get("topology"), launcher)
     scaling = typed(RateScaling, config["cluster"])
     check_copies(roles, strategy, config["checkpoint"].get("peers", 1))
-    numerics = _numerics(config, strategy, cluster, exact=determinism.exact_mode)
+    numerics = _numerics(objects, strategy, cluster, exact=determinism.exact_mode)
     return RunShape(run, cluster, strategy, determinism, numerics, launcher, roles, logical_ranks, scaling)
 
 
-def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> Settings:
-    """Build and check the settings of ``config``; ``shape``: its processes, if they are loaded already.
+def load_settings(objects: Objects) -> Settings:
+    """Build and check the settings of a run.
 
     Raises:
-        ConfigError: a value, a relation between values, or a target that cannot run.
+        ConfigError: a value, a combination of values, or a target is invalid.
     """
-    shape = shape or load_shape(config)
-    cluster, strategy, logical_ranks = shape.cluster, shape.strategy, shape.logical_ranks
-    allowed = _allowed(config)
+    config, shape = objects.config, load_shape(objects)
+    cluster, strategy = shape.cluster, shape.strategy
     training = typed(TrainingConfig, config)
     training = replace(training, schedule_metric=_canonical(training.schedule_metric))
     training.check_evaluates("early_stopping.metric", config["early_stopping"]["metric"])
     metric = _canonical(config["early_stopping"]["metric"])
-    keep = build(config["checkpoint"]["keep"], Retention, allowed=allowed, key="checkpoint.keep")
+    keep = objects.build("checkpoint.keep", config["checkpoint"]["keep"], Retention)
     checkpoint = typed(CheckpointConfig, config["checkpoint"], keep=keep)
-    observe = _observe(config, _listeners(config, allowed), cluster)
-    for group in ("optimizer", "schedule", "data"):  # under the names that a user types
+    observe = _observe(config, _listeners(objects), cluster)
+    for group in ("optimizer", "schedule", "data"):  # errors name these keys, as users know them
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
-            check_node(node, allowed=allowed, key=group)
+            check_node(node, allowed=objects.allowed, key=group)
     shape.check_batch(training.batch_size)
-    autoscaler = None if shape.run.examine else _autoscaler(config, shape.roles, cluster, logical_ranks)
-    recipe, initial = with_initial(recipe_of(config), config)
+    recipe, initial = load_recipe(objects)
     if shape.trains:
         check_remembers(recipe, shape.roles, shape.launcher, exact=shape.determinism.exact_mode)
-        check_graphs(shape.numerics, cluster, logical_ranks // strategy.data_parallel(cluster), recipe)
+        check_graphs(shape.numerics, cluster, shape.micro_batches, recipe)
     return Settings(
         **vars(shape),
         config=config,
@@ -198,20 +223,20 @@ def load_settings(config: Mapping[str, Any], shape: RunShape | None = None) -> S
         initial=initial,
         early_stopping=None if metric is None else typed(EarlyStopping, config["early_stopping"], metric=metric),
         observe=observe,
-        # hosts that the configuration names are in order already
+        # hosts listed in the configuration are already in order
         agents=typed(AgentsConfig, config["cluster"], **({"topology": None} if "hosts" in config["cluster"] else {})),
         recipe=recipe,
         faults=Faults.parsed(config["faults"]),
-        autoscaler=autoscaler,
+        autoscaler=_autoscaler(objects, shape),
     )
 
 
-def _numerics(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster, *, exact: str | None) -> Numerics:
+def _numerics(objects: Objects, strategy: Strategy, cluster: Cluster, *, exact: str | None) -> Numerics:
     """Build the numerics, and check that the strategy and the devices support them.
 
-    ``exact``: the mode in which results must have the same bits each time, if they must.
+    ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """
-    numerics = build(config["numerics"], Numerics, allowed=_allowed(config), key="numerics")
+    numerics = objects.build("numerics", objects.config["numerics"], Numerics)
     strategy.check_numerics(numerics)
     check_precision(numerics, strategy)
     check_compiles(numerics, strategy, exact=exact)
@@ -220,14 +245,12 @@ def _numerics(config: Mapping[str, Any], strategy: Strategy, cluster: Cluster, *
     return numerics
 
 
-def _autoscaler(
-    config: Mapping[str, Any], roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int
-) -> Autoscaler | None:
-    node = config.get("autoscale")  # older runs have no such key
+def _autoscaler(objects: Objects, shape: RunShape) -> Autoscaler | None:
+    node = objects.config.get("autoscale")  # missing in older runs
     if not node:
         return None
-    autoscaler = build(node, Autoscaler, allowed=_allowed(config), key="autoscale")  # type: ignore[type-abstract]
-    check_autoscale(autoscaler, roles, cluster, logical_ranks)
+    autoscaler = objects.build("autoscale", node, Autoscaler)  # type: ignore[type-abstract]
+    check_autoscale(autoscaler, shape.roles, shape.cluster, shape.logical_ranks)
     return autoscaler
 
 
@@ -241,8 +264,14 @@ def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> E
     return evaluation
 
 
-def with_initial(recipe: Recipe, config: Mapping[str, Any]) -> tuple[Recipe, InitialWeights | None]:
-    """Return the recipe to train, and the path of its initial weights if they are in files."""
+def load_recipe(objects: Objects) -> tuple[Recipe, InitialWeights | None]:
+    """Build the recipe to train, and return the path of its initial weights if they are in files.
+
+    Raises:
+        ConfigError: the object is not a recipe, cannot be built, or is outside the allow-list.
+    """
+    config = objects.config
+    recipe = objects.build("recipe", config["recipe"], Recipe)  # type: ignore[type-abstract]
     if config["init_from"] is not None:
         return recipe, InitialWeights(Path(config["init_from"]), config["init_from_strict"])
     pretrained = recipe.pretrained_weights()
@@ -254,14 +283,14 @@ def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | Non
         return None
     if "ema" not in strategy.supports:
         raise ConfigError(
-            f"ema.decay={node['decay']}: {type(strategy).__name__} has no weights that all ranks agree on after each "
-            "update, or servers have them. Set ema.decay=null, or a strategy such as ddp or fsdp."
+            f"ema.decay={node['decay']}: with {type(strategy).__name__} the ranks' weights differ after an update, or "
+            "servers hold them. Set ema.decay=null, or a strategy such as ddp or fsdp."
         )
     return typed(WeightAverage, node)
 
 
 def _canonical(metric: str | None) -> str | None:
-    """Return the metric's name as metrics.jsonl has it: ``loss`` for "test/loss"."""
+    """Return the metric's name in metrics.jsonl, e.g. ``loss`` for "test/loss"."""
     return None if metric is None else metric_key(*split_of(metric))
 
 
@@ -276,39 +305,27 @@ def _observe(
     )
 
 
-def _listeners(config: Mapping[str, Any], allowed: Allowed) -> Mapping[str, Callable[..., Listener]]:
-    """Return functions that create the logger and the other listeners of the run, without null ones."""
+def _listeners(objects: Objects) -> Mapping[str, Callable[..., Listener]]:
+    """Return functions that create the run's logger and other listeners, skipping null entries."""
+    config = objects.config
     named = {"logger": config["logger"], **{f"listeners.{name}": node for name, node in config["listeners"].items()}}
     for key, node in named.items():
         if node and not (isinstance(node, Mapping) and "_target_" in node):
-            raise ConfigError(f"{key} names no listener. Set {key}._target_=your.module.Listener.")
+            raise ConfigError(f"{key} is not a listener. Set {key}._target_=your.module.Listener.")
     return {
-        key.replace("listeners.", "listener "): build({**node, "_partial_": True}, partial, allowed=allowed, key=key)
+        key.replace("listeners.", "listener "): objects.build(key, {**node, "_partial_": True}, partial)
         for key, node in named.items()
         if node
     }
 
 
-def launcher_of(node: Mapping[str, Any], config: Mapping[str, Any]) -> AnyLauncher:
-    """Build the launcher that ``node`` describes, inside the allow-list of the whole ``config``.
+def load_launcher(objects: Objects) -> AnyLauncher:
+    """Build only the launcher.
 
     Raises:
-        ConfigError: it is not a launcher, or outside the allow-list.
+        ConfigError: the object is not a launcher, or is outside the allow-list.
     """
-    launcher = build(node, LaunchMethod, allowed=_allowed(config), key="launcher")  # type: ignore[type-abstract]
+    launcher = objects.build("launcher", objects.config["launcher"], LaunchMethod)  # type: ignore[type-abstract]
     if not isinstance(launcher, AnyLauncher):
-        raise ConfigError(f"launcher: {type(launcher).__name__} is no Launcher, AgentLauncher or BatchLauncher.")
+        raise ConfigError(f"launcher: {type(launcher).__name__} is not a Launcher, AgentLauncher or BatchLauncher.")
     return launcher
-
-
-def recipe_of(config: Mapping[str, Any]) -> Recipe:
-    """Build only the recipe of ``config``.
-
-    Raises:
-        ConfigError: it is not a recipe, cannot be built, or is outside the allow-list.
-    """
-    return build(config["recipe"], Recipe, allowed=_allowed(config), key="recipe")  # type: ignore[type-abstract]
-
-
-def _allowed(config: Mapping[str, Any]) -> Allowed:
-    return Allowed((*Allowed().prefixes, *config["run"].get("packages", ()), *config.get("allow_targets", ())))

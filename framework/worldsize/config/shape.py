@@ -1,4 +1,4 @@
-"""The processes of a run, by the configuration and the machine, and checks of what they can train and repeat."""
+"""The processes of a run, derived from the configuration and the machine, and checks of what they can train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from worldsize.core import (
     Cluster,
     Launcher,
     LaunchMethod,
-    MultiUpdateRecipe,
     Numerics,
     Recipe,
     Role,
@@ -26,18 +25,18 @@ from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
 from worldsize.world.roles import block_of, heals
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # imports torch
     from worldsize.record.determinism import Determinism
 
 _logger = logging.getLogger(__name__)
 
-_MOST_SAMPLES = 10**8  # of a micro-batch: the objects of so many fill the memory of the largest machines
+_MOST_SAMPLES = 10**8  # per micro-batch; more would exceed the memory of the largest machines
 AnyLauncher = Launcher | AgentLauncher | BatchLauncher
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """The processes of a run and how they agree, without its recipe."""
+    """The processes of a run, their strategy and launcher, without the recipe."""
 
     run: RunConfig
     cluster: Cluster
@@ -51,32 +50,36 @@ class RunShape:
 
     @property
     def heals(self) -> bool:
-        """Whether the processes that train go on without those that die."""
+        """Whether training continues without failed processes."""
         return heals(self.roles)
 
     @property
     def trains(self) -> bool:
-        """Whether the run trains, and neither evaluates a checkpoint nor examines its cluster."""
+        """Whether the run trains, rather than evaluating a checkpoint or examining its cluster."""
         return self.run.evaluates is None and self.run.examine is None
 
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches per data-parallel replica and step."""
+        return self.logical_ranks // self.strategy.data_parallel(self.cluster)
+
     def check_batch(self, size: int) -> None:
-        """Raise ConfigError if a step of ``size`` samples does not divide over logical ranks, or these over workers."""
+        """Raise ConfigError unless workers divide the logical ranks, and logical ranks divide ``size``, the batch."""
         if self.trains:
-            parts = self.strategy.data_parallel(self.cluster)
-            check_divisible(self.logical_ranks, workers=parts, batch=size)
-            self.strategy.check_micro_batches(self.logical_ranks // parts)
+            check_divisible(self.logical_ranks, workers=self.strategy.data_parallel(self.cluster), batch=size)
+            self.strategy.check_micro_batches(self.micro_batches)
 
     @property
     def excludes_slow(self) -> bool:
-        """Whether the run moves to another job, without a host on which a rank is slow."""
+        """Whether the run is requeued without the hosts of stragglers."""
         return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
 
 def nodes_of(hosts: Sequence[str], *, spare: int) -> int:
-    """Return how many of ``hosts`` are to train; the last, ``spare`` of them, wait.
+    """Return the number of training hosts: all of ``hosts`` except the last ``spare``, which are on standby.
 
     Raises:
-        ConfigError: none is left to train.
+        ConfigError: no host is left to train.
     """
     if hosts and spare >= len(hosts):
         raise ConfigError(
@@ -90,8 +93,8 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """Return the cluster with ``processes`` filled in; ``gpus`` is the number of GPUs of this node.
 
     Raises:
-        ConfigError: there are no processes, they do not divide over nodes, or exceed the GPUs, or nothing says what
-            kind of device they have.
+        ConfigError: there are no processes, the nodes do not divide them evenly, there are too few GPUs, or the device
+            type is unknown.
     """
     nodes = cluster["nodes"]
     if "gpus_per_node" in cluster or "accelerators" in cluster:  # the nodes are other machines
@@ -99,8 +102,8 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
         cluster = {**cluster, "device": cluster["device"] or ("cuda" if gpus else "cpu")}
     if cluster["device"] is None:
         raise ConfigError(
-            "cluster.device=null is decided by cluster.gpus_per_node or cluster.accelerators, which this cluster does "
-            "not have. Set cluster.device=cpu or cluster.device=cuda."
+            "cluster.device=null needs cluster.gpus_per_node or cluster.accelerators, and this cluster has neither. "
+            "Set cluster.device=cpu or cluster.device=cuda."
         )
     if nodes < 1:
         raise ConfigError(f"cluster.nodes={nodes} must be 1 or more.")
@@ -114,7 +117,7 @@ def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
 
 
 def _accelerators(text: str | None) -> int:
-    """Return the count in SkyPilot's "A100:4"."""
+    """Return the number of accelerators in SkyPilot's notation, e.g. 4 for "A100:4"."""
     name, _, count = (text or "").partition(":")
     if count and not count.isdigit():
         raise ConfigError(f"cluster.accelerators={text} is not of the form NAME:COUNT, e.g. A100:4.")
@@ -122,7 +125,7 @@ def _accelerators(text: str | None) -> int:
 
 
 def check_gpus(processes_per_node: int, gpus: int, kind: str = "cuda") -> None:
-    """Raise ConfigError unless each process of this node can have a GPU, or device of another ``kind``, of its own."""
+    """Raise ConfigError unless each process on this node can have its own GPU, or other device of this ``kind``."""
     named = "GPU" if kind == "cuda" else f"{kind} device"
     if gpus == 0:
         raise ConfigError(
@@ -141,7 +144,7 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
     if total is not None and per_node is not None and total != per_node * nodes:
         raise ConfigError(
             f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. "
-            f"Set cluster.processes=null, which is {per_node * nodes} then, or leave cluster.processes_per_node out."
+            f"Set cluster.processes=null for {per_node * nodes}, or leave cluster.processes_per_node out."
         )
     if total is None and per_node is None:
         per_node = gpus if cluster["device"] != "cpu" else 1
@@ -151,37 +154,37 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
 
 
 def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None) -> None:
-    """Raise ConfigError if the passes are to be compiled, and cannot be, or not with the bits that are promised.
+    """Raise ConfigError if ``compile`` is set, but not supported or not bitwise reproducible in this mode.
 
-    ``exact``: the reproducibility mode if it promises bits.
+    ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """
     if not numerics.compile:
         return
     if "compile" not in strategy.supports:
         raise ConfigError(
-            f"compile=true: {type(strategy).__name__} does not compile what its processes compute. Set compile=false, "
-            "or a strategy such as ddp or fsdp."
+            f"compile=true: {type(strategy).__name__} does not support compilation. Set compile=false, or a strategy "
+            "such as ddp or fsdp."
         )
     if exact and numerics.compile_mode.startswith("max-autotune"):
         raise ConfigError(
-            f"compile_mode={numerics.compile_mode} chooses kernels by their time, which is another one in each run; "
+            f"compile_mode={numerics.compile_mode} chooses kernels by measured time, so results vary between runs; "
             f"reproducibility={exact} promises the same bits. Set compile_mode=default."
         )
 
 
 def check_precision(numerics: Numerics, strategy: Strategy) -> None:
-    """Raise ConfigError if the loss must be scaled, and the processes of ``strategy`` do not share a scale."""
+    """Raise ConfigError if the precision needs loss scaling, but ``strategy`` does not support it."""
     if numerics.policy.scales_loss and "loss_scale" not in strategy.supports:
         raise ConfigError(
-            f"precision={numerics.precision}: the processes of {type(strategy).__name__} have no common scale of the "
-            "loss. Set precision=bf16, or a strategy such as ddp or fsdp."
+            f"precision={numerics.precision}: the processes of {type(strategy).__name__} do not share a loss scale. "
+            "Set precision=bf16, or a strategy such as ddp or fsdp."
         )
 
 
 def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> None:
-    """Raise ConfigError if something is wanted that this version knows how to do on CPUs and CUDA alone.
+    """Raise ConfigError for features that worldsize supports only on CPUs and CUDA.
 
-    ``exact``: the reproducibility mode if it promises bits.
+    ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """
     if (kind := cluster.device) in ("cpu", "cuda"):
         return
@@ -200,17 +203,17 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
     }
     for fact, (is_wanted, remedy) in wanted.items():
         if is_wanted:
-            raise ConfigError(f"{fact}, which is not there for cluster.device={kind}. Set {remedy}.")
+            raise ConfigError(f"{fact}, not supported for cluster.device={kind}. Set {remedy}.")
 
 
 def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int, recipe: Recipe) -> None:
-    """Raise ConfigError if CUDA graphs are to be recorded in steps of several micro-batches or updates.
+    """Raise ConfigError if CUDA graphs are combined with several micro-batches or updates per step.
 
-    The gradients of one are in the memory that the next one overwrites.
+    Each micro-batch or update would overwrite the results of the previous one.
     """
     if not (numerics.records_graphs and cluster.device == "cuda"):
         return
-    if isinstance(recipe, MultiUpdateRecipe):
+    if recipe.has_several_updates:
         raise ConfigError(
             f"compile_mode={numerics.compile_mode} records CUDA graphs, whose results the next update of a step would "
             f"overwrite, and {type(recipe).__name__} takes several. Set compile_mode=default."
@@ -218,26 +221,26 @@ def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int, recip
     if micro_batches == 1:
         return
     raise ConfigError(
-        f"compile_mode={numerics.compile_mode} records CUDA graphs, which overwrite the gradients of one micro-batch "
-        f"with those of the next, and a process has {micro_batches} in a step. Set compile_mode=default, or "
+        f"compile_mode={numerics.compile_mode} records CUDA graphs, where each micro-batch overwrites the gradients "
+        f"of the one before, and a process has {micro_batches} in a step. Set compile_mode=default, or "
         f"logical_ranks to the number of processes that train."
     )
 
 
 def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) -> None:
-    """Raise ConfigError if activations are to be recomputed or offloaded, and cannot be."""
+    """Raise ConfigError if activation checkpointing or offloading is set, but not supported."""
     chosen = numerics.activation_checkpointing
     if (chosen != "none" or numerics.activation_offload) and "activation_checkpointing" not in strategy.supports:
         raise ConfigError(
-            f"{type(strategy).__name__} keeps all activations. Set activation_checkpointing=none and "
-            "activation_offload=false, or a strategy such as ddp or fsdp."
+            f"{type(strategy).__name__} does not support activation checkpointing or offload. Set "
+            "activation_checkpointing=none and activation_offload=false, or choose a strategy such as ddp or fsdp."
         )
     if numerics.activation_offload and cluster.device == "cpu":
         raise ConfigError("activation_offload=true moves activations from GPUs to the host; cluster.device is cpu.")
 
 
 def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> None:
-    """Raise ConfigError if a gang heals whose processes divide the state and keep no copies of each other's parts."""
+    """Raise ConfigError if a healing gang shards its state, but does not copy shards to peers."""
     if heals(roles) and strategy.shards_state and not peers:
         raise ConfigError(
             f"strategy.on_failure=heal: {type(strategy).__name__} divides its state, and without copies in the memory "
@@ -246,11 +249,11 @@ def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> N
 
 
 def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMethod) -> None:
-    """Raise ConfigError if processes are to go on without those that die, and nothing would tell them."""
+    """Raise ConfigError if the run should heal, but its launcher or backend does not support it."""
     if not heals(roles):
         for name, count in {"spares": cluster.spares, "spare_nodes": cluster.spare_nodes}.items():
             if count:
-                raise ConfigError(f"cluster.{name}={count}: nobody waits for them. Set strategy.on_failure=heal.")
+                raise ConfigError(f"cluster.{name}={count}: this run uses no spares. Set strategy.on_failure=heal.")
         if cluster.min_processes:
             raise ConfigError(
                 f"cluster.min_processes={cluster.min_processes}: this run does not continue with fewer processes. Set "
@@ -259,13 +262,13 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
         return
     if cluster.spare_nodes and not launcher.heals_over_hosts:
         raise ConfigError(
-            f"cluster.spare_nodes={cluster.spare_nodes}: {type(launcher).__name__} does not tell processes which nodes "
-            "live. Choose cluster=ssh or slurm, or let processes wait (cluster.spares)."
+            f"cluster.spare_nodes={cluster.spare_nodes}: {type(launcher).__name__} does not report lost nodes to "
+            "processes. Choose cluster=ssh or slurm, or use spare processes (cluster.spares)."
         )
     if not launcher.heals or (cluster.nodes > 1 and not launcher.heals_over_hosts):
         raise ConfigError(
-            f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not tell processes "
-            "which others live. Set strategy.on_failure=restart, or choose cluster=ssh, slurm, laptop or node."
+            f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not report dead "
+            "processes to the others. Set strategy.on_failure=restart, or choose cluster=ssh, slurm, laptop or node."
         )
     if backend_for(cluster.backend, cluster.device) != "gloo":
         raise ConfigError(
@@ -278,10 +281,10 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
 
 
 def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int) -> None:
-    """Raise ConfigError if a policy is to change the number of processes, and cannot, or its bounds contradict."""
+    """Raise ConfigError if an autoscaling policy is set for a gang of fixed size, or its bounds are contradictory."""
     if not heals(roles):
         raise ConfigError(
-            "autoscale: the processes of this run are a gang, whose size is fixed. Set strategy.on_failure=heal with a "
+            "autoscale: the processes of this run are a gang of fixed size. Set strategy.on_failure=heal with a "
             "strategy that has it, such as ddp, or autoscale=none."
         )
     if (most := policy.max_processes) is None:
@@ -289,20 +292,20 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
     block = block_of(roles)
     if most > logical_ranks * block:
         raise ConfigError(
-            f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, of which "
+            f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, and "
             f"{'each process' if block == 1 else f'{block} processes together'} need{'s' * (block == 1)} one. Set at "
             f"most {logical_ranks * block}, or logical_ranks={-(-most // block)} or more."
         )
     if cluster.processes > most:
         raise ConfigError(
-            f"autoscale.max_processes={most} contradicts cluster.processes={cluster.processes}, with which the run "
-            f"begins. Set it to {cluster.processes} or more."
+            f"autoscale.max_processes={most} is less than the initial cluster.processes={cluster.processes}. "
+            f"Set it to {cluster.processes} or more."
         )
 
 
 def check_backend(named: str) -> None:
-    """Raise ConfigError if torch has no such backend; ``named`` may list one per device, as "cpu:gloo,cuda:nccl"."""
-    from torch.distributed import Backend  # not before: who only composes would wait for it
+    """Raise ConfigError if torch lacks a backend in ``named``, which may list one per device ("cpu:gloo,cuda:nccl")."""
+    from torch.distributed import Backend  # slow, and not needed to compose
 
     known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
     for name in backend_names(named):
@@ -311,16 +314,16 @@ def check_backend(named: str) -> None:
 
 
 def check_reduce(strategy: Strategy) -> None:
-    """Raise ConfigError if the strategy does not sum in the way that the configuration or its level asks for."""
+    """Raise ConfigError if the strategy does not support the reduction set by the user or the reproducibility level."""
     wanted, known, name = strategy.reduce, strategy.reductions, type(strategy).__name__
     if wanted not in known:
-        level = " reproducibility=elastic asks for it. Set another level, or strategy=ddp, say."
-        fact = f"strategy.reduce={wanted!r} is no way in which {name} sums{neighbours(wanted, known)}"
+        level = " reproducibility=elastic requires it. Set a different level, or strategy=ddp, say."
+        fact = f"strategy.reduce={wanted!r} is not a reduction of {name}{neighbours(wanted, known)}"
         raise ConfigError(fact + (level if wanted == "ordered" else ""))
 
 
 def check_divisible(total: int, *, workers: int, batch: int) -> None:
-    """Raise ConfigError if logical ranks do not divide over the workers, or the batch over logical ranks."""
+    """Raise ConfigError unless workers divide the logical ranks (``total``), and logical ranks divide the batch."""
     if total < 1 or total % workers:
         raise ConfigError(
             f"{total} logical ranks do not divide over {workers} data-parallel workers. "
@@ -340,9 +343,9 @@ def check_divisible(total: int, *, workers: int, batch: int) -> None:
 
 
 def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchMethod, *, exact: str | None) -> None:
-    """Raise ConfigError if processes may start again or heal, and the recipe keeps values that no checkpoint has.
+    """Raise ConfigError if processes may restart or heal, but the recipe has state that checkpoints do not include.
 
-    ``exact``: the reproducibility mode if it promises bits.
+    ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """
     if not recipe.remembers or saves_state(recipe):
         return
@@ -361,9 +364,9 @@ def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchM
 
 
 def check_resumes(recipe: Recipe, step: int, *, exact: str | None) -> None:
-    """Warn if a run resumes after ``step`` without values that its recipe has kept, or raise ConfigError if ``exact``.
+    """Warn, or raise ConfigError if ``exact``, if a run resumes after ``step`` without its recipe's state.
 
-    ``exact``: the reproducibility mode if it promises bits.
+    ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """
     if not recipe.remembers or saves_state(recipe) or step == 0:
         return

@@ -1,4 +1,4 @@
-"""The contracts of worldsize. Imports torch, the standard library and worldsize.errors, nothing else."""
+"""The base classes and types of worldsize. Imports only torch, the standard library and worldsize.errors."""
 
 from worldsize.core.cluster import Cluster, ContainerImage, Link, Pinning, Role, Spot, World
 from worldsize.core.context import (
@@ -47,6 +47,7 @@ from worldsize.core.launcher import (
 from worldsize.core.limits import FilePath, FolderName, Limit, OneOf, Range
 from worldsize.core.numerics import PRECISIONS, Nonfinite, Numerics, Precision, PrecisionName
 from worldsize.core.recipe import (
+    ONE_UPDATE,
     Batch,
     BufferRule,
     Concatenated,
@@ -60,15 +61,17 @@ from worldsize.core.recipe import (
     RowValues,
     StateDict,
     TensorStyle,
+    Update,
     saves_state,
 )
-from worldsize.core.recipe_kinds import FeatureRecipe, Features, MultiUpdateRecipe, Update
+from worldsize.core.recipe_kinds import FeatureRecipe, Features, MultiUpdateRecipe
 from worldsize.core.state_metric import StateMetric, StateReduction
 from worldsize.core.strategy import Capability, Cost, Dealing, Reduction, Replica, StepResult, Strategy, Workload
 from worldsize.core.streams import ShardedStream, StatefulStream
 from worldsize.errors import ConfigError, NonfiniteLossError, WorldsizeError
 
 __all__ = [
+    "ONE_UPDATE",
     "PRECISIONS",
     "AgentLauncher",
     "Autoscaler",

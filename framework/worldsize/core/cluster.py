@@ -1,4 +1,4 @@
-"""The shape of a run: links, nodes, roles, the place of a process among the others, and its container image."""
+"""The shape of a run: links, nodes, roles, each process's ranks and groups, and the container image."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Pinning = Literal["auto", "none", "numa", "exclusive"]
 
 @dataclass(frozen=True)
 class Link:
-    """One tier of the interconnect. A link of tier "device" or "node" belongs to one rank, "network" to one node.
+    """One tier of the interconnect: "device" and "node" links belong to one rank, "network" links to one node.
 
-    With tiers in between (:attr:`Cluster.tiers`), the link of a tier belongs to one unit of the tier below: that of
-    "rack" to one node, which it joins to the others of its rack, and "network" to one unit of the last.
+    With intermediate tiers (:attr:`Cluster.tiers`), each unit of the tier below has one link: the "rack" link connects
+    a node to the other nodes of its rack, and "network" connects the units of the outermost tier.
 
     Attributes:
         bandwidth: Bytes/s in each direction; the ranks of a node share the bandwidth of its network link.
-        latency: Seconds.
-        gap: Least seconds of a round in which every rank sends one message and receives one, however small (g of
-            LogP, Culler et al. 1993, doi:10.1145/155332.155333). It exceeds the latency where processors limit it.
-        incast: Fraction of the bandwidth, 0 to 1, that is left when all ranks send to all at once (Phanishayee et al.,
+        latency: Seconds per message.
+        gap: Minimum duration, in seconds, of a round in which every rank sends and receives one message of any size
+            (g in LogP, Culler et al. 1993, doi:10.1145/155332.155333). It exceeds the latency if processors limit it.
+        incast: Fraction of the bandwidth, 0 to 1, that remains during an all-to-all exchange (Phanishayee et al.,
             FAST 2008).
     """
 
@@ -47,8 +47,8 @@ class Spot:
     """A node that its provider may reclaim.
 
     Attributes:
-        mtbf_hours: Mean hours between two failures of one node, reclaims among them.
-        price_per_hour: Price of one node for an hour, in the currency of the cluster's; None: not known.
+        mtbf_hours: Mean hours between failures of one node, including reclaims.
+        price_per_hour: Price per node and hour, in the same currency as the cluster's; None if unknown.
     """
 
     mtbf_hours: Annotated[float, Range(above=0), Key(default=None)]
@@ -57,36 +57,36 @@ class Spot:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines that a launcher offers.
+    """The machines available to a launcher.
 
     Attributes:
         name: Name of the configuration, such as "ssh".
         nodes: Number of hosts.
-        processes: Processes on all nodes together; every node has the same number.
-        device: Kind of device on which processes train, by torch's name: "cpu", "cuda", "xpu".
-        backend: Backend of torch.distributed, such as "gloo" or "nccl".
-        threads: Threads of each process; None: the node's cores divided by its processes.
-        cpus_per_process: CPUs that each process needs, for its threads and for the processes that load its data.
+        processes: Total number of processes; every node runs the same number.
+        device: Device type for training, as torch names it: "cpu", "cuda", "xpu".
+        backend: torch.distributed backend, such as "gloo" or "nccl".
+        threads: Threads per process; None: the node's cores divided by its processes.
+        cpus_per_process: CPUs that each process needs for its threads and its data workers.
         timeout: Seconds that a process waits for its peers.
-        interface: Network interface of the collectives; None: the one with a route to the first node.
+        interface: Network interface for collectives; None: the one with a route to the first node.
         hca: InfiniBand adapters that NCCL may use (NCCL_IB_HCA).
-        links: Links by tier: "device", "node", those of ``tiers``, "network".
-        tiers: Tiers between a node and the network, the innermost first: nodes of one unit by the tier's name, such as
-            {"rack": 16, "pod": 64}. The nodes of a unit are consecutive. The key takes a mapping, too: ``nodes`` and
-            the keys of a link.
+        links: Links by tier: "device", "node", the names in ``tiers``, "network".
+        tiers: Tiers between a node and the network, innermost first: tier name to nodes per unit, such as
+            {"rack": 16, "pod": 64}. The nodes of a unit are consecutive. In the configuration a value may also be a
+            mapping with ``nodes`` and the keys of a link.
         device_memory: Bytes that one process may use, for planning; None: the memory of this machine.
-        price_per_hour: Price of one node for an hour, in any currency, for planning.
-        mtbf_hours: Mean hours between two failures of one node, for planning and ``checkpoint.every=auto``; None: not
-            known.
-        peak_flops: Dense operations a second of one process's device, for the MFU; None: that of a known GPU.
-        debug: Whether NCCL and torch tell what they do, in the logs of the processes.
-        spot_market: What nodes of this kind cost and how often they fail on the spot market; None: not known.
-        min_processes: Least processes with which a run that heals goes on; None: 1.
-        spares: Further processes of a run that heals, which wait to take the places of those that die.
-        spare_nodes: Further nodes of such a run, whose processes wait to take the places of those of a lost node; of
-            ``hosts`` they are the last.
-        pin: Whether a process keeps to the cores and the memory of a NUMA node ("numa") or to a part of these that is
-            its own ("exclusive"); "auto": as "numa" where a machine has several such nodes.
+        price_per_hour: Price per node and hour, in any currency, for planning.
+        mtbf_hours: Mean hours between failures of one node, for planning and ``checkpoint.every=auto``; None if
+            unknown.
+        peak_flops: Dense operations per second of one process's device, for the MFU; None: look up the GPU model.
+        debug: Whether NCCL and torch log their operations to the process logs.
+        spot_market: Price and failure rate of these nodes on the spot market; None if unknown.
+        min_processes: Smallest number of processes with which a healing run continues; None: 1.
+        spares: Standby processes of a healing run; they replace failed processes.
+        spare_nodes: Standby nodes of a healing run, listed last in ``hosts``. Their processes replace those of a failed
+            node.
+        pin: Whether to bind a process to the cores and memory of a NUMA node ("numa") or to its exclusive share of them
+            ("exclusive"); "auto": "numa" on machines with several NUMA nodes.
     """
 
     name: str
@@ -119,17 +119,17 @@ class Cluster:
 
     @property
     def cpus_per_node(self) -> int:
-        """Number of CPUs that the processes of a node need."""
+        """Number of CPUs that a node's processes need."""
         return self.processes_per_node * self.cpus_per_process
 
     @property
     def all_nodes(self) -> int:
-        """Number of nodes, with those that wait."""
+        """Number of nodes, including spare nodes."""
         return self.nodes + self.spare_nodes
 
     @property
     def waiting(self) -> int:
-        """Number of processes that wait at first: those of the spare nodes, then the other spares."""
+        """Number of standby processes at the start, on spare nodes and elsewhere."""
         return self.spare_nodes * self.processes_per_node + self.spares
 
 
@@ -138,24 +138,23 @@ class Role:
     """A group of processes with one task, and what happens when one of them dies."""
 
     processes: int
-    """Number of processes, over all nodes."""
+    """Total number of processes on all nodes."""
     restart: Literal["gang", "individual", "heal"] = "gang"
-    """What happens when a process dies: all of the gang restart, that process alone does, or the others take over its
-    part of each step and go on."""
+    """What happens when a process dies: the whole gang restarts ("gang"), only that process restarts ("individual"), or
+    the others continue and take over its share of each step ("heal")."""
     serves: bool = False
     """Whether its processes run :meth:`Strategy.serve`, without a process group, instead of training a replica."""
     min_processes: int | None = None
-    """Number of processes that must be alive for the run to continue without the dead ones; None: all."""
+    """Number of live processes that the run needs to continue after failures; None: all."""
     block: int = 1
-    """Processes that together train one part of the data: those of a role that heals train in whole blocks of so many,
-    and those that are too many wait."""
+    """Processes per data-parallel replica. A healing role trains in whole blocks; surplus processes wait."""
     together: int = 1
-    """Processes of a block that must be on one host: a block consists of groups of so many, each of which is."""
+    """Size of the groups within a block whose processes must share a host."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the others of its run.
+    """This process's role, ranks, device and process groups in its run.
 
     Attributes:
         role: Name of the process's role, such as "worker".
@@ -165,10 +164,11 @@ class World:
         world_size: Number of processes of the run, over all roles.
         local_rank: Rank among the processes of this node, from 0.
         node_rank: Index of this node, from 0.
-        device: Device on which the process trains.
-        groups: Process groups by name: all processes that train ("all"), each role, and on accelerators its processes
-            with gloo ("host/worker"), this node. If all train, also those with the same local rank on all nodes
-            ("across"), and by tier ("tier/rack", ..., "tier/network") those with the same place in the units below.
+        device: This process's training device.
+        groups: Process groups by name: all training processes ("all"); each role, and on accelerators the same
+            processes with gloo ("host/worker"); this node. If all processes train, also the processes with the same
+            local rank on all nodes ("across") and, per tier ("tier/rack", ..., "tier/network"), the processes with the
+            same index within the units of the tier below.
     """
 
     role: str
@@ -183,12 +183,12 @@ class World:
 
     @staticmethod
     def alone(device: torch.device) -> World:
-        """Return the world of one worker on ``device``, with no process group."""
+        """Return the world of a single worker on ``device``, without process groups."""
         return World("worker", 0, 1, 0, 1, 0, 0, device)
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The process group of this role; ``None`` if the run has no process groups."""
+        """The process group of this role; ``None`` if the run does not use process groups."""
         return self.groups.get(self.role)
 
 
@@ -199,12 +199,12 @@ _FILES = (".sif", ".sqsh", ".squashfs")
 @final
 @dataclass(frozen=True)
 class ContainerImage:
-    """An image, and what tells it from others of its name.
+    """A container image, identified by its digest, since different images may share a name.
 
     Attributes:
-        name: Its name as it was given, such as "trainer:1" or "trainer@sha256:...", or the path of a file.
-        digest: "sha256:" and 64 hexadecimal digits: in its name, or the SHA-256 of the file. None: a tag names it,
-            which may be another image tomorrow, or this machine does not see the file.
+        name: The name as given, such as "trainer:1" or "trainer@sha256:...", or the path of an image file.
+        digest: "sha256:" and 64 hexadecimal digits, taken from the name or computed from the file. None if the name is
+            only a tag, which may point to a different image later, or if this machine cannot access the file.
     """
 
     name: str
@@ -212,7 +212,7 @@ class ContainerImage:
 
     @staticmethod
     def named(name: str) -> ContainerImage:
-        """Return the image of a name; a file is read whole."""
+        """Return the image called ``name``; an image file is read in full to hash it."""
         if match := _DIGEST.search(name):
             return ContainerImage(name, match[1])
         file = Path(name)
@@ -223,12 +223,12 @@ class ContainerImage:
 
 
 def is_image_file(name: str) -> bool:
-    """Return whether an image's name is the path of a file, as Apptainer and enroot have them."""
+    """Return whether an image's name is a file path, as used by Apptainer and enroot."""
     return "://" not in name and name.endswith(_FILES)
 
 
 @cache
 def _digest(file: Path, time_ns: int, size: int) -> str:
-    """Hash ``file``; its time and size distinguish it from what was there before."""
+    """Hash ``file``; the modification time and size are part of the cache key."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Events of a run, as immutable values. A listener is a callable that takes one event."""
+"""Events of a run, as immutable values. A listener is a callable that receives one event."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RunStarted:
 
     Attributes:
         run_id: Name of the run folder.
-        steps: Steps of the whole run.
-        first: Number of steps that earlier attempts completed.
-        evaluated: Whether the evaluation after the last of them is done, too.
+        steps: Total number of steps in the run.
+        first: Number of steps completed by earlier attempts.
+        evaluated: Whether the evaluation after the last of these steps is also complete.
     """
 
     run_id: str
@@ -29,31 +29,32 @@ class RunStarted:
 class StepDone:
     """A logged step.
 
-    Times are means over the steps since the last logged one, in seconds per step; None: not measured.
+    Times are means over the steps since the previous logged step, in seconds per step; None if not measured.
 
     Attributes:
         step: Number of the step, from 1.
-        samples: Samples trained since the run began.
+        samples: Samples trained since the start of the run.
         loss: Mean loss over all logical ranks.
-        lr: Learning rate of the update; None: the optimizer has none.
-        grad_norm: Norm of the whole gradient before clipping; None: not computed.
-        skipped: Number of updates skipped since the run began.
-        data_seconds: Time that this rank waits for data.
-        step_seconds: Time of a step without waiting for data, for each rank.
-        samples_per_second: Samples of all ranks per second.
-        facts: Further values that the strategy reports.
-        compute_seconds: Time of forward and backward on this rank.
-        communication_seconds: Time that this rank waits for communication that no computation hides.
+        lr: Learning rate of the update; None if the optimizer has none.
+        grad_norm: Norm of the whole gradient before clipping; None if not computed.
+        skipped: Number of updates skipped since the start of the run.
+        data_seconds: Time this rank spends waiting for data.
+        step_seconds: Step time of each rank, excluding the wait for data.
+        samples_per_second: Throughput of all ranks together.
+        facts: Further values reported by the strategy.
+        compute_seconds: Time of the forward and backward passes on this rank.
+        communication_seconds: Time this rank spends waiting for communication that does not overlap computation.
         update_seconds: Time of the update on this rank.
         exposed_seconds: Communication time that every rank waits for: the minimum over ranks.
-        metrics: Training metrics by name: the sum over all logical ranks and all steps since the last logged one,
-            divided by the count.
-        tokens_per_second: Tokens of all ranks per second; None: samples have no fixed number of tokens.
-        mfu: Model FLOP utilisation: the share of the peak of all devices that the model's forward and backward pass
-            use; None: the peak is not known.
-        update_samples: Samples of one update; None: not known.
-        splits: For each rank and each measured step, the seconds of data, compute, communication and update; only on
-            rank 0.
+        metrics: Training metrics by name: sum divided by count, over all logical ranks and all steps since the previous
+            logged step.
+        tokens_per_second: Tokens per second of all ranks together; None if samples have no fixed number of tokens.
+        mfu: Model FLOPs utilization: fraction of all devices' peak FLOPs that the model's forward and backward passes
+            use; None if the peak is unknown.
+        update_samples: Samples per update; None if unknown.
+        tokens: Tokens trained since the start of the run; None if samples have no fixed number of tokens.
+        epoch: Passes over the training data since the start of the run; None if the data are a stream.
+        splits: Seconds of data, compute, communication and update for each rank and each measured step; only on rank 0.
     """
 
     step: int
@@ -75,14 +76,18 @@ class StepDone:
     tokens_per_second: float | None = None
     mfu: float | None = None
     update_samples: float | None = None
+    tokens: int | None = None
+    epoch: float | None = None
 
     def figures(self) -> dict[str, float]:
-        """Return the values that loggers show, by name; values that were not computed or measured are left out."""
+        """Return the values that loggers show, by name, omitting values that were not computed or measured."""
         figures = {
             "loss": self.loss,
             "lr": self.lr,
             "grad_norm": self.grad_norm,
             "samples": self.samples,
+            "tokens": self.tokens,
+            "epoch": self.epoch,
             "update_samples": self.update_samples,
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
@@ -96,7 +101,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation after ``step``: each metric over the evaluated data, named by :func:`metric_key`."""
+    """An evaluation after ``step``; ``metrics`` has the keys of :func:`metric_key`."""
 
     step: int
     metrics: Mapping[str, float]
@@ -112,13 +117,13 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """Storage refused the checkpoint of ``step``; training goes on unless ``checkpoint.on_failure=stop``.
+    """Writing a checkpoint failed; training continues unless ``checkpoint.on_failure=stop``.
 
     Attributes:
         step: Step of the checkpoint.
-        reason: What was refused, and to whom.
-        newest: Step of the newest complete checkpoint, to which a restart goes back; None: there is none.
-        in_a_row: Number of saves, with this one, that failed since the last one that succeeded in this attempt.
+        reason: The storage errors, with their ranks.
+        newest: Step of the newest complete checkpoint, from which a restart resumes; None if none is complete.
+        in_a_row: Number of consecutive failed saves in this attempt, including this one.
     """
 
     step: int
@@ -132,15 +137,15 @@ class Straggling:
     """A rank, or the network link of its host, is slower than its peers.
 
     Attributes:
-        step: Step at which this was noticed.
-        rank: The slow rank, or a rank of the slow host.
+        step: Step at which the straggler was detected.
+        rank: The slow rank, or a rank on the slow host.
         host: Host of the rank.
         device: Device of the rank.
-        cause: The phase that is slow; "network": the link of its host.
-        slower: Slowdown factor: busy time relative to the median of its peers, or the peers' bandwidth relative to that
-            of its link.
-        since: First step at which the rank was slow.
-        health: What was wrong with its host in that time, in words; empty: nothing, or nothing is known.
+        cause: The slow phase, or "network" for the host's link.
+        slower: Slowdown factor: the rank's busy time relative to the median of its peers, or for a link, its peers'
+            bandwidth relative to its own.
+        since: First step of the slowdown.
+        health: Description of the host's health problems in that time; empty if there are none or they are unknown.
     """
 
     step: int
@@ -155,18 +160,18 @@ class Straggling:
 
 @dataclass(frozen=True)
 class NodeAlert:
-    """A figure of a node's health is beyond its limit.
+    """A node's health metric exceeds its limit.
 
     Attributes:
         node: Index of the node.
-        host: Name of its host.
-        what: The figure: "memory", "process_memory", "swap", "disk", "network", "cpus", "temperature", "throttled" or
-            "ecc".
-        value: The figure, in the unit of its limit in :class:`HealthLimits`.
+        host: Host name of the node.
+        what: Name of the metric: "memory", "process_memory", "swap", "disk", "network", "cpus", "temperature",
+            "throttled" or "ecc".
+        value: Measured value, in the unit of its limit in :class:`HealthLimits`.
         limit: The limit.
-        rank: Global rank of the process that it is about; None: it is about the node.
-        gpu: The node's GPU that it is about; None: none.
-        detail: What else is known, in words.
+        rank: Global rank of the affected process; None if the alert concerns the whole node.
+        gpu: Index of the affected GPU on the node; None if no GPU is affected.
+        detail: Further information for the reader.
     """
 
     node: int
@@ -181,21 +186,21 @@ class NodeAlert:
 
 @dataclass(frozen=True)
 class UpdateOverflowed:
-    """An update of ``step`` was left out: its gradient left the range of float16, and the loss scale decreases."""
+    """An update of ``step`` was skipped because its gradient overflowed float16; the loss scale decreases."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class DataWorkersChanged:
-    """A process loads its data in another number of worker processes from now on, as ``data_workers=auto`` decides.
+    """``data_workers=auto`` changed a process's number of data workers.
 
     Attributes:
-        step: Step after which this was decided.
-        rank: The process.
-        workers: Worker processes from now on.
-        before: Those until now; more of them than now did not make steps shorter.
-        waited: Share of the time of a step, with those before, that was a wait for data.
+        step: Last step before this decision.
+        rank: Rank of the process.
+        workers: New number of data workers.
+        before: Previous number of data workers. If it was larger, the extra workers did not make steps shorter.
+        waited: Fraction of the step time spent waiting for data, with the previous number of workers.
     """
 
     step: int
@@ -207,14 +212,14 @@ class DataWorkersChanged:
 
 @dataclass(frozen=True)
 class SaveIntervalChanged:
-    """Checkpoints are saved after another number of steps from now on, as ``checkpoint.every=auto`` decides.
+    """``checkpoint.every=auto`` changed the number of steps between checkpoints.
 
     Attributes:
-        step: Step whose checkpoint is the last at the interval before.
-        steps: Steps between two saves from now on.
-        seconds: What they are expected to take.
-        save_seconds: Seconds by which a save holds up training, as measured.
-        mtbf: Expected seconds between two failures of the run, as declared and seen.
+        step: Step of the last checkpoint at the previous interval.
+        steps: New number of steps between two saves.
+        seconds: Expected duration of these steps.
+        save_seconds: Measured delay of training per save, in seconds.
+        mtbf: Expected seconds between two failures of the run, from the declared and the observed failure rate.
     """
 
     step: int
@@ -226,18 +231,18 @@ class SaveIntervalChanged:
 
 @dataclass(frozen=True)
 class MembershipChanged:
-    """The run goes on with other processes, which compute the same logical ranks; batch and learning rate stay.
+    """The run continues with different processes. Logical ranks, batch size and learning rate do not change.
 
     Attributes:
-        step: Last step that the processes before have completed.
-        number: Number of the membership in this attempt, from 1.
+        step: Last step completed by the previous members.
+        number: Number of this membership in the attempt, from 1.
         members: Global ranks of the processes that train from now on.
-        lost: Causes by the global ranks of those that died.
-        joined: Global ranks of those that are new.
-        seconds: Time from the interruption of this process until it goes on.
-        asked: Who asked for it ("workers" or "autoscale"), by the global ranks of those that join or leave on request.
-        update_samples: Samples of one update, before and from now on; None: not known.
-        waiting: Global ranks of those that trained, and are too many for whole parts of the data until others join.
+        lost: Cause of death of each lost process, by its global rank.
+        joined: Global ranks of the new members.
+        seconds: Time from the interruption of this process until it resumes.
+        asked: Who requested a process to join or leave ("workers" or "autoscale"), by the process's global rank.
+        update_samples: Samples per update, before and after this change; None if unknown.
+        waiting: Global ranks of former members that do not form a whole block and wait for others to join.
     """
 
     step: int
@@ -256,9 +261,9 @@ class TransportFellBack:
     """The collectives use a slower transport than the cluster declares, such as sockets instead of InfiniBand.
 
     Attributes:
-        reason: What is used and what is declared, in a sentence, and the remedy.
-        ranks: Number of processes that use each transport: "nvlink", "shm", "ib", "socket".
-        interface: Interface or adapter that the first process uses; None: not known.
+        reason: A message with the actual transport, the declared transport and the remedy.
+        ranks: Number of processes per transport: "nvlink", "shm", "ib", "socket".
+        interface: Interface or adapter of the first process; None if unknown.
     """
 
     reason: str
@@ -268,14 +273,14 @@ class TransportFellBack:
 
 @dataclass(frozen=True)
 class RunFailed:
-    """The run failed on this rank, because of ``cause``."""
+    """The run failed on this rank with ``cause``."""
 
     cause: str
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run has ended after ``step``; ``summary`` has its results as plain values."""
+    """The run ended after ``step``; ``summary`` holds its results as plain values."""
 
     step: int
     exit_reason: str

@@ -1,7 +1,7 @@
-"""Contracts of launchers: how the processes of a run start, and how the job that they form ends.
+"""Interfaces of launchers, which start the processes of a run and report how they ended.
 
 An :class:`Autoscaler` is a policy that changes the number of processes of a run while it trains. :class:`HealthLimits`
-are the figures of a node that raise an alert.
+are the thresholds of node health alerts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Annotated, Any, ClassVar, NotRequired, TypedDict
 from worldsize.core.cluster import Cluster, Role
 from worldsize.core.limits import NO_KEY, SECONDS, SHARE, Key, Range
 
-OF_CLUSTER = "worldsize.of_cluster"  # in a field's metadata
+OF_CLUSTER = "worldsize.of_cluster"  # key in a field's metadata
 
 
 def cluster_option(default: Any = ...) -> Any:
-    """Declare a field of a launcher that describes its cluster: users set it as ``cluster.NAME``.
+    """Declare a launcher field that belongs to the cluster: users set it as ``cluster.NAME``.
 
-    Other fields of a launcher are set as ``launcher.NAME``. Without a default the option must be given.
+    Users set the launcher's other fields as ``launcher.NAME``. An option without a default is required.
     """
     metadata = {OF_CLUSTER: True}
     if default is ...:
@@ -34,18 +34,18 @@ def cluster_option(default: Any = ...) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """A validated run: everything that a launcher needs to start it.
+    """A validated run, with everything that a launcher needs to start it.
 
     Attributes:
         run_dir: The run folder.
-        cluster: The machines to start it on.
-        roles: Processes by role; global ranks count through them in this order.
-        environment: Environment variables of every process.
+        cluster: The machines to run on.
+        roles: Roles by name; global ranks are numbered in this order.
+        environment: Environment variables for every process.
         attempt: Number of this attempt, from 1.
-        secrets: Further environment variables, which must not be written, shown or put on a command line.
-        logical_ranks: Logical ranks of a step, of which each process that trains needs one.
-        autoscaler: Policy that changes the number of processes; None: only people do.
-        health: What is watched of the nodes; None: nothing.
+        secrets: Further environment variables; they must not be written, shown or put on a command line.
+        logical_ranks: Logical ranks per step; each training process needs at least one.
+        autoscaler: Policy that changes the number of processes; None: only users change it.
+        health: Limits for node health; None: do not monitor it.
     """
 
     run_dir: Path
@@ -72,23 +72,23 @@ class Failure:
     rank: int
     cause: str
     exit_code: int
-    step: int | None = None  # the step that it was computing, if known
-    time_ns: int = 0  # Unix time on its host's clock; 0: a signal or a lost host ended it, before its peers noticed
-    host: str = ""  # name of its host; empty: not known
+    step: int | None = None  # the step in progress, if known
+    time_ns: int = 0  # Unix time on its host's clock; 0 if a signal or a lost host ended it before its peers noticed
+    host: str = ""  # host name; empty if unknown
 
 
 class MembershipRecord(TypedDict):
-    """One membership of a gang that heals: the processes that trained together, and from which step on.
+    """One membership of a healing gang: the processes that trained together, and their first step.
 
     Attributes:
-        number: Its number in the attempt, from 1.
-        first: Last step that was completed before it began.
+        number: Number of the membership in the attempt, from 1.
+        first: Last step completed before the membership began.
         members: Global ranks of its processes.
-        lost: Causes by the global ranks of those that died since the membership before.
-        left: Global ranks of those that were asked to leave.
-        ended: Unix time at which the membership before ended, or at which the processes were started.
-        began: Unix time at which all members trained; None: it ended before.
-        hosts: Names of the members' hosts, in their order, if there are several hosts.
+        lost: Cause of death of each process lost since the previous membership, by its global rank.
+        left: Global ranks of processes that left on request.
+        ended: Unix time at which the previous membership ended, or at which the processes were started.
+        began: Unix time at which all members were training; None if the membership ended earlier.
+        hosts: Host name of each member, in the order of ``members``; only if there are several hosts.
     """
 
     number: int
@@ -103,16 +103,16 @@ class MembershipRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job.
+    """How a job ended.
 
     Attributes:
-        exit_reason: "completed", "failed", "interrupted" or "preempted" (saved, and can be resumed). For a job of
-            agents "ended": they record the reason themselves.
+        exit_reason: "completed", "failed", "interrupted" or "preempted" (saved, can be resumed). For a job of agents,
+            "ended": the agents record the reason themselves.
         exit_code: Exit code for the command that waited.
         failure: The first process that failed.
-        steps: The step after which the job began, and the last step that it completed, if known.
-        first_step_at: Unix time in seconds at which it completed its first step.
-        memberships: Those of a gang that heals, in order.
+        steps: The step before the job's first step, and the last completed step, if known.
+        first_step_at: Unix time in seconds at which the job completed its first step.
+        memberships: The memberships of a healing gang, in order.
     """
 
     exit_reason: str
@@ -128,43 +128,43 @@ class Job(ABC):
 
     @abstractmethod
     def wait(self) -> Outcome:
-        """Block until all processes have ended, and return how they ended."""
+        """Block until all processes have ended, and return the outcome."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ask the processes to end; :meth:`wait` returns how they ended."""
+        """Ask the processes to end; :meth:`wait` returns the outcome."""
 
 
 class LaunchMethod(ABC):
-    """The base of every way to start a run. Derive from one of the three below."""
+    """Common base of all launchers. Derive from one of its three subclasses below."""
 
-    max_restarts: int = 0  # how often a failed gang is restarted from its last checkpoint
-    save_grace: float = 30.0  # seconds between asking a run to save and end, and killing it
-    image: str | None = None  # container image in which it starts processes
-    heals: ClassVar[bool] = False  # whether it tells the processes of one host which of them live
-    heals_over_hosts: ClassVar[bool] = False  # and those of several hosts
-    orders_hosts: ClassVar[bool] = False  # whether it numbers them in the order of ``cluster.topology``
+    max_restarts: int = 0  # maximum number of restarts of a failed gang from its last checkpoint
+    save_grace: float = 30.0  # seconds between asking a run to save and stop, and killing it
+    image: str | None = None  # container image for the processes
+    heals: ClassVar[bool] = False  # whether it reports to the processes on one host which of them are alive
+    heals_over_hosts: ClassVar[bool] = False  # the same across several hosts
+    orders_hosts: ClassVar[bool] = False  # whether it numbers hosts in the order of ``cluster.topology``
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
-        """Raise ConfigError for a cluster that cannot be started on, before a run folder exists."""
+        """Raise ConfigError if this launcher cannot start runs on ``cluster``; called before a run folder exists."""
 
     def write(self, plan: Plan) -> None:  # noqa: B027 - most start processes from the run folder as it is
-        """Write the files that a scheduler or a person needs, such as a script and keys, into the run folder."""
+        """Write the files that a scheduler or user needs, such as a script and keys, into the run folder."""
 
     @abstractmethod
     def describe(self, plan: Plan) -> str:
-        """Describe what would be started, as text that a person can read or run."""
+        """Describe what would be started, as text for the user to read or run."""
 
 
 class Launcher(LaunchMethod):
-    """Starts the processes of a run immediately; the launching command waits for them.
+    """Starts the processes of a run directly; the launching command waits for them.
 
     Every process runs ``python -m worldsize.worker RUN_DIR`` or its equivalent.
     """
 
     @property
     def other_hosts(self) -> Sequence[str]:
-        """Names of the other hosts of the run, if they are known."""
+        """Names of the run's other hosts, if known."""
         return ()
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Launcher(LaunchMethod):
 class AgentLauncher(LaunchMethod):
     """Starts ``worldsize agent RUN_DIR`` on every host and waits for them. The agents record the run's attempts."""
 
-    hosts: Sequence[str] = ()  # names that this machine can resolve; the first host leads
+    hosts: Sequence[str] = ()  # names that this machine can resolve, the leading host first
 
     @abstractmethod
     def launch_agents(self, plan: Plan) -> Job:
@@ -183,7 +183,7 @@ class AgentLauncher(LaunchMethod):
 
 
 class BatchLauncher(LaunchMethod):
-    """Submits a run to a scheduler as a job, or describes it to a person who submits it.
+    """Submits a run to a scheduler as a job, or prints instructions for submitting it by hand.
 
     The job's agents record the run's attempts.
 
@@ -191,9 +191,9 @@ class BatchLauncher(LaunchMethod):
     """
 
     wait: bool = False  # return only when the job has ended
-    exclude_slow: bool = False  # save, and resume in another job without the node on which a rank is slow
-    agents: bool = False  # start ``worldsize agent RUN_DIR`` on each host, where workers are started otherwise
-    shares_run_folder: ClassVar[bool] = True  # its processes write into the run folder that this process created
+    exclude_slow: bool = False  # save, and requeue the run without the node of a straggler
+    agents: bool = False  # start ``worldsize agent RUN_DIR`` on each host instead of the workers
+    shares_run_folder: ClassVar[bool] = True  # whether the job writes into the run folder created by this process
     finds_job_by: ClassVar[Sequence[str]] = ()  # names of the options that ``state`` and ``cancel`` need
 
     @abstractmethod
@@ -201,10 +201,10 @@ class BatchLauncher(LaunchMethod):
         """Submit one run.
 
         Returns:
-            The job's id; None if a person is to submit it, who is shown :meth:`describe`.
+            The job's id; None if the user has to submit the job, following :meth:`describe`.
 
         Raises:
-            ConfigError: the scheduler refuses the job.
+            ConfigError: the scheduler rejects the job.
         """
 
     def describe_all(self, plans: Sequence[Plan]) -> str:
@@ -212,12 +212,12 @@ class BatchLauncher(LaunchMethod):
         return "\n".join(map(self.describe, plans))
 
     def submit_all(self, plans: Sequence[Plan]) -> Sequence[str | None]:
-        """Submit the runs of a sweep, all of one shape, and return their ids. By default each is a separate job."""
+        """Submit the runs of a sweep, all of the same shape, and return their job ids; by default, one job per run."""
         return [self.submit(plan) for plan in plans]
 
     @abstractmethod
     def state(self, job: str) -> str | None:
-        """Return the scheduler's name for the state of a job; None: the job is over.
+        """Return the scheduler's name for the state of a job; None if the job is over.
 
         Raises:
             WorldsizeError: the scheduler does not answer.
@@ -234,16 +234,15 @@ class BatchLauncher(LaunchMethod):
 
 @dataclass(frozen=True)
 class GangState:
-    """A gang that heals, as a policy sees it.
+    """State of a healing gang, as input to an :class:`Autoscaler`.
 
     Attributes:
         run_dir: The run folder.
-        step: Newest step that a process has begun; 0: none.
-        processes: Number of processes that train, or are about to join.
+        step: Newest step that a process has started; 0 if none has.
+        processes: Number of processes that train or are about to join.
         seconds: Seconds since the attempt began.
-        least: Least number of processes: ``Role.min_processes``, in whole blocks; strategies take it from
-            ``cluster.min_processes``.
-        most: Largest number of processes: ``max_processes`` of the policy, else the number of logical ranks.
+        least: Lower bound: ``Role.min_processes``, in whole blocks; strategies set it from ``cluster.min_processes``.
+        most: Upper bound: the policy's ``max_processes``, or else the number of logical ranks.
     """
 
     run_dir: Path
@@ -256,13 +255,13 @@ class GangState:
 
 @dataclass(frozen=True, kw_only=True)
 class Autoscaler(ABC):
-    """Says how many processes are to train; derive a frozen dataclass from it, whose fields are its options.
+    """Policy for the number of training processes. Subclasses are frozen dataclasses whose fields are its options.
 
-    It is asked in a process of its own beside those that train: it may wait for a network, and start threads. If it
-    raises an error, that is logged, and the number of processes stays.
+    It runs in its own process next to the training processes, so it may block on the network and start threads. Its
+    errors are logged and leave the number of processes unchanged.
 
     Args:
-        every: Seconds from one question to the next.
+        every: Seconds between two decisions.
         max_processes: Largest number of processes; None: the number of logical ranks.
     """
 
@@ -271,21 +270,21 @@ class Autoscaler(ABC):
 
     @abstractmethod
     def wanted(self, state: GangState) -> int:
-        """Return the number of processes that are to train; it is moved into the bounds of ``state``."""
+        """Return the desired number of training processes; it is clamped to the bounds in ``state``."""
 
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """The limits beyond which a figure of a node raises an alert, None for never, and how often they are checked.
+    """Thresholds of node health alerts (None: unlimited), and how often to check.
 
     Attributes:
         every: Seconds between two samples of a node.
-        memory: Share of the memory of the node, or of the container that the run is in, that is in use.
+        memory: Used fraction of the memory of the node, or of the run's container.
         process_memory: Resident bytes of one process of the run.
-        swap: Bytes that the node reads from and writes to its swap space in a second.
-        disk: Share of the file system of the run folder that is in use.
-        temperature: Degrees Celsius of a GPU.
-        network_errors: Errors of the network interfaces in a minute.
+        swap: Bytes per second that the node reads from and writes to its swap space.
+        disk: Used fraction of the file system that holds the run folder.
+        temperature: GPU temperature in degrees Celsius.
+        network_errors: Network interface errors per minute.
         cpus: CPUs that the run's processes on a node need; an alert is raised if they are bound to fewer.
     """
 

@@ -1,6 +1,6 @@
-"""Allowed values of settings, written into the annotation of each field and checked in one place.
+"""Allowed values of settings, declared in each field's annotation and checked in one place.
 
-A field ``keep: Annotated[float, Range(least=0, most=1)] = 1.0`` refuses other values with a one-sentence error before a
+A field ``keep: Annotated[float, Range(least=0, most=1)] = 1.0`` rejects other values with a one-sentence error before a
 run exists, whether the field belongs to the schema, a strategy, a launcher, a recipe or a plugin.
 """
 
@@ -13,7 +13,6 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, SimpleNamespace, UnionType
@@ -25,24 +24,24 @@ _INFINITE = (math.inf, -math.inf)
 
 
 class Limit(ABC):
-    """Decides whether a value is allowed. An instance goes into ``Annotated``; null is always allowed."""
+    """Base of constraints on a value, for use inside ``Annotated``. Null is always allowed."""
 
     @abstractmethod
     def refusal(self, value: Any) -> str | None:
-        """Return the end of an error message that begins with ``value``; None: the value is allowed."""
+        """Return the rest of an error message that begins with ``value``; None if the value is allowed."""
 
 
 @final
 class Range(Limit):
-    """Numbers within bounds. NaN is in no range, and infinity only in one that is not ``finite``.
+    """Numbers within bounds. NaN is always rejected, and infinity is rejected if ``finite``.
 
     Args:
         least: inclusive lower bound.
         above: exclusive lower bound.
         most: inclusive upper bound.
         below: exclusive upper bound.
-        finite: whether infinity is refused.
-        hint: ends the error message, e.g. "it is in seconds".
+        finite: whether infinity is rejected.
+        hint: end of the error message, e.g. "it is in seconds".
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Range(Limit):
 
     def _takes(self, value: float) -> bool:
         return (
-            value == value  # NaN is not
+            value == value  # rejects NaN
             and not (self._finite and value in _INFINITE)
             and (self._least is None or value >= self._least)
             and (self._above is None or value > self._above)
@@ -91,10 +90,11 @@ class Range(Limit):
 
 @final
 class OneOf(Limit):
-    """One of a few words; the error message suggests the nearest. Values that are not strings are not checked.
+    """One of the ``known`` strings; the error message suggests the closest. Other types are not checked.
 
     Args:
-        hint: ends the error message: a sentence about what is taken beside these words.
+        known: the allowed strings.
+        hint: a sentence about other accepted values, to end the error message.
     """
 
     def __init__(self, *known: str, hint: str = "") -> None:
@@ -107,11 +107,11 @@ class OneOf(Limit):
 
 @final
 class Form(Limit):
-    """A text that matches a regular expression as a whole.
+    """A value whose whole text matches a regular expression.
 
     Args:
-        pattern: the expression.
-        hint: ends the error message, e.g. "must be a time such as 02:00:00".
+        pattern: the regular expression.
+        hint: end of the error message, e.g. "must be a time such as 02:00:00".
     """
 
     def __init__(self, pattern: str, *, hint: str) -> None:
@@ -123,7 +123,7 @@ class Form(Limit):
 
 @final
 class FolderName(Limit):
-    """The name of a single folder that can be mistaken neither for a path nor for an option of a command."""
+    """A folder name that cannot be mistaken for a path or a command-line option."""
 
     def refusal(self, value: Any) -> str | None:
         if not isinstance(value, str):
@@ -141,16 +141,16 @@ class FilePath(Limit):
     def refusal(self, value: Any) -> str | None:
         if value == "":
             return "is empty, perhaps from a variable that is not set. Name a path, or leave the key out."
-        return "holds a NUL character, which no path can. Leave it out." if "\0" in str(value) else None
+        return "holds a NUL character, and a path cannot. Leave it out." if "\0" in str(value) else None
 
 
 @final
 class Key:
-    """Describes the key of a field whose type or default differs from the field's, as its value is computed then.
+    """Describes a configuration key whose type or default differs from its field's, because the field is computed.
 
     Args:
-        kind: type of the key; default: that of the field.
-        default: default of the key; ``...``: that of the field.
+        kind: type of the key; None: the field's type.
+        default: default of the key; ``...``: the field's default.
     """
 
     def __init__(self, kind: Any = None, *, default: Any = ...) -> None:
@@ -158,10 +158,10 @@ class Key:
 
 
 NO_KEY = Key()
-"""Marks a field that is computed, and no key of the configuration."""
+"""Marks a computed field, which is not a configuration key."""
 
 COUNT = Range(least=1)
-LARGEST = Range(most=2**63 - 1)  # what tensors and other languages take
+LARGEST = Range(most=2**63 - 1)  # fits int64, as in tensors and other languages
 SHARE = Range(above=0, most=1)
 SECONDS = Range(above=0, most=10**9, hint="it is in seconds")
 GRACE = Range(least=0, most=10**9, hint="it is in seconds")
@@ -170,15 +170,15 @@ PORT = Range(least=1, most=65535)
 
 
 def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
-    """Check values of fields or arguments, given by name.
+    """Check the values of fields or arguments against the limits in their annotations.
 
     Args:
         target: a class or function whose annotations hold the limits.
-        values: plain values; names that ``target`` does not know are ignored.
-        key: the dotted key of the values in the configuration, such as "strategy"; empty: its top level.
+        values: plain values by name; names unknown to ``target`` are ignored.
+        key: the dotted key of the values in the configuration, such as "strategy"; empty for the top level.
 
     Raises:
-        ConfigError: a value is outside the limits of its annotation, or NaN.
+        ConfigError: a value is NaN or outside the limits of its annotation.
     """
     for name, hint in hints_of(target).items():
         if name in values:
@@ -189,10 +189,15 @@ def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
 def hints_of(target: Any, *, limits: bool = True) -> Mapping[str, Any]:
     """Read the annotations of a dataclass's fields, or of the arguments of a class or function.
 
-    Annotations that cannot be evaluated, because they name something imported only for type checkers, are left out.
+    An annotation is omitted if it has no limits and refers to a name that is imported only for type checkers. This
+    includes aliases of limits that are themselves imported only for type checkers.
+
     Args:
         target: a class or function.
-        limits: whether ``Annotated[kind, ...]`` is kept, or becomes ``kind``.
+        limits: whether to keep ``Annotated[kind, ...]`` instead of reducing it to ``kind``.
+
+    Raises:
+        ConfigError: an annotation with limits cannot be evaluated.
     """
     annotated = target if is_dataclass(target) or not isinstance(target, type) else target.__init__  # type: ignore[misc]
     try:
@@ -205,17 +210,25 @@ _UNRESOLVED = (NameError, TypeError, AttributeError)
 
 
 def _resolvable(annotated: Any, *, limits: bool) -> Iterator[tuple[str, Any]]:
+    limit_names = {kind.__name__ for kind in Limit.__subclasses__()}
     for owner in reversed(annotated.__mro__) if isinstance(annotated, type) else [inspect.unwrap(annotated)]:
         space = getattr(owner, "__globals__", None) or vars(sys.modules.get(owner.__module__, builtins))
         own = vars(owner) if isinstance(owner, type) else None
         for name, annotation in inspect.get_annotations(owner).items():
             alone = SimpleNamespace(__annotations__={name: annotation})
-            with suppress(*_UNRESOLVED):
+            try:
                 yield from get_type_hints(alone, space, own, include_extras=limits).items()
+            except _UNRESOLVED as error:
+                words = () if name == "return" else re.findall(r"\w+", str(annotation))
+                if any(word in limit_names or get_origin(space.get(word)) is Annotated for word in words):
+                    raise ConfigError(
+                        f"{owner.__qualname__}: the limits of {name}: {annotation} cannot be read: {error}. Import the "
+                        "names in it outside of `if TYPE_CHECKING`."
+                    ) from None
 
 
 def _check(key: str, value: Any, hint: Any) -> None:
-    """Check a value and everything inside it: items, values of a mapping, fields of a section."""
+    """Check a value and, recursively, its items, mapping values or section fields."""
     origin, arguments = get_origin(hint), get_args(hint)
     if value is None:
         return
@@ -238,7 +251,7 @@ def _check(key: str, value: Any, hint: Any) -> None:
 
 
 def _check_union(key: str, value: Any, options: Sequence[Any]) -> None:
-    """Check against every option of the union except Literals, if it has other options than these."""
+    """Check against every option of the union; Literals are checked only if all options are Literals."""
     others = [option for option in options if get_origin(option) is not Literal and option is not NoneType]
     for option in others or options:
         _check(key, value, option)

@@ -1,4 +1,4 @@
-"""Numerics of a run: precision, clipping and non-finite values. Every replica is given the same ones."""
+"""Numerics of a run, identical for all replicas: precision, clipping and handling of non-finite values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, final
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError
 
-if TYPE_CHECKING:  # torch takes seconds
+if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -21,12 +21,12 @@ CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotun
 @final
 @dataclass(frozen=True)
 class Precision:
-    """Precision of forward and backward; parameters are float32.
+    """Precision of the forward and backward passes; parameters are float32.
 
     Attributes:
-        autocast: Name of the torch dtype in which ``torch.autocast`` computes; None: there is no autocast.
-        scales_loss: Whether gradients may be less than the dtype can hold, so that the loss is scaled.
-        has_8_bits: Whether products of linear layers are in 8 bits, by kernels of CUDA.
+        autocast: Name of the torch dtype for ``torch.autocast``; None: do not autocast.
+        scales_loss: Whether the loss is scaled, because gradients may underflow the dtype.
+        has_8_bits: Whether linear layers multiply in 8 bits, with CUDA kernels.
     """
 
     autocast: str | None = None
@@ -44,20 +44,19 @@ PRECISIONS: Mapping[PrecisionName, Precision] = {
 
 @dataclass(frozen=True)
 class Numerics:
-    """Numerics of an update: precision of forward and backward, clipping, and the handling of NaN.
+    """Numerics of an update: precision, compilation, clipping, and handling of NaN.
 
     Attributes:
-        precision: Precision of forward and backward; parameters are float32. "fp8": products of linear layers are in 8
-            bits, and the rest as with "bf16".
+        precision: Precision of the forward and backward passes; parameters are float32. With "fp8", linear layers
+            multiply in 8 bits and everything else runs as with "bf16".
         clip_norm: Largest L2 norm of the whole gradient; None: no clipping.
-        nonfinite: "stop" ends the run when a logged loss is NaN or infinite; "skip" leaves the parameters alone in a
-            step whose gradient norm is not finite; "ignore" does neither.
-        compile: Whether torch compiles forward and backward, which rounds otherwise than running operation by
-            operation.
-        compile_mode: How it does, as ``torch.compile`` says.
-        activation_checkpointing: What of a block's activations is computed again in the backward pass, and not kept:
-            all of them ("full"), or all but products of matrices and attention ("selective").
-        activation_offload: Whether activations wait for the backward pass in the memory of the host.
+        nonfinite: "stop" ends the run when a logged loss is NaN or infinite; "skip" skips updates with a non-finite
+            gradient norm; "ignore" does neither.
+        compile: Whether torch compiles forward and backward. Compiled code rounds differently from eager execution.
+        compile_mode: The ``mode`` of ``torch.compile``.
+        activation_checkpointing: Activations of a block that are recomputed in the backward pass instead of stored:
+            all ("full"), or all except the results of matrix products and attention ("selective").
+        activation_offload: Whether to keep activations in host memory until the backward pass.
     """
 
     precision: PrecisionName = "fp32"
@@ -75,8 +74,8 @@ class Numerics:
             raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
         if self.activation_offload and self.activation_checkpointing == "selective":
             raise ConfigError(
-                "activation_offload=true moves what is saved for the backward pass, and not what "
-                "activation_checkpointing=selective keeps. Set activation_checkpointing=full or none."
+                "activation_offload=true does not move the activations that activation_checkpointing=selective keeps. "
+                "Set activation_checkpointing=full or none."
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
@@ -88,7 +87,7 @@ class Numerics:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether an update needs the norm of the whole gradient first, to clip it or to check that it is finite."""
+        """Whether an update first needs the norm of the whole gradient, to clip it or to check that it is finite."""
         return self.clip_norm is not None or self.nonfinite == "skip"
 
     @property

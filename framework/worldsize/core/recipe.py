@@ -1,12 +1,12 @@
-"""The recipe: model, data, loss and evaluation. Nothing here knows about processes, devices or strategies.
+"""The recipe: model, data, loss and evaluation, independent of processes, devices and strategies.
 
-A buffer that a step's forward passes change has a rule by which its values are combined over logical ranks.
+Buffers that the forward pass modifies need a rule for combining their values over logical ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
@@ -27,13 +27,13 @@ TensorStyle = Literal["column", "row"]
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss together with metrics from the same forward pass, which are logged with it.
+    """A loss together with metrics from the same forward pass; both are logged.
 
     Attributes:
-        loss: The mean over the micro-batch, a scalar; or two scalars, the sum over it and its weight.
-        metrics: Each metric as (sum, count) over the micro-batch, two scalars; the same names in every step. It is
-            logged as ``train/<name>``: the sum over all ranks and all steps since the last logged one, divided by the
-            count.
+        loss: The mean over the micro-batch, a scalar; or two scalars, the sum over the micro-batch and its weight.
+        metrics: Each metric as (sum, count) over the micro-batch, two scalars, with the same names in every step.
+            ``train/<name>`` is logged as sum divided by count, over all ranks and all steps since the previous logged
+            step.
     """
 
     loss: Tensor | tuple[Tensor, Tensor]
@@ -41,97 +41,111 @@ class LossOutput:
 
     @staticmethod
     def of(loss: Loss) -> LossOutput:
-        """Return ``loss`` as a LossOutput; a plain loss has no metrics."""
+        """Return ``loss`` as a LossOutput, without metrics if it is a plain loss."""
         return loss if isinstance(loss, LossOutput) else LossOutput(loss)
 
 
-Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor] | LossOutput"  # a mean, or a sum and its weight; or with metrics
+Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor] | LossOutput"  # a mean; a sum and its weight; or either with metrics
+Update: TypeAlias = "tuple[str | Sequence[str], Loss]"  # one or several optimizer names, and their loss
+ONE_UPDATE = ""  # optimizer name in recipes with one update per step
 
 
 class Recipe(ABC):
-    """The task to learn. It knows nothing about processes, devices or how replicas agree."""
+    """The task to learn, independent of processes, devices and the strategy."""
 
     remembers: ClassVar[bool] = False
-    """Whether a step depends on what this object kept in earlier steps, such as environments or running means, or on
-    learning rates that it has changed itself. Define :meth:`state` and :meth:`load_state`, too: otherwise a run that is
-    restarted or resumed trains other weights, which is refused where the same bits are promised."""
+    """Whether a step depends on state that this object carries over from earlier steps, such as environments, running
+    means or learning rates that it changed itself. If so, also define :meth:`state` and :meth:`load_state`. Without
+    them, restarting or resuming changes the result; reproducibility modes that promise identical bits refuse this."""
+
+    has_several_updates: ClassVar[bool] = False
+    """Whether a step is a sequence of updates, as in a :class:`~worldsize.core.MultiUpdateRecipe`."""
 
     def state(self, logical_rank: int) -> Any:
-        """Return what this object keeps from step to step for a logical rank, counted from 0.
+        """Return the state that this object keeps between steps for a logical rank, counted from 0.
 
-        It is saved with each checkpoint, whichever process computes the logical rank then. It consists of None, bool,
-        int, float, str, bytes, tensors, NumPy arrays and scalars, and of dicts, lists, tuples and sets of these. Where
-        gangs heal it is called in each step, before the update.
+        Each checkpoint includes it, whichever process computes the logical rank at that time. The state may contain
+        None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and dicts, lists, tuples and sets of
+        these. Healing gangs call this method in each step, before the update.
         """
         raise NotImplementedError
 
     def load_state(self, logical_rank: int, state: Any) -> None:
-        """Replace what this object keeps for a logical rank by what :meth:`state` returned, perhaps elsewhere."""
+        """Load a logical rank's state, as returned by :meth:`state` in this or another process."""
         raise NotImplementedError
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build the model on the CPU, whatever device trains it, so that its initial weights are the same everywhere.
+        """Build the model on the CPU, so that its initial weights do not depend on the training device.
 
-        Strategies that shard the model may run this with fake tensors, and materialize the weights later, one at a
-        time. They may call it more than once. Each call must return the same model, whatever was called before, except
-        for the random numbers that it draws from torch, NumPy and ``random``.
+        Strategies that shard the model may run this with fake tensors and materialize the weights later, one at a
+        time. They may call it more than once. Each call must return the same model, apart from random numbers drawn
+        from torch, NumPy and ``random``, independently of earlier calls.
         """
 
     def pretrained_weights(self) -> PretrainedWeights | None:
-        """Return the files that hold the weights that :meth:`model` returns; each rank then reads only its parts.
+        """Return the files with the initial weights of :meth:`model`, so that each rank reads only its shards.
 
-        ``None``: no file has them, or only the model's own library can read it.
+        ``None`` if there is no such file, or only the model's own library can read it.
         """
         return None
 
     @abstractmethod
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Make the optimizer of ``model``, whose parameters a strategy may have moved or sharded by then.
+        """Create the optimizer of ``model``, whose parameters the strategy may already have moved or sharded.
 
-        Their values may be NaN as yet, if a checkpoint is about to be loaded.
+        Parameter values may still be NaN if a checkpoint is about to be loaded.
         """
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Make the learning-rate schedule, advanced once per optimizer step; ``None`` keeps the rate constant."""
+        """Create the learning-rate schedule, advanced once per optimizer step; ``None`` keeps the rate constant."""
         return None
+
+    def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
+        """Create the optimizers of ``model`` by name; by default, only the result of :meth:`optimizer`."""
+        return {ONE_UPDATE: self.optimizer(model)}
+
+    def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
+        """Create the learning-rate schedules by optimizer name; by default, the result of :meth:`schedule`."""
+        schedule = self.schedule(optimizers[ONE_UPDATE])
+        return {} if schedule is None else {ONE_UPDATE: schedule}
 
     @abstractmethod
     def data(self, split: str) -> Any:
         """Return the dataset of ``split``, one of :meth:`splits`: map-style or iterable.
 
-        A map-style dataset with a method ``load_batch(indices)``, given an int64 tensor (batch,), loads a whole batch
-        at once; one with ``__getitems__`` a list of samples; any other is read sample by sample. Its attribute
-        ``lengths``, a tensor (samples,), holds the length of each sample, for ``length_balanced``.
+        A map-style dataset may define ``load_batch(indices)``, which loads a whole batch given an int64 tensor
+        (batch,), or ``__getitems__``, which returns a list of samples. Otherwise it is read sample by sample. For
+        ``length_balanced`` it needs an attribute ``lengths``, a tensor (samples,) with the length of each sample.
         """
 
     def splits(self) -> Sequence[str]:
-        """Return the names that :meth:`data` accepts; ``evaluation.splits`` chooses among them."""
+        """Return the split names that :meth:`data` accepts; ``evaluation.splits`` selects among them."""
         return ("train", "test")
 
     def tokens_per_sample(self) -> int | None:
-        """Return the number of tokens of a sample if all have the same, so that schedules can be given in tokens."""
+        """Return the number of tokens per sample, for schedules in tokens; None if it varies."""
         return None
 
     def collate(self, samples: list[Any]) -> Batch:
-        """Make a batch of samples, by default with torch's collate function. Override to pad them to one length."""
+        """Collate samples into a batch, by default with torch's collate function. Override it to pad samples."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the loss, a scalar: the mean over the micro-batch; or two scalars, the sum over it and its weight.
+        """Return the mean loss over the micro-batch, a scalar, or the sum and its weight, two scalars.
 
-        The gradient of a step is that of the mean over micro-batches. With weights, such as the number of tokens that
-        count, it is that of the sum over all micro-batches divided by their total weight, however samples are
+        A step uses the gradient of the mean over micro-batches. With weights, such as the number of unmasked tokens, it
+        uses the gradient of the sum over all micro-batches divided by their total weight, however samples are
         distributed. A :class:`LossOutput` adds metrics to either form.
         """
 
     def loss_at(self, model: nn.Module, batch: Batch, step: int) -> Loss:
-        """Return the loss in step number ``step``, counted from 1. Override it if the loss depends on the step.
+        """Return the loss in step ``step``, counted from 1. Override it if the loss depends on the step.
 
-        Training calls :meth:`micro_batch_loss`. Unless they are overridden, it calls this method, and this one
+        Training calls :meth:`micro_batch_loss`, which by default calls this method, which by default calls
         :meth:`loss`.
         """
         return self.loss(model, batch)
@@ -139,93 +153,97 @@ class Recipe(ABC):
     def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
         """Return the loss of one logical rank in one step. Override it if the loss depends on the logical rank.
 
-        Beside its data, ``batch`` has the step, the logical rank, and a seed that follows from both and the run's seed,
-        for example for the environment of a rollout. The loss must not depend on anything else of a process.
+        Besides its data, ``batch`` has the step, the logical rank, and a seed derived from both and the run's seed, for
+        example to seed a rollout environment. The loss must not depend on any other property of the process.
         """
         return self.loss_at(model, batch.data, batch.step)
+
+    def micro_batch_updates(self, model: nn.Module, batch: MicroBatch) -> Iterable[Update]:
+        """Yield the updates of one logical rank in one step; by default one, from :meth:`micro_batch_loss`."""
+        yield ONE_UPDATE, self.micro_batch_loss(model, batch)
 
     @abstractmethod
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
         """Return each metric as (sum, count) over the batch, two scalars.
 
-        Any grouping of batches then adds up exactly. For a metric that :meth:`metrics` names, return instead the
-        tensors from which its state is computed, such as predictions (batch, classes) and targets (batch,).
+        Sums and counts add up to the same metric however samples are batched. For a metric listed in :meth:`metrics`,
+        return the inputs of its state instead, such as predictions (batch, classes) and targets (batch,).
         """
 
     def metrics(self) -> Mapping[str, StateMetric]:
-        """Return the metrics that are not a ratio of sums, by name; ``evaluate`` returns their inputs by that name."""
+        """Return metrics that are not a ratio of sums, by name; ``evaluate`` returns their inputs by the same name."""
         return {}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the repeated parts of ``model`` in order of use, such as transformer layers.
+        """Return the repeated submodules of ``model`` in order of use, such as transformer layers.
 
-        They are units of sharding, of compiling and of activation checkpointing.
+        They are the units of sharding, compilation and activation checkpointing.
         """
         return ()
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         """Return ``model`` as a chain of modules, for pipelines.
 
-        The first takes :meth:`model_inputs`, each further one what the one before returns (one tensor), and the last
-        returns what the model does. They may share parameters.
+        The first module receives :meth:`model_inputs`, each further module the output of its predecessor (one tensor),
+        and the last module returns the model's output. Modules may share parameters.
         """
         return ()
 
     def model_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the arguments that ``loss`` and ``evaluate`` call the model with, once for each batch.
+        """Return the arguments with which ``loss`` and ``evaluate`` call the model, once per batch.
 
-        Only a pipeline asks: its first rank computes with them, and its last one has the output.
+        Only pipelines call this method: the first rank computes with these inputs, and the last rank has the output.
         """
         raise NotImplementedError
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
-        """Return how tensor parallelism divides modules, by their names in ``model``.
+        """Return how tensor parallelism shards modules, by their names in ``model``.
 
-        A linear layer is divided by its output ("column") or its input features ("row", after "column").
+        A linear layer is sharded along its output features ("column") or input features ("row", after "column").
         """
         return {}
 
     def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
-        """Return how buffers that :meth:`loss` changes are combined over logical ranks, by their names in ``model``.
+        """Return how to combine buffers modified by :meth:`loss` over logical ranks, by their names in ``model``.
 
-        A name may be a pattern, as of ``fnmatch``, such as "blocks.*.seen". In a step, every logical rank begins with
-        the values at the start of the step:
+        A name may be an ``fnmatch`` pattern, such as "blocks.*.seen". Every logical rank starts a step with the same
+        buffer values, and the rule determines the values after the step:
 
-        - "sum": the value at the start plus the changes of all logical ranks, such as a counter of samples.
-        - "mean": the value at the start plus the mean of these changes, such as a moving average of means over a batch.
-        - "last": the value after the pass of the last logical rank.
-        - "equal": all logical ranks must have the same value, such as a counter of steps; else the step is refused.
-        - :class:`Concatenated`: a queue into which logical ranks write their rows one after the other.
+        - "sum": the initial value plus the changes of all logical ranks, such as for a sample counter.
+        - "mean": the initial value plus the mean of these changes, such as for a moving average of batch means.
+        - "last": the value of the last logical rank.
+        - "equal": all logical ranks must end with the same value, such as a step counter; otherwise the step fails.
+        - :class:`Concatenated`: a queue to which logical ranks append their rows in order.
 
-        The statistics of torch's norm layers need no rule, nor do buffers with ``persistent=False``, which are caches
-        of each process. Any other buffer that the loss changes is refused.
+        Statistics of torch's norm layers do not need a rule, nor do buffers with ``persistent=False``, which are
+        treated as per-process caches. A loss that modifies any other buffer is refused.
         """
         return {}
 
     def row_values(self, model: nn.Module) -> Mapping[str, RowValues]:
         """Return the initial distribution of embedding rows, by the embedding's name in ``model``.
 
-        Rows of other embeddings are standard normal. It matters only for strategies that create a row when it is first
-        used, in embeddings with ``sparse=True``.
+        Rows of other embeddings are standard normal. It matters only for embeddings with ``sparse=True`` under
+        strategies that create rows on first use.
         """
         return {}
 
     def remarks(self, model: Mapping[str, Tensor]) -> list[str]:
-        """Return lines to show at the end of a run, given the trained model's state, in full shapes on the CPU."""
+        """Return lines to show at the end of a run, given the trained model's full, unsharded state on the CPU."""
         return []
 
     def save_assets(self, folder: Path) -> None:  # noqa: B027 - most models need nothing beside their weights
         """Write files that accompany exported weights, such as a tokenizer, into ``folder``."""
 
     def files(self) -> Mapping[str, Path]:
-        """Return the data files on which the result depends, by names that do not depend on the machine."""
+        """Return the data files that affect the result, by names that do not depend on the machine."""
         return {}
 
     def fingerprints(self) -> Mapping[str, Mapping[str, Any]]:
-        """Identify data that are too large to be read whole before a start, by name.
+        """Return identifiers, by name, of data that are too large to hash before the run starts.
 
-        Each has at least ``size``, in bytes, and ``sha256``, which changes when the data do, as
-        ``worldsize.data.source.Source.fingerprint`` returns them.
+        Each has at least ``size``, in bytes, and ``sha256``, which must change whenever the data change; see
+        ``worldsize.data.source.Source.fingerprint``.
         """
         return {}
 
@@ -237,12 +255,12 @@ def saves_state(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class PretrainedWeights:
-    """Files with the weights from which a recipe's training begins.
+    """Files with the initial weights of a recipe's model.
 
     Attributes:
-        path: A path as ``init_from`` takes it, such as a folder with safetensors files. It holds exactly the weights of
-            the model, under the model's own names.
-        recipe: The same recipe, except that the values of its model's weights are arbitrary.
+        path: A path accepted by ``init_from``, such as a folder of safetensors files. It contains exactly the weights
+            of the model, under the model's own names.
+        recipe: The same recipe, except that its model's weights may have arbitrary values.
     """
 
     path: Path
@@ -254,16 +272,16 @@ class RowValues:
     """The distribution of an embedding's rows before their first update.
 
     Args:
-        kind: "normal" with deviation ``scale``, or "uniform" in [-scale, scale).
+        kind: "normal" with standard deviation ``scale``, or "uniform" in [-scale, scale).
     """
 
     kind: Literal["normal", "uniform"] = "normal"
     scale: float = 1.0
 
     def fill(self, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
-        """Draw the whole table (rows, features) in place from this distribution.
+        """Fill the whole table (rows, features) in place with samples from this distribution.
 
-        For tables whose rows are created one by one, return it from :meth:`Recipe.row_values` instead.
+        For tables whose rows are created one by one, return the distribution from :meth:`Recipe.row_values` instead.
         """
         from torch import nn
 
@@ -278,7 +296,7 @@ class MicroBatch:
     """The data of one logical rank in one step.
 
     Attributes:
-        data: The batch, as the recipe collates it.
+        data: The batch, as collated by the recipe.
         seed: The seed of the logical rank's random stream in this step, set before the loss is computed.
         step: The step, counted from 1.
         logical_rank: The logical rank, counted from 0, whichever process computes it.
@@ -300,7 +318,7 @@ class EvaluationBatch:
     index: int
     data: Batch
     counted: bool = True
-    seed: int = 0  # of the random numbers that the evaluation draws, whichever process evaluates the batch
+    seed: int = 0  # seeds the evaluation's random numbers, independent of the process that evaluates the batch
 
 
 BufferSum = Literal["mean", "sum", "equal", "last"]
@@ -309,16 +327,16 @@ BUFFER_SUMS: tuple[BufferSum, ...] = get_args(BufferSum)
 
 @dataclass(frozen=True)
 class Concatenated:
-    """A ring of rows into which each logical rank writes its own, one after the other, such as MoCo's queue of keys.
+    """Rule for a ring buffer to which logical ranks append rows in order, such as MoCo's key queue.
 
-    With K rows, and the pointer at p when a step begins, a logical rank writes its n rows at p, p + 1, ..., p + n - 1
-    (modulo K) and moves the pointer to p + n (modulo K). After the step the rows of logical rank 0 are at p, those of
-    logical rank 1 behind them, and so on, and the pointer is behind the last: as if one process had written the rows of
-    the whole batch at once. If they are more than K, later rows replace earlier ones.
+    With K rows, and the pointer at p at the start of a step, a logical rank writes its n rows to p, p + 1, ...,
+    p + n - 1 (modulo K) and moves the pointer to p + n (modulo K). After the step, the rows of logical rank 0 start at
+    p, followed by those of logical rank 1 and so on, and the pointer is after the last row. The result is the same as
+    if one process had written the rows of the whole batch. If there are more than K, later rows replace earlier ones.
 
     Attributes:
-        pointer: Name of the buffer with the position of the next row, one integer, in the same module as the queue.
-        dim: Dimension of the queue along which its rows are.
+        pointer: Name of the buffer with the index of the next row, one integer, in the same module as the queue.
+        dim: Dimension of the queue that indexes rows.
     """
 
     pointer: str

@@ -1,4 +1,4 @@
-"""Recipes with several updates in a step, and recipes with a loss over all samples of a step.
+"""Recipes with several updates per step, and recipes whose loss compares all samples of a step.
 
 GANs, actor-critic methods and manual optimization need several updates; contrastive losses compare the features of all
 samples.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, NoReturn, final
 
-from worldsize.core.recipe import Batch, Loss, LossOutput, MicroBatch, Recipe
+from worldsize.core.recipe import Batch, Loss, LossOutput, MicroBatch, Recipe, Update
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,63 +20,62 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 
-Update: TypeAlias = "tuple[str | Sequence[str], Loss]"  # the name of an optimizer or of several, and their loss
-
-
 class MultiUpdateRecipe(Recipe):
-    """A task whose step is a sequence of updates by one or several optimizers, such as a GAN's.
+    """A task with several updates per step, by one or several optimizers, such as a GAN.
 
         def updates(self, model, batch, step):
             fake = model.generator(noise)
             yield "discriminator", self.tell_apart(model.discriminator, batch, fake.detach())
             yield "generator", self.fool(model.discriminator, fake)
 
-    A :class:`Strategy` that can train one has "multi_update" among its ``supports``.
+    A :class:`Strategy` that can train such a recipe includes "multi_update" in ``supports``.
     """
+
+    has_several_updates = True
 
     @abstractmethod
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
-        """Make the optimizers of ``model`` by name; no parameter belongs to two of them.
+        """Create the optimizers of ``model`` by name; each parameter belongs to at most one of them.
 
-        A strategy may have moved or sharded the parameters by then. Register a hook of an optimizer
-        (``register_step_post_hook``) for work after each of its steps, such as clipping or averaging weights.
+        The strategy may already have moved or sharded the parameters. To run code after each step of an optimizer, such
+        as clipping or averaging weights, register a hook with ``register_step_post_hook``.
         """
 
     def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
-        """Make learning-rate schedules by the names of their optimizers.
+        """Create the learning-rate schedules by optimizer name.
 
-        Each is advanced once per update of its optimizer. The rate of an optimizer without a schedule is constant.
+        Each schedule advances once per update of its optimizer. Optimizers without a schedule keep a constant rate.
         """
         return {}
 
     @abstractmethod
     def updates(self, model: nn.Module, batch: Batch, step: int) -> Iterable[Update]:
-        """Yield each update of step number ``step``, counted from 1: an optimizer's name, and a scalar loss.
+        """Yield the optimizer name and the loss of each update in step ``step``, counted from 1.
 
-        It is a generator. At each ``yield`` the gradient of the loss with respect to the parameters of that optimizer
-        alone is averaged over all logical ranks and clipped, and the optimizer takes its step; then the generator goes
-        on with the new weights. Tensors made before a ``yield``, such as generated images, may be used after it. A loss
-        is a mean, or a sum and its weight, as in :meth:`Recipe.loss`.
+        At each ``yield``, the gradient of the loss with respect to the optimizer's parameters is averaged over all
+        logical ranks and clipped, and the optimizer takes a step. The generator then resumes with the new weights.
+        Tensors created before a ``yield``, such as generated images, may be used after it. A loss is a mean, or a sum
+        and its weight, as in :meth:`Recipe.loss`.
 
         Several optimizers that minimize one loss share a backward pass: ``yield ("muon", "adamw"), loss``. Their
-        gradients are clipped together, by one norm, and then each of them takes its step.
+        gradients are clipped by their joint norm, and then each optimizer takes a step.
 
         The sequence of names may depend on ``step``, but not on data or random numbers: it must be the same for all
         logical ranks. The generator runs once for each logical rank, so it must not change parameters itself.
 
-        The generator may return metrics of the step, in the form of :attr:`LossOutput.metrics`.
+        The generator may return metrics of the step, in the format of :attr:`LossOutput.metrics`.
         """
 
     def micro_batch_updates(self, model: nn.Module, batch: MicroBatch) -> Iterable[Update]:
-        """Return the generator of :meth:`updates` for one logical rank in one step, as training calls it.
+        """Return the generator of :meth:`updates` for one logical rank in one step; training calls this method.
 
-        Override it if losses depend on the logical rank, as :meth:`Recipe.micro_batch_loss`.
+        Override it if losses depend on the logical rank, as with :meth:`Recipe.micro_batch_loss`.
         """
         return self.updates(model, batch.data, batch.step)
 
     @final
     def optimizer(self, model: nn.Module) -> NoReturn:
-        """Refuse: a recipe with several updates has no single optimizer.
+        """Raise an error, since a recipe with several updates does not have a single optimizer.
 
         Raises:
             ConfigError: always.
@@ -85,12 +84,12 @@ class MultiUpdateRecipe(Recipe):
 
     @final
     def schedule(self, optimizer: Optimizer) -> NoReturn:
-        """Refuse, as :meth:`optimizer` does."""
+        """Raise the same error as :meth:`optimizer`."""
         raise self._refusal()
 
     @final
     def loss(self, model: nn.Module, batch: Batch) -> NoReturn:
-        """Refuse, as :meth:`optimizer` does."""
+        """Raise the same error as :meth:`optimizer`."""
         raise self._refusal()
 
     def _refusal(self) -> ConfigError:
@@ -106,8 +105,8 @@ class Features:
     """The features of all samples of a step, in the order of logical ranks.
 
     Attributes:
-        everyone: One tensor (samples of the step, ...) for each that :meth:`FeatureRecipe.features` returns.
-        own: For each of these, the rows of the logical rank whose loss is computed.
+        everyone: One tensor (samples of the step, ...) for each tensor that :meth:`FeatureRecipe.features` returns.
+        own: For each tensor in ``everyone``, the rows of the logical rank whose loss is computed.
     """
 
     everyone: Sequence[Tensor]
@@ -115,7 +114,7 @@ class Features:
 
 
 class FeatureRecipe(Recipe):
-    """A task whose loss compares the samples of a whole step, whichever processes compute their features.
+    """A task whose loss compares all samples of a step, however they are distributed over processes.
 
         def features(self, model, batch):
             images, texts = batch
@@ -127,43 +126,43 @@ class FeatureRecipe(Recipe):
             logits = model.scale.exp() * images[own] @ texts.T
             return nn.functional.cross_entropy(logits, torch.arange(len(texts))[own])
 
-    A step computes the features of all logical ranks without gradients and gathers them, then the derivative of all
-    losses by the features, then the features of each logical rank again, with their gradients (Gao et al. 2021,
-    "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"). So its result does not depend on the
-    number of processes, and a process keeps activations of one logical rank at a time. It holds the features of all.
+    A step first computes and gathers the features of all logical ranks without gradients, then the derivatives of all
+    losses with respect to the features, and then recomputes each logical rank's features with gradients (Gao et al.
+    2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"). The result does not depend on the
+    number of processes. A process stores the features of all logical ranks, but activations of only one at a time.
 
-    A :class:`Strategy` that can train one has "features" among its ``supports``.
+    A :class:`Strategy` that can train such a recipe includes "features" in ``supports``.
     """
 
     @abstractmethod
     def features(self, model: nn.Module, batch: Batch) -> Sequence[Tensor]:
-        """Return tensors (samples, ...) of a micro-batch, such as embeddings of images and of texts.
+        """Return the feature tensors (samples, ...) of a micro-batch, such as embeddings of images and of texts.
 
-        Those of all logical ranks have equally many dimensions and sizes but for the first. Integers, such as labels,
-        are gathered, too. It runs twice in a step, with the same random numbers.
+        Shapes must agree across logical ranks except in the first dimension. Integer tensors, such as labels, are
+        gathered too. This method runs twice per step, with the same random numbers.
         """
 
     @abstractmethod
     def feature_loss(self, model: nn.Module, features: Features, batch: Batch) -> Loss:
-        """Return the loss of one logical rank, as :meth:`Recipe.loss` does, given the features of all.
+        """Return the loss of one logical rank, in the form of :meth:`Recipe.loss`, given all ranks' features.
 
-        The gradient of a step is that of the mean over logical ranks. ``batch`` is the logical rank's micro-batch. It
-        may use parameters of ``model``, such as a temperature, and runs twice, with the same random numbers.
+        ``batch`` is this logical rank's micro-batch. The step uses the gradient of the mean over logical ranks. This
+        method may use parameters of ``model``, such as a temperature. It runs twice, with the same random numbers.
         """
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the loss of a batch among its own samples only, as if the step had one logical rank."""
+        """Return the loss over the samples of ``batch`` only, as if the step had a single logical rank."""
         own = self.features(model, batch)
         return self.feature_loss(model, Features(own, [slice(len(each)) for each in own]), batch)
 
 
 def with_gradients(loss: Loss, features: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> LossOutput:
-    """Return ``loss`` with the same value, whose backward pass gives ``gradients`` to ``features``, too.
+    """Return ``loss`` with the same value, extended so that backward also feeds ``gradients`` into ``features``.
 
     Args:
-        loss: The loss, which does not depend on ``features``.
-        features: Tensors of any shapes, with a graph.
-        gradients: For each of them, a tensor of its shape, or None: it has no gradient.
+        loss: The loss; it does not depend on ``features``.
+        features: Tensors of any shape, attached to a graph.
+        gradients: The gradient of each feature, with the feature's shape; None if it has none.
     """
     output = LossOutput.of(loss)
     value, weight = (output.loss, None) if not isinstance(output.loss, tuple) else output.loss

@@ -1,4 +1,4 @@
-"""Sections of the configuration whose owners import torch; composing a configuration does not wait for that."""
+"""Configuration sections of modules that import torch, kept here so that composing does not have to import it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from worldsize.errors import ConfigError
 
 @dataclass(frozen=True)
 class ShuffleConfig:
-    """How far a sample may move from its neighbours in one epoch, see :class:`worldsize.data.permutation.Shuffle`.
+    """Options of shuffling in :class:`worldsize.data.permutation.Shuffle`.
 
     Attributes:
-        enabled: Whether samples are shuffled; otherwise they keep the order of the data.
-        block: Samples that are neighbours in the data and stay close, for slow storage; 1: each goes anywhere.
-        window: Blocks whose samples are mixed.
+        enabled: Whether to shuffle samples; otherwise they keep the order of the data.
+        block: Number of consecutive samples that stay close together, for slow storage; 1: shuffle all samples freely.
+        window: Number of blocks whose samples are mixed.
     """
 
     enabled: bool = True
@@ -27,15 +27,15 @@ class ShuffleConfig:
 @final
 @dataclass(frozen=True)
 class WeightAverage:
-    """An exponential moving average: after a step, average ← decay · average + (1 - decay) · weights.
+    """Exponential moving average (EMA) of the weights: average ← decay · average + (1 - decay) · weights.
 
-    It is evaluated and saved beside the weights, see :mod:`worldsize.train.averaging`.
+    The average is evaluated and saved together with the weights; see :mod:`worldsize.loop.averaging`.
 
     Attributes:
-        decay: Factor of the average in each averaging, 0 to 1; null in the configuration: there is no average.
-        every: Number of steps between two averagings, not counting skipped steps.
-        warmup: Whether to limit the decay of the n-th averaging (n from 0) to (1 + n) / (10 + n), so that the average
-            soon forgets the first weights. Source: TensorFlow's ExponentialMovingAverage.
+        decay: Decay factor, 0 to 1; null in the configuration: do not average.
+        every: Number of steps between two updates of the average, not counting skipped steps.
+        warmup: Whether to limit the decay of the n-th update (n from 0) to (1 + n) / (10 + n), so that the average
+            soon forgets the initial weights. Source: TensorFlow's ExponentialMovingAverage.
     """
 
     decay: Annotated[float, Range(least=0, most=1, hint="0.999 is usual; null: no average"), Key(default=None)]
@@ -50,5 +50,5 @@ class WeightAverage:
             )
 
     def decay_after(self, averagings: int) -> float:
-        """Return the decay factor of the next averaging, after ``averagings`` earlier ones."""
+        """Return the decay factor for the next update of the average, after ``averagings`` updates."""
         return min(self.decay, (1 + averagings) / (10 + averagings)) if self.warmup else self.decay

@@ -1,4 +1,4 @@
-"""Strategies (immutable values that describe how replicas agree) and the replicas that they make in a process."""
+"""Base classes of strategies, which describe how replicas synchronize, and of the replicas that they create."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from worldsize.core.numerics import Numerics
 from worldsize.core.recipe import MicroBatch, Recipe, StateDict
 from worldsize.errors import ConfigError
 
-if TYPE_CHECKING:  # torch takes seconds
+if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-# Which of L logical ranks process p of P computes: p, p + P, p + 2P, ... ("cyclic"), or L / P neighbours ("block").
+# Logical ranks (L in total) of process p of P: p, p + P, p + 2P, ... ("cyclic"), or L / P consecutive ones ("block").
 Dealing = Literal["cyclic", "block"]
-# Torch's own sums ("flat"), sums in the fixed tree of logical ranks ("ordered"), or first inside each node.
+# torch's all-reduce ("flat"), a fixed tree over logical ranks ("ordered"), or intra-node first ("hierarchical").
 Reduction = Literal["flat", "ordered", "hierarchical"]
 
 Capability = Literal[
-    "state_metrics",  # metrics that Recipe.metrics names, which are merged from states
-    "loss_scale",  # precisions that need one, such as fp16
-    "ema",  # the section ``ema``: its replicas have ``trained_weights``
+    "state_metrics",  # metrics in Recipe.metrics, merged from their states
+    "loss_scale",  # precisions that need loss scaling, such as fp16
+    "ema",  # the section ``ema``; replicas implement ``trained_weights``
     "multi_update",  # a MultiUpdateRecipe
     "features",  # a FeatureRecipe
     "compile",  # Numerics.compile
     "activation_checkpointing",  # Numerics.activation_checkpointing and activation_offload
-    "sparse_gradients",  # sums of gradients of embeddings with sparse=True, which NCCL cannot do
-    "adamw_8bit",  # this optimizer, whose state is in blocks of whole parameters
-    "schedule_free",  # optimizers that are evaluated with other weights than they train
+    "sparse_gradients",  # all-reduce of gradients of embeddings with sparse=True; NCCL does not support it
+    "adamw_8bit",  # an optimizer whose quantized state needs whole parameters
+    "schedule_free",  # optimizers that evaluate with different weights than they train
 ]
-_EARLIER: Mapping[str, Capability | None] = {  # None: the variable itself names capabilities
+_EARLIER: Mapping[str, Capability | None] = {  # deprecated class variables; None: the variable lists capabilities
     "merges_states": "state_metrics",
     "averages_weights": "ema",
     "trains_multi_update": "multi_update",
@@ -52,20 +52,20 @@ _EARLIER: Mapping[str, Capability | None] = {  # None: the variable itself names
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of training, independent of how it is distributed. Bytes are those of the whole model.
+    """Size of a training step, independent of how it is distributed. Bytes refer to the whole model.
 
     Attributes:
         parameter_bytes: All parameters.
-        optimizer_bytes: State of the optimizer.
-        unit_bytes: The largest unit that a sharded model gathers at once.
-        activation_bytes: Activations of one micro-batch, with the activation checkpointing of the run.
-        boundary_bytes: Activations that one block passes to the next, for one micro-batch.
-        blocks: Number of repeated parts of the model.
-        compute_seconds: Forward, backward and update of one rank in a step, without communication.
-        update_seconds: The update, a part of ``compute_seconds``.
-        overlap: Fraction of ``compute_seconds`` behind which communication hides, 0 to 1.
-        sum_seconds: Time to add two vectors with one number per parameter.
-        micro_batches: Micro-batches of each data-parallel part in a step; 0: the strategy's default.
+        optimizer_bytes: Optimizer state.
+        unit_bytes: Largest unit that a sharded model gathers at once.
+        activation_bytes: Activations of one micro-batch, given the run's activation checkpointing.
+        boundary_bytes: Activations that one block passes to the next, per micro-batch.
+        blocks: Number of repeated blocks in the model.
+        compute_seconds: Forward, backward and update of one rank per step, without communication.
+        update_seconds: The update's share of ``compute_seconds``.
+        overlap: Fraction of ``compute_seconds`` that can hide communication, 0 to 1.
+        sum_seconds: Time to add two vectors with one element per parameter.
+        micro_batches: Micro-batches per data-parallel replica and step; 0: the strategy's default.
     """
 
     parameter_bytes: float
@@ -83,17 +83,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a step under a strategy, per rank.
+    """Predicted cost of a step under a strategy, per rank.
 
     Attributes:
-        memory_bytes: Largest memory of a rank.
-        sent_bytes: Bytes that a rank sends in a step.
-        across_bytes: Bytes that a node sends to other nodes in a step.
-        communication_seconds: Communication of a step, hidden or not.
-        idle: Fraction of a step in which a rank waits for its turn, as in a pipeline bubble; 0 to 1.
-        exposed_seconds: Communication that cannot hide behind compute; None: derive it from ``Workload.overlap``.
-        added_seconds: Extra compute of a rank, on top of the workload; negative if ranks share the update.
-        same: Whether the result of a step equals that of one process, up to rounding.
+        memory_bytes: Peak memory of a rank.
+        sent_bytes: Bytes that a rank sends per step.
+        across_bytes: Bytes that a node sends to other nodes per step.
+        communication_seconds: Communication time per step, hidden or not.
+        idle: Fraction of a step that a rank is idle, as in a pipeline bubble; 0 to 1.
+        exposed_seconds: Communication that cannot overlap compute; None: derive it from ``Workload.overlap``.
+        added_seconds: Compute of a rank in addition to the workload; negative if ranks share the update.
+        same: Whether a step has the same result as on a single process, up to rounding.
     """
 
     memory_bytes: float
@@ -112,12 +112,12 @@ class StepResult:
 
     Attributes:
         losses: Loss of each local micro-batch: scalars, detached.
-        lr: Learning rate of the update; None: the optimizer has none.
-        grad_norm: Norm of the whole gradient before clipping, a scalar; None: not computed.
-        skipped: Whether the update (of several updates, at least one) was skipped because the gradient was not finite.
+        lr: Learning rate of the update; None if the optimizer has none.
+        grad_norm: Norm of the whole gradient before clipping, a scalar; None if not computed.
+        skipped: Whether the update, or at least one of several, was skipped because the gradient was not finite.
         partly: Whether only some of several updates were skipped.
-        overflowed: Whether an update was skipped because its gradient left the range of float16 under the loss scale;
-            like a plain loop, averages count such a step.
+        overflowed: Whether an update was skipped because its scaled gradient overflowed float16. Weight averaging still
+            counts such a step, as in a plain training loop.
         metrics: Training metrics by name: float64 (local micro-batches, 2), each row a sum and its count.
     """
 
@@ -132,24 +132,24 @@ class StepResult:
 
 
 class Replica(ABC):
-    """A live model on one worker, made by a :class:`Strategy`."""
+    """A live model on one worker, created by a :class:`Strategy`."""
 
     @abstractmethod
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Compute forward and backward, combine gradients with the other replicas, and update.
+        """Run forward and backward, combine gradients with the other replicas, and update.
 
         Args:
-            micro_batches: This process's data in the step, one for each of its logical ranks, in ascending order.
+            micro_batches: This process's data for the step, one per local logical rank, in ascending order.
         """
 
     @abstractmethod
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Return the metrics over the batches of all ranks: sums and counts, reduced in batch order, then divided."""
+        """Return the metrics over the batches of all ranks: sums divided by counts, both reduced in batch order."""
 
     def advance_schedules(self, value: float, *, step: int) -> None:
-        """Advance schedules that need a metric by its ``value`` in the evaluation after ``step``, alike on all ranks.
+        """Advance schedules that depend on a metric, with its ``value`` after ``step``, the same on all ranks.
 
-        It may be repeated for a step. Only called for a strategy that ``schedules_by_metric``.
+        Calls may be repeated for a step. Only called if the strategy has ``schedules_by_metric``.
         """
         raise NotImplementedError
 
@@ -158,57 +158,57 @@ class Replica(ABC):
         """Return the state to save: ``model``, ``optimizer`` and so on.
 
         The keys of ``model`` are those of ``recipe.model()``, however it is wrapped. Names, shapes and plain values are
-        the same on every rank. A tensor may be a DTensor; a tensor on the meta device is held by other ranks. The
-        optional part ``strategy`` fits only this strategy at this world size: other replicas ignore it.
+        the same on every rank. A tensor may be a DTensor; a tensor on the meta device is stored on other ranks. The
+        optional key ``strategy`` holds state for this strategy at this world size; other replicas ignore it.
         """
 
     @abstractmethod
     def load(self, state: StateDict) -> None:
-        """Load what :meth:`state` returned, under this strategy or another. Every rank must call it."""
+        """Load a state that :meth:`state` returned, from this or another strategy. Every rank must call it."""
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        """Return this rank's live part of each trained parameter, by its name in the model's state.
+        """Return this rank's live tensor for each trained parameter, by its name in the model's state.
 
-        A part has the shape of the parameter, or of its local shard. Writing into it in place changes the weights that
-        the replica computes with. A parameter that other ranks hold is on the meta device. Only called for a strategy
-        that supports "ema".
+        A tensor has the shape of the parameter, or of its local shard. Modifying it in place changes the weights that
+        the replica trains. A parameter that is stored on other ranks is a tensor on the meta device. Only called if the
+        strategy supports "ema".
         """
         raise NotImplementedError
 
     def facts(self) -> Mapping[str, Any]:
-        """Return further plain values to log, about the steps since the last call."""
+        """Return further plain values to log, covering the steps since the last call."""
         return {}
 
-    dealing: Dealing = "cyclic"  # which logical ranks this process computes in a step
-    step_reached: int | None = None  # steps that it has done itself; None: 0, or those of the loaded checkpoint
+    dealing: Dealing = "cyclic"  # how logical ranks are assigned to processes
+    step_reached: int | None = None  # last step computed by this object; None: 0, or the loaded checkpoint's step
 
     def close(self, *, complete: bool) -> None:  # noqa: B027 - most replicas hold nothing to release
-        """Release resources other than memory. ``complete``: the run is over; otherwise it may be resumed."""
+        """Release resources other than memory. If not ``complete``, the run may be resumed."""
 
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """Describes how replicas agree. It is immutable and uses no device and no process group.
+    """Describes how replicas synchronize. It is immutable and does not use a device or process group.
 
-    A subclass is a frozen dataclass, too; its fields are the keys below ``strategy`` in its YAML. Settings of the run,
-    such as its numerics, reach the replica with the context instead.
+    Subclasses are frozen dataclasses too; their fields are the keys under ``strategy`` in their YAML. Settings of the
+    run, such as its numerics, reach the replica through the context instead.
     """
 
     reductions: ClassVar[Sequence[Reduction]] = ("flat", "ordered")
     """Allowed values of ``reduce``."""
     supports: ClassVar[frozenset[Capability]] = frozenset({"state_metrics", "loss_scale"})
-    """What a run may ask of it; the rest is refused before a process starts."""
+    """Optional features that runs may use; others are refused before a process starts."""
     serves_rows: ClassVar[bool] = False
-    """Whether the rows of embeddings with ``sparse=True`` are on servers, which update them in ways of their own."""
+    """Whether servers store the rows of embeddings with ``sparse=True`` and update them with their own optimizers."""
     divides_lr: ClassVar[bool] = False
-    """Whether the updates of a step share one learning rate, where ``update_parts`` are several."""
+    """Whether the updates of a step share one learning rate if ``update_parts`` returns more than one."""
     shards_state: ClassVar[bool] = False
-    """Whether a process holds state that no other has, of which a gang that heals needs copies."""
+    """Whether each process holds unique state, so that a healing gang needs copies of it."""
     reduce: Reduction = "flat"
-    """How gradients are summed over logical ranks."""
+    """How gradients are reduced over logical ranks."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Warn of the class variables that ``supports`` has replaced."""
+        """Translate class variables that ``supports`` replaced, with a warning."""
         super().__init_subclass__(**keywords)
         for name, capability in _EARLIER.items():
             if name not in vars(cls):
@@ -227,11 +227,11 @@ class Strategy(ABC):
         check_limits(type(self), vars(self), key="strategy")
 
     def check_numerics(self, numerics: Numerics) -> None:  # noqa: B027 - most strategies carry all of them
-        """Raise ConfigError for numerics that this strategy does not support, before a process starts."""
+        """Raise ConfigError if this strategy does not support ``numerics``; called before a process starts."""
 
     @abstractmethod
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        """Return the processes of each role, by its name; those that train have the role "worker".
+        """Return the roles by name; training processes have the role "worker".
 
         Raises:
             ConfigError: the strategy cannot run with this number of processes.
@@ -239,23 +239,23 @@ class Strategy(ABC):
 
     @abstractmethod
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
-        """Make the live replica of the process that ``context.world`` describes."""
+        """Create the live replica in the process described by ``context.world``."""
 
     @property
     def schedules_by_metric(self) -> bool:
-        """Whether its replicas ``advance_schedules`` that need the metric of an evaluation."""
+        """Whether replicas implement ``advance_schedules``, for schedules that depend on an evaluation metric."""
         return False
 
     @property
     def default_micro_batches(self) -> int:
-        """Number of logical ranks of each data-parallel part, unless the run sets ``logical_ranks``."""
+        """Default number of logical ranks per data-parallel replica, used unless the run sets ``logical_ranks``."""
         return 1
 
     def check_micro_batches(self, count: int) -> None:  # noqa: B027 - most strategies take any number
-        """Raise ConfigError if a step of ``count`` logical ranks in each part of the data cannot be computed."""
+        """Raise ConfigError if a data-parallel replica cannot compute ``count`` logical ranks per step."""
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise ConfigError if ``recipe`` does not define what this strategy needs."""
+        """Raise ConfigError if ``recipe`` does not meet this strategy's requirements."""
         if "state_metrics" not in self.supports and (names := sorted(recipe.metrics())):
             raise ConfigError(
                 f"{type(self).__name__} evaluates metrics that are sums and counts, and {names[0]!r} is not. "
@@ -265,17 +265,17 @@ class Strategy(ABC):
     def check_built(  # noqa: B027 - most strategies take any
         self, recipe: Recipe, model: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Raise ConfigError if this strategy cannot train the ``model`` or ``optimizer`` that ``recipe`` made.
+        """Raise ConfigError if this strategy cannot train the ``model`` or ``optimizer`` created by ``recipe``.
 
-        It is called before a process starts, with both on the meta device.
+        Called before a process starts, with both on the meta device.
         """
 
     def healing(self) -> Strategy:
-        """Return the strategy of a gang that goes on without its dead: one for any number of processes that live."""
+        """Return the variant of this strategy for healing gangs, which works with any number of live processes."""
         return self
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
-        """Return the axes of the device mesh by name: for each, disjoint groups of global ranks that communicate.
+        """Return the axes of the device mesh by name, each as disjoint groups of communicating global ranks.
 
         A rank's coordinate on an axis is its index in its group.
         """
@@ -287,30 +287,30 @@ class Strategy(ABC):
         return {"data": [list(range(start, start + self.roles(cluster)["worker"].processes))]}
 
     def data_parallel(self, cluster: Cluster) -> int:
-        """Return the number of data-parallel parts of a step: one per worker, unless several share a model."""
+        """Return the data-parallel size: one per worker, unless several workers share a model."""
         return self.roles(cluster)["worker"].processes
 
     def data_rank(self, world: World) -> int:
-        """Return which part of the data this process trains, counted from 0."""
+        """Return this process's data-parallel rank."""
         return world.rank
 
     def update_parts(self, cluster: Cluster, logical_ranks: int) -> int | None:
-        """Return into how many updates the samples of a step are divided evenly.
+        """Return the number of equal updates into which the samples of a step are split.
 
-        None: all samples of a step are one update, however many processes there are.
+        None: all samples of a step form one update, independent of the number of processes.
         """
         return None
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
-        """Predict the cost of a step of ``work`` on ``cluster``; None: unknown."""
+        """Predict the cost of a step of ``work`` on ``cluster``; None if unknown."""
         return None
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
-        """Write secrets of the members, such as keys, into ``folder`` (later ``Rendezvous.folder``).
+        """Write secrets for the processes, such as keys, into ``folder``, the later ``Rendezvous.folder``.
 
         Called in the launching process before each attempt.
         """
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        """Serve in a process whose role serves, until the run ends; return a replica if this process is to lead it."""
-        raise ConfigError(f"{type(self).__name__} has no role {context.world.role!r} that serves.")
+        """Run a serving process until the run ends; return a replica if this process is to lead the run."""
+        raise ConfigError(f"{type(self).__name__} does not have a serving role {context.world.role!r}.")

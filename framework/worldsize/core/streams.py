@@ -1,6 +1,6 @@
-"""What a stream of training samples may offer beside iteration: to be divided among readers, and to resume.
+"""Optional protocols of a stream of training samples: sharding among readers, and resuming.
 
-A stream is what :meth:`Recipe.data` returns where it has no index. None of this is needed; each saves reading.
+:meth:`Recipe.data` returns a stream if the data cannot be indexed. Each protocol saves reads; neither is required.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class ShardedStream(Protocol):
-    """A stream that can be divided among readers, as ``datasets.IterableDataset`` can.
+    """A stream that can be sharded among readers, such as ``datasets.IterableDataset``.
 
-    Each logical rank reads a part of its own, so that no process reads the whole. Where parts are of unequal length,
-    a shorter one begins again before the others end.
+    Each logical rank reads a separate shard, so that no process reads the whole stream. If shards have unequal lengths,
+    shorter shards restart before the others end.
     """
 
     @property
     def num_shards(self) -> int:
-        """Return the largest number of readers among which the stream can be divided."""
+        """Return the largest number of readers that can share the stream."""
 
     def shard(self, num_shards: int, index: int) -> Iterable[Any]:
-        """Return part ``index`` of ``num_shards``, which are at most as many as the property says.
+        """Return shard ``index`` of ``num_shards``; ``num_shards`` must not exceed the property of that name.
 
-        Every sample is in exactly one of the parts. Each call returns a new object, whose iteration begins at the start
-        of the part; it is called again whenever the part begins again. The parts may be :class:`StatefulStream` too.
+        Every sample is in exactly one shard. Each call returns a new object that iterates from the start of the shard;
+        it is called again whenever the shard restarts. Shards may also implement :class:`StatefulStream`.
         """
 
 
 @runtime_checkable
 class StatefulStream(Protocol):
-    """A stream, or an iterator of one, that can go on where another one was.
+    """A stream, or an iterator of one, that can continue from a saved state.
 
-    torchdata's ``StatefulDataLoader`` and ``datasets.IterableDataset`` are such. Checkpoints keep the state, which
-    consists of None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and of dicts, lists, tuples and
-    sets of these.
+    torchdata's ``StatefulDataLoader`` and ``datasets.IterableDataset`` are examples. Checkpoints store the state. It
+    may contain None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and dicts, lists, tuples and sets
+    of these.
     """
 
     def state_dict(self) -> Any:
-        """Return where the newest iterator is: after the last sample that it has yielded."""
+        """Return the position of the newest iterator, after the last sample that it yielded."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Let the next iterator, or this one, yield what follows where ``state_dict`` was taken."""
+        """Make this iterator, or the stream's next one, continue from the position saved in ``state_dict``."""

@@ -1,1 +1,1 @@
-"""Decides which samples a step sees, and brings them to it."""
+"""Data sources, the order of their samples, and the loading of batches."""

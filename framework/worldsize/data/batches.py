@@ -1,6 +1,6 @@
-"""Loads a batch of a data set, and moves it to the device ahead of the step that needs it.
+"""Load batches from a data set, and copy them to the device ahead of their step.
 
-Batches may be of any type: tensors in containers, and objects that have ``to(device)`` themselves.
+Batches may be tensors, nested containers of tensors, and objects with a method ``to(device)``.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Collate = Callable[[list[Any]], Batch]
 
 
 def collate_of(recipe: Recipe) -> Collate:
-    """Return the function that makes batches of the samples of ``recipe``.
+    """Return the collate function of ``recipe``.
 
-    It is torch's ``default_collate`` itself unless the recipe overrides ``collate``, so that :func:`fetch` can take a
-    faster way to the same batch.
+    Unless the recipe overrides ``collate``, this is torch's ``default_collate`` itself, for which :func:`fetch` has a
+    fast path.
     """
     return default_collate if type(recipe).collate is Recipe.collate else recipe.collate
 
 
 def fetch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> Batch:
-    """Load one batch in the largest units that the data set offers.
+    """Load one batch by the fastest method that the data set provides.
 
-    A data set may load whole batches (``load_batch``), lists of samples (``__getitems__``) or single ones
+    A data set can load full batches (``load_batch``), lists of samples (``__getitems__``) or single samples
     (``__getitem__``).
 
     Args:
-        dataset: the data set, which has an index.
-        indices: int64 [batch], the samples of the batch.
-        collate: makes a batch of a list of samples.
+        dataset: a map-style data set.
+        indices: int64 [batch], indices of the samples in the batch.
+        collate: combines a list of samples into a batch.
     """
     if hasattr(dataset, "load_batch"):
         return dataset.load_batch(indices)
@@ -64,7 +64,7 @@ def _samples(dataset: Any, indices: list[int]) -> list[Any]:
 
 
 def sample_of(frame: FrameType | None) -> int | None:
-    """Return the sample that is loaded in a stack whose innermost frame is ``frame``; None: not known."""
+    """Return the index of the sample being loaded on the stack of ``frame``; None if unknown."""
     while frame is not None:
         if frame.f_code is _samples.__code__:
             index: int | None = frame.f_locals.get("index")
@@ -74,15 +74,15 @@ def sample_of(frame: FrameType | None) -> int | None:
 
 
 def is_iterable(dataset: Any) -> bool:
-    """Return whether a data set is a stream, which has no length and no index.
+    """Return whether a data set is a stream, i.e. not indexable.
 
     Raises:
-        ConfigError: it is a DataLoader that makes batches, whose batches would be taken for samples.
+        ConfigError: it is a DataLoader that makes batches, which would be mistaken for samples.
     """
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         raise ConfigError(
-            f"the recipe's data are a {type(dataset).__name__}, which makes batches itself, in an order and of a size "
-            "that no other world size would have. Return its data set (loader.dataset), set batch_size to the samples "
+            f"the recipe's data are a {type(dataset).__name__}: it makes its own batches, whose order and size would "
+            "change with the world size. Return its data set (loader.dataset), set batch_size to the samples "
             "of a step over all processes, and define Recipe.collate if it has a collate_fn; data_workers stands for "
             "num_workers. As a stream of single samples, give it batch_size=None."
         )
@@ -90,12 +90,12 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def map_tensors(batch: Batch, function: Callable[[Tensor], Any], own: Callable[[Any], Any]) -> Batch:
-    """Return a batch with ``function`` of every tensor in its lists, tuples, mappings and dataclasses.
+    """Apply ``function`` to each tensor in a batch's lists, tuples, mappings and dataclasses.
 
     Args:
-        batch: The batch, which is not changed.
-        function: Takes and returns a tensor of any shape.
-        own: Takes and returns any other object; those with ``to(device)`` are always passed to it.
+        batch: The batch; it is not modified.
+        function: Maps a tensor of any shape to its replacement.
+        own: Maps any other leaf to its replacement. An object with ``to(device)`` is a leaf, even if it is a container.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -120,16 +120,16 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Any], own: Callable[[
         changed = copy.copy(batch)
         for each in fields(batch):
             if hasattr(batch, each.name):
-                object.__setattr__(changed, each.name, mapped(getattr(batch, each.name)))  # it may be frozen
+                object.__setattr__(changed, each.name, mapped(getattr(batch, each.name)))  # also works if frozen
         return changed
     return own(batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch to ``device``; for the CPU return it as it is.
+    """Move a batch to ``device``; for the CPU, return it unchanged.
 
     Raises:
-        ConfigError: the batch has an object with tensors, and no method ``to``.
+        ConfigError: the batch contains an object that has tensors but lacks a method ``to``.
     """
     if device.type == "cpu":
         return batch
@@ -141,7 +141,7 @@ def _moved(own: Any, device: torch.device) -> Any:
         _check_holds_no_tensor(own)
         return own
     moved = own.to(device, non_blocking=True) if _takes_non_blocking(type(own)) else own.to(device)
-    return own if moved is None else moved  # it may have changed itself
+    return own if moved is None else moved  # an in-place to() may return None
 
 
 def _check_holds_no_tensor(own: Any) -> None:
@@ -149,13 +149,13 @@ def _check_holds_no_tensor(own: Any) -> None:
     if held is not None:
         kind = type(own).__name__
         raise ConfigError(
-            f"batches hold a {kind}, whose tensor {held!r} would stay on the CPU: it has no method to. Give {kind} a "
-            "method to(device), which returns it on the device, or make it a dataclass, a tuple or a dict of tensors."
+            f"batches hold a {kind}: its tensor {held!r} would stay on the CPU, because it lacks a method to. "
+            f"Give {kind} a method to(device) that returns it on the device, or make it a dataclass, tuple or dict."
         )
 
 
 def _takes_non_blocking(kind: type) -> bool:
-    """Return whether ``to`` of a type takes non_blocking; one of any arguments hands them on to tensors."""
+    """Return whether ``kind.to`` accepts ``non_blocking``, explicitly or through ``**kwargs``."""
     try:
         parameters = inspect.signature(kind.to).parameters  # type: ignore[attr-defined]
     except (TypeError, ValueError):
@@ -164,16 +164,16 @@ def _takes_non_blocking(kind: type) -> bool:
 
 
 def pinned(own: Any) -> Any:
-    """Return an object of its own type in page-locked memory if it has a method for that, else as it is."""
+    """Pin an object if it has a method ``pin_memory``, otherwise return it unchanged."""
     return own.pin_memory() if callable(getattr(own, "pin_memory", None)) else own
 
 
 def copied_ahead(steps: Iterable[Host], begin: Callable[[Host], Callable[[], Copied]]) -> Iterator[Copied]:
-    """Yield each step's batches as copies on the device; the copy of the next step's batches has begun by then.
+    """Yield each step's batches on the device, while the next step's are being copied.
 
     Args:
         steps: the batches of each step, on the host.
-        begin: begins to copy the batches of a step, and returns a function that waits for the copy and returns it.
+        begin: starts to copy the batches of a step; returns a function that waits for the copies and returns them.
     """
     finish: Callable[[], Copied] | None = None
     for step in steps:
@@ -186,21 +186,21 @@ def copied_ahead(steps: Iterable[Host], begin: Callable[[Host], Callable[[], Cop
 
 @final
 class SideStream:
-    """Copies to a GPU on a stream of its own, while the current stream computes."""
+    """Copies micro-batches to a GPU on a side stream, in parallel with the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, step: list[MicroBatch]) -> Callable[[], list[MicroBatch]]:
-        """Begin to copy a step, and return a function that makes the current stream wait for the copy."""
-        with torch.cuda.stream(self._side):  # what is allocated here belongs to the side stream
+        """Start copying a step; return a function that makes the current stream wait for it."""
+        with torch.cuda.stream(self._side):  # allocations here belong to the side stream
             copies = [replace(each, data=_copied(each.data, self._device)) for each in step]
             copied = self._side.record_event()
 
         def finish() -> list[MicroBatch]:
             current = torch.cuda.current_stream(self._device)
-            current.wait_event(copied)  # and not for the side stream, where the next copy may have begun
+            current.wait_event(copied)  # wait_stream would also wait for the next copy
             for each in copies:
                 _use_on(each.data, current)
             return [replace(each, data=to_device(each.data, self._device)) for each in copies]
@@ -209,9 +209,9 @@ class SideStream:
 
 
 def _copied(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch without waiting for the copy; objects whose tensors cannot be kept for another stream stay.
+    """Copy a batch asynchronously, except objects that do not support ``record_stream``.
 
-    Its pinned memory, without which the copy would wait, is kept until the stream has read it.
+    The pinned memory stays allocated until the copy has completed.
     """
 
     return map_tensors(
@@ -226,7 +226,7 @@ def _is_recorded(own: object) -> bool:
 
 
 def _use_on(batch: Batch, stream: torch.cuda.Stream) -> None:
-    """Keep the side stream from using the memory of a batch again before ``stream`` is done with it."""
+    """Prevent the side stream from reusing a batch's memory before ``stream`` is done."""
 
     def used(tensor: Tensor) -> Tensor:
         if tensor.is_cuda:

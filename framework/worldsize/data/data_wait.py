@@ -1,4 +1,4 @@
-"""Bounds each wait for data: a warning at first, an error at the end, and a stop in between if one is wanted."""
+"""Watchdog for waits for data: first a warning, then an optional stop, finally an error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from worldsize.errors import WorldsizeError
 
 _logger = logging.getLogger(__name__)
 
-_WARNED = 10.0  # seconds of a wait after which a line says so
-_LOOK = 1.0  # seconds between two looks
-_FRAMES = 6  # of a stack, the innermost ones
-_WAKE = signal.SIGRTMIN + 4  # ends the system call in which the main thread waits
+_WARNED = 10.0  # seconds of waiting before a warning
+_LOOK = 1.0  # seconds between two checks
+_FRAMES = 6  # innermost stack frames to show
+_WAKE = signal.SIGRTMIN + 4  # interrupts the main thread's system call
 _REMEDY = (
     "If it hangs, look for a lock or a connection that another thread held when the data workers were forked: open it "
     "in the worker, call multiprocessing.set_start_method('spawn'), or set data_workers=0. If storage is slow, set a "
@@ -30,22 +30,22 @@ _REMEDY = (
 
 @final
 class DataWaitError(WorldsizeError):
-    """The data of a step did not come in time."""
+    """The data for a step did not arrive within the time limit."""
 
 
 class StopBetweenSteps(BaseException):
-    """All ranks stop before the step whose data they wait for."""
+    """Interrupts a wait for data when all ranks have agreed to stop before the step."""
 
 
 @final
 @dataclass(frozen=True)
 class Patience:
-    """The limits of a wait for data.
+    """Limits for waits for data.
 
     Attributes:
-        seconds: The longest wait; None: there is no bound, and nobody watches.
-        speaks: Whether this process logs a long wait; one is enough.
-        stops: Returns whether all ranks stop before a step, given its number; it may wait for them.
+        seconds: Maximum wait; None disables the watchdog.
+        speaks: Whether this process logs long waits; one process is enough.
+        stops: Takes a step's number and returns whether all ranks stop before it; may block until all ranks vote.
     """
 
     seconds: float | None = None
@@ -66,17 +66,17 @@ class _Wait:
 
 @final
 class DataWait:
-    """The waits for data of the main thread, one after the other, each watched by another thread."""
+    """Watchdog thread that monitors the main thread's waits for data, one at a time."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._closed = threading.Event()
         self._open: _Wait | None = None
-        self._judging = threading.Lock()  # held by the other thread while it votes, and while it signals
+        self._judging = threading.Lock()  # held by the watchdog thread while it votes or signals
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the waits within the context, which must be entered by the main thread to have an effect."""
+        """Run the watchdog thread within the block; does nothing outside of the main thread."""
         if self._patience.seconds is None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -87,36 +87,36 @@ class DataWait:
         finally:
             self._closed.set()
             self._open = None
-            with self._judging:  # a later signal would end the process
+            with self._judging:  # a signal after this would kill the process
                 signal.signal(_WAKE, before)
 
     @contextmanager
     def during(self, step: int, describe: Callable[[], str], *, may_stop: bool = True) -> Iterator[None]:
-        """Wait for the data of ``step`` within the context.
+        """Monitor the block, which waits for the data of ``step``.
 
         Args:
             step: Number of the step.
-            describe: Says in sentences who is waited for; another thread calls it.
-            may_stop: Whether the run can be saved as it was before the step.
+            describe: Describes the wait in full sentences, for messages; called from the watchdog thread.
+            may_stop: Whether the run can stop here and save its state before the step.
 
         Raises:
-            DataWaitError: the data did not come in time.
+            DataWaitError: the data did not arrive within the time limit.
             StopBetweenSteps: all ranks stop before the step.
-            Exception: the ranks cannot agree whether they stop, for example since their store is gone.
+            Exception: the vote on stopping failed, for example because the store is gone.
         """
         wait = self._open = _Wait(step, describe, may_stop, time.monotonic())
         try:
             yield
         finally:
             self._open = None
-        with self._judging:  # the data came during a vote: the others may stop because of this rank's vote
+        with self._judging:  # if data arrived during a vote, honor its result: the other ranks may stop
             if wait.error is not None and not isinstance(wait.error, DataWaitError):
                 raise wait.error
 
     def _interrupt(self, *_: Any) -> None:
         wait = self._open
         if wait is not None and wait.error is not None:
-            self._open = None  # it is raised once
+            self._open = None  # raise it only once
             raise wait.error
 
     def _watch(self) -> None:
@@ -131,7 +131,7 @@ class DataWait:
                         signal.pthread_kill(main, _WAKE)
 
     def _judge(self, wait: _Wait) -> None:
-        """Set the error of a wait that is to end, and log one that is long."""
+        """Set the wait's error if it must end; log a warning if it is long."""
         if wait.error is None and wait.may_stop:
             self._vote(wait)
         patience, waited = self._patience, time.monotonic() - wait.begun
@@ -144,25 +144,25 @@ class DataWait:
             _logger.warning("%s", _text(wait, waited))
 
     def _vote(self, wait: _Wait) -> None:
-        """Set the error of a wait that all ranks stop; it lasts at least as long as the vote."""
+        """Vote on stopping; set the wait's error if all ranks stop. A vote delays the wait's end."""
         with self._judging:
             try:
                 if self._open is wait and self._patience.stops(wait.step):
                     wait.error = StopBetweenSteps()
-            except Exception as error:  # of any store: the others may have counted this rank's vote
+            except Exception as error:  # any store error; other ranks may have counted this rank's vote
                 wait.error = error
 
 
 def _text(wait: _Wait, seconds: float) -> str:
     try:
         place = wait.describe()
-    except Exception as error:  # of any kind: the loader is read while the main thread uses it
+    except Exception as error:  # any error, since the main thread may be modifying the loader
         place = f"Who loads them is not known: {error!r}."
     return f"step {wait.step} waits for its data since {seconds:.0f} s. {place}"
 
 
 def own_place() -> str:
-    """Describe where the main thread is, which loads the data itself."""
+    """Describe the main thread's position in the code, for data that are loaded in this process."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:])) if frame else ""
     return f"This process loads them itself, and is here:\n{stack.rstrip()}"

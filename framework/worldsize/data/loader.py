@@ -1,6 +1,6 @@
-"""Loads the batches of each training step and of each evaluation.
+"""Load batches for training and evaluation, and move them to the device.
 
-Training batches arrive on the device. An evaluation set is cut into the same batches at every world size.
+An evaluation set is split into the same batches at every world size.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from worldsize.data.source import Source, count_skipped
 from worldsize.data.storage.byte_files import SampleError
 from worldsize.data.streams import TrainingStream
 from worldsize.data.worker_loader import AutoWorkers, Request, WorkerLoader, loaded, loaded_by
-from worldsize.record.determinism import seed_generators, stream
+from worldsize.seeds import derive_seed, seed_generators
 
 _CPU = torch.device("cpu")
 
 
 @final
 class _Fetcher:
-    """Loads the batch of a request, in this process or in a data worker."""
+    """Loads the batch for a request, in this process or in a data worker."""
 
     def __init__(self, dataset: Any, order: Order, collate: Collate) -> None:
         self._dataset, self._order, self._collate = dataset, order, collate
         self._balanced = balanced(dataset, order) if order.balanced else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out how batches are balanced, which a worker that is not forked computes anew."""
+        """Pickle without the length balancing, which a spawned worker recomputes."""
         return _Fetcher, (self._dataset, self._order, self._collate)
 
     def __getitems__(self, request: Request) -> Batch:
-        seed_generators(stream(self._order.seed, "data", *request), _CPU)
+        seed_generators(derive_seed(self._order.seed, "data", *request), _CPU)
         if self._balanced:
             return fetch(self._dataset, self._balanced.indices(*request), self._collate)
         return fetch(self._dataset, self._order.indices_in(self._dataset, *request), self._collate)
@@ -56,19 +56,19 @@ def micro_batches(
     collate: Collate = default_collate,
     patience: Patience | None = None,
 ) -> Generator[list[MicroBatch]]:
-    """Yield this process's micro-batches of step ``first + 1`` and of every later one, without end.
+    """Yield this process's micro-batches for each step from ``first + 1`` on, endlessly.
 
-    If the data have an index, the micro-batches of the next step are copied to a GPU while a step computes.
+    For map-style data on a GPU, the micro-batches of the next step are copied during the current step.
 
     Args:
         dataset: the training data: a map-style data set or a stream.
-        order: decides which samples each step and each logical rank takes.
-        device: where the batches are to be.
-        first: number of the last step that is not loaded.
-        workers: processes that load map-style data ahead, of which a stream takes one; 0 loads in this process,
-            as a stream does where the number is decided automatically.
-        collate: makes a batch of a list of samples.
-        patience: the limits of each wait for data; None: there are none.
+        order: determines the samples of each step and logical rank.
+        device: target device of the batches.
+        first: number of the last completed step.
+        workers: number of processes that load ahead; a stream uses at most one. 0 loads in this process, as does
+            :class:`AutoWorkers` for a stream.
+        collate: combines a list of samples into a batch.
+        patience: limits for each wait for data; None for unlimited waits.
     """
     wait = DataWait(patience or Patience())
     with wait.watched():
@@ -87,9 +87,9 @@ def _micro_batches(
 ) -> Iterator[list[MicroBatch]]:
     if is_iterable(dataset):
         if order.balanced:
-            sample_lengths(dataset)  # refuses a stream
+            sample_lengths(dataset)  # raises for a stream
         source = dataset if isinstance(dataset, TrainingStream) else TrainingStream(dataset)
-        processes = workers if isinstance(workers, int) else 0  # whose place in a stream changes with each sample
+        processes = workers if isinstance(workers, int) else 0  # AutoWorkers restarts loaders, which needs an index
         batches = source.batches(order, first, collate, workers=processes, pinned=device.type == "cuda", wait=wait)
         yield from _tagged((list(islice(batches, len(order.mine))) for _ in count()), order, first, device)
     else:
@@ -127,13 +127,13 @@ def _tagged(steps: Iterator[list[Batch]], order: Order, first: int, device: torc
 def drawn(
     dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int, collate: Collate = default_collate
 ) -> MicroBatch:
-    """Load one micro-batch of any step, from a data set with an index."""
+    """Load the micro-batch of any one step and logical rank from a map-style data set."""
     batch = _Fetcher(dataset, order, collate).__getitems__((step, logical_rank))
     return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank), step, logical_rank)
 
 
 class _Loaded(NamedTuple):
-    """A batch, and whether it is part of the evaluation."""
+    """A batch, and whether it counts toward the evaluation."""
 
     data: Batch
     counted: bool = True
@@ -148,15 +148,15 @@ def evaluation_batches(
     drawn: int | None = None,
     seed: int = 0,
 ) -> Iterator[EvaluationBatch]:
-    """Yield this rank's share of the evaluation set, which is cut into the same batches at every world size.
+    """Yield this rank's share of the evaluation batches, which are the same at every world size.
 
-    Batch b goes to rank b mod size. All ranks yield equally many: one that is short repeats its last batch, or takes
-    the set's first, with ``counted=False``. With ``drawn``, that many batches of samples drawn with replacement make up
-    the evaluation, not the whole set. These, and what a batch's evaluation draws, follow from ``seed`` and the batch's
-    number.
+    Batch b goes to rank b mod size. All ranks yield the same number of batches: a rank that is one batch short repeats
+    its last batch, or else uses the first batch of the set, with ``counted=False``. With ``drawn``, the evaluation
+    consists of that many batches sampled with replacement, instead of the full set. The samples and the random numbers
+    for their evaluation depend only on ``seed`` and the batch index.
 
-    A batch lacks the samples that cannot be read and are skipped. One that would have none is of others, with
-    ``counted=False``.
+    Unreadable samples are omitted if the source skips them. A batch without any readable samples is replaced by
+    stand-ins, with ``counted=False``.
     """
     if drawn is not None:
         numbered = _random(dataset, batch_size, collate, drawn, seed)
@@ -166,7 +166,7 @@ def evaluation_batches(
     for index, load in numbered:
         if index % world.size == world.rank:
             loaded = load()
-            data, draws = to_device(loaded.data, world.device), stream(seed, "evaluation", index)
+            data, draws = to_device(loaded.data, world.device), derive_seed(seed, "evaluation", index)
             yield EvaluationBatch(index, data, loaded.counted, draws)
             spare = load
         spare = spare or load
@@ -181,12 +181,12 @@ def _random(
 ) -> Iterator[tuple[int, Callable[[], _Loaded]]]:
     if is_iterable(dataset):
         raise ConfigError(
-            "evaluation.batches draws samples by index, which a stream does not have. Set evaluation.batches=null."
+            "evaluation.batches draws samples by index; a stream does not have one. Set evaluation.batches=null."
         )
     if len(dataset) == 0:
         return
     for index in range(count):
-        generator = torch.Generator().manual_seed(stream(seed, "batch", index))
+        generator = torch.Generator().manual_seed(derive_seed(seed, "batch", index))
         indices = torch.randint(len(dataset), (batch_size,), generator=generator)
         yield index, partial(_load, dataset, indices, collate)
 

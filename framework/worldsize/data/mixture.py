@@ -1,4 +1,4 @@
-"""Mixes several data sets by weight; which sample stands at a place is computed from the place alone."""
+"""Mixture of data sets by weight; a sample depends only on the seed and its position."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from typing import Annotated, Any, final
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from worldsize.core import ConfigError, Range
 from worldsize.data.order import OwnOrder, own_order
 from worldsize.data.permutation import Shuffle, enciphered
 from worldsize.data.source import LookedUpLengths, Source
 from worldsize.errors import neighbours
-from worldsize.record.determinism import stream
+from worldsize.seeds import derive_seed
 
-_BLOCK = 1 << 16  # places; in each, a source has the same number of them
+_BLOCK = 1 << 16  # positions per block; each source has the same number of positions in every block
 Numbers = NDArray[numpy.int64]
 
 
 @final
 @dataclass(frozen=True)
 class Part:
-    """One source of a mixture, and how much of the mixture it is.
+    """One source of a mixture, with its weight or number of epochs.
 
     Args:
-        source: its samples.
-        weight: share of the samples, beside the other parts' weights.
-        epochs: how often each sample comes in one epoch of the mixture, instead of a weight.
+        source: the source.
+        weight: share of the samples, relative to the weights of the other parts.
+        epochs: alternative to ``weight``: how often each sample occurs in one epoch of the mixture.
     """
 
     source: Source
@@ -47,17 +46,17 @@ class Part:
 @final
 @dataclass(frozen=True)
 class Mixture(Source, OwnOrder):
-    """Several sources in fixed shares, each shuffled by itself and repeated as often as its share asks for.
+    """Several sources in fixed shares, each shuffled separately and repeated as needed.
 
-    The endless stream of samples is cut into blocks of 65,536 places. In each block a source has its share of the
-    places, rounded to whole ones, where a keyed permutation puts them; its samples come in the order of its own epochs.
-    A block is computed when one of its places is asked for, in some milliseconds, and takes 640 KiB.
+    The endless sequence of samples is divided into blocks of 65,536 positions. In each block, every source has the same
+    rounded share of positions, chosen by a keyed permutation. Each source is read in the order of its own epochs.
+    A block is computed on first access, in a few milliseconds, and takes 640 KiB.
 
     Args:
-        sources: the parts by name, all with a weight or all with epochs.
+        sources: the parts by name; all with a weight, or all with epochs.
 
     Raises:
-        ConfigError: there is no part, weights and epochs do not fit together, or a share is too small to be drawn.
+        ConfigError: there are no parts, only some have a weight or epochs, or a share rounds to 0 positions per block.
     """
 
     sources: Mapping[str, Part]
@@ -67,7 +66,7 @@ class Mixture(Source, OwnOrder):
         by_weight = [part.weight is not None for part in parts]
         by_epochs = [part.epochs is not None for part in parts]
         if not parts:
-            raise ConfigError("a mixture has no sources. Give it some, e.g. data.sources.books.source=...")
+            raise ConfigError("a mixture without sources. Add some, e.g. data.sources.books.source=...")
         if not ((all(by_weight) and not any(by_epochs)) or (all(by_epochs) and not any(by_weight))):
             raise ConfigError("a mixture needs the weight of each source, or the epochs of each. Give all the same.")
         if any(own_order(part.source) is not None for part in parts):
@@ -78,13 +77,13 @@ class Mixture(Source, OwnOrder):
         if not any(part.weight or part.epochs for part in parts):
             raise ConfigError("all sources of a mixture have the share 0. Give one of them a larger one.")
         if all(by_weight):
-            _quotas(tuple(self.shares.items()))  # epochs need the index of each source: the fingerprint asks
+            _quotas(tuple(self.shares.items()))  # with epochs, fingerprint() checks this: it needs each source's length
 
     @cached_property
     def _lengths(self) -> list[int]:
         lengths = {name: len(part.source) for name, part in self.sources.items()}
         if empty := [name for name, length in lengths.items() if not length and self.shares[name]]:
-            raise ConfigError(f"source {empty[0]!r} of the mixture has no samples. Check its path, or leave it out.")
+            raise ConfigError(f"source {empty[0]!r} of the mixture is empty. Check its path, or leave it out.")
         return list(lengths.values())
 
     @cached_property
@@ -93,25 +92,25 @@ class Mixture(Source, OwnOrder):
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
-        """Each source's share of the samples; they add up to 1."""
+        """Share of each source in the samples, by name; the sum is 1."""
         parts = self.sources.items()
         amounts = {name: part.weight if part.epochs is None else part.epochs * len(part.source) for name, part in parts}
         total = sum(amount or 0.0 for amount in amounts.values())
         return {name: (amount or 0.0) / total for name, amount in amounts.items()}
 
     def __len__(self) -> int:
-        """Count the samples of all sources."""
+        """Return the total number of samples in all sources."""
         return self._ends[-1]
 
     @property
     def epoch_length(self) -> int:
-        """The number of samples of an epoch: those of all sources, or as often as their epochs say."""
+        """Samples per epoch: the sum of the sources' lengths, multiplied by their epochs if given."""
         if all(part.epochs is not None for part in self.sources.values()):
             return round(sum((part.epochs or 0) * len(part.source) for part in self.sources.values()))
         return len(self)
 
-    def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> Tensor:
-        """Return the indices, int64 [places], in the sources one after the other, of the samples at ``places``."""
+    def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> torch.Tensor:
+        """Return the samples at ``places`` as indices into the concatenated sources: int64 [places]."""
         indices = numpy.empty(len(places), dtype=numpy.int64)
         done, quotas = 0, _quotas(tuple(self.shares.items()))
         while places:
@@ -148,7 +147,7 @@ class Mixture(Source, OwnOrder):
 
     @property
     def lengths(self) -> Any:
-        """The length of each sample, if all sources say so; None otherwise."""
+        """Length of each sample, or None if a source does not provide lengths."""
         lengths = [getattr(part.source, "lengths", None) for part in self.sources.values()]
         if any(each is None for each in lengths):
             return None
@@ -158,31 +157,31 @@ class Mixture(Source, OwnOrder):
         parts = {name: part.source.fingerprint() for name, part in self.sources.items()}
         digests = {name: [part["sha256"], self.shares[name]] for name, part in parts.items()}
         total = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
-        _quotas(tuple(self.shares.items()))  # refuses a share that is too small
+        _quotas(tuple(self.shares.items()))  # raises if a share is too small
         facts = {"size": sum(part["size"] for part in parts.values()), "sha256": total, "shares": dict(self.shares)}
         tokenizers = {name: part["tokenizers"] for name, part in parts.items() if "tokenizers" in part}
         return {**facts, "tokenizers": tokenizers} if tokenizers else facts
 
 
 def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
-    """Mix sources as a configuration describes them.
+    """Create a mixture from a configuration.
 
     Args:
-        sources: by name, each with what :class:`Part` takes: ``source``, and ``weight`` or ``epochs``.
+        sources: arguments of :class:`Part`, by name: ``source``, and ``weight`` or ``epochs``.
 
     Raises:
-        ConfigError: a part has no source, or something else.
+        ConfigError: a part lacks a source, or has an unknown key.
     """
     known = [field.name for field in fields(Part)]
     for name, part in sources.items():
-        if isinstance(part.get("source", {}), Mapping):  # options of a source that was never chosen
+        if isinstance(part.get("source", {}), Mapping):  # options, but the kind of source was not chosen
             others = [other for other in sources if isinstance(sources[other].get("source"), Source)]
             guess = neighbours(name, others) if others else "."
             raise ConfigError(
-                f"data.sources.{name} has no source{guess} Choose one: +data@data.sources.{name}.source=tokens"
+                f"data.sources.{name} lacks a source{guess} Choose one: +data@data.sources.{name}.source=tokens"
             )
         if strange := [key for key in part if key not in known]:
-            raise ConfigError(f"data.sources.{name} has no {strange[0]!r}{neighbours(strange[0], known)}")
+            raise ConfigError(f"data.sources.{name} does not take {strange[0]!r}{neighbours(strange[0], known)}")
         if not isinstance(part["source"], Source):
             raise ConfigError(f"data.sources.{name}.source is a {type(part['source']).__name__}, not a Source.")
     return Mixture({name: Part(**part) for name, part in sources.items()})
@@ -190,10 +189,10 @@ def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
 
 @lru_cache(16)
 def _quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
-    """Return the places of each source in a block; what rounding leaves goes to the largest remainders.
+    """Return the positions per source in a block, rounded by the largest-remainder method.
 
     Raises:
-        ConfigError: a share is so small that it has none.
+        ConfigError: a positive share rounds to 0 positions.
     """
     exact = [share * _BLOCK for _, share in shares]
     quotas = [int(each) for each in exact]
@@ -203,14 +202,14 @@ def _quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
     for (name, share), quota in zip(shares, quotas, strict=True):
         if share > 0 and quota == 0:
             raise ConfigError(
-                f"source {name!r} has a share of {share:.1e} of the mixture, which rounds to 0 of {_BLOCK:,} samples: "
-                f"it would never be drawn. Give it a share of at least {1 / _BLOCK:.1e}, or leave it out."
+                f"source {name!r} has a share of {share:.1e} of the mixture. That rounds to 0 of {_BLOCK:,} samples, "
+                f"so it would never be drawn. Give it a share of at least {1 / _BLOCK:.1e}, or leave it out."
             )
     return tuple(quotas)
 
 
 def _joined(lengths: Sequence[Any], bounds: Numbers, indices: Numbers) -> Numbers:
-    """Return the lengths of samples ``indices`` of several sources, which begin at ``bounds``."""
+    """Return sample lengths by index into the concatenated sources, which start at ``bounds``."""
     owners = numpy.searchsorted(bounds, indices, side="right") - 1
     joined = numpy.empty(len(indices), dtype=numpy.int64)
     for owner in numpy.unique(owners).tolist():
@@ -221,8 +220,8 @@ def _joined(lengths: Sequence[Any], bounds: Numbers, indices: Numbers) -> Number
 
 @lru_cache(4)
 def _block(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[numpy.uint16], Numbers]:
-    """Return which source each place of a block belongs to, and which of that source's places it is: [places] each."""
-    slots = enciphered(stream(seed, "mixture", block), _BLOCK, numpy.arange(_BLOCK, dtype=numpy.uint64))
+    """Return the source of each position, and the position's rank in its source: [positions]."""
+    slots = enciphered(derive_seed(seed, "mixture", block), _BLOCK, numpy.arange(_BLOCK, dtype=numpy.uint64))
     owners = numpy.searchsorted(numpy.cumsum(quotas), slots, side="right").astype(numpy.uint16)
     turns = numpy.empty(_BLOCK, dtype=numpy.int64)
     turns[numpy.argsort(owners, kind="stable")] = numpy.concatenate([numpy.arange(quota) for quota in quotas])
@@ -230,10 +229,10 @@ def _block(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[nump
 
 
 def _own_order(seed: int, part: int, length: int, drawn: Numbers, shuffle: Shuffle) -> Numbers:
-    """Return which samples of a source are its ``drawn``-th ones: int64 [drawn]."""
+    """Return the ``drawn``-th samples of a source, over all of its epochs: int64 [drawn]."""
     epochs, places = drawn // length, drawn % length
     order = numpy.empty_like(drawn)
     for epoch in numpy.unique(epochs).tolist():
         chosen = epochs == epoch
-        order[chosen] = shuffle.at(stream(seed, "order", part, epoch), length, places[chosen])
+        order[chosen] = shuffle.at(derive_seed(seed, "order", part, epoch), length, places[chosen])
     return order

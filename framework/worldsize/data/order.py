@@ -1,7 +1,7 @@
-"""Decides which samples a step sees, by the seed, the step and the logical rank alone.
+"""Order of training samples, determined only by the seed, the step and the logical rank.
 
-So the position in the data is one number, the step. :class:`Balanced` deals the samples of some steps anew by their
-length, so that all ranks compute equally long.
+The position in the data is therefore a single integer, the step. :class:`Balanced` regroups the samples of a window of
+steps by length, so that all ranks take about equally long.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from worldsize.core import ConfigError, Dealing
 from worldsize.data.batches import is_iterable
 from worldsize.data.permutation import Shuffle
 from worldsize.data.source import Transformed
-from worldsize.record.determinism import stream
+from worldsize.seeds import derive_seed
 
 
 class OwnOrder(ABC):
-    """A data set that decides the order of its samples itself, such as a mixture of several."""
+    """Base class of data sets that define the order of their samples, such as mixtures."""
 
     @property
     @abstractmethod
     def epoch_length(self) -> int:
-        """The number of samples that are an epoch; some may be drawn more than once, or not at all."""
+        """Number of samples in an epoch; some samples may occur more than once or not at all."""
 
     @abstractmethod
     def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> Tensor:
-        """Return the indices, int64 [places], of the samples that stand at ``places`` of the endless stream of samples.
+        """Return the sample indices, int64 [places], at positions of the endless sample sequence.
 
         Args:
-            seed: that of the run.
-            places: neighbours, from 0; they may be far beyond the first epoch.
-            shuffle: how samples are permuted where the data set has no better way.
+            seed: the run's seed.
+            places: consecutive positions, counted from 0 over all epochs.
+            shuffle: how to permute samples where the data set does not prescribe their order.
         """
 
 
 def own_order(dataset: Any) -> OwnOrder | None:
-    """Return the object that orders the samples of ``dataset``, transformed ones too; None: a permutation does."""
+    """Return ``dataset`` without transforms if it is an :class:`OwnOrder`, otherwise None."""
     while isinstance(dataset, Transformed):
         dataset = dataset.source
     return dataset if isinstance(dataset, OwnOrder) else None
@@ -53,39 +53,39 @@ def own_order(dataset: Any) -> OwnOrder | None:
 @final
 @dataclass(frozen=True)
 class Order:
-    """The order of training samples: one permutation an epoch, cut into steps, then into logical ranks.
+    """Order of training samples: one permutation per epoch, split by step and logical rank.
 
-    Batches may straddle epochs, so every sample is drawn exactly once an epoch whatever the batch size.
+    Batches may span two epochs, so every sample is used exactly once per epoch at any batch size.
     """
 
     seed: int
-    batch_size: int  # samples of a step, over all logical ranks
+    batch_size: int  # samples per step, over all logical ranks
     logical_ranks: int
-    mine: tuple[int, ...]  # the logical ranks that this process carries
-    balanced: bool = False  # samples change places with those of neighbouring steps: data/order.py
+    mine: tuple[int, ...]  # logical ranks of this process
+    balanced: bool = False  # whether to regroup samples by length (see Balanced)
     shuffle: Shuffle = field(default_factory=Shuffle)
 
     @property
     def micro_batch_size(self) -> int:
-        """The number of samples of one logical rank in a step."""
+        """Samples per step and logical rank."""
         return self.batch_size // self.logical_ranks
 
     def positions(self, step: int, logical_rank: int) -> range:
-        """Return the places that ``logical_rank`` takes in the endless stream of samples in ``step`` (from 1)."""
+        """Return a logical rank's positions in the endless sample sequence for ``step`` (from 1)."""
         first = (step - 1) * self.batch_size + logical_rank * self.micro_batch_size
         return range(first, first + self.micro_batch_size)
 
     def indices_in(self, dataset: Any, step: int, logical_rank: int) -> Tensor:
-        """Return the indices, int64 [micro_batch_size], of the samples of ``dataset`` that one logical rank takes."""
+        """Return one logical rank's sample indices in ``step``: int64 [micro_batch_size]."""
         if (own := own_order(dataset)) is not None:
             return own.indices_at(self.seed, self.positions(step, logical_rank), self.shuffle)
         return self.indices(step, logical_rank, len(dataset))
 
     def indices(self, step: int, logical_rank: int, length: int) -> Tensor:
-        """Return which of ``length`` samples one logical rank takes: indices, int64 [micro_batch_size].
+        """Return one logical rank's indices below ``length`` in ``step``: int64 [micro_batch_size].
 
         Raises:
-            ConfigError: there is no sample.
+            ConfigError: ``length`` is 0.
         """
         _refuse_empty(length)
         positions = self.positions(step, logical_rank)
@@ -93,20 +93,21 @@ class Order:
         while positions:
             epoch, offset = divmod(positions.start, length)
             taken = min(len(positions), length - offset)
-            parts.append(self.shuffle.span(stream(self.seed, "order", epoch), length, range(offset, offset + taken)))
+            seed = derive_seed(self.seed, "order", epoch)
+            parts.append(self.shuffle.span(seed, length, range(offset, offset + taken)))
             positions = positions[taken:]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def step_seed(self, step: int, logical_rank: int) -> int:
-        """Return the 63-bit seed of what one logical rank draws while it computes ``step``."""
-        return stream(self.seed, "step", step, logical_rank)
+        """Return the 63-bit random seed of one logical rank in ``step``."""
+        return step_seed(self.seed, step, logical_rank)
 
 
 def epoch_length(dataset: Any) -> int:
-    """Return how many samples of ``dataset`` are an epoch.
+    """Return the number of samples in an epoch of ``dataset``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is 0.
     """
     own = own_order(dataset)
     length = len(dataset) if own is None else own.epoch_length
@@ -116,38 +117,43 @@ def epoch_length(dataset: Any) -> int:
 
 def _refuse_empty(length: int) -> None:
     if length == 0:
-        raise ConfigError("the data have no samples. Check the path of the data, and what is held out of them.")
+        raise ConfigError("the data set is empty. Check the path of the data, and the held-out share.")
+
+
+def step_seed(seed: int, step: int, logical_rank: int) -> int:
+    """Derive the 63-bit random seed of a logical rank in ``step`` from the run's ``seed``."""
+    return derive_seed(seed, "step", step, logical_rank)
 
 
 def logical_ranks_of(rank: int, size: int, total: int, dealing: Dealing = "cyclic") -> tuple[int, ...]:
-    """Return the logical ranks of process ``rank`` of ``size``, of ``total`` that are dealt."""
+    """Return the logical ranks (out of ``total``) of process ``rank`` among ``size`` processes."""
     if dealing == "block":
         return tuple(range(rank * total // size, (rank + 1) * total // size))
     return tuple(range(rank, total, size))
 
 
 def steps_of(epochs: float, length: int, batch_size: int) -> int:
-    """Return the steps that draw every sample ``epochs`` times, rounded up."""
+    """Return the number of steps in ``epochs`` epochs of ``length`` samples, rounded up."""
     return math.ceil(epochs * length / batch_size)
 
 
-Lengths = Any  # a tensor or an array [samples], or whatever has the lengths of chosen ones when it is indexed with them
-_POOL = 32  # steps whose samples are dealt together
+Lengths = Any  # tensor or array [samples], or an object that returns lengths when indexed with sample indices
+_POOL = 32  # steps with samples that are sorted together
 
 
 @final
 class Balanced:
     """Batches of samples of similar length.
 
-    The samples of 32 steps are sorted by length and cut into steps, which come in an order that ``seed`` decides. Where
-    an epoch ends within them, the samples before its end are sorted by themselves, so that none comes late or early. In
-    a step the longest go to one logical rank each, the next ones the other way round, and so on. All of it follows from
-    the step and the logical rank alone, so it is the same at any world size and after any resume.
+    The samples of 32 steps are sorted by length and divided into batches in an order that depends on ``seed``. If an
+    epoch ends within the 32 steps, the samples before and after its end are sorted separately, so that each stays in
+    its epoch. Within a step, samples are dealt to logical ranks in snake order, from longest to shortest. The result
+    depends only on the step and the logical rank, so it is the same at any world size and after any resume.
 
     Args:
-        plain: returns the samples of a step [batch], as they come without balancing.
-        lengths_n: how long each sample of the data set is; only those of the samples of 32 steps are asked for.
-        epoch: samples of an epoch, in each of which every sample comes once; None: there are no such epochs.
+        plain: returns the indices of a step's samples [batch] without balancing.
+        lengths_n: length of each sample of the data set; looked up for the samples of 32 steps at a time.
+        epoch: samples per epoch if every sample occurs once per epoch; None otherwise.
     """
 
     def __init__(
@@ -158,63 +164,63 @@ class Balanced:
         self._pool = lru_cache(maxsize=1)(self._sorted)
 
     def indices(self, step: int, logical_rank: int) -> Tensor:
-        """Return the indices of the samples of ``logical_rank`` in ``step`` (from 1), the longest first."""
+        """Return the sample indices of ``logical_rank`` in ``step`` (from 1), longest sample first."""
         pool, place = divmod(step - 1, _POOL)
         rows_ml = self._pool(pool)[place].view(-1, self._logical_ranks).clone()
         rows_ml[1::2] = rows_ml[1::2].flip(1)
         return rows_ml[:, logical_rank]
 
     def _sorted(self, pool: int) -> Tensor:
-        """Return the pool's samples [steps, batch], each step's from the longest to the shortest."""
+        """Return a pool's sample indices [steps, batch], rows sorted from longest to shortest."""
         samples = torch.cat([self._plain(pool * _POOL + step) for step in range(1, _POOL + 1)])
         lengths = torch.as_tensor(self._lengths_n[samples])
-        random = torch.Generator().manual_seed(stream(self._seed, "balance", pool))
+        random = torch.Generator().manual_seed(derive_seed(self._seed, "balance", pool))
         batch_size = len(samples) // _POOL
         order = torch.cat([_by_length(lengths, part, batch_size, random) for part in self._epochs(pool, len(samples))])
         order_sb = order.view(_POOL, -1)
         return samples[order_sb.gather(1, lengths[order_sb].argsort(dim=1, descending=True, stable=True))]
 
     def _epochs(self, pool: int, size: int) -> list[range]:
-        """Return the places of a pool that are of the same epoch, one epoch after the other."""
+        """Split the positions of a pool into ranges of the same epoch, in order."""
         epoch = self._epoch or (pool + 1) * size
         ends = range(epoch - pool * size % epoch, size, epoch)
         return [range(first, last) for first, last in pairwise([0, *ends, size])]
 
 
 def _by_length(lengths: Tensor, places: range, batch_size: int, random: torch.Generator) -> Tensor:
-    """Return ``places`` of a pool, dealt to the steps that they are of, whole or in part, by length."""
+    """Sort positions of a pool by length, and divide them among their steps in random order."""
     steps = torch.arange(places.start, places.stop) // batch_size - places.start // batch_size
     sizes = steps.bincount()
     order = places.start + lengths[places.start : places.stop].argsort(descending=True, stable=True)
-    turns = torch.randperm(len(sizes), generator=random)  # which of the cuts, from the longest on, each step has
+    turns = torch.randperm(len(sizes), generator=random)  # index of each step's group; group 0 has the longest samples
     chosen = turns.argsort()
     cuts = order.tensor_split(sizes[chosen].cumsum(0)[:-1])
     return torch.cat([cuts[turn] for turn in turns.tolist()])
 
 
 def sample_lengths(dataset: Any) -> Lengths:
-    """Return the length of each sample of ``dataset``, whose batches are to be balanced.
+    """Return the sample lengths of ``dataset``, for length balancing.
 
     Raises:
-        ConfigError: it has none, or is a stream.
+        ConfigError: the data set does not provide lengths, or is a stream.
     """
     if is_iterable(dataset):
-        raise ConfigError("length_balanced=true changes the order of samples, which a stream does not let it do.")
+        raise ConfigError("length_balanced=true reorders samples, and a stream has a fixed order.")
     lengths: Lengths | None = getattr(dataset, "lengths", None)
     if lengths is None:
         raise ConfigError(
-            f"length_balanced=true needs to know how long samples are, and {type(dataset).__name__} has no attribute "
-            "lengths, a tensor [samples]. Add it to the recipe's data set, name the column of a table that has them "
+            f"length_balanced=true needs the lengths of samples, and {type(dataset).__name__} lacks an attribute "
+            "lengths, a tensor [samples]. Add it to the recipe's data set, name the table column with the lengths "
             "(data.length_column), or set length_balanced=false."
         )
     return lengths
 
 
 def balanced(dataset: Any, order: Order) -> Balanced:
-    """Return the batches of ``dataset`` by length.
+    """Create the length-balanced order of ``dataset``.
 
     Raises:
-        ConfigError: the length of its samples is unknown.
+        ConfigError: the data set does not provide lengths, or is a stream.
     """
     lengths = sample_lengths(dataset)
     all_ranks = replace(order, logical_ranks=1)

@@ -1,8 +1,8 @@
-"""Makes a folder of token shards of text, once, before a run.
+"""Tokenize text into a folder of shards, once, before training.
 
-The input is cut into pieces, processes tokenise them, and a manifest seals the folder. The pieces lie in a folder of
-their own until all are finished. The finished pieces of a killed run stay, and the next run resumes from there; so the
-resulting bytes do not depend on processes and kills.
+The input is divided into pieces, which a pool of processes tokenizes in a working folder. When all pieces are finished,
+the shards are moved into place and a manifest is written. After an interruption, the next preparation reuses the
+finished pieces. The resulting bytes do not depend on the number of processes or on interruptions.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _PIECES = ".pieces"
 _REQUEST = "request.json"
 _LOCK = ".lock"
 OnError = Literal["stop", "skip"]
-Progress = Callable[[int, int], None]  # bytes of the input that are done, and of all
+Progress = Callable[[int, int], None]  # progress callback; receives finished and total input bytes
 
 
 @final
 @dataclass(frozen=True)
 class Preparation:
-    """Describes what is made of which text.
+    """Settings for preparing token shards from text.
 
     Attributes:
-        inputs: Files and folders.
-        tokenizer: What makes the tokens.
-        form: Where documents are in the files.
-        shard_bytes: Text of a shard, in bytes: a shard has at most about as many tokens.
-        on_error: Whether a document that cannot be read ends the preparation or is left out and counted.
+        inputs: Input files and folders.
+        tokenizer: The tokenizer.
+        form: Location of the documents within files.
+        shard_bytes: Approximate input bytes per shard.
+        on_error: Policy for unreadable documents. "stop": raise an error; "skip": omit and count them.
     """
 
     inputs: Sequence[Path]
@@ -57,19 +57,17 @@ class Preparation:
     on_error: OnError = "stop"
 
     def write(self, folder: Path, *, processes: int, progress: Progress = lambda done, total: None) -> dict[str, Any]:
-        """Make the shards in ``folder``, and return the manifest.
-
-        If they are there already, nothing is done.
+        """Create the shards in ``folder``, unless they already exist, and return the manifest.
 
         Raises:
-            ConfigError: the folder has other shards, or an input or the tokenizer is not there.
-            WorldsizeError: a document cannot be read, or another process prepares the folder.
+            ConfigError: the folder contains other files or shards, or an input or the tokenizer is missing.
+            WorldsizeError: a document cannot be read, or another process is preparing the folder.
         """
         encoder, files = self.tokenizer.encoder(), input_files(self.inputs)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be made: {error.strerror}. Name another folder.") from None
+            raise ConfigError(f"{folder} cannot be created: {error.strerror}. Choose a different folder.") from None
         with _locked(folder):
             with _pool(processes, self.tokenizer) as pool:
                 digests = dict(zip(files, pool.map(sha256_of, files.values()), strict=True))
@@ -83,7 +81,7 @@ class Preparation:
             return _sealed(folder, pieces, request, encoder)
 
     def _request(self, encoder: Encoder, files: Mapping[str, Path], digests: Mapping[str, str]) -> dict[str, Any]:
-        """Return all that decides the bytes of the shards, as the manifest has it."""
+        """Return everything that determines the bytes of the shards, in the manifest's format."""
         return {
             "schema": _SCHEMA,
             "tokenizer": {**asdict(self.tokenizer), "sha256": encoder.sha256, "vocabulary": encoder.vocabulary},
@@ -101,17 +99,17 @@ def _locked(folder: Path) -> Iterator[None]:
         with FileLock(folder / _LOCK, timeout=0):
             yield
     except Timeout:
-        raise WorldsizeError(f"another process prepares {folder}. Wait for its end, or name another folder.") from None
+        raise WorldsizeError(f"a second process is preparing {folder}. Wait for it, or choose a new folder.") from None
 
 
-# ---------------------------------------------------------------- what a folder has already
+# ---------------------------------------------------------------- existing content of the folder
 
 
 def _finished(folder: Path, request: Mapping[str, Any], on_error: OnError) -> dict[str, Any] | None:
-    """Return the manifest of a folder that has just these shards; None: it has none.
+    """Return the manifest of the requested shards, or None if ``folder`` lacks a manifest.
 
     Raises:
-        ConfigError: it has other ones, or not all of them.
+        ConfigError: the folder contains other shards, or some are missing or damaged.
     """
     if not (folder / MANIFEST).exists():
         return None
@@ -125,20 +123,20 @@ def _finished(folder: Path, request: Mapping[str, Any], on_error: OnError) -> di
         present = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if present != size:
             raise ConfigError(
-                f"{folder / name} has {present:,} bytes, and {size:,} were written. Bring that file back, or remove "
-                f"{folder} and prepare it anew."
+                f"{folder / name} has {present:,} bytes, and {size:,} were written. Restore that file, or remove "
+                f"{folder} and prepare it again."
             )
     if skipped and on_error == "stop":
         raise ConfigError(
-            f"{folder} was prepared with --on-error skip, which left out {skipped:,} documents. Give --on-error skip "
-            "as well, or name another folder."
+            f"{folder} was prepared with --on-error skip, leaving out {skipped:,} documents. Give --on-error skip "
+            "as well, or choose a different folder."
         )
-    shutil.rmtree(folder / _PIECES, ignore_errors=True)  # of a run that was killed after its manifest
+    shutil.rmtree(folder / _PIECES, ignore_errors=True)  # left over if killed after writing the manifest
     return manifest
 
 
 def _begun(folder: Path, request: Mapping[str, Any]) -> Path:
-    """Return the folder of pieces, begun by this request or by the same one before."""
+    """Return the working folder, new or from an interrupted preparation of the same request."""
     work = folder / _PIECES
     if (work / _REQUEST).exists():
         _check_same(folder, _read(work / _REQUEST), request)
@@ -167,15 +165,15 @@ def _damaged(path: Path) -> ConfigError:
 def _check_same(folder: Path, there: Mapping[str, Any], request: Mapping[str, Any]) -> None:
     if differing := [key for key in request if there.get(key) != request[key]]:
         raise ConfigError(
-            f"{folder} has token shards of another {' and '.join(differing)}; nothing was changed. "
-            "Name another folder, or remove that one."
+            f"{folder} has token shards that differ in {' and '.join(differing)}; nothing was changed. "
+            "Choose a different folder, or remove that one."
         )
 
 
-# ---------------------------------------------------------------- the work
+# ---------------------------------------------------------------- processing of pieces
 
 
-_encoder: Encoder | None = None  # of this process, which loads it once
+_encoder: Encoder | None = None  # loaded once per process
 
 
 def _pool(processes: int, tokenizer: Tokenizer) -> ProcessPoolExecutor:
@@ -186,7 +184,7 @@ def _pool(processes: int, tokenizer: Tokenizer) -> ProcessPoolExecutor:
 def _begin_process(parent: int, tokenizer: Tokenizer) -> None:
     global _encoder
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit without a traceback
     _encoder = tokenizer.encoder()
 
 
@@ -214,8 +212,8 @@ def _make_all(
             progress(done, total)
     except BrokenProcessPool:
         raise WorldsizeError(
-            "a process that tokenises was killed, perhaps since memory is short. Run the command again: it goes on "
-            "where it was; fewer --processes need less memory."
+            "a tokenising process was killed, perhaps because memory is short. Run the command again to continue "
+            "where it stopped; fewer --processes need less memory."
         ) from None
     finally:
         for future in futures:
@@ -223,15 +221,15 @@ def _make_all(
 
 
 def _is_made(piece: ShardInput, on_error: OnError) -> bool:
-    """Return whether a piece is finished; one that leaves documents out is not if these are to stop the preparation."""
+    """Return whether a piece is finished, and without skipped documents if none are allowed."""
     made = piece.made()
     return made is not None and not (made.skipped and on_error == "stop")
 
 
 def _sealed(folder: Path, pieces: Sequence[ShardInput], request: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
-    """Give the pieces that have tokens their places as shards, and write the manifest.
+    """Move the nonempty pieces to their final names as shards, and write the manifest.
 
-    A piece that lies in its place already was put there by a run that was killed.
+    A piece may already have its final name if an earlier preparation was killed at this point.
     """
     made = {piece: facts for piece in pieces if (facts := piece.made())}
     filled = [(piece, facts) for piece, facts in made.items() if facts.tokens]
@@ -262,7 +260,7 @@ def _placed(folder: Path, number: int, piece: ShardInput, facts: Made) -> dict[s
             path.replace(folder / name)
     file, documents = places.values()
     if missing := [name for name in places.values() if not (folder / name).exists()]:
-        raise WorldsizeError(f"{folder / missing[0]} was made, and is gone. Remove {folder}, and prepare it anew.")
+        raise WorldsizeError(f"{folder / missing[0]} was written and is missing. Remove {folder} and prepare it again.")
     return {
         "file": file,
         "tokens": facts.tokens,

@@ -1,7 +1,7 @@
-"""Base classes of the data sets of this package: samples with an index, in files that are read a few at a time.
+"""Base classes for map-style data sets with samples in files.
 
-An :class:`IndexedSource` finds its samples by an index that one pass over the files makes. Lengths of samples can be
-given without a list of all of them (:class:`LookedUpLengths`).
+An :class:`IndexedSource` locates samples with an index that is built in one pass over the files. Sample lengths can be
+looked up on demand (:class:`LookedUpLengths`).
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ from worldsize.data.storage.byte_files import COUNTS, ByteFile, SampleError, dig
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.index import Scan, indexed
 from worldsize.data.storage.listing import is_url, open_files
-from worldsize.record.determinism import stream
+from worldsize.seeds import derive_seed
 
 _logger = logging.getLogger(__name__)
-_TRIES = 1000  # samples that may be bad, of those that could stand in for one
-_NEARBY = 1024  # samples after a bad one, of which one stands in for it
+_TRIES = 1000  # maximum number of stand-ins to try for one bad sample
+_NEARBY = 1024  # number of samples after a bad one from which to choose its stand-in
 
 
 class Source(Dataset[Any], ABC):
-    """A data set whose samples have numbers from 0; any process may read any of them at any time.
+    """Base class of map-style data sets: any process can read any sample by its index.
 
-    It is a value: it holds no position, and two with equal arguments have equal samples. What it opens, it opens when
-    the first sample is asked for, in the process that asks.
+    Sources are stateless, and sources with equal arguments have equal samples. Files are opened lazily, in the process
+    that requests the first sample.
 
-    One that knows how long its samples are has an attribute ``lengths``, for ``length_balanced``: a tensor [samples],
-    or what looks them up (:class:`worldsize.data.source.LookedUpLengths`).
+    A source with known sample lengths has an attribute ``lengths`` for ``length_balanced``: a tensor [samples], or an
+    object that looks them up (:class:`worldsize.data.source.LookedUpLengths`).
     """
 
     @abstractmethod
     def __len__(self) -> int:
-        """Count the samples."""
+        """Return the number of samples."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any:
         """Read sample ``index``.
 
         Raises:
-            SampleError: it cannot be read.
+            SampleError: the sample cannot be read.
         """
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Read several samples; a source that reads neighbours faster together says so here."""
+        """Read several samples; override this if reading several at once is faster."""
         return [self[index] for index in indices]
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
-        """Read several samples, for none of which another stands in: a bad one that is skipped is its SampleError."""
+        """Read several samples without stand-ins, with SampleErrors in place of skipped samples."""
         return self.__getitems__(indices)
 
     def bad_with(self, index: int) -> range:
-        """Return the neighbours of sample ``index``, and itself, that are probably bad if it is."""
+        """Return the samples, including ``index``, that are probably bad if sample ``index`` is."""
         return range(index, index + 1)
 
     def __iter__(self) -> Iterator[Any]:
-        """Read all samples in the order of their numbers."""
+        """Yield all samples in index order."""
         return (self[index] for index in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was opened or computed since: another process opens it again."""
+        """Pickle without cached properties, such as open files, which are recreated."""
         kind = type(self)
         return {
             name: value
@@ -82,18 +82,18 @@ class Source(Dataset[Any], ABC):
 
     @abstractmethod
     def fingerprint(self) -> Mapping[str, Any]:
-        """Say what identifies the data: their ``size`` in bytes, and a ``sha256`` that changes when they do."""
+        """Identify the data: their ``size`` in bytes, and a ``sha256`` of their content."""
 
 
 @dataclass(frozen=True)
 class FileSource(Source):
-    """Samples in files, by path or URL.
+    """Base class of sources that read samples from local files or URLs.
 
     Args:
-        path: a file, a folder, a pattern such as ``books-*.jsonl`` or a list of these, here or at a URL.
-        on_error: what happens if a sample cannot be read. "stop": the run ends; "skip": in training, one that
-            can be read stands in for it (:func:`with_stand_ins`); evaluation leaves it out. It is counted and logged.
-        cache: keeps indices, and what is read of URLs.
+        path: a file, a folder, a pattern such as ``books-*.jsonl``, or a list of these; local paths or URLs.
+        on_error: policy for unreadable samples. "stop": raise an error; "skip": count and log them. Training then
+            replaces them by readable samples (:func:`with_stand_ins`), and evaluation omits them.
+        cache: stores indices and data read from URLs.
     """
 
     path: Annotated[str | Sequence[str], FilePath()]
@@ -105,11 +105,11 @@ class FileSource(Source):
 
     @abstractmethod
     def sample(self, index: int) -> Any:
-        """Read sample ``index``; raise :class:`SampleError`, which names the file and the byte, if it is bad."""
+        """Read sample ``index``; raise :class:`SampleError` with file and byte offset if it is bad."""
 
     @cached_property
     def files(self) -> Sequence[ByteFile]:
-        """The files, in the order of their samples."""
+        """The files, in sample order."""
         return open_files(self.path, self.cache, endings=self.endings)
 
     def __getitem__(self, index: int) -> Any:
@@ -139,10 +139,10 @@ class FileSource(Source):
 
 
 def check_paths(owner: Any) -> None:
-    """Look on this machine for the files of each source in the attributes of an object, and in those of such sources.
+    """Check that the local files of all sources in an object's attributes exist, recursively.
 
     Raises:
-        ConfigError: a path does not name a file.
+        ConfigError: a path does not match any file.
     """
     for value in getattr(owner, "__dict__", {}).values():
         several = [*value.values()] if isinstance(value, Mapping) else value
@@ -150,19 +150,19 @@ def check_paths(owner: Any) -> None:
             if isinstance(each, FileSource):
                 paths = [each.path] if isinstance(each.path, str) else each.path
                 if not any(map(is_url, paths)):
-                    each.files  # noqa: B018 - looks for them
+                    each.files  # noqa: B018 - raises if there are none
             elif is_dataclass(each):
                 check_paths(each)
 
 
 @dataclass(frozen=True)
 class Transformed(Source):
-    """Samples of another source, each passed through a function.
+    """A source that applies a function to each sample of another source.
 
     Args:
-        source: what is read.
-        function: takes a sample and returns what stands for it. What it draws of torch's, NumPy's and Python's random
-            numbers follows from the step and the logical rank.
+        source: the source to read.
+        function: maps a sample to its replacement. The random generators of torch, NumPy and Python are seeded per
+            step and logical rank.
     """
 
     source: Source
@@ -186,7 +186,7 @@ class Transformed(Source):
 
     @property
     def lengths(self) -> Any:
-        """The lengths that ``source`` says, whatever the function makes of its samples; None: it says none."""
+        """Lengths of the samples in ``source`` (before the function is applied), or None if unknown."""
         return getattr(self.source, "lengths", None)
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -194,14 +194,15 @@ class Transformed(Source):
 
 
 def with_stand_ins(source: Source, indices: Sequence[int]) -> list[Any]:
-    """Read several samples of ``source``; others of it stand in for those that cannot be read.
+    """Read several samples, replacing unreadable ones by other samples of ``source``.
 
-    The stand-in is one of the 1,024 samples, or of as many as are bad together, after those that are bad with it. A
-    hash of its number chooses which, so that bad neighbours do not share one. If that one is bad, it is sought in the
-    same way from there, twice as far. So it depends on the sample's number and on the data alone.
+    The stand-in follows the range of samples that are probably bad (``bad_with``). A hash of the bad sample's index
+    chooses it among the next 1,024 samples, or as many as the range has if that is more, so that bad neighbors get
+    different stand-ins. If the stand-in is bad, too, the search continues from it with twice the reach. The choice
+    therefore depends only on the sample's index and the data.
 
     Raises:
-        SampleError: nothing that is good was found.
+        SampleError: none of 1,000 candidates was readable.
     """
     samples = source.read_each(indices)
     return [
@@ -216,15 +217,15 @@ def _stand_in(source: Source, index: int, error: SampleError) -> Any:
     for number in range(_TRIES):
         bad = source.bad_with(later)
         reach = min(length, max(2 * reach if number else reach, len(bad)))
-        later = (bad.stop + stream(0, "stand-in", index, number) % reach) % length
+        later = (bad.stop + derive_seed(0, "stand-in", index, number) % reach) % length
         (sample,) = source.read_each([later])
         if not isinstance(sample, SampleError):
             return sample
-    raise SampleError(f"{error} What follows it is as bad; nothing can stand in for it. Mend the files.") from error
+    raise SampleError(f"{error} Samples after it are bad too and cannot stand in for it. Repair the files.") from error
 
 
 def count_skipped(index: int, error: SampleError) -> None:
-    """Count and log a sample that cannot be read."""
+    """Count and log a skipped sample."""
     COUNTS.skipped += 1
     _logger.warning("sample %d is skipped: %s", index, error)
 
@@ -235,62 +236,62 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"
 
 @dataclass(frozen=True)
 class IndexedSource(FileSource):
-    """Samples that an index finds: arrays of which each row is a sample, or a part of a file with several."""
+    """Base class of sources with an index: arrays with one row per sample or group of samples."""
 
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Name of the rule that makes the index, with its version, and all arguments that it depends on."""
+        """Cache key: name and version of the indexing rule, and all arguments that affect it."""
 
     @abstractmethod
     def scanner(self) -> Scan:
-        """Return what makes the index: a function that is called with each file in turn (:func:`indexed`).
+        """Return a function that indexes one file; :func:`indexed` calls it for each file in order.
 
-        It raises SampleError if a file is not of this kind.
+        The function raises SampleError for a file in the wrong format.
         """
 
     @cached_property
     def index(self) -> Mapping[str, Array]:
-        """The index of all files, mapped from disk."""
+        """The index of all files, memory-mapped."""
         made = indexed(self.kind, self.files, self.cache, self.scanner())
         if not made:
             names = self.files[0].name if len(self.files) == 1 else f"{self.files[0].name} and the files after it"
-            raise ConfigError(f"{names}, byte 0: there is no sample. Check the path of the data.")
+            raise ConfigError(f"{names}, byte 0: there are no samples. Check the path of the data.")
         return made
 
     @property
     def lengths(self) -> LookedUpLengths | None:
-        """The lengths of the samples: what the index has as ``size``, such as their bytes; None: it has none."""
+        """Sample lengths from the index column ``size`` (e.g. in bytes), or None without it."""
         sizes = self.index.get("size")
         return None if sizes is None else LookedUpLengths(lambda indices: sizes[indices])
 
     def file_of(self, row: int) -> ByteFile:
-        """Return the file of a row of the index."""
+        """Return the file that a row of the index refers to."""
         return self.files[int(self.index["file"][row])]
 
 
 def refuse_compressed(file: ByteFile) -> None:
-    """Raise SampleError if a file is compressed as a whole, so that its samples cannot be read one by one."""
+    """Raise SampleError for a compressed file, which does not allow random access."""
     head = file.read(0, min(6, file.size))
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise SampleError(
-                f"{file.name}, byte 0: the file is compressed with {name}, which can only be read from its beginning. "
+                f"{file.name}, byte 0: the file is compressed with {name} and can only be read from its beginning. "
                 "Decompress it."
             )
 
 
 @final
 class LookedUpLengths:
-    """The lengths of the samples of a source, looked up where they are asked for.
+    """Sample lengths that are looked up on demand.
 
     Args:
-        look_up: returns the lengths of the samples with these numbers: whole numbers [numbers], of any type.
+        look_up: maps sample indices, int64 [n], to their lengths, [n] of any integer type.
     """
 
     def __init__(self, look_up: Callable[[NDArray[numpy.int64]], NDArray[Any]]) -> None:
         self._look_up = look_up
 
     def __getitem__(self, indices: Tensor) -> Tensor:
-        """Return the lengths of the samples ``indices``, int64 [indices]."""
+        """Return the lengths, int64 [n], of the samples ``indices``, int64 [n]."""
         return torch.from_numpy(self._look_up(indices.numpy()).astype(numpy.int64))

@@ -1,4 +1,4 @@
-"""Splits a source, such as a mixture, into training and held-out samples, by the number of a sample alone."""
+"""Splits of a source into training and held-out samples, determined by the sample index."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from typing import Annotated, Any, final
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from worldsize.core import ConfigError, Range
 from worldsize.data.mixture import Mixture
 from worldsize.data.order import own_order
 from worldsize.data.permutation import shuffled
 from worldsize.data.source import LookedUpLengths, Source, with_stand_ins
-from worldsize.record.determinism import stream
+from worldsize.seeds import derive_seed
 
 
 def split_source(source: Source, split: str, *, share: float) -> Source:
-    """Return what ``source`` holds for ``split``; of a mixture, each source is split by itself.
+    """Return the training or held-out samples; sources of a mixture are split separately.
 
     Args:
-        source: all of the data.
-        split: "train", or any other name for what is held out.
-        share: share of the samples that is held out.
+        source: the full data.
+        split: "train", or any other name for the held-out samples.
+        share: fraction of the samples to hold out.
 
     Raises:
-        ConfigError: the split has no samples.
+        ConfigError: the split is empty.
     """
     if isinstance(source, Mixture):
         parts = source.sources.items()
@@ -40,26 +39,26 @@ def split_source(source: Source, split: str, *, share: float) -> Source:
     if not len(side):
         raise ConfigError(
             f"of {len(source)} samples, none are left for {split!r} if a share of {share} is held out. "
-            "Give more data, or another share."
+            "Provide more data, or choose a different share."
         )
     return side
 
 
-_GROUP = 1000  # samples, of each of which the same share is held out
+_GROUP = 1000  # samples per group; the same share of each group is held out
 
 
 @final
 @dataclass(frozen=True)
 class HeldOut(Source):
-    """One side of a split: of each 1,000 samples that follow each other, a hash chooses those that are held out.
+    """One side of a split that chooses held-out samples by hash in each group of 1,000.
 
-    A sample's side depends on its number alone, neither on the run's seed nor on how many samples there are, but for
-    those of the last, incomplete thousand. So it stays where it is when data are appended.
+    A sample's side depends only on its index and the share, not on the run's seed or, except in the last, incomplete
+    group, on the number of samples. It therefore stays the same when data are appended.
 
     Args:
-        source: what is split.
-        share: share that is held out, in thousandths.
-        held_out: whether this is the side that is held out, or that which is learned.
+        source: the source to split.
+        share: fraction to hold out, rounded to thousandths.
+        held_out: whether this is the held-out side (True) or the training side (False).
     """
 
     source: Source
@@ -69,7 +68,7 @@ class HeldOut(Source):
     def __post_init__(self) -> None:
         if own_order(self.source) is not None:
             raise ConfigError(
-                f"{type(self.source).__name__} has an order of its own, which a split of it would lose. Split it with "
+                f"{type(self.source).__name__} has its own order, and a split of it would lose that. Split it with "
                 "split_source of worldsize.data.splits."
             )
 
@@ -78,12 +77,12 @@ class HeldOut(Source):
         return groups * self._taken(_GROUP) + self._taken(rest)
 
     def _taken(self, size: int) -> int:
-        """Count the samples of this side in a group of ``size``."""
+        """Return the number of samples on this side in a group of ``size`` samples."""
         out = round(self.share * size)
         return out if self.held_out else size - out
 
     def source_index(self, index: int) -> int:
-        """Return the number in ``source`` of sample ``index`` of this side."""
+        """Map an index on this side to the index in ``source``."""
         groups, rest = divmod(len(self.source), _GROUP)
         taken = self._taken(_GROUP)
         group, place = (groups, index) if taken == 0 else divmod(index, taken)
@@ -93,7 +92,7 @@ class HeldOut(Source):
         return group * _GROUP + int(chosen[place])
 
     def _first_from(self, number: int) -> int:
-        """Return which sample is the first of this side among those of ``source`` from ``number`` on."""
+        """Return this side's index of its first sample from index ``number`` of ``source`` on."""
         groups, rest = divmod(len(self.source), _GROUP)
         group, place = divmod(number, _GROUP)
         chosen = _chosen(group, rest if group == groups else _GROUP, self.share, self.held_out)
@@ -114,12 +113,12 @@ class HeldOut(Source):
 
     @property
     def lengths(self) -> Any:
-        """The lengths of this side's samples; None: ``source`` does not say them."""
+        """Lengths of the samples on this side, or None if ``source`` does not provide lengths."""
         if (lengths := getattr(self.source, "lengths", None)) is None:
             return None
         return LookedUpLengths(lambda indices: numpy.asarray(lengths[self._source_indices(indices)]))
 
-    def _source_indices(self, indices: NDArray[numpy.int64]) -> Tensor:
+    def _source_indices(self, indices: NDArray[numpy.int64]) -> torch.Tensor:
         return torch.tensor([self.source_index(index) for index in indices.tolist()], dtype=torch.int64)
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -128,7 +127,7 @@ class HeldOut(Source):
 
 @lru_cache(256)
 def _chosen(group: int, size: int, share: float, held_out: bool) -> NDArray[numpy.int64]:
-    """Return which of a group's samples are on one side, in ascending order: int64 [taken]."""
-    order = shuffled(stream(0, "held_out", group), size).numpy()
+    """Return the offsets of one side's samples within a group, ascending: int64 [taken]."""
+    order = shuffled(derive_seed(0, "held_out", group), size).numpy()
     out = round(share * size)
     return numpy.sort(order[:out] if held_out else order[out:])

@@ -1,7 +1,7 @@
-"""Reads an iterable endlessly, and saves and restores its position.
+"""Endless reading of an iterable, with a position that can be saved and restored.
 
-The states of foreign iterables and of recipes are written as JSON, in which values of types that JSON lacks carry a
-tag. Nothing is pickled.
+States of third-party iterables and of recipes are stored as JSON, without pickle. Values of types that JSON does not
+support are tagged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from worldsize.strict_json import parse
 
 @runtime_checkable
 class _StatefulIterator(Protocol):
-    """An iterator with a state, as Grain's ``DatasetIterator``."""
+    """An iterator with a state that can be saved, such as Grain's ``DatasetIterator``."""
 
     def get_state(self) -> Any: ...
 
@@ -35,18 +35,18 @@ class _StatefulIterator(Protocol):
 
 @final
 class EndlessReader:
-    """The samples of an iterable, which begins again at its end.
+    """Reader of an iterable that restarts at its end.
 
     Args:
-        begin: Returns the iterable for one more pass, given the number of the pass, from 0. It seeds the random numbers
-            that the iterable draws when it begins, such as those for its order.
+        begin: Takes the number of a pass, from 0, and returns the iterable for it. It also seeds the random generators,
+            since the iterable may use them at the start of a pass, for example to shuffle.
     """
 
     def __init__(self, begin: Callable[[int], Iterable[Any]]) -> None:
         self._begin = begin
         self._current: tuple[Iterable[Any], Iterator[Any]] | None = None
-        self._passes = 0  # that have ended
-        self._taken = 0  # samples of the pass at hand
+        self._passes = 0  # completed passes
+        self._taken = 0  # samples read in the current pass
 
     def take(self, count: int) -> list[Any]:
         """Return the next ``count`` samples."""
@@ -67,27 +67,27 @@ class EndlessReader:
             raise ConfigError("the training stream is empty. Check the data path of the recipe.")
         if self._taken == 0:
             raise ConfigError(
-                "the training stream cannot begin again: it has no samples after its end. "
-                "Return an object whose __iter__ begins anew each time, and no generator."
+                "the training stream cannot be restarted: it is empty after its first pass. "
+                "Return an object whose __iter__ starts again each time, not a generator."
             )
         self._current, self._taken = None, 0
         self._passes += 1
 
     @property
     def passes(self) -> int:
-        """Passes that have ended."""
+        """Number of completed passes."""
         return self._passes
 
     @property
     def has_state(self) -> bool:
-        """Whether the iterable has a state that can be saved; this is known once the first sample was taken."""
+        """Whether the iterable has a state that can be saved; False before the first sample."""
         return self._current is not None and _state_holder(*self._current) is not None
 
     def state(self) -> bytes:
-        """Return the position after the last sample that was taken, as bytes for :meth:`restore`.
+        """Return the position after the last sample that was read, as bytes for :meth:`restore`.
 
         Raises:
-            ConfigError: the state of the iterable has something that cannot be saved.
+            ConfigError: the iterable's state contains a value that cannot be saved.
         """
         assert self._current is not None
         holder = _state_holder(*self._current)
@@ -95,20 +95,20 @@ class EndlessReader:
         return encode({"passes": self._passes, "samples": self._taken, "state": state})
 
     def restore(self, data: bytes) -> None:
-        """Continue after the sample at which :meth:`state` was called, perhaps in another process.
+        """Resume at the position saved by :meth:`state`, possibly in a new process.
 
         Raises:
-            ConfigError: the iterable cannot use the state.
+            ConfigError: the iterable cannot load the state.
         """
         saved = decode(data)
         self._passes, self._taken = saved["passes"], saved["samples"]
         iterable = self._begin(self._passes)
         try:
             self._current = iterable, _begun_at(iterable, saved["state"])
-        except Exception as error:  # any: the library's own, for which the remedy is the same
+        except Exception as error:  # any error of the iterable; the remedy is the same
             raise ConfigError(
-                f"the training stream cannot go on where the checkpoint was saved ({type(error).__name__}: {error}). "
-                "Resume with the stream of then, or read it again from its start with --ignore streams."
+                f"the training stream cannot resume where the checkpoint was saved ({type(error).__name__}: {error}). "
+                "Resume with the same stream as then, or read it again from its start with --ignore streams."
             ) from error
 
 
@@ -130,14 +130,14 @@ def _begun_at(iterable: Iterable[Any], state: Any) -> Iterator[Any]:
         case _StatefulIterator() as holder:
             holder.set_state(state)
         case _:
-            raise TypeError(f"{type(iterable).__name__} has no load_state_dict")
+            raise TypeError(f"{type(iterable).__name__} lacks load_state_dict")
     return iterator
 
 
 _STREAM = "the training stream"
-_DEEPEST = 100  # levels of a state
-_LARGEST = 1 << 30  # bytes of a state
-_KINDS = "biufcSUmM"  # of NumPy's dtypes: all that are no references to Python's objects
+_DEEPEST = 100  # maximum nesting of a state
+_LARGEST = 1 << 30  # maximum size of an encoded state in bytes
+_KINDS = "biufcSUmM"  # NumPy dtypes, except references to Python objects
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HELD = (
     "A state is made of None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and of dicts, lists, "
@@ -146,10 +146,10 @@ _HELD = (
 
 
 def encode(state: Any, what: str = _STREAM) -> bytes:
-    """Write ``state`` as bytes, which :func:`decode` reads; ``what`` names its owner in messages.
+    """Serialize ``state`` for :func:`decode`; ``what`` is its owner, for messages.
 
     Raises:
-        ConfigError: it has something that cannot be written; the message names its place and type.
+        ConfigError: a value cannot be serialized; the message includes its location and type.
     """
     try:
         return json.dumps(_encoded(state, "state", 0), allow_nan=False, separators=(",", ":")).encode()
@@ -158,10 +158,10 @@ def encode(state: Any, what: str = _STREAM) -> bytes:
 
 
 def decode(data: bytes, what: str = _STREAM) -> Any:
-    """Read what :func:`encode` has written.
+    """Deserialize the result of :func:`encode`; ``what`` is the state's owner, for messages.
 
     Raises:
-        CheckpointError: the bytes are something else.
+        CheckpointError: the bytes are damaged or have a different format.
     """
     try:
         return _decoded(parse(data, at_most=_LARGEST, deepest=4 * _DEEPEST, finite=False))
@@ -171,11 +171,11 @@ def decode(data: bytes, what: str = _STREAM) -> Any:
 
 
 class _RefusedError(Exception):
-    """A state has something that cannot be written."""
+    """A state contains a value that cannot be encoded."""
 
 
 def _encoded(node: Any, path: str, depth: int) -> Any:
-    """Return ``node`` in JSON's own types; subclasses are refused, as they would come back as something else."""
+    """Convert ``node`` to JSON types; refuse subclasses, since decoding would not restore them."""
     if depth > _DEEPEST:
         raise _RefusedError(f"is nested more than {_DEEPEST} deep at {path[:200]}.")
     kind = type(node)

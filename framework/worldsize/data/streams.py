@@ -1,8 +1,8 @@
-"""Reads data that have no index and can only be iterated over.
+"""Training streams: data that can only be iterated over, without an index.
 
-A stream that can be divided (:class:`ShardedStream`) is read by each process only for the logical ranks that it
-carries, one reader each. Of any other, every process reads the whole, and keeps its samples. Either way, what a step
-sees follows from the step and the logical rank, and so does the state of each reader at its end.
+If a stream can be sharded (:class:`ShardedStream`), each process reads it with one reader per logical rank of its own.
+Otherwise every process reads the full stream and uses only its own samples. In both cases, the samples of a step
+and the state of each reader after the step depend only on the step and the logical rank.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from worldsize.data.worker_process import (
     watched,
     worker_context,
 )
-from worldsize.record.determinism import seed_generators, stream
+from worldsize.seeds import derive_seed, seed_generators
 
 _logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_WHOLE = "whole"  # the reader of a stream that is not divided
-_REMEMBERED = 64  # steps that may be read ahead of the one that is saved
-_PROGRESS = 10.0  # seconds between two lines that say how many samples have been skipped
+_WHOLE = "whole"  # name of the single reader of an unsharded stream
+_REMEMBERED = 64  # steps to remember states for; bounds how far reading may be ahead of a save
+_PROGRESS = 10.0  # seconds between progress messages while samples are read again
 
-States = Mapping[str, bytes]  # of readers, by their names
+States = Mapping[str, bytes]  # reader states by reader name
 
 
 class _Step(NamedTuple):
     number: int
-    batches: list[Batch]  # of this process's logical ranks
-    states: States | None  # at the step's end; None: they are asked for before the next step is read
-    passes: tuple[int, int] | None = None  # the fewest and the most that readers have ended; None: there is one reader
+    batches: list[Batch]  # one per logical rank of this process
+    states: States | None  # after the step; None: fetched on demand, before the next step is read
+    passes: tuple[int, int] | None = None  # fewest and most completed passes of a reader; None if unsharded
 
 
 @final
 class TrainingStream:
-    """A stream of training samples with its place in a run.
+    """A stream of training samples that can resume from a checkpoint.
 
     Args:
-        dataset: What the recipe returns.
-        checkpoint: Where the run goes on; None: at its beginning, or without the states of the stream.
-        speaks: Whether this process logs what reading costs; one is enough.
+        dataset: The recipe's data set.
+        checkpoint: The checkpoint with the stream's states; None reads the stream from its start.
+        speaks: Whether this process logs messages about reading; one process is enough.
     """
 
     def __init__(self, dataset: Iterable[Any], *, checkpoint: Checkpoint | None = None, speaks: bool = False) -> None:
         self._dataset, self._checkpoint, self._speaks = dataset, checkpoint, speaks
         self._remembered: deque[_Step] = deque(maxlen=_REMEMBERED)
-        self._reading: _Reading | None = None  # in this process
+        self._reading: _Reading | None = None  # None if a separate process reads
 
     def batches(
         self,
@@ -81,15 +81,15 @@ class TrainingStream:
         pinned: bool = False,
         wait: DataWait | None = None,
     ) -> Iterator[Batch]:
-        """Yield the batches of step ``first + 1`` and of every later one, of each logical rank of this process.
+        """Yield this process's batches, one per logical rank, from step ``first + 1`` on.
 
         Args:
-            workers: 0 reads in this process; otherwise one process reads ahead, since more would change the order.
-            pinned: Whether what it reads goes to page-locked memory, from which it is copied to a GPU.
-            wait: Watches the waits for steps, but for the first one if samples are read again; None: nobody does.
+            workers: 0 reads in this process; otherwise a single process reads ahead, since more would change the order.
+            pinned: Whether to put batches in page-locked memory, for copies to a GPU.
+            wait: Monitors waits for steps, except for the first step if samples are read again; None disables this.
 
         Raises:
-            ConfigError: the stream is empty, cannot be read by a process of its own, or does not fit its states.
+            ConfigError: the stream is empty, cannot be read in a separate process, or cannot load its saved states.
         """
         reading = _Reading(self._dataset, order, collate, speaks=self._speaks)
         begin = reading.begin(first, self._checkpoint)
@@ -109,16 +109,16 @@ class TrainingStream:
             yield from step.batches
 
     def passes(self, step: int) -> tuple[int, int] | None:
-        """Return the fewest and the most passes that this process's readers had ended at the end of ``step``.
+        """Return the fewest and most passes completed by this process's readers after ``step``.
 
-        None: one reader reads the whole, or the step was not kept.
+        Returns None if the stream is not sharded, or if ``step`` is no longer remembered.
         """
         return next((each.passes for each in self._remembered if each.number == step), None)
 
     def states(self, step: int) -> dict[str, Tensor]:
-        """Return the states of this process's readers at the end of ``step`` for a checkpoint, uint8 [bytes] each.
+        """Return the states of this process's readers after ``step``, uint8 [bytes] each.
 
-        The mapping is empty if the stream has no state.
+        The result is empty if the stream does not have a state.
         """
         for each in self._remembered:
             if each.number == step:
@@ -136,14 +136,13 @@ def _tensor(state: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class _Beginning:
-    """Says where the reading begins.
+    """Starting point of reading.
 
     Attributes:
-        first: The last step whose samples are not seen again.
-        done: The step at whose end the states were saved. The samples of later steps up to ``first`` are read and
-            dropped.
-        states: The state of each reader, by its name. Without states ``done`` is 0, and all steps up to ``first`` are
-            read and dropped.
+        first: The last completed step.
+        done: The step after which the states were saved, or 0 without states. Samples of later steps up to ``first``
+            are read and dropped.
+        states: Reader states by reader name; empty if the stream is read from its start.
     """
 
     first: int
@@ -153,19 +152,19 @@ class _Beginning:
 
 @final
 class _Reading:
-    """Reads a stream for the logical ranks of one process."""
+    """Reads a stream for all logical ranks of one process."""
 
     def __init__(self, dataset: Iterable[Any], order: Order, collate: Collate, *, speaks: bool) -> None:
         self._dataset, self._order, self._collate, self._speaks = dataset, order, collate, speaks
         total = order.logical_ranks
         self._divided = total > 1 and _num_shards(dataset) >= total
-        # one reader would do without shard(), but after a resume some begin again where it was and not at the start
+        # even one reader calls shard(): some streams would otherwise restart passes at the resumed position
         parts = {str(rank): (total, rank) for rank in order.mine} if self._divided else {_WHOLE: (1, 0)}
-        begin = partial(_pass, dataset, order.seed)  # no method: the workers of a stream in a cycle would end late
+        begin = partial(_pass, dataset, order.seed)  # a bound method (reference cycle) would delay the workers' exit
         self._readers = {name: EndlessReader(partial(begin, *part)) for name, part in parts.items()}
 
     def begin(self, first: int, checkpoint: Checkpoint | None) -> _Beginning:
-        """Read from ``checkpoint`` how to begin so that step ``first + 1`` is the next one."""
+        """Return the starting point for step ``first + 1``, with saved states if there are any."""
         if checkpoint is None or checkpoint.step > first:
             return _Beginning(first)
         saved = {name.removeprefix(f"{STREAMS}/") for name in checkpoint.tensors if name.startswith(f"{STREAMS}/")}
@@ -183,11 +182,11 @@ class _Reading:
         return _Beginning(first, checkpoint.step, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()})
 
     def steps(self, begin: _Beginning, *, with_states: bool = False) -> Iterator[_Step]:
-        """Yield step after step without end.
+        """Yield steps endlessly.
 
         Args:
-            begin: Where the reading begins.
-            with_states: Whether each comes with the states at its end, as is needed where steps are read ahead.
+            begin: The starting point.
+            with_states: Whether to attach the states after each step; required if steps are read ahead.
         """
         for name, state in begin.states.items():
             self._readers[name].restore(state)
@@ -201,7 +200,7 @@ class _Reading:
             yield _Step(number, batches, self.states() if with_states else None, self._passes())
 
     def states(self) -> States:
-        """Return the states of all readers as they are now, if they have any."""
+        """Return the current states of the readers that have one."""
         return {name: reader.state() for name, reader in self._readers.items() if reader.has_state}
 
     def _passes(self) -> tuple[int, int] | None:
@@ -216,7 +215,7 @@ class _Reading:
         samples = self._readers[_WHOLE].take(order.batch_size)
         batches = []
         for rank in order.mine:
-            self._seed(step, rank)  # the collation may draw random numbers
+            self._seed(step, rank)  # collate may use random numbers
             place = rank * order.micro_batch_size
             batches.append(self._collate(samples[place : place + order.micro_batch_size]))
         return batches
@@ -226,11 +225,11 @@ class _Reading:
         return self._readers[str(rank)].take(self._order.micro_batch_size)
 
     def _seed(self, *place: int) -> None:
-        """Seed the random generators by the step, and by the logical rank too if the stream is divided."""
-        seed_generators(stream(self._order.seed, "data", *place), _CPU)
+        """Seed the random generators for a step, or for a step and logical rank."""
+        seed_generators(derive_seed(self._order.seed, "data", *place), _CPU)
 
     def _skip(self, begin: _Beginning) -> None:
-        """Read and drop the samples of steps that were taken before, with the random numbers that they had then."""
+        """Read and drop the samples of completed steps, with the same random seeds as originally."""
         order, total = self._order, (begin.first - begin.done) * self._order.batch_size
         if total and self._speaks:
             _logger.info("the training stream is read again: %s samples up to step %d", f"{total:,}", begin.first)
@@ -248,7 +247,7 @@ class _Reading:
                 _logger.info("%s of %s samples of the training stream were read again", f"{count:,}", f"{total:,}")
 
     def _explain(self, step: int) -> None:
-        """Log what reading costs; raise ConfigError now, not at the first save, if a state cannot be saved."""
+        """Log the cost of reading; raise ConfigError early if a state cannot be saved."""
         stateful = bool(self.states())
         if not self._speaks:
             return
@@ -278,15 +277,15 @@ class _Reading:
 
 
 def _pass(dataset: Iterable[Any], seed: int, count: int, index: int, number: int) -> Iterable[Any]:
-    """Return part ``index`` of ``count`` for pass ``number``, whose order it may draw when its iteration begins."""
-    seed_generators(stream(seed, "pass", number, index), _CPU)
+    """Seed the random generators and return shard ``index`` of ``count`` for pass ``number``."""
+    seed_generators(derive_seed(seed, "pass", number, index), _CPU)
     if isinstance(dataset, ShardedStream) and _num_shards(dataset):
         return dataset.shard(num_shards=count, index=index)
     return dataset
 
 
 def _num_shards(dataset: Iterable[Any]) -> int:
-    """Return among how many readers ``dataset`` can be divided, or 0 if it does not say."""
+    """Return the number of shards of ``dataset``, or 0 if it cannot be sharded."""
     if not isinstance(dataset, ShardedStream):
         return 0
     try:
@@ -305,14 +304,14 @@ def _remedy(dataset: Iterable[Any], logical_ranks: int) -> str:
 def _check_alone(dataset: Iterable[Any]) -> None:
     if isinstance(dataset, DataLoader) and dataset.num_workers:
         raise ConfigError(
-            f"data_workers=1 reads the training stream in a process of its own, which may start no others, and the "
+            f"data_workers=1 reads the training stream in a separate process that may not start any others, and the "
             f"stream has {dataset.num_workers} (num_workers of {type(dataset).__name__}). Set data_workers=0."
         )
 
 
 @final
 class _Ahead(IterableDataset[Any]):
-    """Reads the steps in a process of their own, and hands over an error of ours as it is."""
+    """Yields steps in a separate process, and a WorldsizeError as an item, unchanged."""
 
     def __init__(self, reading: _Reading, begin: _Beginning) -> None:
         self._reading, self._begin = reading, begin
@@ -320,7 +319,7 @@ class _Ahead(IterableDataset[Any]):
     def __iter__(self) -> Iterator[_Step | WorldsizeError]:
         try:
             yield from self._reading.steps(self._begin, with_states=True)
-        except WorldsizeError as error:  # its message would stand below a traceback
+        except WorldsizeError as error:  # raised here, its message would follow a traceback
             yield error
 
 

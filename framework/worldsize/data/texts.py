@@ -1,6 +1,6 @@
-"""Reads documents from text files, JSON lines and Parquet, a part of a file at a time, and tokenises them.
+"""Read documents from text, JSON-lines and Parquet files in parts, and tokenize them.
 
-Tokens are bytes as they are, or come from a tokenizer of Hugging Face. Imports no torch.
+Tokens are raw bytes or come from a Hugging Face tokenizer. Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PARQUET = (".parquet", ".pq")
 @final
 @dataclass(frozen=True)
 class TextFormat:
-    """Says where the text of a document is.
+    """Location of documents within files.
 
     Attributes:
-        field: Field of each JSON line, or column of a Parquet file.
-        documents: What is one document of a text file: the file, or each of its lines.
+        field: Field with the text in JSON lines, or column in Parquet files.
+        documents: What counts as one document in a text file: "file" or "line".
     """
 
     field: str = "text"
@@ -41,18 +41,18 @@ class TextFormat:
 @final
 @dataclass(frozen=True)
 class Span:
-    """A part of an input file: bytes, or row groups of a Parquet file. A line belongs to the part it begins in."""
+    """A byte range or row groups of an input file; a line belongs to the span it begins in."""
 
     path: Path
     begin: int
     end: int
-    size: int  # bytes
+    size: int  # in bytes
 
 
 @final
 @dataclass(frozen=True)
 class Bad:
-    """A document that cannot be read: where it is, and why."""
+    """Location of an unreadable document, and the reason."""
 
     where: str
     why: str
@@ -62,12 +62,12 @@ class Bad:
 
 
 def input_files(inputs: Sequence[Path]) -> dict[str, Path]:
-    """List the files of ``inputs``, files or folders, by their names in the manifest, in the order of their names.
+    """List the files in ``inputs``, keyed and sorted by their names in the manifest.
 
-    Files in folders whose name begins with a dot are left out.
+    Within folders, names that begin with a dot are ignored.
 
     Raises:
-        ConfigError: an input is not there, there is no file, or two have one name.
+        ConfigError: an input does not exist, there are no files, or two files have the same name.
     """
     named: dict[str, Path] = {}
     for given in inputs:
@@ -83,12 +83,12 @@ def input_files(inputs: Sequence[Path]) -> dict[str, Path]:
                 raise ConfigError(f"{named[name.as_posix()]} and {path} have one name. Name the folder above both.")
             named[name.as_posix()] = path
     if not named:
-        raise ConfigError(f"{', '.join(map(str, inputs))} has no files. Name text files, JSON lines or Parquet files.")
+        raise ConfigError(f"{', '.join(map(str, inputs))}: no files. Name text files, JSON lines or Parquet files.")
     return dict(sorted(named.items()))
 
 
 def spans(path: Path, form: TextFormat, *, size: int) -> Iterator[Span]:
-    """Cut a file into parts of about ``size`` bytes; a text file that is one document is one part."""
+    """Divide a file into spans of about ``size`` bytes, row groups, or a single document."""
     total = path.stat().st_size
     if path.suffix in _PARQUET:
         groups = _parquet(path).metadata
@@ -102,7 +102,7 @@ def spans(path: Path, form: TextFormat, *, size: int) -> Iterator[Span]:
 
 
 def documents(span: Span, form: TextFormat) -> Iterator[str | Bad]:
-    """Yield the documents of a part of a file, and what cannot be read in their place."""
+    """Yield the documents of a span, with :class:`Bad` in place of unreadable ones."""
     if span.path.suffix in _PARQUET:
         yield from _column(span, form.field)
     elif span.path.suffix in _JSON_LINES:
@@ -114,11 +114,11 @@ def documents(span: Span, form: TextFormat) -> Iterator[str | Bad]:
 
 
 def _decoded(span: Span, read: Callable[[str], str | None]) -> Iterator[str | Bad]:
-    """Yield what ``read`` makes of each line that begins in the part; blank lines are left out."""
+    """Yield ``read(line)``, or :class:`Bad` if unreadable, for nonblank lines in ``span``."""
     with span.path.open("rb") as file:
         file.seek(max(0, span.begin - 1))
         if span.begin:
-            file.readline()  # the rest of a line that began before, or the end of one
+            file.readline()  # skip the rest of the previous span's last line
         while (at := file.tell()) < span.end and (line := file.readline()):
             if not line.strip():
                 continue
@@ -150,9 +150,9 @@ def _field(line: str, field: str) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the line is no JSON: {error}") from None
+        raise ValueError(f"the line is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError(f"the line is no JSON object, which would have a field {field!r}")
+        raise ValueError(f"the line is not a JSON object with a field {field!r}")
     if field not in row:
         raise ValueError(f"no field {field!r}{neighbours(field, row)}")
     return _string(row[field], field)
@@ -162,7 +162,7 @@ def _string(value: Any, field: str) -> str:
     if value is None:
         raise ValueError(f"field {field!r} is null")
     if not isinstance(value, str):
-        raise ValueError(f"field {field!r} is no text but {type(value).__name__}")
+        raise ValueError(f"field {field!r} is not text but {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -198,7 +198,7 @@ def _parquet(path: Path) -> Any:
     try:
         return arrow().parquet.ParquetFile(path)
     except (arrow().ArrowException, OSError) as error:
-        raise WorldsizeError(f"{path} is no Parquet file: {error}") from None
+        raise WorldsizeError(f"{path} is not a Parquet file: {error}") from None
 
 
 BYTES = "bytes"
@@ -206,48 +206,48 @@ Tokens = NDArray[numpy.integer[Any]]
 
 
 class Encoder(Protocol):
-    """Turns texts into token numbers.
+    """Interface of encoders from text to token IDs.
 
     Attributes:
-        sha256: Digest of everything that decides the numbers.
-        vocabulary: One more than the largest number.
+        sha256: Digest of everything that determines the token IDs.
+        vocabulary: Vocabulary size: the largest token ID plus 1.
     """
 
     sha256: str
     vocabulary: int
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the numbers of each text, in the smallest type that holds the vocabulary."""
+        """Return the token IDs of each text, in the smallest sufficient unsigned dtype."""
 
 
 def dtype_of(vocabulary: int) -> numpy.dtype[Any]:
-    """Return the smallest unsigned type that holds the numbers below ``vocabulary``."""
+    """Return the smallest unsigned dtype for token IDs below ``vocabulary``."""
     return numpy.min_scalar_type(max(0, vocabulary - 1))
 
 
 @final
 @dataclass(frozen=True)
 class Tokenizer:
-    """The tokenizer to use.
+    """Choice of a tokenizer.
 
     Attributes:
-        name: "bytes" (UTF-8, 256 numbers), a tokenizer.json, a folder of a transformers tokenizer, or its name on the
-            hub.
-        end: A token of the vocabulary that is put after each document; None: none is.
+        name: "bytes" (UTF-8, 256 token IDs), a tokenizer.json, a folder with a transformers tokenizer, or its name on
+            the Hugging Face hub.
+        end: Token to append to each document, or None.
     """
 
     name: str
     end: str | None = None
 
     def encoder(self) -> Encoder:
-        """Load it.
+        """Load the tokenizer.
 
         Raises:
-            ConfigError: it cannot be loaded, or has no token ``end``.
+            ConfigError: it cannot be loaded, or its vocabulary lacks ``end``.
         """
         if self.name == BYTES:
             if self.end is not None:
-                raise ConfigError("--tokenizer bytes has no token to put after a document. Leave --end out.")
+                raise ConfigError("--tokenizer bytes lacks an end-of-document token. Leave out --end.")
             return _Bytes()
         return _HuggingFace(_loaded(self.name), self.end)
 
@@ -263,14 +263,14 @@ class _Bytes:
 
 @final
 class _HuggingFace:
-    """A tokenizer without padding, truncation and the special tokens that it adds by itself."""
+    """A Hugging Face tokenizer without padding, truncation and automatic special tokens."""
 
     def __init__(self, tokenizer: Any, end: str | None) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         numbers: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         if end is not None and end not in numbers:
-            raise ConfigError(f"--end {end!r} is no token of the tokenizer{neighbours(end, numbers)}")
+            raise ConfigError(f"--end {end!r} is not a token of the tokenizer{neighbours(end, numbers)}")
         self._tokenizer, self._end = tokenizer, [] if end is None else [numbers[end]]
         self.sha256 = hashlib.sha256(f"{tokenizer.to_str()}{self._end}".encode()).hexdigest()
         self.vocabulary = 1 + max(numbers.values())
@@ -281,10 +281,8 @@ class _HuggingFace:
 
 
 def _loaded(name: str) -> Any:
-    """Return a tokenizer of the library ``tokenizers``."""
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # each process has a core, and threads do not survive forks
+    """Load a tokenizer of the library ``tokenizers`` from a file, a folder or the hub."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per process, and threads do not survive a fork
     file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
         if file.is_file():
@@ -296,11 +294,11 @@ def _loaded(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except ImportError as error:
         raise ConfigError(f"--tokenizer {name} needs {error.name}: pip install transformers.") from None
-    except Exception as error:  # tokenizers raises no other
+    except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(
             f"--tokenizer {name} cannot be loaded: {error}. Name bytes, a tokenizer.json, a folder that has one, or a "
             "name on the Hugging Face hub."
         ) from None
     if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(f"--tokenizer {name} has no tokenizer.json, and worldsize takes no other. Choose a fast one.")
+        raise ConfigError(f"--tokenizer {name} lacks a tokenizer.json, the only supported format. Choose a fast one.")
     return tokenizer.backend_tokenizer

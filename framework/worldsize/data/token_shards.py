@@ -1,6 +1,6 @@
-"""Token shards of ``worldsize prepare``: makes one of each piece of the input, and reads a folder's manifest.
+"""Token shards for ``worldsize prepare``: create them from pieces, and read manifests.
 
-The shard of a piece is the same, whoever makes it and however often. Imports no torch.
+A piece yields the same shard in any process. Does not import torch.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from worldsize.data.texts import Bad, Encoder, Span, TextFormat, Tokens, documen
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.strict_json import LARGEST, parse
 
-_TOGETHER = 256  # documents that are encoded at once
-_SHOWN = 3  # bad documents of a piece that are named
+_TOGETHER = 256  # documents per call of the encoder
+_SHOWN = 3  # maximum number of bad documents to record per piece
 
 
 @final
 @dataclass(frozen=True)
 class Made:
-    """A finished piece.
+    """Record of a finished piece.
 
     Attributes:
-        tokens: How many there are.
-        documents: Documents that have tokens; others are left out.
-        sha256: Digest of the file of tokens.
-        documents_sha256: Digest of the file of documents.
-        empty: Documents without tokens.
-        skipped: Documents that could not be read.
-        bad: The first of these, in words.
+        tokens: Number of tokens.
+        documents: Number of documents with tokens; empty ones are omitted.
+        sha256: Digest of the token file.
+        documents_sha256: Digest of the file with document boundaries.
+        empty: Number of documents without tokens.
+        skipped: Number of unreadable documents.
+        bad: Descriptions of the first unreadable documents.
     """
 
     tokens: int
@@ -55,7 +55,7 @@ class Made:
 @final
 @dataclass(frozen=True)
 class ShardInput:
-    """Parts of the input that make one shard; ``folder`` has the files of pieces."""
+    """A piece: the input spans for one shard, and its files in the working folder ``folder``."""
 
     number: int
     spans: Sequence[Span]
@@ -63,26 +63,26 @@ class ShardInput:
 
     @property
     def tokens(self) -> Path:
-        """File of its tokens."""
+        """Path of the token file."""
         return self.folder / f"tokens_{self.number:05d}.npy"
 
     @property
     def documents(self) -> Path:
-        """File of where its documents begin."""
+        """Path of the file with document boundaries."""
         return self.folder / f"documents_{self.number:05d}.npy"
 
     @property
     def facts(self) -> Path:
-        """File that says what was made, written after the other two."""
+        """Path of the record, written after the two other files."""
         return self.folder / f"piece_{self.number:05d}.json"
 
     @property
     def size(self) -> int:
-        """Bytes of its input."""
+        """Input size in bytes."""
         return sum(span.size for span in self.spans)
 
     def made(self) -> Made | None:
-        """Read what was made of it; None: it is not finished, or what says so is damaged."""
+        """Read the record; return None if the piece is unfinished or the record is damaged."""
         try:
             return Made(**json.loads(self.facts.read_text()))
         except (FileNotFoundError, ValueError, TypeError):
@@ -90,7 +90,7 @@ class ShardInput:
 
 
 def pieces_of(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: int) -> Iterator[ShardInput]:
-    """Cut the input into pieces of about ``size`` bytes, which follow from it and from ``size`` alone."""
+    """Divide the input into pieces of about ``size`` bytes, deterministically."""
     taken: list[Span] = []
     number = filled = 0
     for span in (span for path in paths for span in spans(path, form, size=size)):
@@ -104,10 +104,10 @@ def pieces_of(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: in
 
 
 def make(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_error: Literal["stop", "skip"]) -> Made:
-    """Tokenise a piece and write its files, the one that says so last.
+    """Tokenize a piece and write its files, the record last.
 
     Raises:
-        WorldsizeError: a document cannot be read, and ``on_error`` is "stop".
+        WorldsizeError: a document cannot be read and ``on_error`` is "stop".
     """
     bad: list[Bad] = []
 
@@ -143,7 +143,7 @@ def make(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_error: Lit
 
 
 def _write_array(path: Path, array: numpy.ndarray[Any, Any]) -> str:
-    """Write an array atomically, and return the digest of its file."""
+    """Write an array atomically; return the SHA-256 of its file."""
     with _replaced(path) as file:
         numpy.save(file, array)
     return sha256_of(path)
@@ -157,7 +157,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def _replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of ``path`` once it is complete and on the disk."""
+    """Open a temporary file; after the block, sync it to disk and rename it to ``path``."""
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
         yield file
@@ -173,20 +173,20 @@ def sha256_of(path: Path) -> str:
 
 
 MANIFEST = "manifest.json"
-_HEADER = 128  # bytes that numpy.save writes before numbers in one dimension
-_BOUNDARY = 8  # bytes of the place in the tokens where a document begins
+_HEADER = 128  # bytes of the header from numpy.save for a one-dimensional array
+_BOUNDARY = 8  # bytes per document boundary (int64)
 _UNFINISHED = "/.pieces/"
 
 
 @final
 @dataclass(frozen=True)
 class Prepared:
-    """The facts about shards that their manifest states.
+    """Properties of token shards from their manifest.
 
     Attributes:
-        vocabulary: The number of different tokens.
-        tokenizer: Its name and its digest.
-        sha256: A digest of all shards.
+        vocabulary: Vocabulary size.
+        tokenizer: Name and digest of the tokenizer.
+        sha256: Digest of all shards.
     """
 
     vocabulary: int
@@ -198,12 +198,12 @@ def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | N
     """Read the manifest in the folder ``path``; return None if there is none.
 
     Args:
-        path: a folder, here or at a URL.
-        files: those of the data, some of which may be in the folder.
-        cache: keeps what is read of URLs.
+        path: a local folder or a URL.
+        files: the data files; those in the folder are compared with the manifest.
+        cache: stores data read from URLs.
 
     Raises:
-        ConfigError: the manifest is damaged, or of other shards, or the folder has not been finished.
+        ConfigError: the manifest is damaged or lists different shards, or the preparation is unfinished.
     """
     if unfinished := next((file for file in files if _UNFINISHED in file.name), None):
         folder = unfinished.name.partition(_UNFINISHED)[0]
@@ -211,7 +211,7 @@ def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | N
     manifests: list[ByteFile] = []
     with suppress(ConfigError):
         manifests = open_files(f"{path.rstrip('/')}/{MANIFEST}", cache)
-    if len(manifests) != 1:  # a pattern may name several folders
+    if len(manifests) != 1:  # a pattern may match several folders
         return None
     (manifest,) = manifests
     try:
@@ -221,7 +221,7 @@ def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | N
         facts = Prepared(int(tokenizer["vocabulary"]), maker, str(content["sha256"]))
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{manifest.name} is no manifest of worldsize prepare, or is damaged. Prepare the folder anew."
+            f"{manifest.name} is not a manifest of worldsize prepare, or is damaged. Prepare the folder again."
         ) from None
     folder = manifest.name.rpartition("/")[0]
     sizes = {PurePosixPath(file.name).name: file.size for file in files if file.name.rpartition("/")[0] == folder}
@@ -229,17 +229,17 @@ def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | N
         then, now = listed.get(name), sizes.get(name)
         if then != now:
             raise ConfigError(
-                f"{folder}/{name}: {MANIFEST} beside it says {_bytes(then)}, and there are {_bytes(now)}. Bring the "
-                "shards of one preparation, or prepare the folder anew."
+                f"{folder}/{name}: {MANIFEST} beside it lists {_bytes(then)}, but it has {_bytes(now)}. Use the "
+                "shards of a single preparation, or prepare the folder again."
             )
     return facts
 
 
 def listed_sizes(content: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes of each file that a manifest lists, by its name.
+    """Return the size in bytes of each file in a manifest, keyed by name.
 
     Raises:
-        ValueError, KeyError, TypeError: it is no manifest.
+        ValueError, KeyError, TypeError: ``content`` is not a manifest.
     """
     sizes = {}
     for shard in content["shards"]:

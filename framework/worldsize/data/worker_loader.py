@@ -1,6 +1,6 @@
-"""Loads batches in order, in this process or in data workers: processes that load ahead of it.
+"""Load batches in order, in this process or ahead of time in data workers.
 
-:class:`AutoWorkers` chooses the number of workers from the time that steps wait for data.
+:class:`AutoWorkers` adjusts the number of workers to the time that steps spend waiting for data.
 """
 
 from __future__ import annotations
@@ -35,21 +35,18 @@ Request = tuple[int, int]
 
 
 class Fetcher(Protocol):
-    """Loads the batch of a request.
-
-    Its method has the name by which torch's DataLoader asks a data set for a batch.
-    """
+    """Interface for loading a request's batch, with the method name that DataLoader calls."""
 
     def __getitems__(self, request: Request) -> Batch: ...
 
 
 @final
 class _Requests:
-    """The requests of each step after ``first``, up to an end that may be set while they are read."""
+    """Iterable of the requests for steps after ``first``; an end can be set while iterating."""
 
     def __init__(self, first: int, logical_ranks: Sequence[int]) -> None:
         self._first, self._logical_ranks = first, logical_ranks
-        self.last: int | None = None  # step; None: there is no end
+        self.last: int | None = None  # last step; None: endless
 
     def __iter__(self) -> Iterator[Request]:
         for step in count(self._first + 1):
@@ -61,14 +58,14 @@ class _Requests:
 
 @final
 class WorkerLoader:
-    """Loads the batches of the steps after ``first``, in ``processes`` worker processes; 0: in this process."""
+    """Loader of the batches after step ``first`` in worker processes (0: in this process)."""
 
     def __init__(
         self, fetcher: Fetcher, first: int, logical_ranks: Sequence[int], device: torch.device, processes: int
     ) -> None:
         self._requests = _Requests(first, logical_ranks)
         self._count = len(logical_ranks)
-        self._taken = 0  # batches
+        self._taken = 0  # number of batches returned
         self._stacks: WorkerStacks | None = shared_stacks() if processes else None
         self._loader: Iterator[_Loaded] | None = self._started(fetcher, device, processes) if processes else None
         self._batches = (
@@ -89,25 +86,25 @@ class WorkerLoader:
         return batches
 
     def place(self) -> str:
-        """Describe who loads the next batch, and where that is."""
+        """Describe the process that loads the next batch and its position in the code."""
         return own_place() if self._loader is None else place_of(self._loader, self._taken, self._stacks)
 
     def ends(self, last: int) -> None:
-        """Set the last step to load; nothing beyond it has been asked of workers yet."""
+        """Set the last step to load; no later batches may have been requested from workers yet."""
         self._requests.last = last
 
     def is_at_end(self, step: int) -> bool:
-        """Return whether ``step`` was the last one."""
+        """Return whether ``step`` is the last one to load."""
         return step == self._requests.last
 
     def close(self) -> None:
-        """End the workers, which have loaded all there is to load and wait for more."""
+        """Stop the workers, after the last step has been loaded."""
         next(self._batches, None)
 
     def _started(self, fetcher: Fetcher, device: torch.device, processes: int) -> Iterator[_Loaded]:
         loader: DataLoader[_Loaded] = DataLoader(
-            fetcher,  # type: ignore[arg-type]  # it is no Dataset, but is asked for batches alone
-            batch_sampler=self._requests,  # type: ignore[arg-type]  # a request stands for its list of indices
+            fetcher,  # type: ignore[arg-type]  # not a Dataset, but only __getitems__ is called
+            batch_sampler=self._requests,  # type: ignore[arg-type]  # a request stands in for a list of indices
             collate_fn=_counted,
             num_workers=processes,
             prefetch_factor=PREFETCHED,
@@ -127,7 +124,7 @@ def loaded(
     workers: int,
     wait: DataWait | None = None,
 ) -> Iterator[list[Batch]]:
-    """Yield the batches of each step after ``first``, without end; ``wait`` watches the waits for them."""
+    """Yield each step's batches after ``first``, endlessly; ``wait`` monitors the waits."""
     wait = wait or DataWait(Patience())
     loader = WorkerLoader(fetcher, first, logical_ranks, device, workers)
     for step in count(first + 1):
@@ -144,16 +141,15 @@ def loaded_by(
     batches: int,
     wait: DataWait | None = None,
 ) -> Iterator[list[Batch]]:
-    """Yield the batches of each step after ``first``, without end, from as many workers as ``auto`` decides.
+    """Yield each step's batches after ``first``, endlessly, with workers chosen by ``auto``.
 
-    A batch follows from its step, so a new loader goes on where the old one ends. That is some steps after the
-    decision, while the old one goes on: the new workers have their first batches by then, and of the old ones' nothing
-    is left.
+    Batches depend only on their step, so a new loader can continue where the old one ends. The switch happens some
+    steps after the decision, so that all prefetched batches are used while the new workers load their first batches.
 
     Args:
-        make: returns a loader that begins after a step, with a number of workers.
-        batches: how many a step has.
-        wait: watches the waits for them; None: nobody does.
+        make: takes a step and a number of workers, and returns a loader for the steps after it.
+        batches: number of batches per step.
+        wait: monitors the waits for data; None disables this.
     """
     wait = wait or DataWait(Patience())
     loader, following = make(first, auto.number), None
@@ -174,11 +170,11 @@ def loaded_by(
             loader, following = following, None
 
 
-_Loaded = tuple[Batch, tuple[int, int, int]]  # a batch, and what the worker has read since its last one
+_Loaded = tuple[Batch, tuple[int, int, int]]  # a batch, and the worker's read statistics for it
 
 
 def _counted(batch: Batch) -> _Loaded:
-    """Add to a batch of a worker what it has read for it."""
+    """Attach the worker's read statistics to its batch."""
     return batch, COUNTS.taken()
 
 
@@ -188,32 +184,31 @@ def _counted_here(loaded: _Loaded) -> Batch:
     return batch
 
 
-PREFETCHED = 2  # batches that each worker process loads ahead, as torch's DataLoader has it
-_STEPS = 20  # that a decision looks at
-_SETTLING = 5  # steps after a change that say nothing yet: caches are cold, or what was loaded ahead is used up
-_SHARE = 0.05  # of the time of a step that may go by without data
-_WAIT = 0.0005  # seconds: a shorter wait is not worth it, since a batch from another process takes some of that
-_GAIN = 0.25  # share of the wait by which steps must become shorter for a change to have helped
+PREFETCHED = 2  # batches that each worker loads ahead, the default of torch's DataLoader
+_STEPS = 20  # steps per decision
+_SETTLING = 5  # steps to ignore after a change, while caches are cold or prefetched batches remain
+_SHARE = 0.05  # tolerated wait for data, as a share of the step time
+_WAIT = 0.0005  # seconds; shorter waits are ignored, since fetching a finished batch takes a similar time
+_GAIN = 0.25  # minimum gain of a helpful change, as a share of the previous wait
 
 
 @final
 class AutoWorkers:
-    """The number of worker processes, 0 at first, then 1, 2, 4 and so on, as long as that makes steps shorter.
+    """Adaptive number of worker processes: 0, 1, 2, 4 and so on, while steps become faster.
 
-    It tries more when steps wait for more than 5 % of their time. If that does not make them shorter by a quarter of
-    the wait, it goes back and leaves the number alone, as it does once steps wait for less. What is judged is the mean
-    wait, since several workers deliver in bursts, and the median of the rest of a step, since evaluations and
-    checkpoints are part of it.
+    More workers are tried if steps wait for data for more than 5 % of their time. If that does not shorten steps by at
+    least a quarter of the wait, the previous number is restored and kept. A positive number is also kept once steps
+    wait for less than 5 %. Decisions use the mean wait, since several workers deliver in bursts, and the median of the
+    remaining step time, since that can include evaluations and checkpoints.
 
-    Each process decides for itself: its cores, its disk and its logical ranks are its own, and no message is needed.
-    Where processes wait for each other, those that are alike decide alike, and at the same steps: windows are counted
-    in steps, not in seconds.
+    Each process decides on its own, without communication, since cores, disks and logical ranks can differ. If
+    processes wait for each other, similar ones decide alike at the same steps, since windows are measured in steps.
 
     Args:
-        most: largest number that is tried, 1 or more.
-        tell: takes each change.
-        rank: number of this process, for the events.
-        clock: tells the time of its steps, in seconds.
+        most: maximum number of workers, 1 or more.
+        tell: called with an event for each change.
+        rank: rank of this process, for the events.
+        clock: returns the current time in seconds.
     """
 
     def __init__(
@@ -230,22 +225,22 @@ class AutoWorkers:
         self._skipped = _SETTLING
         self._waits: list[float] = []
         self._rests: list[float] = []
-        self._tried_from: tuple[int, float, float] | None = None  # the number before, its wait and its time of a step
+        self._tried_from: tuple[int, float, float] | None = None  # previous number, and its wait and step time
         self._settled = False
 
     @property
     def number(self) -> int:
-        """The number of worker processes that load now."""
+        """Current number of worker processes."""
         return self._number
 
     def judge(self, step: int, *, wait: float, rest: float, batches: int) -> bool:
-        """Record the times of ``step``, in seconds, and return whether :attr:`number` has changed.
+        """Record the times of ``step`` and return whether :attr:`number` has changed.
 
         Args:
             step: number of the step that has ended.
             wait: seconds that the step waited for its data.
-            rest: seconds that everything else took.
-            batches: how many batches a step takes from the workers.
+            rest: seconds that the rest of the step took.
+            batches: number of batches per step.
         """
         if self._settled:
             return False
@@ -268,7 +263,7 @@ class AutoWorkers:
         return statistics.fmean(self._waits) + statistics.median(self._rests)
 
     def _next(self) -> int:
-        """Return the number for the steps from now on, by those of the last window."""
+        """Return the number of workers for the next steps, based on the last window of steps."""
         wait, seconds = statistics.fmean(self._waits), self._seconds()
         is_long = wait > max(_WAIT, _SHARE * seconds)
         tries = is_long and self._number < self._most
@@ -276,7 +271,7 @@ class AutoWorkers:
             before, wait_before, seconds_before = self._tried_from
             if seconds > seconds_before - _GAIN * wait_before:
                 if tries and self._number == 1 and seconds < seconds_before + _GAIN * wait_before:
-                    return 2  # one loads no faster than this process did; whether workers help is seen with two
+                    return 2  # one worker is no faster than this process; two show whether workers help
                 self._settled = True
                 return before
         if tries:
@@ -287,5 +282,5 @@ class AutoWorkers:
 
 
 def settling_steps(workers: int, batches: int) -> int:
-    """Return after how many steps of ``batches`` batches all that ``workers`` had loaded ahead is used up."""
+    """Return the steps after a change until prefetched batches are used up and caches are warm."""
     return _SETTLING + math.ceil(PREFETCHED * workers / batches)

@@ -1,6 +1,6 @@
-"""Starts and prepares the processes that load data, and shows which sample and line each of them is at.
+"""Start and set up data workers, and report their current sample and line of code.
 
-A data worker shows its position even while it waits for a lock that nobody will release.
+The position is available even if a data worker is deadlocked.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def worker_context() -> str:
-    """Return how data workers are started: forked, or as ``multiprocessing.set_start_method`` was told.
+    """Return the start method of data workers, set in ``multiprocessing``; by default fork.
 
     Raises:
-        ConfigError: by a server, whose children do not end with the process that they load for.
+        ConfigError: the start method is forkserver, whose workers would outlive the training process.
     """
     method = multiprocessing.get_start_method(allow_none=True) or "fork"
     if method == "forkserver":
@@ -46,10 +46,10 @@ def worker_context() -> str:
 
 
 def started(loader: DataLoader[T]) -> Iterator[T]:
-    """Start the workers of a loader.
+    """Start the workers of a loader and return its iterator.
 
     Raises:
-        ConfigError: they are spawned, and what they load from cannot be sent to them.
+        ConfigError: the workers are spawned, and the data cannot be pickled.
     """
     try:
         return iter(loader)
@@ -63,21 +63,21 @@ def started(loader: DataLoader[T]) -> Iterator[T]:
 
 
 def shared_stacks() -> WorkerStacks | None:
-    """Return where data workers write their stacks; None: they are spawned, and share no file."""
+    """Return a shared file for stacks of forked workers, or None if workers are spawned."""
     return WorkerStacks() if worker_context() == "fork" else None
 
 
 def place_of(batches: Iterator[Any], number: int, stacks: WorkerStacks | None) -> str:
-    """Describe the worker that loads batch ``number``, counted from 0, of a loader's iterator."""
-    workers = batches._workers  # type: ignore[attr-defined]  # torch has no public way to them
-    worker = workers[number % len(workers)]  # in turn
+    """Describe the position of the worker that loads batch ``number`` (from 0) of an iterator."""
+    workers = batches._workers  # type: ignore[attr-defined]  # not in torch's public API
+    worker = workers[number % len(workers)]  # round-robin
     where = "Its stack is not known, since it is spawned." if stacks is None else stacks.of(worker.pid)
     return f"Data worker {number % len(workers)} (process {worker.pid}) loads them. {where}"
 
 
 def abandon(batches: Iterator[Any]) -> None:
-    """Kill the workers of a loader's iterator, which may hang; joining them would take torch seconds for each."""
-    if batches._worker_pids_set:  # type: ignore[attr-defined]  # else torch's handler takes it for a failure
+    """Kill the workers of an iterator, which may hang; torch would wait seconds for each."""
+    if batches._worker_pids_set:  # type: ignore[attr-defined]  # otherwise torch's signal handler reports a failure
         _utils.signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False  # type: ignore[attr-defined]
     for worker in batches._workers:  # type: ignore[attr-defined]
@@ -93,9 +93,10 @@ def watched(
     *,
     ahead: bool,
 ) -> Iterator[T]:
-    """Yield ``steps``, and watch the waits for them but that for step ``unwatched``.
+    """Yield ``steps``, and monitor the wait for each step except ``unwatched``.
 
-    The position of a stream that this process reads itself, not ``ahead``, is lost within a step.
+    Without ``ahead``, this process reads the stream itself. It then cannot stop within a step, since that would lose
+    the stream's position.
     """
     for number in count(first + 1):
         with nullcontext() if number == unwatched else wait.during(number, place, may_stop=ahead):
@@ -109,43 +110,43 @@ def watched(
 
 
 def begin_worker(parent: int, stacks: WorkerStacks | None, _: int) -> None:
-    """Let this process die with the process ``parent``, leave signals to it, and count only what is read here."""
+    """Set up a data worker: exit with ``parent``, ignore signals, and reset read statistics."""
     COUNTS.reset()
     if stacks is not None:
         stacks.answer(sample_of)
     die_with_parent(parent)
-    for number in SIGNALS:  # they may reach every process; this one is needed until the training process ends
+    for number in SIGNALS:  # all processes may receive them; workers are needed until training ends
         signal.signal(number, signal.SIG_IGN)
 
 
 def begin_reader(parent: int, stacks: WorkerStacks | None, worker: int) -> None:
-    """Prepare the one process that reads a stream, and hide from the stream that it is a worker of a DataLoader.
+    """Set up a stream's reader process, hiding from the stream that it is a DataLoader worker.
 
-    In such a worker ``datasets`` shuffles in another order, even if there is only one.
+    In a DataLoader worker, even a single one, ``datasets`` shuffles in a different order.
     """
     begin_worker(parent, stacks, worker)
     _utils.worker._worker_info = None
 
 
 _ASK = signal.SIGRTMIN + 5
-_SECONDS = 2.0  # that a worker has to answer
-_POLL = 0.05
-_CALLS = 12  # that are shown of a stack
-_LOADER = "torch/utils/data/_utils"  # its calls, and those outside of it, are the same for all data
+_SECONDS = 2.0  # seconds to wait for a worker's answer
+_POLL = 0.05  # seconds between two checks for an answer
+_CALLS = 12  # maximum number of calls to show
+_LOADER = "torch/utils/data/_utils"  # stacks are cut here; outer calls are the same for all data
 
 
 @final
 class WorkerStacks:
-    """A file in memory, shared with forked workers, into which they write where they are when they are asked."""
+    """In-memory file shared with forked workers, which write their stacks to it on request."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("data workers")
         weakref.finalize(self, os.close, self._file)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(_ASK, signal.SIG_IGN)  # inherited: it does not end a worker that is asked too early
+            signal.signal(_ASK, signal.SIG_IGN)  # inherited, so that an early request does not kill a worker
 
     def answer(self, sample_of: Callable[[FrameType | None], int | None]) -> None:
-        """Let this process, a worker, answer. ``sample_of`` finds the sample that is loaded, given the stack."""
+        """Install a worker's signal handler; ``sample_of`` finds the current sample on a stack."""
         file = self._file
 
         def note_sample(_: int, frame: FrameType | None) -> None:
@@ -153,11 +154,11 @@ class WorkerStacks:
                 os.write(file, f"sample {sample}\n".encode())
 
         signal.signal(_ASK, note_sample)
-        # written by the signal handler in C, whatever the interpreter waits for; then Python's own handler runs
+        # the C handler writes the stack even if the interpreter is blocked; Python's handler runs later
         faulthandler.register(_ASK, file=file, all_threads=False, chain=True)
 
     def of(self, process: int) -> str:
-        """Return what worker ``process`` writes: its stack, the innermost call first, and the sample that it loads."""
+        """Request and describe a worker's position: its sample and stack, innermost call first."""
         before = os.fstat(self._file).st_size
         try:
             os.kill(process, _ASK)
@@ -177,7 +178,7 @@ class WorkerStacks:
 
 
 def _described(lines: list[str]) -> str:
-    """Describe a worker's answer: the sample, and the calls within the data set, the innermost one first."""
+    """Format a worker's answer: sample and calls within the data set, innermost call first."""
     sample = next((line for line in lines if line.startswith("sample ")), None)
     calls = takewhile(lambda line: _LOADER not in line, (line for line in lines if line.startswith("  File ")))
     if not lines:

@@ -1,4 +1,4 @@
-"""Runs one agent per host: that of the first host leads the run, the others follow it."""
+"""Runs one agent per host: the first host's agent leads the run, the others follow it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 
 from worldsize.core import Failure, Job, Launcher, Outcome, Plan
 from worldsize.errors import FirstHostLostError
+from worldsize.healing.lost_link import LossPolicy
 from worldsize.launch.gang import Gang
-from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.meeting import Door
 from worldsize.launch.node import NodeLauncher, NodeRendezvous, health_processes, start_process
 from worldsize.launch.outpost import Outpost
@@ -35,16 +35,16 @@ from worldsize.world.topology import variables as network_variables
 @final
 @dataclass(frozen=True)
 class Lead(NodeLauncher, Launcher):
-    """The agent of the first host: a launcher whose attempts run on all hosts."""
+    """The first host's agent: a launcher that runs attempts on all hosts."""
 
     node: Node = field(default_factory=Node)
     others: list[RemoteAgent] = field(default_factory=list)
-    door: Door | None = None  # where hosts of a gang that heals come back
-    losses: LossPolicy = field(default_factory=LossPolicy)  # whether it may go on without a lost host
+    door: Door | None = None  # admits returning hosts to a healing gang
+    losses: LossPolicy = field(default_factory=LossPolicy)  # decides whether to continue without a lost host
 
     @staticmethod
     def of(launcher: NodeLauncher, node: Node, others: list[RemoteAgent], door: Door | None = None) -> Lead:
-        """Build the launcher of the first host, with the grace periods of ``launcher``."""
+        """Build the first host's launcher, with the options of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
         losses = LossPolicy(launcher.is_current, launcher.requeues, launcher.node_timeout)
         return Lead(**own, node=node, others=others, door=door, losses=losses)
@@ -65,10 +65,10 @@ class Lead(NodeLauncher, Launcher):
             remote = RemoteHosts(self.others, plan, port, folder, patience, self.door, self.losses)
         for other in () if remote else self.others:
             other.outcome = None
-            with suppress(OSError):  # noticed when its messages are received
+            with suppress(OSError):  # the loss is noticed when receiving from this host
                 other.connection.send(attempt=plan.attempt, port=port)
         gang = self.start_node(plan, self.node, rendezvous, remote)
-        # after the fork, since it has a thread
+        # created after the fork, since the store has a thread
         store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         if remote:
             return _Healing(gang, remote, self.node_timeout, store)
@@ -81,13 +81,13 @@ class Lead(NodeLauncher, Launcher):
 @final
 @dataclass
 class _Joint(Job):
-    """The processes of all hosts."""
+    """A job with the processes of all hosts."""
 
     attempt: int
-    gang: Gang  # of this host
+    gang: Gang  # this host's processes
     others: Sequence[RemoteAgent]
     patience: float
-    store: TCPStore  # the ranks' rendezvous store, for as long as they live
+    store: TCPStore  # the ranks' rendezvous store, kept open while they run
 
     def wait(self) -> Outcome:
         threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in self.others]
@@ -124,12 +124,12 @@ class _Joint(Job):
 @final
 @dataclass
 class _Healing(Job):
-    """The processes of all hosts, which go on without those that die: one gang, led by the first host."""
+    """A job with the processes of all hosts as one healing gang, led by the first host."""
 
     gang: Gang
     others: RemoteHosts
     patience: float
-    store: TCPStore  # where the members meet, for as long as they live
+    store: TCPStore  # the members' rendezvous store, kept open while they run
 
     def wait(self) -> Outcome:
         with HeartbeatSender(self.others.connections, self.patience):
@@ -143,9 +143,9 @@ class _Healing(Job):
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Combine the outcomes of a run's hosts; the first failure in time is the cause.
+    """Combine the outcomes of a run's hosts; the earliest failure is the cause.
 
-    The processes of a host may all wait or be dead, in a gang that heals: the last step is the newest of any host.
+    In a healing gang, all processes of a host may be dead or spares, so the last step is the newest on any host.
     """
     outcome, last = _first(outcomes), max((each.steps[1] for each in outcomes if each.steps), default=0)
     if not outcome.memberships or not outcome.steps:
@@ -175,7 +175,7 @@ def _network(plan: Plan, address: str) -> dict[str, str]:
 
 
 def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvous:
-    """Set torch's environment variables so that the ranks of all hosts use a store of the first host's agent."""
+    """Return a rendezvous in which all ranks use the store of the first host's agent."""
     store = {
         "MASTER_ADDR": first,
         "MASTER_PORT": str(port),
@@ -189,22 +189,22 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvo
 
 @final
 class Follower:
-    """The agent of any host except the first."""
+    """The agent on any host but the first."""
 
     def __init__(self, launcher: NodeLauncher, plan: Plan, node: Node, connection: AgentConnection) -> None:
         self._launcher, self._plan, self._node, self._connection = launcher, plan, node, connection
         self._messages: Mailbox[Message | None] = Mailbox()
         self._gang: Gang | None = None
         self._attempt = 0
-        self._aborted = -1  # the last aborted attempt, which may not have begun here
-        self._is_lost = False  # the first host is lost, and with it every attempt that it has announced
-        self.is_asked = False  # by a signal, to save and end
+        self._aborted = -1  # the last aborted attempt; it may not have started on this host
+        self._is_lost = False  # whether the first host is lost, so that its attempts must be aborted
+        self.is_asked = False  # whether a signal has requested to save and end
 
     def follow(self) -> int:
-        """Take part in every attempt until the first host reports the end of the run; return the exit code.
+        """Take part in attempts until the first host announces the end; return the exit code.
 
         Raises:
-            FirstHostLostError: it is lost.
+            FirstHostLostError: the first host is lost.
         """
         threading.Thread(target=self._listen, daemon=True, name="listen").start()
         with HeartbeatSender([self._connection], self._launcher.node_timeout):
@@ -238,7 +238,7 @@ class Follower:
             gang.abort()
 
     def _serve(self, attempt: int, port: int) -> None:
-        """Run the processes of this host in a gang that heals, as the first host says."""
+        """Run this host's processes of a healing gang, as directed by the first host."""
         plan, first = replace(self._plan, attempt=attempt), self._node.first or ""
         rendezvous = _rendezvous(plan, first, port, address_towards(first))
         try:
@@ -250,7 +250,7 @@ class Follower:
             self.is_asked = outpost.is_asked
         finally:
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
-        if not is_heard:  # nor told of an end: a first host that only slept must notice that this one has lost it
+        if not is_heard:  # send no report, so that a first host that was only suspended notices its loss
             self._messages.put(None)
             return
         with suppress(OSError):  # the listening thread detects it, too
@@ -265,7 +265,7 @@ class Follower:
             if self._is_lost or self._aborted == attempt:
                 self._gang.abort()
             outcome = self._gang.wait()
-        except OSError as error:  # such as a disk that is full
+        except OSError as error:  # such as a full disk
             host = socket.gethostname()
             cause = f"the host {host} cannot start processes: {error}"
             outcome = Outcome("failed", 1, Failure("node", self._node.rank, cause, 1, None, time.time_ns(), host))

@@ -1,4 +1,4 @@
-"""Asks a policy how many processes are to train, and requests that number of the gang; two policies."""
+"""Autoscaling: a process that resizes the gang as a policy requests, and two policies."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _logger = logging.getLogger(__name__)
 
 @final
 class AutoscaleProcess:
-    """Context with the process that asks the policy of a run.
+    """Context manager for the process that runs a run's autoscaling policy.
 
-    It asks the launching process for a change as ``worldsize workers`` does, so that a policy that hangs or crashes
-    holds up nothing.
+    It sends requests to the launching process, as ``worldsize workers`` does, so a policy that hangs or crashes does
+    not block the run.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -50,9 +50,9 @@ class AutoscaleProcess:
 
 
 def _body(plan: Plan, parent: int) -> None:
-    """Ask the policy until this process is killed."""
+    """Query the policy repeatedly, until this process is killed."""
     die_with_parent(parent)
-    for number in (*SIGNALS, signal.SIGINT):  # the launching process decides when this one ends
+    for number in (*SIGNALS, signal.SIGINT):  # the launching process ends this one
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     assert plan.autoscaler is not None
@@ -61,12 +61,12 @@ def _body(plan: Plan, parent: int) -> None:
         time.sleep(plan.autoscaler.every)
         problem = ask(plan.autoscaler, plan, time.monotonic() - begun)
         if problem and problem != said:
-            _logger.error("autoscale: %s. The number of processes stays.", problem)
+            _logger.error("autoscale: %s. The number of processes does not change.", problem)
         said = problem
 
 
 def ask(policy: Autoscaler, plan: Plan, seconds: float) -> str:
-    """Ask the policy once, ``seconds`` after the attempt began, and request what it wants; return what went wrong."""
+    """Query the policy ``seconds`` into the attempt, and resize; return the error, or ""."""
     sign = RunDirectory(plan.run_dir).control
     block = block_of(plan.roles)
     least, most = fewest(plan.roles), policy.max_processes or plan.logical_ranks * block
@@ -74,8 +74,8 @@ def ask(policy: Autoscaler, plan: Plan, seconds: float) -> str:
         state = _state(sign, plan.run_dir, seconds, least, most)
         wanted = policy.wanted(state)
         if type(wanted) is not int:
-            return f"{type(policy).__name__}.wanted returned {wanted!r}, which is no number of processes"
-        wanted = max(least, min(wanted, most) // block * block)  # more would only wait
+            return f"{type(policy).__name__}.wanted returned {wanted!r}, not a number of processes"
+        wanted = max(least, min(wanted, most) // block * block)  # further processes could not train
         if wanted != state.processes:
             request(sign, do="resize", processes=wanted)
     except WorldsizeError as error:
@@ -90,17 +90,16 @@ def _state(sign: Path, run_dir: Path, seconds: float, least: int, most: int) -> 
     return GangState(run_dir, facts["step"], facts["processes"], seconds, least, most)
 
 
-_LONGEST = 1000  # bytes of a file with a number
+_LONGEST = 1000  # maximum bytes of the file
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FileAutoscaler(Autoscaler):
-    """Lets as many processes train as a file says.
+    """Reads the number of training processes from a file.
 
     Args:
-        path: The file, with a number; a relative path begins at the working directory. None: ``autoscale`` in the run
-            folder.
+        path: The file, relative to the working directory; None for ``autoscale`` in the run folder.
     """
 
     path: Annotated[str | None, FilePath()] = None
@@ -121,10 +120,10 @@ class FileAutoscaler(Autoscaler):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ScheduleAutoscaler(Autoscaler):
-    """Lets another number of processes train from given times on.
+    """Changes the number of training processes on a schedule.
 
     Args:
-        stages: Each with ``after``, seconds since the attempt began, and ``processes`` from then on; in order.
+        stages: Stages in order; each has ``after`` (seconds since the attempt started) and ``processes``.
     """
 
     stages: Sequence[Mapping[str, float]] = ()
@@ -132,7 +131,7 @@ class ScheduleAutoscaler(Autoscaler):
     def __post_init__(self) -> None:
         for stage in self.stages:
             if not _is_stage(stage):
-                raise ConfigError(f"autoscale.stages: {stage} is no stage. Write e.g. {{after: 3600, processes: 4}}.")
+                raise ConfigError(f"autoscale.stages: {stage} is not a stage. Write {{after: 3600, processes: 4}}.")
         times = [stage["after"] for stage in self.stages]
         if times != sorted(times):
             raise ConfigError(f"autoscale.stages begin after {times} seconds. Put them in order.")
@@ -143,7 +142,7 @@ class ScheduleAutoscaler(Autoscaler):
 
 
 def _is_stage(stage: Any) -> bool:
-    """Return whether a value of the configuration has a time and a number of processes, both finite numbers."""
+    """Return whether a configured value has a valid time and a valid number of processes."""
     if not isinstance(stage, Mapping) or stage.keys() != {"after", "processes"}:
         return False
     after, processes = stage["after"], stage["processes"]

@@ -1,4 +1,4 @@
-"""Add, remove and list processes of a running job, by requests to its launching process over a private Unix socket."""
+"""Adds, removes and lists a running job's processes, by requests on a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from worldsize.files import read_regular
 from worldsize.net.agent_connection import receive_line
 from worldsize.strict_json import parse
 
-MOST = 64  # processes that one request may add or remove: these start before the request times out
+MOST = 64  # processes that one request may add or remove, so that they start before the request times out
 _PATIENCE = 5.0  # seconds for one request, from the connection to its last byte
-_LONGEST_REQUEST = 1 << 12  # bytes
-_LONGEST_ANSWER = 1 << 17  # bytes; no more than a socket buffers, so that an answer never blocks
-_LONGEST_PATH = 1 << 12  # bytes
-_AT_ONCE = 16  # requests being received; a new one replaces the oldest
+_LONGEST_REQUEST = 1 << 12  # maximum bytes
+_LONGEST_ANSWER = 1 << 17  # maximum bytes; fits into a socket's buffer, so that sending never blocks
+_LONGEST_PATH = 1 << 12  # maximum bytes
+_AT_ONCE = 16  # maximum requests being received; a new one replaces the oldest
 
 
 class ListedProcess(TypedDict):
-    """A live process of a job: its role, its rank in that role, its process id, and its step if it has begun one.
+    """A live process of a job: role, rank in the role, process ID, and step in progress.
 
-    ``waits``: it is a spare, which trains when another dies.
+    ``waits`` marks a spare, which trains only after another process dies.
     """
 
     role: str
@@ -38,14 +38,14 @@ class ListedProcess(TypedDict):
 
 
 class JobState(TypedDict):
-    """The newest step that a process of a job has begun, and how many processes train or are about to join."""
+    """The newest step in progress, and the number of processes that train or are about to join."""
 
     step: int
     processes: int
 
 
 class Resizable(Protocol):
-    """Changes the processes of a job on request while it runs."""
+    """A running job whose processes can be added, removed and listed."""
 
     def grow(self, count: int) -> list[str]: ...
     def shrink(self, count: int) -> list[str]: ...
@@ -57,7 +57,7 @@ class Resizable(Protocol):
 @final
 @dataclass
 class _Request:
-    """A request that may have been received only in part."""
+    """A request, possibly received only in part."""
 
     connection: socket.socket
     text: bytearray = field(default_factory=bytearray)
@@ -66,18 +66,18 @@ class _Request:
 
 @final
 class Control:
-    """Context with a socket in the launching process, which answers requests without blocking.
+    """Context manager for a socket on which the launching process answers requests.
 
-    The launching process's event loop adds the sockets of :meth:`awaited` to its own, and passes readable ones to
+    The launching process's event loop must wait for the sockets from :meth:`awaited`, and pass readable ones to
     :meth:`answer`.
 
-    ``path``: of the socket, in a private folder; ``sign``: the file that announces this path to other processes.
+    ``path`` is the socket's path in a private folder; ``sign`` is the file that announces it to other processes.
     """
 
     def __init__(self, path: Path, sign: Path, job: Resizable) -> None:
         self._path, self._sign, self._job = path, sign, job
         self._listener = socket.socket(socket.AF_UNIX)
-        self._requests: dict[socket.socket, _Request] = {}  # by their connections, oldest first
+        self._requests: dict[socket.socket, _Request] = {}  # by connection, oldest first
 
     def __enter__(self) -> Self:
         self._listener.setblocking(False)
@@ -85,7 +85,7 @@ class Control:
         self._listener.listen()
         draft = self._sign.with_name(f".{self._sign.name}")
         draft.write_text(str(self._path))
-        draft.replace(self._sign)  # replaced atomically, so that readers see a complete file
+        draft.replace(self._sign)  # atomic, so that readers see a complete file
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,10 +94,10 @@ class Control:
             connection.close()
 
     def awaited(self) -> tuple[Sequence[socket.socket], float | None]:
-        """Drop the requests that are past their deadline.
+        """Drop requests past their deadline.
 
         Returns:
-            The sockets to wait for, and the seconds until the next deadline, None if there is none.
+            The sockets to wait for, and the seconds until the next deadline (None if there is none).
         """
         now = time.monotonic()
         for request in [each for each in self._requests.values() if each.deadline <= now]:
@@ -106,14 +106,14 @@ class Control:
         return [self._listener, *self._requests], seconds
 
     def answer(self, ready: socket.socket) -> None:
-        """Read from one of these sockets; once a request is complete, execute and answer it."""
+        """Read from a readable socket; execute and answer its request once that is complete."""
         if ready is self._listener:
             self._accept()
         elif ready in self._requests:
             self._receive(self._requests[ready])
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it has already disconnected
+        with suppress(OSError):  # the client has already disconnected
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             if len(self._requests) >= _AT_ONCE:
@@ -136,7 +136,7 @@ class Control:
             self._end(request)
 
     def _reply(self, request: _Request, answer: dict[str, Any]) -> None:
-        with suppress(OSError):  # must not block if the peer does not read
+        with suppress(OSError):  # must not block if the client does not read
             request.connection.sendall(json.dumps(answer).encode() + b"\n")
         self._end(request)
 
@@ -171,10 +171,10 @@ def _tried(action: Callable[[], Any]) -> dict[str, Any]:
 
 
 def request(sign: Path, **facts: Any) -> Any:
-    """Send a request to the launching process announced by ``sign``; return its answer.
+    """Send a request to the launching process that ``sign`` announces; return its answer.
 
     Raises:
-        ConfigError: the process does not exist, or refuses the request.
+        ConfigError: the process does not exist or refuses the request.
     """
     try:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -195,4 +195,4 @@ def request(sign: Path, **facts: Any) -> Any:
             return result
         case {"error": str(why)}:
             raise ConfigError(why)
-    raise ConfigError(f"what answers for the run {sign.parent} is not its launching process.")
+    raise ConfigError(f"a process other than the launching one answers for the run {sign.parent}.")

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint of a run in separate processes; the run's own metrics do not change."""
+"""Evaluates a run's checkpoint in separate processes; the run's metrics do not change."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from worldsize.checkpoint.format import Checkpoint, Retention, complete, digest_of, read, step_of, verify
+from worldsize.config.purpose import Evaluate
 from worldsize.config.settings import Settings
 from worldsize.core import Launcher, spoken_name
 from worldsize.errors import ConfigError
@@ -33,10 +34,10 @@ _logger = logging.getLogger(__name__)
 
 
 def chosen_checkpoint(record: RunView, name: str) -> Path:
-    """Return the folder of the checkpoint ``name``: "best", "last" or the number of a step.
+    """Return the folder of the checkpoint ``name``: "best", "last" or a step number.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: the checkpoint does not exist.
     """
     run = record.directory
     folders = complete(run.checkpoints)
@@ -58,7 +59,7 @@ def _best(record: RunView, folders: Sequence[Path]) -> Path:
     metric, direction = keep.get("best"), keep.get("direction", "max")
     if not isinstance(metric, str) or direction not in ("max", "min"):
         raise ConfigError(
-            "checkpoint=best: the run has no metric for the best checkpoint. "
+            "checkpoint=best: the run is not configured with a metric for the best checkpoint. "
             "Give a step, or train with checkpoint.keep.best."
         )
     best = Retention(best=metric, direction=direction).best_of(folders)
@@ -69,18 +70,20 @@ def _best(record: RunView, folders: Sequence[Path]) -> Path:
 
 def evaluate_checkpoint(
     cfg: DictConfig, record: RunView, path: Path, *, split: str | None, words: Sequence[str]
-) -> tuple[Table | None, int]:
-    """Evaluate the checkpoint in ``path`` with the configuration ``cfg``; return a metrics table and an exit code.
+) -> tuple[Table, Path] | int:
+    """Evaluate the checkpoint in ``path`` with the configuration ``cfg``.
 
-    The results are written to a folder below the run's ``evaluations``: ``evaluation.json`` and the processes' logs.
+    Writes ``evaluation.json`` and the processes' logs to a new folder in the run's ``evaluations``.
+
+    Returns:
+        A table of the metrics, and the folder. If processes failed, only their exit code.
 
     Raises:
-        WorldsizeError: the checkpoint is damaged, the recipe has no such split, its data have changed, or the cluster
-            cannot evaluate it.
+        WorldsizeError: the checkpoint is damaged, the recipe lacks the split, its data has changed, or the cluster
+            cannot run the evaluation.
     """
     checkpoint = read(path)
-    _alter(cfg, path, split)
-    settings = checked(cfg)
+    settings = checked(cfg, Evaluate(path, split))
     check_data(record.manifest["data"], recipe_fingerprint(settings.recipe))
     launcher = settings.launcher
     if not isinstance(launcher, Launcher):
@@ -89,46 +92,25 @@ def evaluate_checkpoint(
             "Add cluster=laptop, or cluster=node, and cluster.processes=N."
         )
     launcher.check(settings.cluster)
-    verify(checkpoint)  # reads the whole checkpoint, so cheap checks come first
-    run = _folder(record.directory, checkpoint.step)
-    clean = scrubber_of(cfg, settings)
+    verify(checkpoint)  # last of the checks, since it reads the whole checkpoint
+    stamp = time.strftime("%Y-%m-%d_%H%M%S", time.gmtime())
+    name = f"step_{checkpoint.step:07d}_{stamp}_{os.urandom(3).hex()}"
+    run = RunDirectory(record.directory.path / "evaluations" / name)
+    clean = scrubber_of(cfg, settings.config)
     with created(run, is_private=settings.run.private):
         write_configuration(run, config=config_text(clean.tree(settings.config)))
-    code = _play(settings, launcher, run, clean)
-    if code:
-        return None, code
+    if code := _play(settings, launcher, run, clean):
+        return code
     metrics = read_result(run)["metrics"]
     _write(run, checkpoint, settings, metrics=metrics, words=clean.words(words))
-    return _table(metrics, checkpoint, run), 0
-
-
-def _alter(cfg: DictConfig, path: Path, split: str | None) -> None:
-    """Change the configuration so that its processes evaluate instead of training."""
-    cfg.run.evaluates = str(path.resolve())
-    cfg.logger, cfg.faults, cfg.profile.steps, cfg.init_from = None, [], None, None
-    cfg.checkpoint.keep.best = cfg.early_stopping.metric = cfg.sweep.metric = cfg.schedule_metric = (
-        None  # it may need metrics of another split
-    )
-    if split is not None:
-        cfg.evaluation.splits = [split]
-    if "on_failure" in cfg.strategy:  # nobody goes on with an evaluation: it is done again
-        cfg.strategy.on_failure, cfg.cluster.min_processes, cfg.autoscale = "restart", None, None
-        cfg.cluster.spares = cfg.cluster.spare_nodes = 0
-    for key in {"max_restarts", "terminal_logs"} & cfg.launcher.keys():
-        cfg.launcher[key] = 0 if key == "max_restarts" else False
-
-
-def _folder(run: RunDirectory, step: int) -> RunDirectory:
-    """Return the path of a new folder for an evaluation of ``step``."""
-    stamp = time.strftime("%Y-%m-%d_%H%M%S", time.gmtime())
-    return RunDirectory(run.path / "evaluations" / f"step_{step:07d}_{stamp}_{os.urandom(3).hex()}")
+    return _table(metrics, checkpoint, run), run.path
 
 
 def _play(settings: Settings, launcher: Launcher, run: RunDirectory, clean: Scrubber) -> int:
-    """Start the processes and wait for them to end; return the exit code."""
+    """Start the processes and wait until they exit; return the exit code."""
     plan = settings.plan(run.path)
     settings.strategy.prepare(run.servers(1))
-    outcome = launcher.launch(replace(with_secrets(settings, plan, clean), attempt=1)).wait()
+    outcome = launcher.launch(replace(with_secrets(settings.config, plan, clean), attempt=1)).wait()
     if failure := outcome.failure:
         _logger.error("%s %d failed:\n%s", failure.role, failure.rank, failure.cause.rstrip())
         _logger.error("logs: %s", run.path / "logs")

@@ -1,7 +1,7 @@
-"""One host's part in examining the cluster: its own facts, the connection of all hosts, and measurements by processes.
+"""Examines the cluster from one host: facts, connections between hosts, and measurements.
 
-Every host writes its facts to the run's folder and sends them to the first host, so that neither a blocked port nor a
-folder that cannot be written hides the rest.
+Each host both writes its facts to the run's folder and sends them to the first host, so that a blocked port or an
+unwritable folder does not hide the other findings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, TypedDict
 import torch
 from rich.console import Console
 
-from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Plan, Recipe
 from worldsize.devices import device_count
 from worldsize.errors import WorldsizeError
@@ -39,22 +38,22 @@ from worldsize.world.topology import address_towards, interface_of, interfaces
 
 _logger = logging.getLogger(__name__)
 
-_CLOCK_REQUESTS = 5  # number of requests for a host's clock
-_VISIBLE = 3.0  # seconds within which a file written by one host must be visible to another
-_POLL = 0.05
-_COLUMNS = 160  # of a table in a log
+_CLOCK_REQUESTS = 5  # number of requests per clock measurement
+_VISIBLE = 3.0  # seconds after which a file written by one host must be visible on the others
+_POLL = 0.05  # seconds between two reads of a file
+_COLUMNS = 160  # width of a table in a log
 
 
 class Meeting(TypedDict, total=False):
-    """The findings of all hosts after they have met.
+    """Findings of all hosts after they have connected.
 
     Attributes:
-        hosts: The facts of each host that came, the first one's first.
-        clocks: Seconds by which the clock of each other host is ahead, by rank.
-        unreached: Ports that each host could not reach, by its rank.
-        unseen: Why the first host does not see what another has written, or the reverse, by that one's rank.
-        skipped: Why no processes measure; None: they do.
-        outcome: How the processes that measured have ended.
+        hosts: Facts of each connected host, in rank order.
+        clocks: Seconds by which each other host's clock is ahead of the first host's, by node rank.
+        unreached: Unreachable nodes with the reasons, by the node rank of the host that tried.
+        unseen: Reason why a host and the first host do not see each other's files, by the host's node rank.
+        skipped: Reason why the measuring processes were not started; None if they were.
+        outcome: Outcome of the measuring processes.
     """
 
     hosts: Sequence[Message]
@@ -66,13 +65,13 @@ class Meeting(TypedDict, total=False):
 
 
 def examine(
-    settings: Settings, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node, *, port: int = 0
+    recipe: Recipe, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node, *, port: int = 0
 ) -> int:
-    """Examine this host until the first host has all findings; return the exit code."""
+    """Examine this host, and take part in the examination of the cluster; return the exit code."""
     waits = {"patience": plan.cluster.timeout, "silence": launcher.node_timeout}
-    facts = _facts(settings, run, place, port)
+    facts = _facts(recipe, plan.cluster, run, place, port)
     connection, others, meeting = None, list[RemoteAgent](), Meeting()
-    with _port_probe(facts):  # closed before processes are forked, since it has a thread
+    with _port_probe(facts):  # has a thread, so it is closed before forking
         facts["folder"]["error"] = _write_facts(run, facts)
         if place.rank:
             connection = _join(run, place, facts, port, waits)
@@ -82,29 +81,29 @@ def examine(
         try:
             return _measure(Lead.of(launcher, place, others), plan, run, meeting)
         finally:
-            leave_report(settings, run)
+            leave_report(recipe, plan.cluster, run)
     return Follower(launcher, plan, place, connection).follow() if connection else 1
 
 
-# ---------------------------------------------------------------- one host alone
+# ---------------------------------------------------------------- one host
 
 
-def _facts(settings: Settings, run: RunDirectory, place: Node, port: int) -> dict[str, Any]:
+def _facts(recipe: Recipe, cluster: Cluster, run: RunDirectory, place: Node, port: int) -> dict[str, Any]:
     return {
-        **facts_of(settings.recipe, place),
-        "data": _unreadable(settings.recipe),
+        **facts_of(recipe, place),
+        "data": _unreadable(recipe),
         "folder": {"path": str(run.path), "error": None, "free": shutil.disk_usage(run.path).free},
         "cpus": len(os.sched_getaffinity(0)),
-        "devices": device_count(settings.cluster.device) if settings.cluster.device != "cpu" else 0,
+        "devices": device_count(cluster.device) if cluster.device != "cpu" else 0,
         "first": _first(place, port),
-        "interface": _interface(settings.cluster, place),
+        "interface": _interface(cluster, place),
         "interfaces": interfaces(),
         "nonce": secrets.token_hex(8),
     }
 
 
 def _unreadable(recipe: Recipe) -> list[str]:
-    """List the data files that cannot be read, each with the cause."""
+    """List the unreadable data files, each with the cause."""
     unreadable = []
     for name, path in recipe.files().items():
         try:
@@ -115,7 +114,7 @@ def _unreadable(recipe: Recipe) -> list[str]:
 
 
 def _first(place: Node, port: int) -> dict[str, Any] | None:
-    """Resolve the name of the first host; None if there is no other host."""
+    """Describe the first host: name, port and address; None in a cluster of one host."""
     if place.count == 1:
         return None
     try:
@@ -125,7 +124,7 @@ def _first(place: Node, port: int) -> dict[str, Any] | None:
 
 
 def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
-    """Describe the interface of the collectives, and the one that ``leads`` to the first host; None on one host."""
+    """Describe the collectives' interface, and the one to the first host; None on one host."""
     if place.count == 1:
         return None
     try:
@@ -140,7 +139,7 @@ def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
 
 @contextmanager
 def _port_probe(facts: Mapping[str, Any]) -> Iterator[None]:
-    """Open a port that the other hosts probe, if this host has the address."""
+    """Open a port for the other hosts to probe, if this host has the configured interface."""
     interface = facts["interface"]
     if not interface or interface["error"]:
         yield
@@ -151,7 +150,7 @@ def _port_probe(facts: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
-    """Write the facts of this host to the run's folder; return why that failed, None if it did not."""
+    """Write this host's facts to the run's folder; return the error, or None if successful."""
     try:
         write_facts(run.findings, f"node_{facts['node']:05d}", {**facts, "written": time.time()})
     except OSError as error:
@@ -161,13 +160,13 @@ def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
 
 
 def _unseen(run: RunDirectory, facts: Message) -> str | None:
-    """Wait for a file that another host wrote; return why it is not visible here, None if it is or was not written."""
+    """Wait for a remote host's file; return an error if it is written but stays invisible."""
     deadline = time.monotonic() + _VISIBLE
     while facts["folder"]["error"] is None:
         if read_facts(run.findings, f"node_{facts['node']:05d}").get("nonce") == facts["nonce"]:
             return None
         if time.monotonic() > deadline:
-            return f"what {facts['host']} has written is not seen within {_VISIBLE:g} s"
+            return f"the file written by {facts['host']} is not visible after {_VISIBLE:g} s"
         time.sleep(_POLL)
     return None
 
@@ -185,7 +184,7 @@ def _join(
             while "probes" not in (question := connection.receive()):
                 connection.send(clock=time.time())
             connection.send(unreached=probe_all(question["probes"], place.rank), unseen=_unseen(run, question["first"]))
-            connection.receive()  # all hosts have probed
+            connection.receive()  # wait until all hosts have probed
         return connection
     except (WorldsizeError, OSError) as error:
         _logger.error("%s", error)
@@ -196,7 +195,7 @@ def _join(
 def _meet(
     run: RunDirectory, place: Node, facts: dict[str, Any], port: int, waits: Mapping[str, float]
 ) -> tuple[list[RemoteAgent], Meeting]:
-    """Wait on the first host for the others; return which hosts connected, and what they found."""
+    """Wait for the other hosts on the first host; return those that connected, and the findings."""
     if place.count == 1:
         return [], {"hosts": [facts]}
     try:
@@ -215,7 +214,7 @@ def _meet(
 
 
 def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Message], met: Meeting) -> None:
-    """Ask the hosts for their clocks, for ports that they cannot reach, and for files that they cannot see."""
+    """Query the hosts' clocks, and the ports and files that they cannot access."""
     probes = [
         {"node": facts["node"], "address": facts["interface"]["address"], "port": facts["interface"]["probe"]}
         for facts in everyone
@@ -235,7 +234,7 @@ def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Me
 
 
 def _ahead(connection: AgentConnection) -> float:
-    """Measure how many seconds another host's clock is ahead, to within half the round trip (Cristian 1989)."""
+    """Measure a host's clock offset in seconds, to within half the round trip (Cristian 1989)."""
     answers = []
     for _ in range(_CLOCK_REQUESTS):
         sent_at = time.time()
@@ -246,7 +245,7 @@ def _ahead(connection: AgentConnection) -> float:
 
 
 def _obstacle(place: Node, met: Meeting) -> str | None:
-    """Return why no processes can be started, or None if they can."""
+    """Return the reason why the measuring processes cannot be started; None if they can."""
     hosts = met["hosts"]
     if len(hosts) < place.count:
         return f"only {len(hosts)} of {place.count} hosts have met"
@@ -257,33 +256,32 @@ def _obstacle(place: Node, met: Meeting) -> str | None:
     return "some hosts do not reach each other" if any(met["unreached"].values()) else None
 
 
-def leave_report(settings: Settings, run: RunDirectory) -> None:
-    """Leave the report in the run's folder, or in this host's output if that cannot be written."""
-    cluster = settings.cluster
+def leave_report(recipe: Recipe, cluster: Cluster, run: RunDirectory) -> None:
+    """Write the report to the run's folder, or print it if the folder is not writable."""
     findings = read_findings(run.findings, cluster.nodes)
-    report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(settings.recipe))
+    report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(recipe))
     try:
         write_facts(run.findings, REPORT, strict(report.as_json()))
-    except OSError:  # which the report says, too
+    except OSError:  # the report mentions this error, too
         console = Console(width=_COLUMNS, highlight=False)
         console.print(report.table())
         console.out(report.as_line())
 
 
 def checkpoint_bytes(recipe: Recipe) -> float:
-    """Return the bytes of the weights and of Adam's two moments for each."""
+    """Return the size in bytes of the model's weights and Adam's two moments."""
     try:
         with torch.device("meta"):
             model = recipe.model()
-    except RuntimeError:  # the constructor computes with values, which meta tensors lack
+    except RuntimeError:  # the constructor needs values, which meta tensors lack
         model = recipe.model()
     return 3.0 * sum(float(tensor.nbytes) for tensor in model.state_dict().values())
 
 
 def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meeting) -> int:
-    """Start processes that measure on all hosts, unless an obstacle was found."""
+    """Start the measuring processes on all hosts, unless there is an obstacle."""
     try:
-        write_facts(run.findings, "meeting", meeting)  # written now, since the processes may fail
+        write_facts(run.findings, "meeting", meeting)  # written before the processes, which may fail
         if not meeting.get("skipped"):
             outcome = lead.launch(plan).wait()
             write_facts(run.findings, "meeting", {**meeting, "outcome": asdict(outcome)})

@@ -1,4 +1,4 @@
-"""Launches or resumes a run: a composed configuration becomes a plan, a run folder, processes and a summary."""
+"""Launches or resumes a run: turns a configuration into a plan, a folder and processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import final
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.checkpoint.format import complete, step_of
@@ -20,12 +20,14 @@ from worldsize.collectives.cluster_cost import crossings_text
 from worldsize.config.compose import choices, is_sweep
 from worldsize.config.composed import check_effects, lengths_of, settings_of
 from worldsize.config.objective import Trial, is_search, value_of
+from worldsize.config.purpose import TRAIN, Purpose, Train
 from worldsize.config.settings import Settings
 from worldsize.config.shape import check_resumes
 from worldsize.core import AgentLauncher, BatchLauncher, Cluster, Failure, Launcher, LaunchMethod, Outcome, Plan
 from worldsize.data.order import sample_lengths
 from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError
+from worldsize.launch.local import Local
 from worldsize.launch.record import amend_record, check_same, scrubber_of, with_secrets, write_record
 from worldsize.launch.restarts import command_line, run_attempts
 from worldsize.launch.scheduled import wait_for
@@ -33,9 +35,9 @@ from worldsize.launch.sweep import end_of, show_ends
 from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
 from worldsize.plan.construction import check_construction, check_trainable
-from worldsize.record.determinism import generators_kept
 from worldsize.record.run_directory import RunDirectory, created, planned, writing
 from worldsize.record.run_record import RunRecord, look, note_job, opened, read_result
+from worldsize.seeds import keep_generators
 from worldsize.world.processes import will_fork
 from worldsize.world.roles import heals
 
@@ -52,32 +54,35 @@ class Launch:
     run: RunDirectory
 
 
-def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
-    """Check, record and run the configuration; return how it ended, with the sweep's objective value.
+def execute(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path], None] = lambda folder: None) -> Trial:
+    """Check, record and run the configuration; return its exit code and objective value.
 
-    ``sweep`` collects the runs of a sweep that :func:`submit_sweep` submits together.
+    Args:
+        cfg: The composed configuration.
+        sweep: List to which runs are appended that :func:`submit_sweep` submits together.
+        recorded: Callback with the run folder, called once the run has a record.
 
     Raises:
-        ConfigError: the run cannot start; no process was started and no run folder remains.
-        SweepEnded: the run has ended without the metric that the sweep optimizes.
+        ConfigError: the run cannot start; no process was started, and no run folder remains.
+        SweepEnded: the run ended without the metric that the sweep optimizes.
     """
-    lengths = lengths_of(cfg)
     settings = prepared(cfg, [(each.settings.launcher, each.settings.cluster) for each in sweep])
     is_submitted_together = isinstance(settings.launcher, BatchLauncher) and is_sweep()
     run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
     plan = settings.plan(run.path)
     if cfg.launch == "show":
-        for key, text in lengths.items():
-            print(f"{key}: {text} = {OmegaConf.select(cfg, key):,} steps")
+        for each in lengths_of(cfg).values():
+            print(f"{each.key}: {each.text} = {each.steps(settings.recipe, settings.training.batch_size):,} steps")
         if is_submitted_together:
             sweep.append(Launch(settings, plan, run))
             return Trial(0)
         return Trial(_show([plan], settings))
-    clean = scrubber_of(cfg, settings)
-    plan = with_secrets(settings, plan, clean)
+    clean = scrubber_of(cfg, settings.config)
+    plan = with_secrets(settings.config, plan, clean)
     outlive_output()
     with created(run, is_private=settings.run.private):
         write_record(settings, plan, run, clean)
+    recorded(run.path)
     if cfg.launch == "write":
         settings.launcher.write(plan)
         print(f"{settings.launcher.describe(plan)}\nwritten to {run.path}; nothing was started")
@@ -94,7 +99,7 @@ def execute(cfg: DictConfig, sweep: list[Launch]) -> Trial:
 
 
 def _why(outcome: Outcome, run: RunDirectory) -> str:
-    """Say in a line why a run did not complete."""
+    """Return the reason why a run did not complete."""
     try:
         recorded = look(run)
     except WorldsizeError:  # its folder was deleted
@@ -103,16 +108,15 @@ def _why(outcome: Outcome, run: RunDirectory) -> str:
 
 
 def prepared(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]]) -> Settings:
-    """Build the settings of a new run, after all checks that need neither its folder nor its processes.
+    """Build a new run's settings, and run all checks that need neither folder nor processes.
 
-    ``asked``: launchers and clusters of other runs, whose check is not repeated; those of this run are added.
+    ``asked`` lists launchers and clusters that are already checked; this run's are appended.
 
     Raises:
         ConfigError: the run cannot be started.
     """
-    if cfg.init_from is not None:  # init_from may name a run; this is its newest checkpoint now
-        cfg.init_from = str(source_of(Path(cfg.init_from)))
-    settings = checked(cfg)
+    # init_from may name a run; use the checkpoint that is its newest now
+    settings = checked(cfg, Train(None if cfg.init_from is None else source_of(Path(cfg.init_from))))
     check_effects(cfg)
     if is_sweep() and isinstance(settings.launcher, BatchLauncher):
         _check_submission(settings.launcher)
@@ -120,16 +124,16 @@ def prepared(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]]) -> Sett
         makes_rows = any(role.serves for role in settings.roles.values())
         settings.initial.check(settings.recipe, makes_rows=makes_rows)
     target = (settings.launcher, settings.cluster)
-    if cfg.launch != "show" and target not in asked:  # what is shown may be for another machine
+    if cfg.launch != "show" and target not in asked:  # the shown script may be for a different machine
         asked.append(target)
-        _check(settings, is_started=cfg.launch == "run")
+        _check(*target, is_started=cfg.launch == "run")
     return settings
 
 
-def _check(settings: Settings, *, is_started: bool) -> None:
-    """Ask the launcher whether it can start the run; what is only written may be started on another machine."""
+def _check(launcher: LaunchMethod, cluster: Cluster, *, is_started: bool) -> None:
+    """Check the launcher; a missing program is only a warning if nothing is started."""
     try:
-        settings.launcher.check(settings.cluster)
+        launcher.check(cluster)
     except MissingProgramError as error:
         if is_started:
             raise
@@ -137,7 +141,7 @@ def _check(settings: Settings, *, is_started: bool) -> None:
 
 
 def _check_submission(launcher: BatchLauncher) -> None:
-    """Raise ConfigError if the launcher cannot submit the runs of this sweep together."""
+    """Raise ConfigError if this sweep's runs cannot be submitted together."""
     name = type(launcher).__name__
     if is_search():
         raise ConfigError(
@@ -148,18 +152,24 @@ def _check_submission(launcher: BatchLauncher) -> None:
         raise ConfigError(f"{name} runs the points of a sweep side by side by itself. Leave hydra/launcher out.")
 
 
-def checked(cfg: DictConfig) -> Settings:
-    """Build the settings of a run, and check that this process can start it.
+def checked(cfg: DictConfig, purpose: Purpose = TRAIN) -> Settings:
+    """Build a run's settings for ``purpose``, and check that this process can start the run.
 
     Raises:
         ConfigError: the run cannot be started.
     """
     will_fork()
-    settings = settings_of(cfg)
-    if isinstance(settings.launcher, Launcher):  # else other machines have the data, whose agents look for them
+    settings = settings_of(cfg, purpose)
+    if type(settings.recipe).__module__ == "__main__" and not isinstance(settings.launcher, Local):
+        name = type(settings.recipe).__name__
+        raise ConfigError(
+            f"{name} is defined in the running program, and processes that are not its forks cannot import it. Move it "
+            "to a file (worldsize new recipe NAME creates one), or train on this machine with cluster=laptop."
+        )
+    if isinstance(settings.launcher, Launcher):  # otherwise the agents on the other machines check the data
         check_paths(settings.recipe)
         if settings.training.length_balanced and settings.run.evaluates is None:
-            with suppress(OSError, ImportError), generators_kept():  # a worker says better what is missing
+            with suppress(OSError, ImportError), keep_generators():  # a worker reports a clearer error
                 sample_lengths(settings.recipe.data("train"))
     check_trainable(settings.recipe, settings.strategy)
     check_construction(
@@ -174,9 +184,9 @@ def checked(cfg: DictConfig) -> Settings:
 
 
 def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
-    """Hand the plan to the launcher; return how the run ended.
+    """Pass the plan to the launcher; return the run's outcome.
 
-    ``record`` is opened if this process starts the attempts; jobs and agents record their own, under their own lock.
+    ``record`` is entered only if this process runs the attempts; jobs and agents lock and update the record themselves.
     """
     print(settings.update_text(), flush=True)
     try:
@@ -194,21 +204,21 @@ def _started(settings: Settings, plan: Plan, run: RunDirectory, record: Abstract
         case AgentLauncher() as launcher:
             attempts = len(look(run).attempts)
             outcome = launcher.launch_agents(plan).wait()
-            if outcome.failure and len(look(run).attempts) == attempts:  # no agent came so far as to record one
+            if outcome.failure and len(look(run).attempts) == attempts:  # failed before an agent recorded an attempt
                 _record_failed_start(run, outcome.failure, plan)
             return outcome
         case launcher:
             with record as held:
-                return run_attempts(settings, launcher, plan, held)
+                return run_attempts(launcher, settings.strategy, plan, held, steps=settings.training.steps)
 
 
 def _record_failed_start(run: RunDirectory, failure: Failure, plan: Plan) -> None:
-    with suppress(WorldsizeError), opened(run, plan.secrets) as record:  # refused while an agent is alive after all
+    with suppress(WorldsizeError), opened(run, plan.secrets) as record:  # refused if an agent still holds the lock
         record.give_up(f"{failure.host}: {failure.cause}", unstarted=plan.world_size)
 
 
 def _show(plans: Sequence[Plan], settings: Settings) -> int:
-    """Show what would start the run, or the runs of a sweep, of which ``settings`` are the first one's."""
+    """Print the script or command for ``plans``; ``settings`` are those of the first."""
     cluster, launcher = settings.cluster, settings.launcher
     try:
         launcher.check(cluster)
@@ -216,14 +226,14 @@ def _show(plans: Sequence[Plan], settings: Settings) -> int:
         _logger.warning("this would be refused here: %s", error)
     notes = [settings.update_text(), crossings_text(cluster, settings.strategy.groups(cluster))]
     shown = launcher.describe_all(plans) if isinstance(launcher, BatchLauncher) else launcher.describe(plans[0])
-    print(shown, *(f"# {note}" for note in notes if note), sep="\n")  # comments in scripts
+    print(shown, *(f"# {note}" for note in notes if note), sep="\n")  # notes are comments in scripts
     return 0
 
 
 def submit_sweep(sweep: Sequence[Launch]) -> int:
-    """Submit the runs of a sweep, or show their jobs with ``launch=show``; return the exit code.
+    """Submit or, with ``launch=show``, print the runs of a sweep; return the exit code.
 
-    Runs with equal nodes, CPUs, options and secrets share a job.
+    Runs with the same launcher, cluster, environment and secrets share a job.
     """
     jobs = list[list[Launch]]()
     for launch in sweep:
@@ -238,13 +248,13 @@ def submit_sweep(sweep: Sequence[Launch]) -> int:
 
 
 def _request_of(launch: Launch) -> tuple[object, ...]:
-    """Collect the properties of a job that a run needs."""
+    """Collect the properties that must match for runs to share a job."""
     plan, launcher = launch.plan, launch.settings.launcher
     return launcher, plan.cluster, dict(plan.environment), dict(plan.secrets), heals(plan.roles)
 
 
 def _submit(batches: Sequence[Sequence[Launch]]) -> int:
-    """Submit each batch of runs as one job; return the exit code. ConfigError: the first job is refused."""
+    """Submit each batch as one job; return the exit code. Raises if the first job is refused."""
     submitted, waited = list[RunDirectory](), list[RunDirectory]()
     waits, refused = list[Callable[[], None]](), 0
     for batch in batches:
@@ -271,12 +281,15 @@ def _submit(batches: Sequence[Sequence[Launch]]) -> int:
         return refused
     codes = [_ended(run) for run in waited]
     if len(waited) > 1:
-        show_ends(Console(), [end_of(run, code) for run, code in zip(waited, codes, strict=True)])
+        ends = [
+            end_of(run, code, number=number) for number, (run, code) in enumerate(zip(waited, codes, strict=True), 1)
+        ]
+        show_ends(Console(), ends)
     return max(*codes, refused)
 
 
 def _note_jobs(jobs: Sequence[str | None], batch: Sequence[Launch]) -> None:
-    """Record the job of each run; describe what was only written."""
+    """Record the job of each submitted run; describe runs that were only written."""
     for job, launch in zip(jobs, batch, strict=True):
         if job is None:
             assert isinstance(launch.settings.launcher, BatchLauncher)
@@ -288,7 +301,7 @@ def _note_jobs(jobs: Sequence[str | None], batch: Sequence[Launch]) -> None:
 
 
 def _ended(run: RunDirectory) -> int:
-    """Show how a run ended that its job has trained; return its exit code."""
+    """Show the result of a run trained by a job; return its exit code."""
     ended = look(run)
     if ended.exit_reason == "completed":
         show_summary(Console(), read_result(run), run.path)
@@ -300,29 +313,29 @@ def _ended(run: RunDirectory) -> int:
 
 
 def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore: Sequence[str]) -> int:
-    """Resume an existing run from its newest checkpoint, with the overrides ``words``; return the exit code.
+    """Resume a run with overrides ``words`` from its newest checkpoint; return the exit code.
 
     Raises:
-        WorldsizeError: the configuration cannot run; it or the data differ from the recorded ones in something that
-            ``ignore`` does not name; or the run already has more steps than asked for.
+        WorldsizeError: the configuration is invalid, the configuration or the data differs from the record in keys not
+            in ``ignore``, or the run is already past the requested number of steps.
     """
     outlive_output()
     settings, run = checked(cfg), record.directory
-    clean = scrubber_of(cfg, settings)
-    plan = with_secrets(settings, settings.plan(run.path), clean)
+    clean = scrubber_of(cfg, settings.config)
+    plan = with_secrets(settings.config, settings.plan(run.path), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, record, clean, ignore)
     launcher = settings.launcher
     remote = isinstance(launcher, BatchLauncher) and not launcher.shares_run_folder
     if remote and sorted(clean.words(words)) != sorted(record.manifest["overrides"]):
         raise ConfigError(
-            f"the run's folder is where {type(launcher).__name__} keeps it, with the options that it began "
-            "with. Resume it without other ones, or begin a new run; nothing was started."
+            f"the run's folder is where {type(launcher).__name__} keeps it, with its original options. "
+            "Resume it without new ones, or begin a new run; nothing was started."
         )
     _check_steps(settings, run)
     amend_record(settings, plan, record, clean, words)
     if not isinstance(launcher, Launcher):
-        record.close()  # the job, or the first host's agent, takes the lock
+        record.close()  # the job or the first host's agent acquires the lock
     return _start(settings, plan, run, nullcontext(record)).exit_code
 
 
@@ -332,6 +345,6 @@ def _check_steps(settings: Settings, run: RunDirectory) -> None:
         check_resumes(settings.recipe, step_of(saved[-1]), exact=settings.determinism.exact_mode)
     if saved and step_of(saved[-1]) > settings.training.steps:
         raise ConfigError(
-            f"the run has {step_of(saved[-1])} steps behind it, which is more than steps={settings.training.steps}. "
+            f"the run has completed {step_of(saved[-1])} steps, more than steps={settings.training.steps}. "
             "Give a larger number; nothing was started."
         )

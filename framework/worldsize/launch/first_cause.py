@@ -1,4 +1,4 @@
-"""Determines which process of a gang failed first, and why, from the processes' exit codes and error files."""
+"""Determines which process of a gang failed first, and why, from exit codes and error files."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from worldsize.world.processes import PREEMPTED, Beat
 
 
 class ProcessError(TypedDict):
-    """The error that a process left before it ended: when it failed (ns since the epoch), and its traceback."""
+    """Error of a failed process: time of the failure (ns since the epoch) and traceback."""
 
     time_ns: int
     traceback: str
-    is_of_host: NotRequired[bool]  # its host is lost: it has not failed itself
-    lost_peer: NotRequired[str]  # the error in one line, if a collective raised it because a peer is gone
-    is_own: NotRequired[bool]  # it has not waited for another process, even if it ran out of time
+    is_of_host: NotRequired[bool]  # the host was lost; the process itself did not fail
+    lost_peer: NotRequired[str]  # the error in one line, if a collective raised it because of a lost peer
+    is_own: NotRequired[bool]  # the process was not waiting for a peer, even if it timed out
 
 
 @final
 @dataclass(frozen=True)
 class Ending:
-    """The end of one process: exit code, error and last activity."""
+    """How a process ended: exit code, error and last progress."""
 
     role: str
     rank: int
-    exit_code: int  # negative: the signal that ended it
+    exit_code: int  # negative for the signal that killed it
     error: ProcessError | None
-    beat: Beat | None  # where it was last
+    beat: Beat | None  # last progress
     log: Path
     host: str = ""
 
     @property
     def time_ns(self) -> int:
-        """Time of the failure in ns; 0 without an error file, as if killed: that causes its peers' errors."""
+        """Time of the failure in ns; 0 for a killed process, which causes its peers' errors."""
         return self.error["time_ns"] if self.error else 0
 
     @property
     def has_failed_itself(self) -> bool:
-        """Whether the process left an error of its own, other than one that was killed, or whose host is lost."""
+        """Whether the process wrote an error itself; False if it was killed or its host was lost."""
         return self.error is not None and not self.error.get("is_of_host", False)
 
     @property
     def cause(self) -> str:
-        """The reason of the failure: the process's own error if it left one."""
+        """Cause of the failure: the process's own error if there is one."""
         if self.error:
             return self.error["traceback"]
         if self.exit_code < 0:
@@ -61,17 +61,17 @@ class Ending:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names
+    except ValueError:  # real-time signals have no name
         return f"signal {number}"
 
 
 def outcome_of(
     deciding: Sequence[Ending], failed: Sequence[Ending], silent: Sequence[Ending], *, signum: int
 ) -> Outcome:
-    """Describe how a gang ended.
+    """Return the outcome of a gang.
 
-    ``deciding``: the processes whose end is the run's end; ``failed``: those that failed by themselves; ``silent``:
-    those still alive when the others had ended; ``signum``: the last signal that requested an end, or 0.
+    ``deciding`` are the processes that must complete for the run to complete, ``failed`` those that failed by
+    themselves, and ``silent`` those still alive after the wait. ``signum`` is the last termination signal, or 0.
     """
     beats = [ending.beat for ending in deciding if ending.beat]
     ended = partial(
@@ -84,14 +84,14 @@ def outcome_of(
         return ended("completed", 0)
     if PREEMPTED in codes and codes <= {0, PREEMPTED}:
         return ended("preempted", PREEMPTED)
-    # a process that was asked to end and left no error ended for that reason
+    # after a termination signal, a process without an error only obeyed the signal
     if to_blame := [ending for ending in failed if ending.error is not None or not signum]:
         return ended("failed", 1, first_failure(to_blame, silent))
     return ended("interrupted", 128 + (signum or signal.SIGTERM))
 
 
 def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure:
-    """Return the first failure in time; if that rank timed out waiting, blame the peer that never arrived."""
+    """Return the earliest failure; for a timeout, blame the peer that did not respond."""
     first = min(failed, key=lambda ending: ending.time_ns)
     cause = first.cause
     is_own = first.error is not None and first.error.get("is_own", False)

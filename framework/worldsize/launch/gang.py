@@ -1,7 +1,8 @@
-"""Waits for processes that end together, finds the first cause of a failure, and leaves no process behind."""
+"""Waits for a gang of processes, finds the first cause of a failure, and kills the rest."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
 import socket
@@ -21,24 +22,26 @@ from worldsize.launch.members import Member, Members
 from worldsize.launch.membership_server import MembershipServer, Resize
 from worldsize.record.run_directory import RunDirectory
 
+_logger = logging.getLogger(__name__)
+
 
 @final
 @dataclass(frozen=True)
 class Graces:
-    """Seconds that processes get to end by themselves before they are killed."""
+    """Grace periods in seconds for processes to exit by themselves before they are killed."""
 
-    failure: float  # to leave their errors once one has failed
-    interrupt: float  # to save after Ctrl-C
-    save: float  # to save after SIGTERM and SIGUSR1
+    failure: float  # for writing errors after one process has failed
+    interrupt: float  # for saving after Ctrl-C
+    save: float  # for saving after any other termination signal
 
 
 @final
 class Gang(Job):
     """The running processes of one host.
 
-    ``folder``: private folder of their heartbeats, removed at the end. ``leads``: accept requests to add and remove
-    workers, which only the first host does. ``server``: tells the processes of a gang that heals of each other.
-    ``helpers``: run beside them until they have ended.
+    ``folder`` is the private folder with their heartbeats, removed at the end. With ``leads``, on the first host only,
+    the gang accepts requests to add and remove workers. ``server`` is the membership server of a healing gang.
+    ``helpers`` are context managers that stay open until all processes have exited.
     """
 
     def __init__(
@@ -54,14 +57,14 @@ class Gang(Job):
     ) -> None:
         self._members, self._folder, self._graces = members, folder, graces
         self._server, self._helpers = server, helpers
-        self._control_sign = run.control if leads else None  # without a sign nobody could find the socket
+        self._control_sign = run.control if leads else None  # clients find the socket through this file
         self._folder_watch = FolderWatch(run.manifest)
         self._abort = Abort()
 
     def wait(self) -> Outcome:
-        """Block until all have ended. A first signal is forwarded, so that they save and end; a second kills them.
+        """Wait until all exit; a first signal asks them to save and exit, a second kills them.
 
-        They are killed at once if the run's folder is deleted, since no result could be saved.
+        They are killed at once if the run's folder is deleted, since their results could not be saved.
         """
         signals = Signals()
         sign = self._control_sign
@@ -83,14 +86,14 @@ class Gang(Job):
         return outcome
 
     def abort(self) -> None:
-        """Kill all processes; may be called by another thread while :meth:`wait` waits."""
+        """Make :meth:`wait` kill all processes; may be called from any thread."""
         self._abort.request()
 
     def cancel(self) -> None:
         self._members.terminate()
 
     def _ended(self, silent: Sequence[Member], signum: int) -> Outcome:
-        """Show the remaining output of all processes; return how the gang ended."""
+        """Show the remaining output of all processes; return the gang's outcome."""
         if terminal := self._members.terminal:
             terminal.close()
         outcome = self._outcome(silent, signum)
@@ -99,15 +102,18 @@ class Gang(Job):
         return outcome
 
     def _ask_to_save(self, signals: Signals, control: Control | None) -> None:
-        """Ask all processes once to save and end; the next signal or the grace period ends the wait."""
-        grace = self._graces.interrupt if signals.seen[0] == signal.SIGINT else self._graces.save
+        """Ask all processes to save and exit; wait for a further signal or the grace period."""
+        grace = self._graces.save
+        if signals.seen[0] == signal.SIGINT:
+            grace = self._graces.interrupt
+            _logger.warning("The run saves and ends. Ctrl-C again ends it without saving.")
         self.cancel()
         self._join(signals, control, asked=1, deadline=time.monotonic() + grace)
 
     def _join(
         self, signals: Signals, control: Control | None, *, asked: int = 0, deadline: float | None = None
     ) -> None:
-        """Wait until all have ended, more than ``asked`` signals came, ``deadline`` passed, or the folder is deleted.
+        """Wait until all exit, ``deadline``, more than ``asked`` signals, or a deleted folder.
 
         The first failure sets the deadline if it is None.
         """
@@ -150,7 +156,7 @@ class Gang(Job):
         if self._server is None or not self._server.records:
             return outcome
         records = self._server.records
-        # newcomers began later, and those that wait or have died did not complete the last steps
+        # late joiners started at a later step, and spares or dead processes did not complete the last steps
         last = max((ending.beat.done for ending in deciding if ending.beat), default=0)
         steps = (records[0]["first"], last) if outcome.steps else None
         return replace(outcome, memberships=records, steps=steps, first_step_at=records[0]["began"])

@@ -1,4 +1,4 @@
-"""The host check: before a run starts, its hosts compare their code, packages and data."""
+"""Compares the code, packages and data of a run's hosts before the run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import worldsize
 from worldsize.config.search_path import bundle, foreign_roots, roots
-from worldsize.config.settings import Settings
 from worldsize.core import Recipe
 from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, WorldsizeError
@@ -23,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
-    """Describe this host: ``must_match`` must be equal on all hosts of a run, ``should_match`` should be."""
+    """Describe this host: what ``must_match`` on all hosts of a run, and what ``should_match``."""
     environment = capture_environment()
     return {
         "node": place.rank,
@@ -46,7 +45,7 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
 
 
 def lock_digest() -> str | None:
-    """Digest the lock of the working directory, else of worldsize's own clone; return None if there is none."""
+    """Digest the lock file of the working directory or of worldsize's clone, if any."""
     locks = (folder / "uv.lock" for folder in (Path.cwd(), bundle()))
     return next((hashlib.sha256(lock.read_bytes()).hexdigest()[:12] for lock in locks if lock.exists()), None)
 
@@ -56,7 +55,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def code_digest(roots: Sequence[Path]) -> str:
-    """Digest the Python files of worldsize, and of recipes and plugins below ``roots``."""
+    """Return a digest of worldsize's Python files, and of recipes and plugins below ``roots``."""
     own = Path(worldsize.__file__).parent
     folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
@@ -72,14 +71,14 @@ def _data_of(recipe: Recipe) -> str:
 
 
 def data_digest(files: Mapping[str, Path]) -> str:
-    """Digest names and sizes, or describe what is missing; contents were hashed where the run was launched."""
+    """Digest names and sizes, or name missing files; the launching host hashes contents."""
     if missing := [name for name in sorted(files) if not files[name].exists()]:
         return f"without {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
     return _digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
 
 
-def check_hosts(settings: Settings, first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Raise WorldsizeError, or warn as ``cluster.on_node_mismatch`` says, if a host differs from the first."""
+def check_hosts(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, on_mismatch: str) -> None:
+    """Raise WorldsizeError, or warn if ``on_mismatch="warn"``, if a host differs from the first."""
     differences = [
         f"{other['host']} (node {other['node']}) has {name} {its_value}, {first['host']} has {value}"
         for other in others
@@ -88,7 +87,7 @@ def check_hosts(settings: Settings, first: Mapping[str, Any], others: Sequence[M
     ]
     if not differences:
         return
-    if settings.agents.on_node_mismatch == "warn":
+    if on_mismatch == "warn":
         _logger.warning("%s", "; ".join(differences))
         return
     raise WorldsizeError(

@@ -1,7 +1,8 @@
-"""Wakes a launching process that waits for its gang: on signals, on calls, when its run folder is deleted."""
+"""Wakes a launching process on signals, abort requests and a deleted run folder."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -11,19 +12,24 @@ from types import FrameType
 from typing import Any, ClassVar, Self, final
 
 from worldsize.record.run_directory import is_missing
-from worldsize.world.processes import SIGNALS, handled, note
+from worldsize.world.processes import SIGNALS, handled
 
 
 @final
 class Signals:
-    """Collects signals that request an end, in order, while the launching process waits.
+    """Records termination signals in order while the launching process waits.
 
-    They are recorded, not raised, so that none is lost if two arrive together. Each makes ``arrival`` readable, even if
-    the kernel delivers it to another thread, which would not wake the main thread.
+    Signals are recorded instead of raised as exceptions, so that none is lost if two arrive together. Each makes
+    ``arrival`` readable, even if the kernel delivers it to a thread other than the main thread. A signal repeated
+    within ``repeats`` counts once, since ``timeout`` and some schedulers send it to both a process and its group.
+    SIGHUP combined with any other signal counts once, since a shutdown may send both.
     """
+
+    repeats: ClassVar[float] = 0.25  # seconds; a user takes longer to press Ctrl-C twice
 
     def __init__(self) -> None:
         self.seen: list[int] = []
+        self._last: dict[int, float] = {}  # monotonic time of each signal's last arrival
         self.arrival, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handlers: dict[int, Any] = {}  # previous handlers
         self._mask: set[int] = set()
@@ -43,25 +49,31 @@ class Signals:
         os.close(self._write)
 
     def drain(self) -> None:
-        """Clear ``arrival`` until the next signal."""
+        """Drain ``arrival``, so that it is unreadable until the next signal."""
         os.read(self.arrival, 1024)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        note(self.seen, number)
+        last, self._last[number] = self._last.get(number, -math.inf), time.monotonic()
+        if self._last[number] - last <= self.repeats:
+            return
+        if self.seen == [signal.SIGHUP]:
+            self.seen[:] = [number]
+        elif number != signal.SIGHUP or not self.seen:
+            self.seen.append(number)
 
 
 @final
 class Abort:
-    """Lets another thread request at any time to kill all processes; ``arrival`` becomes readable.
+    """A request, from any thread, to kill all processes; makes ``arrival`` readable.
 
-    The request is permanent, so that one made before anybody waits is not lost.
+    The request persists, so that it is not lost if made before the wait starts.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
         self.arrival, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_closed = False
-        self._lock = threading.Lock()  # a closed descriptor may have been reused for another file
+        self._lock = threading.Lock()  # avoids writing to a closed descriptor, which may have been reused
 
     def request(self) -> None:
         with self._lock:
@@ -78,11 +90,10 @@ class Abort:
 
 @final
 class FolderWatch:
-    """Checks about once a second whether the run's manifest exists.
+    """Detects the deletion of a run's folder by looking for its manifest every second.
 
-    The folder counts as deleted if the manifest is missing twice in a row, since on some mounted buckets a file is
-    missing for a moment while it is replaced. A run without a manifest from the start, such as an examination, is not
-    checked.
+    The folder counts as deleted if the manifest is missing twice in a row, since on some mounted buckets a file
+    disappears briefly while it is replaced. Runs without a manifest, such as an examination, are not checked.
     """
 
     interval: ClassVar[float] = 1.0  # seconds between two checks
@@ -97,7 +108,7 @@ class FolderWatch:
         return self._misses > 1
 
     def look(self) -> bool:
-        """Return whether the folder was deleted; check at most once a second."""
+        """Return whether the folder was deleted; it is checked at most once a second."""
         if self._is_expected and time.monotonic() >= self._next and not self.is_deleted:
             self._next = time.monotonic() + self.interval
             self._misses = self._misses + 1 if is_missing(self._manifest) else 0

@@ -1,4 +1,4 @@
-"""Launches on Kubernetes: a JobSet, or an indexed Job if that is not installed, applied with kubectl."""
+"""Launches runs on Kubernetes with kubectl, as a JobSet or else an indexed Job."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from worldsize.net.credentials import read_key, write_key
 from worldsize.strict_json import LARGEST
 
 _RUN_FILES = "/etc/worldsize/run"
-_FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")  # an examination has only the first
+_FILES = ("config.yaml", "overrides.yaml", "run_manifest.json")  # an examination has only config.yaml
 MANIFESTS = "kubernetes.yaml"
-_PATIENCE = 60.0  # seconds for kubectl
+_PATIENCE = 60.0  # timeout of kubectl in seconds
 
 
 @final
 @dataclass(frozen=True)
 class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
-    """Starts one pod per node, with an agent in it; code and environment are in the image."""
+    """Starts one pod per node that runs an agent; the image contains code and environment."""
 
-    run_root: str = cluster_option("/runs")  # where pods keep run folders, on one of the volumes
+    run_root: str = cluster_option("/runs")  # the pods' folder for run folders, on one of the volumes
     workdir: str | None = cluster_option(None)  # the project's folder in the image
     namespace: str = cluster_option("default")
-    kind: Annotated[str, OneOf("auto", "jobset", "job")] = cluster_option("auto")  # auto: what it has
-    volumes: Sequence[Mapping[str, str]] = cluster_option(())  # [{claim: NAME, path: /runs}], which all pods share
+    kind: Annotated[str, OneOf("auto", "jobset", "job")] = cluster_option("auto")  # auto: jobset if installed
+    volumes: Sequence[Mapping[str, str]] = cluster_option(())  # shared by all pods: [{claim: NAME, path: /runs}]
     service_account: str | None = cluster_option(None)
     node_selector: Mapping[str, str] = cluster_option({})
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)
     cpus: str | None = cluster_option(None)
-    memory: str | None = cluster_option(None)  # of a pod, e.g. 64Gi
-    pod_restarts: Annotated[int, Range(least=0)] = 3  # times that pods that failed are started again
+    memory: str | None = cluster_option(None)  # per pod, e.g. 64Gi
+    pod_restarts: Annotated[int, Range(least=0)] = 3  # maximum restarts of failed pods
     python: str = "python"  # interpreter in the image
     kubectl: Sequence[str] = ("kubectl",)  # with its options, e.g. [kubectl, --context, mine]
     shares_run_folder = False
@@ -57,7 +57,7 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
             )
 
     def write(self, plan: Plan) -> None:
-        """Write the manifests, including the run's key but no secrets of the configuration."""
+        """Write the manifests, including the run's key but excluding secrets in the configuration."""
         manifests = plan.run_dir / MANIFESTS
         manifests.touch(mode=0o600)
         manifests.write_text(self._full_manifests(plan, {}, jobset=self.kind != "job"))
@@ -71,7 +71,7 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
         return f"{'jobset' if jobset else 'job'}/{job_name(plan)}"
 
     def _full_manifests(self, plan: Plan, secrets: Mapping[str, str], *, jobset: bool) -> str:
-        """Render the manifests with the files, the key and the secrets that the pods need."""
+        """Render the manifests with the files, the key and the secrets for the pods."""
         write_key(plan.run_dir)
         keys = {"agents.key": read_key(plan.run_dir).secret.decode()}
         return self._manifests(plan, _files(plan.run_dir), {**keys, **secrets}, jobset=jobset)
@@ -81,7 +81,7 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
         return self._manifests(plan, {}, hidden, jobset=self.kind != "job")
 
     def state(self, job: str) -> str | None:
-        """Return the type of the job's last condition, or Running; None if it is over."""
+        """Return the job's last condition type, or "Running"; None if the job is over."""
         description = self._ask("get", job, "-o", "json", "--ignore-not-found")
         if not description.strip():  # the job was deleted or cleaned up
             return None
@@ -103,10 +103,10 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
         return "jobsets" in self._ask("api-resources", "--api-group=jobset.x-k8s.io", "--output=name")
 
     def _ask(self, *words: str, text: str | None = None) -> str:
-        """Run kubectl; return what it prints.
+        """Run kubectl; return its output.
 
         Raises:
-            ConfigError: kubectl fails; the message is its own.
+            ConfigError: kubectl fails; the error includes its message.
         """
         command = [*self.kubectl, f"--namespace={self.namespace}", *words]
         try:
@@ -149,10 +149,10 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
 
 
 def _files(run: Path) -> dict[str, str]:
-    """Collect the files that a pod copies into its run folder, by path.
+    """Collect the files that pods copy into their run folders, by path.
 
     Raises:
-        ConfigError: a plugin in the run folder (since the image lacks it) has a file that is not text.
+        ConfigError: a plugin copied to the run folder contains a file that is not text.
     """
     there = [path for path in _FILES if (run / path).exists()]
     paths = [*there, *(file.relative_to(run).as_posix() for file in run.glob("plugins/**/*") if file.is_file())]
@@ -169,7 +169,7 @@ def _key(path: str) -> str:
 
 
 def _parts(plan: Plan) -> list[tuple[str, int, int]]:
-    """List the jobs of the set with role, nodes, and first node; one job for all if a node has several roles."""
+    """List the jobs as (role, nodes, first node); only one if a node has several roles."""
     size = plan.cluster.processes_per_node
     if any(role.processes % size for role in plan.roles.values()):
         return [("node", plan.cluster.nodes, 0)]

@@ -1,4 +1,4 @@
-"""Launches on this machine alone: the launching process forks all others."""
+"""Launches runs on this machine, by forking all processes from the launching process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from worldsize.world.topology import missing_interfaces
 @final
 @dataclass(frozen=True)
 class Local(NodeLauncher, Launcher):
-    """Starts every process by ``fork``, so that K workers cost one import of torch.
+    """Starts all processes with ``fork``, so that K workers need only one import of torch.
 
-    The launching process must have no threads and no CUDA context at that time. Torch's elastic agent is
-    not used: it polls every 0.1 s, waits 30 s for a gang that ignores SIGTERM, and reports whichever
-    failed process it sees first, which often is not the one that failed first.
+    The launching process must not have threads or a CUDA context at that time. This does not use torch's elastic agent,
+    which polls every 0.1 s, waits 30 s for a gang that ignores SIGTERM, and reports the failure that it notices first,
+    which is often not the first one.
     """
 
     def check(self, cluster: Cluster) -> None:
@@ -57,18 +57,18 @@ class Local(NodeLauncher, Launcher):
 def _pins(cluster: Cluster) -> Pins:
     try:
         return pins_here(cluster, os.environ)
-    except ConfigError as error:  # the run would be refused
+    except ConfigError as error:  # show the reason for refusing the run
         return Pins(reason=str(error))
 
 
 def _check_network(cluster: Cluster) -> None:
-    """Raise ConfigError if this host's torch lacks the backend, or this host the interface."""
-    import torch.distributed as dist  # takes seconds
+    """Raise ConfigError if torch lacks the backend or this host lacks the interface."""
+    import torch.distributed as dist  # takes seconds to import
 
     if missing := [name for name in backend_names(cluster.backend) if not dist.is_backend_available(name)]:
-        raise ConfigError(f"cluster.backend={cluster.backend}: this build of torch has no {missing[0]}. Set gloo.")
+        raise ConfigError(f"cluster.backend={cluster.backend}: this build of torch lacks {missing[0]}. Set gloo.")
     if cluster.interface is not None and (missing := missing_interfaces(cluster.interface, cluster.backend)):
         there = [name for _, name in socket.if_nameindex()]
         raise ConfigError(
-            f"cluster.interface: this host has no interface {missing[0]!r}{neighbours(missing[0], there)}"
+            f"cluster.interface: this host lacks the interface {missing[0]!r}{neighbours(missing[0], there)}"
         )

@@ -1,4 +1,4 @@
-"""Connects the agents of a run's hosts, or tests whether they can reach each other."""
+"""Connects the agents of a run's hosts, and tests whether the hosts can reach each other."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from worldsize.world.topology import address_towards
 
 _logger = logging.getLogger(__name__)
 
-_LOOK = 0.2  # seconds between two looks at whether the door is closed
-_RETRY = 0.1  # seconds
-_CONNECT = 5.0  # seconds
-_HANDSHAKE = 10.0  # seconds
+_LOOK = 0.2  # seconds between two checks of whether the door is closed
+_RETRY = 0.1  # seconds between two attempts to connect
+_CONNECT = 5.0  # timeout of a connection attempt in seconds
+_HANDSHAKE = 10.0  # timeout of a handshake in seconds
 _BACKLOG = 128
 
 
 def gather(node: Node, port: int, key: RunKey, *, patience: float, silence: float) -> list[tuple[RemoteAgent, Message]]:
-    """Wait on the first host for the others; return them by node rank, each with the facts of its host.
+    """Wait for all other hosts; return their agents and facts, sorted by node rank.
 
-    ``patience``: seconds that they have to connect; ``silence``: seconds without a heartbeat until one is lost.
+    They have ``patience`` seconds to connect, and are lost after ``silence`` seconds without a heartbeat.
 
     Raises:
-        WorldsizeError: a host did not connect in time, or the port is taken.
+        WorldsizeError: a host did not connect in time, or the port is in use.
     """
     agents = arrivals(node, port, key, patience=patience, silence=silence)
     if missing := sorted({*node.expected} - {agent.rank for agent, _ in agents}):
@@ -50,7 +50,7 @@ def gather(node: Node, port: int, key: RunKey, *, patience: float, silence: floa
             agent.connection.close()
         raise WorldsizeError(
             f"nodes {missing} of {node.count} did not come within {patience:g} s. Look at their logs, and "
-            f"whether they reach {node.first} at port {port}; cluster.timeout is how long is waited."
+            f"whether they reach {node.first} at port {port}; cluster.timeout sets the time to wait."
         )
     return agents
 
@@ -58,18 +58,18 @@ def gather(node: Node, port: int, key: RunKey, *, patience: float, silence: floa
 def arrivals(
     node: Node, port: int, key: RunKey, *, patience: float, silence: float
 ) -> list[tuple[RemoteAgent, Message]]:
-    """Do the same as :func:`gather`, but return the hosts that connected in time.
+    """Wait like :func:`gather`, but return only the hosts that connected in time.
 
-    ``patience`` and ``silence`` are in seconds. Raises WorldsizeError if the port is taken.
+    ``patience`` and ``silence`` are in seconds. Raises WorldsizeError if the port is in use.
     """
     ranks, expected = range(1, node.count), {*node.expected}
     agents: dict[int, tuple[RemoteAgent, Message]] = {}
     connections: list[AgentConnection] = []
     deadline = time.monotonic() + (patience if expected else 0.0)
-    beats = HeartbeatSender(connections, silence)  # an early agent receives heartbeats of this host
+    beats = HeartbeatSender(connections, silence)  # keeps agents that connected early from timing out
     with _listening(node, port) as listener, beats, Admission(listener, key, ranks, silence=silence) as admission:
         for agent, facts in admission.arrivals(deadline=deadline):
-            if agent.rank in agents:  # it has reconnected, so its former connection is obsolete
+            if agent.rank in agents:  # the agent reconnected, so its old connection is obsolete
                 agents[agent.rank][0].connection.close()
             agents[agent.rank] = agent, facts
             connections.append(agent.connection)
@@ -80,9 +80,9 @@ def arrivals(
 
 @final
 class Door:
-    """Admits the hosts that come back while a run goes on, from a thread of its own, while its context is open.
+    """Context manager that admits returning hosts in a thread during a run.
 
-    ``check`` gets the facts of a host, and raises WorldsizeError if it may not take part; the others as :func:`gather`.
+    ``check`` is called with a host's facts, and raises WorldsizeError to refuse it. For the others see :func:`gather`.
     """
 
     def __init__(self, node: Node, port: int, key: RunKey, check: Callable[[Message], None], *, silence: float) -> None:
@@ -104,7 +104,7 @@ class Door:
         try:
             listener = _listening(self._node, self._port)
         except WorldsizeError as error:
-            _logger.error("no host can come back: %s", error)
+            _logger.error("hosts cannot come back: %s", error)
             return
         with listener, Admission(listener, self._key, expected, silence=self._silence) as admission:
             while not self._is_closed.is_set():
@@ -130,22 +130,22 @@ def _listening(node: Node, port: int) -> socket.socket:
 
 
 def reach(node: Node, port: int, key: RunKey, *, patience: float, silence: float, facts: Message) -> AgentConnection:
-    """Connect from another host to the first. ``patience`` and ``silence`` are in seconds, as in :func:`gather`.
+    """Connect this host to the first host; for the arguments see :func:`gather`.
 
     Raises:
-        WorldsizeError: it does not answer, or is not authenticated as the first host of this run.
+        WorldsizeError: the first host does not answer, or fails to authenticate as this run's first host.
     """
     deadline = time.monotonic() + patience
     while True:
         try:
             return _joined(node, port, key, silence, facts)
         except NotOfThisRunError as error:
-            raise WorldsizeError(f"{node.first}:{port} is not of this run: {error}.") from error
+            raise WorldsizeError(f"{node.first}:{port} does not belong to this run: {error}.") from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WorldsizeError(
                     f"the first node, {node.first}, does not answer at port {port}: {error}. "
-                    "Look at its log, and at what lies between the two."
+                    "Look at its log, and check firewalls between the two."
                 ) from error
             time.sleep(_RETRY)
 
@@ -157,7 +157,7 @@ def _joined(node: Node, port: int, key: RunKey, silence: float, facts: Message) 
         agent = AgentConnection(connection, seal, silence)
         agent.send(**facts)
         if "admitted" not in agent.receive():
-            raise NotOfThisRunError("it says something else before it has admitted this host")
+            raise NotOfThisRunError("its first message does not admit this host")
         return agent
     except OSError:
         connection.close()
@@ -165,7 +165,7 @@ def _joined(node: Node, port: int, key: RunKey, silence: float, facts: Message) 
 
 
 def _conducted(handshake: Generator[Turn, bytes, MessageSeal], connection: socket.socket) -> MessageSeal:
-    """Perform the I/O of ``handshake``; return its result."""
+    """Perform the I/O for ``handshake``; return its result."""
     deadline = time.monotonic() + _HANDSHAKE
     turn = next(handshake)
     while True:
@@ -178,17 +178,17 @@ def _conducted(handshake: Generator[Turn, bytes, MessageSeal], connection: socke
             return seal
 
 
-_PATIENCE = 3.0  # seconds
-_AT_ONCE = 32
-_LONGEST = 32  # bytes of a node's number
+_PATIENCE = 3.0  # timeout of a probe in seconds
+_AT_ONCE = 32  # maximum concurrent probes
+_LONGEST = 32  # maximum bytes of a probe's answer
 
 
 @final
 class PortProbe:
-    """An open port at ``address`` that sends every client the number of its node.
+    """An open port at ``address`` that sends this host's node rank to every client.
 
     Raises:
-        OSError: this host has no such address.
+        OSError: this host does not have the address.
     """
 
     def __init__(self, address: str, node: int) -> None:
@@ -216,18 +216,18 @@ class PortProbe:
 
 
 def probe(address: str, port: int, node: int) -> str | None:
-    """Return why the port of ``node`` cannot be reached, or None if it can."""
+    """Return the reason why the port of ``node`` is unreachable; None if it is reachable."""
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as connection:
             line = receive_line(connection, at_most=_LONGEST, deadline=time.monotonic() + _PATIENCE)
     except OSError as error:
         return str(error)
-    said = line.decode("latin-1").strip().encode("unicode_escape").decode()  # another program
+    said = line.decode("latin-1").strip().encode("unicode_escape").decode()  # may come from a different program
     return None if said == str(node) else f"another process answers there ({said or 'nothing'})"
 
 
 def probe_all(probes: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:
-    """Map each node whose port cannot be reached from here to the reason. ``own`` is this node."""
+    """Map the nodes unreachable from node ``own``, which is this host, to the reasons."""
     others = [(str(each["address"]), int(each["port"]), int(each["node"])) for each in probes if each["node"] != own]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         refusals = pool.map(lambda other: probe(*other), others)

@@ -1,4 +1,4 @@
-"""Tracks the processes of a gang, and shows their logs on the terminal."""
+"""Tracks a gang's processes, and shows their logs on the terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Protocol, final
 
 from worldsize.core import Failure, Role
 from worldsize.files import open_regular, read_regular
+from worldsize.healing.membership import Pipe
 from worldsize.launch.first_cause import Ending, ProcessError
 from worldsize.messages import last_error
 from worldsize.strict_json import LARGEST, parse
-from worldsize.world.membership import Pipe
 from worldsize.world.processes import PREEMPTED, Beat, read_beat
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FULL_BYTES = 64 << 10  # bytes; with less free space a process may fail to write its error
+_FULL_BYTES = 64 << 10  # free space below which a process may fail to write its error
 
 
 class Process(Protocol):
-    """A process of a gang, on this host or another."""
+    """A gang's process on this or a remote host."""
 
     @property
     def sentinel(self) -> int: ...
@@ -49,17 +49,17 @@ class Process(Protocol):
 @final
 @dataclass(frozen=True)
 class Member:
-    """One process with its files for output, error and progress."""
+    """A gang's process with its files for output, errors and progress."""
 
     role: str
-    rank: int  # in its role
+    rank: int  # within the role
     process: Process
     log: Path
     error: Path
     heartbeat: Path
-    pipe: Pipe | None = None  # to a process of a gang that heals
+    pipe: Pipe | None = None  # only in a healing gang
     host: str = ""
-    log_start: int = 0  # bytes of the log that earlier attempts wrote
+    log_start: int = 0  # size of the log in bytes before this start
 
     @property
     def failed(self) -> bool:
@@ -70,7 +70,7 @@ class Member:
         return read_beat(self.heartbeat)
 
     def ending(self) -> Ending:
-        """Collect the exit code and error of the process, which has ended; its files are read once."""
+        """Return exit code, error and progress of the exited process; its files are read only once."""
         return self._ending
 
     @cached_property
@@ -80,10 +80,10 @@ class Member:
         return Ending(self.role, self.rank, code, self._error(), self.beat, self.log, self.host)
 
     def copy_error_to_log(self, first: Failure | None) -> None:
-        """Append the error to the log, in one line if the process only lost the peer that failed ``first``.
+        """Append the error to the log, shortened to one line if the process only lost a peer.
 
-        The process does not write it there itself, since the terminal shows the logs and the first cause must come
-        first.
+        ``first`` is the gang's first failure. The process does not log its own error, since the terminal shows the logs
+        and must show the first cause first.
         """
         if error := self._error():
             text = error["traceback"]
@@ -101,7 +101,7 @@ class Member:
             return self._full_disk()
 
     def _full_disk(self) -> ProcessError | None:
-        """Return the likely error if a process failed and the disk is too full for its error file."""
+        """Return a "disk full" error if the process failed and its error file may not fit."""
         with suppress(OSError):
             if self.process.exitcode == 1 and shutil.disk_usage(self.error.parent).free < _FULL_BYTES:
                 text = f"the disk with {self.error.parent.parent} is full. Make room, then resume the run."
@@ -110,17 +110,17 @@ class Member:
 
 
 class LostHostError(OSError):
-    """The host on which a process was to be started is lost."""
+    """The host on which to start a process is lost."""
 
 
 @final
 class Members:
     """The processes of a gang.
 
-    ``start(role, rank, starts)`` starts a process that was started ``starts`` times before. If its role restarts
-    individually, a failed process is restarted up to ``max_restarts`` times; then the run continues without it as long
-    as ``min_processes`` of its role are alive. In a role that heals it continues in the meantime, too. ``node_of``
-    returns the number of a process's host, given its role and its rank there.
+    ``start(role, rank, starts)`` starts a process that was started ``starts`` times before. In a role with individual
+    restarts, a failed process is restarted up to ``max_restarts`` times; then the run continues without it while
+    ``min_processes`` processes of its role are alive. In a healing role, the run also continues during the restart.
+    ``node_of(role, rank)`` returns the node rank of a process.
     """
 
     def __init__(
@@ -133,15 +133,15 @@ class Members:
         node_of: Callable[[str, int], int] = lambda role, rank: 0,
     ) -> None:
         self.roles = roles
-        self.current: list[Member] = []  # without the lost ones
-        self.ended: list[Member] = []  # of the current ones
-        self.lost: list[Member] = []  # they have failed, and the run has continued
-        self.leaving: list[Member] = []  # they were asked to leave a gang that heals
-        self.terminal = terminal  # shows their output
+        self.current: list[Member] = []  # all but lost members
+        self.ended: list[Member] = []  # exited members of self.current
+        self.lost: list[Member] = []  # failed members without which the run continued
+        self.leaving: list[Member] = []  # members that were asked to leave a healing gang
+        self.terminal = terminal  # shows the members' output
         self._start, self._max_restarts, self._node_of = start, max_restarts, node_of
 
     def add(self, role: str, rank: int) -> None:
-        """Start a process, and show its output."""
+        """Start a process and show its output."""
         member = self._start(role, rank, _starts(self.lost, role, rank))
         self.current.append(member)
         if self.terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
@@ -151,11 +151,11 @@ class Members:
         return [member for member in self.current if member.process.is_alive()]
 
     def awaited(self) -> dict[int, Member]:
-        """Map the descriptor that becomes readable when a process ends to the process, for all that run."""
+        """Map sentinels, which become readable on exit, to the running processes."""
         return {member.process.sentinel: member for member in self.current if member not in self.ended}
 
     def note_end(self, member: Member) -> None:
-        """Record that the process has ended; restart it if its role allows that and the run is not about to end."""
+        """Record that a process exited; if it failed, restart it where its role allows that."""
         member.process.join()
         if member in self.leaving:
             self.current.remove(member)
@@ -171,23 +171,23 @@ class Members:
 
     @property
     def deciding(self) -> Sequence[Member]:
-        """List the processes whose end is the run's end."""
+        """The processes that must complete for the run to complete."""
         return [member for member in self.current if self._is_deciding(member)]
 
     @property
     def must_end(self) -> bool:
-        """Return whether a process has failed for good, or only processes remain that may come and go."""
+        """Whether a failure is final, or only processes that may come and go remain."""
         deciding = self.deciding
         is_over = bool(deciding) and all(member in self.ended for member in deciding)
         return is_over or any(member.failed for member in self.ended)
 
     def terminate(self) -> None:
-        """Ask all to save and to end."""
+        """Ask all live processes to save and exit."""
         for member in self.alive():
             member.process.terminate()
 
     def kill(self) -> list[Member]:
-        """Kill all processes that are still alive; return them."""
+        """Kill all live processes; return them."""
         alive = self.alive()
         for member in alive:
             member.process.kill()
@@ -195,14 +195,14 @@ class Members:
         return alive
 
     def _is_deciding(self, member: Member) -> bool:
-        """Return whether the run needs the process: only those of the last role may come and go."""
+        """Return whether the run needs the process; only processes of the last role may come and go."""
         return member.role != list(self.roles)[-1] or self.roles[member.role].restart != "individual"
 
     def _heal(self, member: Member, *, is_ending: bool) -> None:
-        """Go on without a failed process, or restart it too, unless its error is one that met another at that step."""
-        ending = member.ending()  # before its files become those of the process that takes its place
+        """Restart or drop a failed process, unless a different process already failed at the same step."""
+        ending = member.ending()  # before its replacement overwrites its files
         errors = [lost.beat for lost in map(Member.ending, self.lost) if lost.has_failed_itself]
-        if is_ending:  # the others have done all steps, or saved
+        if is_ending:  # the other processes have completed all steps or saved
             self.ended.remove(member)
             self.current.remove(member)
             self.lost.append(member)
@@ -210,7 +210,7 @@ class Members:
             self._replace(member)
 
     def _replace(self, member: Member) -> None:
-        """Restart a failed process, or continue without it; if neither is allowed, the gang fails."""
+        """Restart a failed process or continue without it; otherwise, let the gang fail."""
         role, starts = self.roles[member.role], _starts(self.lost, member.role, member.rank)
         others = [each for each in self.alive() if each.role == member.role]
         least = 1 if role.restart == "heal" else role.processes
@@ -221,7 +221,7 @@ class Members:
         if starts < self._max_restarts:
             what = f"starting it again ({starts + 1} of {self._max_restarts})"
         elif is_spare:
-            what = "going on without it"
+            what = "continuing without it"
         else:
             return
         cause = last_error(member.ending().cause)
@@ -233,10 +233,10 @@ class Members:
             self._start_again(member, is_spare=is_spare)
 
     def _start_again(self, member: Member, *, is_spare: bool) -> None:
-        """Restart a process; if the host cannot, continue without it, or let the gang fail."""
+        """Restart a process; if its host cannot start it, continue without it or let the gang fail."""
         try:
             self.add(member.role, member.rank)
-        except OSError as error:  # no more processes, or a full disk
+        except OSError as error:  # process limit reached, or disk full
             _logger.error("%s %d cannot be started again: %s", member.role, member.rank, error)
             if not is_spare:
                 self.lost.remove(member)
@@ -245,7 +245,7 @@ class Members:
 
 
 def _in_groups(nodes: Sequence[int], together: int) -> int:
-    """Return how many of the processes on these nodes form groups of ``together``, each on one node."""
+    """Return how many processes on these nodes form complete groups of ``together`` per node."""
     return sum(count // together * together for count in Counter(nodes).values())
 
 
@@ -254,23 +254,23 @@ def _step(beat: Beat | None) -> int | None:
 
 
 def _starts(lost: Sequence[Member], role: str, rank: int) -> int:
-    """Return how often a process was started and died."""
+    """Return how often a process with this role and rank died and was lost."""
     return sum((each.role, each.rank) == (role, rank) for each in lost)
 
 
-_CHUNK = 1 << 20  # bytes
+_CHUNK = 1 << 20  # bytes per read
 
 
 @final
 class Terminal:
-    """Follows log files and shows each line after the name of its process, as in "[worker 3] ..."."""
+    """Follows log files; prints each line with its process's name, such as "[worker 3] "."""
 
     def __init__(self) -> None:
         self._tails: list[TailLog] = []
 
     def show(self, name: str, log: Path, *, start: int = 0) -> None:
-        """Start to follow the log of the process ``name``, from byte ``start`` on."""
-        from torch.distributed.elastic.multiprocessing.tail_log import TailLog  # takes seconds, as torch does
+        """Start following the log of the process ``name`` at byte ``start``."""
+        from torch.distributed.elastic.multiprocessing.tail_log import TailLog  # takes seconds, since it imports torch
 
         prefix, earlier = f"[{name}] ", iter(range(_lines_before(start, log)))
         try:
@@ -282,11 +282,11 @@ class Terminal:
                 log_line_filter=lambda line: next(earlier, None) is None,
             )
             self._tails.append(tail.start())
-        except RuntimeError as error:  # a host may allow a process but no thread to follow it
+        except RuntimeError as error:  # the host's process limit may prevent one more thread
             _logger.warning("%s is not shown here, see %s: %s", name, log, error)
 
     def close(self) -> None:
-        """Show the rest of all logs, and stop."""
+        """Print the rest of all logs, and stop."""
         for tail in self._tails:
             tail.stop()
 
@@ -297,7 +297,7 @@ def size_of(log: Path) -> int:
 
 
 def _lines_before(start: int, log: Path) -> int:
-    """Return how many lines of a log end before byte ``start``, as Python splits a text file."""
+    """Count the lines before byte ``start`` of a log, with Python's universal newlines."""
     if not start:
         return 0
     decoder, lines = io.IncrementalNewlineDecoder(None, translate=True), 0

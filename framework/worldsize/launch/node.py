@@ -1,4 +1,4 @@
-"""Starts the processes of one host by forking its launching process, which has already imported torch."""
+"""Starts one host's processes as forks of the launching process, to import torch once."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar
 
 from worldsize.core import Cluster, LaunchMethod, Plan, Range
 from worldsize.core.limits import GRACE, SECONDS
+from worldsize.healing.membership import MembershipChannel, Pipe
 from worldsize.launch.autoscale import AutoscaleProcess
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import Member, Members, Terminal, size_of
@@ -26,7 +27,6 @@ from worldsize.launch.remote import RemoteHosts
 from worldsize.observe.health.process import HealthProcess
 from worldsize.record.run_directory import RunDirectory, make_folder_of
 from worldsize.world.environments import Node, Placement
-from worldsize.world.membership import MembershipChannel, Pipe
 from worldsize.world.processes import SIGNALS, die_with_parent, handled, leave_bad_fork, leave_hangups, ready_to_fork
 from worldsize.world.roles import heals, place_of, role_of, role_ranks
 from worldsize.world.scratch import socket_folder
@@ -35,27 +35,27 @@ from worldsize.world.topology import variables
 
 @dataclass(frozen=True)
 class NodeLauncher(LaunchMethod):
-    """Starts the processes of one host by forking; the base of launchers that do so on each host."""
+    """Starts the processes of one host by forking; base of launchers that do so on each host."""
 
     heals: ClassVar[bool] = True
-    max_restarts: Annotated[int, Range(least=0)] = 0  # times that a gang that failed starts again from its checkpoint
-    grace: Annotated[float, GRACE] = 1.0  # seconds that a failed gang has to write its errors before it is killed
-    interrupt_grace: Annotated[float, GRACE] = 1.0  # seconds that a run has to save after Ctrl-C
-    save_grace: Annotated[float, GRACE] = 30.0  # and after SIGTERM or SIGUSR1
+    max_restarts: Annotated[int, Range(least=0)] = 0  # maximum restarts of a failed gang from its checkpoint
+    grace: Annotated[float, GRACE] = 1.0  # seconds for a failed gang to write its errors before it is killed
+    interrupt_grace: Annotated[float, GRACE] = 10.0  # seconds for a run to save after Ctrl-C
+    save_grace: Annotated[float, GRACE] = 30.0  # seconds for a run to save after SIGTERM, SIGUSR1 or SIGHUP
     node_timeout: Annotated[float, SECONDS] = 10.0  # seconds without a heartbeat after which a host is lost
     terminal_logs: bool = True  # show each process's output with its "[worker 3]" prefix
 
     @property
     def requeues(self) -> bool:
-        """Whether a host that has lost the first one has the run queued again; all share its folder then."""
+        """Whether a host that loses the first host requeues the run; requires a shared run folder."""
         return False
 
     def is_current(self) -> bool:
-        """Return whether no other start of the run may go on with it; asked on the first host when another is lost."""
+        """Return whether this start still owns the run; called on the first host after a loss."""
         return True
 
     def start_node(self, plan: Plan, node: Node, rendezvous: NodeRendezvous, others: RemoteHosts | None = None) -> Gang:
-        """Start the processes of ``node``; of a gang that heals also those of the ``others``."""
+        """Start the processes of ``node``; in a healing gang, also those of ``others``."""
         run = RunDirectory(plan.run_dir)
         terminal = Terminal() if self.terminal_logs else None
 
@@ -75,7 +75,7 @@ class NodeLauncher(LaunchMethod):
             for rank in (*(range(plan.world_size) if others else own), *spares):
                 members.add(*role_of(rank, plan.roles))
         except BaseException:
-            members.kill()  # it would wait for ranks that never start
+            members.kill()  # they would wait for ranks that never start
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
             raise
         server = None
@@ -93,17 +93,17 @@ class NodeLauncher(LaunchMethod):
 
 @dataclass(frozen=True)
 class NodeRendezvous:
-    """The rendezvous of a node's processes with all others."""
+    """How a node's processes find the run's other processes."""
 
-    folder: Path  # private folder of heartbeats and sockets of this node's processes; removed after the attempt
+    folder: Path  # private folder for this node's heartbeats and sockets; removed after the attempt
     local_size: int
     store: str  # a torch.distributed init method
     variables: Mapping[str, str]
-    address: str = "127.0.0.1"  # address of this node for the others
+    address: str = "127.0.0.1"  # address at which other nodes reach this one
 
     @staticmethod
     def alone(plan: Plan) -> NodeRendezvous:
-        """Create the rendezvous of a run on one host, without ports that are reachable from outside."""
+        """Create the rendezvous for a run on one host, without ports reachable from other hosts."""
         folder, cluster = socket_folder(), plan.cluster
         interface = cluster.interface or ("lo" if sys.platform == "linux" else None)
         network = variables(cluster.backend, interface, cluster.hca)
@@ -116,13 +116,13 @@ class NodeRendezvous:
 
 
 def health_processes(plan: Plan, node: Node) -> list[AbstractContextManager[object]]:
-    """Return the process that watches the health of this host, unless the run wants none."""
+    """Return this host's health monitor, if the run is configured with one."""
     return [HealthProcess(plan.run_dir, plan.health, node=node.rank)] if plan.health else []
 
 
 def start_process(plan: Plan, rendezvous: NodeRendezvous, role: str, rank: int, starts: int) -> Member:
-    """Start a process of this host, given its role, its rank there, and how often it was started before."""
-    import worldsize.worker.process  # noqa: F401 - takes seconds, so once before the fork instead of in every worker
+    """Start process ``rank`` of ``role`` on this host; it was started ``starts`` times before."""
+    import worldsize.worker.process  # noqa: F401 - takes seconds; done once before the fork instead of per worker
     from worldsize.config.recorded import preload
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
@@ -148,7 +148,7 @@ def start_process(plan: Plan, rendezvous: NodeRendezvous, role: str, rank: int, 
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """Block the signals that request an end while a child is forked, which unblocks them itself."""
+    """Block termination signals during a fork; the child unblocks them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -169,7 +169,7 @@ def _body(
     die_with_parent(parent)
     for number in handled(SIGNALS):
         signal.signal(number, signal.SIG_DFL)
-    # a terminal sends these to every process; the launcher decides
+    # a terminal sends SIGINT and SIGHUP to every process; the launcher decides what to do
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_hangups()
     del sys.argv[1:]  # the command line may contain a secret, and loggers record it
@@ -181,7 +181,7 @@ def _body(
 
     try:
         code = play(run, placement, MembershipChannel.of(pipe, cluster.timeout) if pipe else None)
-    except BaseException:  # the launcher shows the error that play has written
+    except BaseException:  # the launcher shows the error written by play
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a thread may be waiting for a peer that will never connect
@@ -189,7 +189,7 @@ def _body(
 
 
 def _write_to(log: Path) -> None:
-    """Redirect standard output and error of this process and its children to one file."""
+    """Redirect the standard output and error of this process and its children to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,4 +1,4 @@
-"""The processes of any host except the first, in a gang that heals: the first host says what is done with them."""
+"""Runs a host's processes in a healing gang that the first host controls."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import astuple
 from multiprocessing.connection import wait
 from typing import Any, final
 
+from worldsize.healing.membership import receive, send
 from worldsize.launch.interruption import Signals
 from worldsize.launch.members import Member
 from worldsize.net.agent_connection import AgentConnection, Mailbox
 from worldsize.net.handshake import Message
-from worldsize.world.membership import receive, send
 from worldsize.world.processes import Beat
 
 _BEATS = 1.0  # seconds between two reports of progress
-_LONGEST = 100_000  # characters of an error
+_LONGEST = 100_000  # maximum characters of a reported error
 
 
 @final
 class Outpost:
-    """Starts, tells and ends processes as it is told, and reports what they say and how they end.
+    """Starts and signals processes as the first host requests; reports messages and exits.
 
     Args:
-        start: Starts a process, given its role, its rank there, and how often it was started before.
-        mail: What the first host says; None: it is lost.
-        connection: Leads to the first host.
+        start: Starts a process, given its role, its rank in the role, and the number of previous starts.
+        mail: Messages from the first host; a None message means that it is lost.
+        connection: The connection to the first host.
         attempt: Number of the attempt.
     """
 
@@ -39,12 +39,12 @@ class Outpost:
         attempt: int,
     ) -> None:
         self._start, self._mail, self._connection, self._attempt = start, mail, connection, attempt
-        self._members: dict[int, Member] = {}  # those that run, by global rank
+        self._members: dict[int, Member] = {}  # running processes by global rank
         self._beats: dict[int, Beat | None] = {}
-        self.is_asked = False  # by a signal, to save and end
+        self.is_asked = False  # whether a signal has requested to save and end
 
     def run(self) -> bool:
-        """Work until the first host ends the attempt, or is lost; return whether it is not. No process is left then."""
+        """Serve until the first host ends the attempt (True) or is lost (False); kill the rest."""
         asked = False
         with Signals() as signals:
             try:
@@ -65,7 +65,7 @@ class Outpost:
                             self._report_end(members[ready])
                         else:
                             self._pass_on(pipes[ready])
-                    if signals.seen and not asked:  # they agree with those of the other hosts on when they save
+                    if signals.seen and not asked:  # processes of all hosts agree on the step to save
                         asked = True
                         self._signal([*self._members], signal.SIGTERM)
                     self._report_beats()
@@ -84,7 +84,7 @@ class Outpost:
                 try:
                     if pipe is not None:
                         send(pipe, said)
-                except OSError:  # it has ended, which its sentinel tells
+                except OSError:  # already exited; the sentinel reports it
                     return
             case {"rank": int(rank), "signal": str(name)} if rank in self._members:
                 self._signal([rank], signal.Signals[name])
@@ -92,7 +92,7 @@ class Outpost:
     def _begin(self, rank: int, role: str, role_rank: int, starts: int) -> None:
         try:
             member = self._start(role, role_rank, starts)
-        except OSError as error:  # no more processes, or a full disk
+        except OSError as error:  # process limit reached, or disk full
             self._say(rank=rank, code=1, error={"time_ns": 0, "traceback": f"it cannot be started: {error}"})
             return
         self._members[rank] = member
@@ -104,7 +104,7 @@ class Outpost:
             return
         try:
             message = receive(member.pipe)
-        except (OSError, EOFError, ValueError):  # it has ended, which its sentinel tells
+        except (OSError, EOFError, ValueError):  # already exited; the sentinel reports it
             member.pipe.close()
             return
         self._say(rank=rank, said=message)
@@ -134,7 +134,7 @@ class Outpost:
     def _say(self, **message: object) -> None:
         try:
             self._connection.send(**message)
-        except OSError:  # the thread that receives detects it, too
+        except OSError:  # the receiving thread detects it, too
             return
 
 

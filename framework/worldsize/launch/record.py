@@ -1,4 +1,4 @@
-"""Collects what a run folder records before the first step: configuration, code, environment, data, shape, level."""
+"""Records a run before its first step: configuration, code, environment, data, cluster."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from worldsize import seeds
 from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete
 from worldsize.checkpoint.weights import open_weights
 from worldsize.collectives.cluster_cost import axis_tiers
 from worldsize.config.compose import additional_folder, choices, task_overrides, variables_of
+from worldsize.config.schema import RunConfig
 from worldsize.config.search_path import Plugin, bundle, used
 from worldsize.config.settings import Settings
-from worldsize.core import ConfigError, ContainerImage, Launcher, Plan
+from worldsize.core import ConfigError, ContainerImage, Launcher, LaunchMethod, Plan
 from worldsize.data.permutation import ORDER
 from worldsize.errors import neighbours
-from worldsize.record import determinism
+from worldsize.loop.initial_weights import InitialWeights
 from worldsize.record.code import Code, capture_code
 from worldsize.record.environment import capture_environment, hardware, relevant_variables, write_environment
 from worldsize.record.inputs import check_data, digest_of, fingerprint, keep, kept_folder, recipe_fingerprint
@@ -42,32 +44,31 @@ from worldsize.record.level import (
 from worldsize.record.redaction import Scrubber, scrubber, withheld
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunRecord, create_record, view
-from worldsize.train.initial_weights import InitialWeights
 from worldsize.world.environments import image_of
 from worldsize.world.world import threads_per_process
 
 _logger = logging.getLogger(__name__)
 
 
-def scrubber_of(cfg: DictConfig, settings: Settings) -> Scrubber:
-    """Return the scrubber that removes the secrets of a composed configuration from texts."""
-    return scrubber(settings.config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
+def scrubber_of(cfg: DictConfig, config: Mapping[str, Any]) -> Scrubber:
+    """Return a scrubber that removes the secrets in ``cfg``, resolved in ``config``, from texts."""
+    return scrubber(config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
 
 
-def with_secrets(settings: Settings, plan: Plan, clean: Scrubber) -> Plan:
-    """Add to the plan the secret values, which no file of the run contains."""
-    secrets = withheld(settings.config, clean.tree(settings.config))
+def with_secrets(config: Mapping[str, Any], plan: Plan, clean: Scrubber) -> Plan:
+    """Return the plan with the configuration's secrets, which are not in the run's files."""
+    secrets = withheld(config, clean.tree(config))
     return replace(plan, secrets={"WORLDSIZE_SECRETS": json.dumps(secrets)}) if secrets else plan
 
 
 def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrubber) -> None:
-    """Write everything that is known before the start to the run folder.
+    """Write the run's record, with all facts available before the start, to the run folder.
 
     Raises:
-        ConfigError: the run re-creates another one whose data differ, or less exactly than --strict demands.
+        ConfigError: a re-created run has different data, or a lower reproducibility level than --strict requires.
     """
     config = clean.tree(settings.config)
-    code = _code(settings, clean)
+    code = _code(settings.run, clean)
     if code["patch"]:
         run.patch.write_bytes(code["patch"])
     manifest = {
@@ -75,8 +76,8 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "parent_run": None,
         "command": clean.words(sys.argv),
         "code": {key: value for key, value in code.items() if key != "patch"},
-        "plugins": [_plugin(plugin, settings, run, clean) for plugin in used(config, choices())],
-        "environment": {**capture_environment(), **_lock(run, clean), "image": _image(settings)},
+        "plugins": [_plugin(plugin, settings.run.include, run, clean) for plugin in used(config, choices())],
+        "environment": {**capture_environment(), **_lock(run, clean), "image": _image(settings.launcher)},
         "hardware": [hardware()],
         **_configured(settings, plan, config),
         "overrides": clean.words(task_overrides()),
@@ -86,7 +87,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
         "reproducibility": asdict(promised_level(settings.determinism)),
     }
     written = clean.tree({**manifest, **_parentage(settings, manifest)})
-    # its keys are names of files and packages, such as secrets.py and google-auth
+    # not scrubbed, since the keys are names of files and packages, such as secrets.py and google-auth
     if "init_from" in manifest:
         written["init_from"] = manifest["init_from"]
     written["data"], written["environment"]["packages"] = manifest["data"], manifest["environment"]["packages"]
@@ -95,16 +96,16 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
 
 
 def with_claim(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest with the level of reproducibility that is left after what changed on the run's way."""
+    """Return the manifest with the reproducibility level that remains after resumes."""
     reasons = resume_downgrades(manifest)
     level = {"reproducibility": asdict(downgraded_level(manifest, manifest, reasons))} if reasons else {}
     return {**manifest, **level}
 
 
 def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrubber, words: Sequence[str]) -> None:
-    """Update the record for a resumed run: its configuration from now on, and what has changed.
+    """Update the record of a resumed run with its new configuration and the changes.
 
-    ``words``: all overrides of the run from now on.
+    ``words`` are all overrides of the resumed run.
     """
     manifest, config = record.manifest, clean.tree(settings.config)
     amended = {**manifest, **clean.tree(_configured(settings, plan, config)), "overrides": clean.words(words)}
@@ -117,35 +118,36 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """Render ``config.yaml``, which processes start from; ``config`` is without secrets."""
+    """Render ``config.yaml``, which the processes read; ``config`` must not have secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
 def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
-    """Render ``overrides.yaml``, the typed overrides without secrets."""
+    """Render ``overrides.yaml``: the typed overrides, without secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(clean.words(words)))
 
 
 def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the facts that follow from the configuration alone."""
-    groups = settings.strategy.groups(plan.cluster)
+    """Collect the configuration-dependent part of the manifest, which a resume replaces."""
+    groups, options = settings.strategy.groups(plan.cluster), choices()
     return {
+        "options": {group: options[group] for group in ("recipe", "strategy", "cluster") if group in options},
         "config": config,
-        "config_sha256": _digest(config),
+        "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         "cluster": {**_shape(plan), "groups": groups, "axis_tiers": axis_tiers(plan.cluster, groups)},
         "determinism": _determinism(settings),
     }
 
 
 def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: Sequence[str]) -> None:
-    """Raise WorldsizeError if the resumed run would compute something different."""
+    """Raise WorldsizeError if the resumed run would differ in keys not in ``ignore``."""
     manifest = record.manifest
     _check_known(ignore, manifest["config"], settings.config)
     changed = changes(manifest["config"], clean.tree(settings.config))
     left = without_copies(changes_but(changed, ("steps", *ignore)))
     if differences := [f"{key}: {then} then, {now} now" for key, then, now in left]:
         raise ConfigError(
-            f"the run was begun with another configuration: {'; '.join(differences)}. "
+            f"the run began with a different configuration: {'; '.join(differences)}. "
             "Leave the change out, or accept it with --ignore KEY; nothing was started."
         )
     if "data" not in ignore:
@@ -153,17 +155,17 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
         check_data(manifest["data"], recipe_fingerprint(settings.recipe), remedy=remedy)
     if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
         _logger.warning(
-            "the run was begun with version %d of the order of samples, and goes on with version %d: the epoch at hand "
-            "may see some twice and others not at all",
+            "the run began with version %d of the sample order, and resumes with version %d: the current epoch may "
+            "repeat some samples and skip others",
             order,
             ORDER,
         )
-    if settings.initial and not complete(record.directory.checkpoints):  # else it resumes from a checkpoint
+    if settings.initial and not complete(record.directory.checkpoints):  # otherwise it resumes from a checkpoint
         check_initial(settings.initial, manifest.get("init_from"))
 
 
 def _check_known(ignore: Sequence[str], *configs: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a key to ignore is in no configuration, and names no part of a checkpoint either."""
+    """Raise ConfigError if an ignored key is in neither a configuration nor a checkpoint."""
     known = {*PARTS, HYPERPARAMETERS, "data"}.union(*map(keys_of, configs))
     for key in ignore:
         if key not in known:
@@ -171,7 +173,7 @@ def _check_known(ignore: Sequence[str], *configs: Mapping[str, Any]) -> None:
 
 
 def check_initial(initial: InitialWeights, recorded: Mapping[str, Any] | None) -> None:
-    """Raise WorldsizeError if the initial weights are damaged, or are not those of the run's record."""
+    """Raise WorldsizeError if the initial weights are damaged, or differ from the run's record."""
     weights = open_weights(initial.path)
     weights.verify()
     if fingerprint(weights.files()) != recorded:
@@ -185,25 +187,25 @@ def _other_weights(path: object) -> str:
     )
 
 
-def _code(settings: Settings, clean: Scrubber) -> dict[str, Any]:
-    """Describe the checkout, with the bytes of its patch; ``framework`` is worldsize's, if separate."""
-    code = capture_code(Path.cwd(), exclude=settings.run.root.resolve(), include=settings.run.include)
+def _code(run: RunConfig, clean: Scrubber) -> dict[str, Any]:
+    """Describe the checkout with its patch; ``framework`` is worldsize's, if separate."""
+    code = capture_code(Path.cwd(), exclude=run.root.resolve(), include=run.include)
     patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch
-    if _is_inside(bundle(), code.checkout):
+    if code.checkout is not None and bundle().resolve().is_relative_to(Path(code.checkout).resolve()):
         own = Code()
-    else:  # only digests of it are recorded, so it may contain private files
+    else:  # only digests are recorded, so private files are harmless
         own = capture_code(bundle(), exclude=bundle() / "runs", include=["*"])
     framework = {key: own.describe()[key] for key in ("commit", "patch_sha256")} if own.commit else None
     code = replace(code, patch=patch)
     return {**code.describe(), "scrubbed": scrubbed, "framework": framework, "patch": patch}
 
 
-def _plugin(plugin: Plugin, settings: Settings, run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+def _plugin(plugin: Plugin, include: Sequence[str], run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
     """Describe a plugin, and copy it into the run folder if other hosts could not find it."""
     if plugin.foreign:
         copy = kept_folder(run.plugins, plugin.name)
-        keep(plugin.folder, copy, clean.text, include=settings.run.include)
+        keep(plugin.folder, copy, clean.text, include=include)
     return {
         "name": plugin.name,
         "source": plugin.source,
@@ -213,26 +215,22 @@ def _plugin(plugin: Plugin, settings: Settings, run: RunDirectory, clean: Scrubb
     }
 
 
-def _is_inside(folder: Path, root: str | None) -> bool:
-    return root is not None and folder.resolve().is_relative_to(Path(root).resolve())
-
-
 def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
-    """Record the lock file of the working directory, else that of worldsize's clone."""
+    """Record the lock file in the working directory, or in worldsize's clone if there is none."""
     project = next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
     return {"lock_sha256": write_environment(run.environment, project, clean.text)}
 
 
-def _image(settings: Settings) -> dict[str, Any] | None:
-    """Describe the container image of the run's processes; a launcher that starts them here shares its own."""
-    name = settings.launcher.image
-    if name is None and isinstance(settings.launcher, Launcher):
+def _image(launcher: LaunchMethod) -> dict[str, Any] | None:
+    """Describe the processes' container image; local processes share this process's."""
+    name = launcher.image
+    if name is None and isinstance(launcher, Launcher):
         name = image_of(os.environ)
     return asdict(ContainerImage.named(name)) if name else None
 
 
 def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Determine the reproducibility level of a run that re-creates another one."""
+    """Return the parent and the reproducibility level of a re-created run; empty for other runs."""
     if settings.run.reproduces is None:
         return {}
     original = view(settings.run.reproduces).manifest
@@ -247,12 +245,8 @@ def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any
     return {"parent_run": original["run_id"], "reproducibility": asdict(downgraded_level(original, manifest, reasons))}
 
 
-def _digest(config: Any) -> str:
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
 def _shape(plan: Plan) -> dict[str, Any]:
-    """Describe the cluster in a few words whatever its number of ranks; see the record's schema."""
+    """Describe the cluster in a size independent of its ranks; see the record's schema."""
     cluster = plan.cluster
     return {
         "name": cluster.name,
@@ -271,7 +265,7 @@ def _determinism(settings: Settings) -> dict[str, Any]:
     cluster = settings.cluster
     return {
         "seed": settings.training.seed,
-        "streams": determinism.STREAMS,
+        "streams": seeds.STREAMS,
         "logical_ranks": settings.logical_ranks,
         "order": ORDER,
         "threads_per_process": cluster.threads or threads_per_process(cluster.processes_per_node),

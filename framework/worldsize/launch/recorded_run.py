@@ -1,7 +1,7 @@
-"""Reuses a recorded run: decides which of its parts to trust, enters its project, composes its configuration.
+"""Reuses a recorded run: decides what to trust, enters its project, returns its options.
 
-A record is the user's own if the user's key signed it (:func:`worldsize.record.manifest.is_own`). A record of another
-user may name any code; nothing that it names is imported, installed or run before the user has seen it and agreed.
+A record is the user's own if it was signed with the user's key (:func:`worldsize.record.manifest.is_own`). A foreign
+record may name any code, so this code is not imported, installed or run before the user has seen it and agreed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunRecord, RunView
 from worldsize.world.scratch import temporary_folder
 
-_BUNDLED = "worldsize"  # the source of a plugin that came with worldsize
+_BUNDLED = "worldsize"  # source of plugins that are part of worldsize
 
 
 def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes: bool) -> list[str]:
-    """Change to the folder in which a recorded run began, so that its recipes and plugins are found.
+    """Change to a recorded run's project folder, so that its recipes and plugins are found.
 
     Args:
-        record: The run.
+        record: The record of the run.
         overrides: The options typed now.
-        yes: Use another user's run without asking.
+        yes: Accept a foreign run without a prompt.
 
     Returns:
-        The run's options: recorded ones that no typed option replaces, then the typed ones.
+        The run's options: the recorded ones not replaced by typed options, then the typed ones.
 
     Raises:
-        WorldsizeError: worldsize did not write the record, it is another user's and the user did not agree to it, or an
-            option was typed that only a new run accepts.
+        WorldsizeError: worldsize did not write the record, the user did not agree to a foreign record, or the user
+            typed an option that only a new run accepts.
     """
     check_typed(overrides)
     run, manifest, own = record.directory, record.manifest, record.is_own
@@ -56,23 +56,23 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
         project = run.project
     os.chdir(project)
     if has_plugins:
-        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # the run resumes with the code that it began with
+        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # use the code with which the run started
     return [*_not_replaced(recorded, overrides), *overrides]
 
 
 def check_typed(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if an option was typed that only a new run accepts."""
+    """Raise ConfigError if a typed option is only accepted by new runs."""
     if typed := [word for word in overrides if key_of(word) == "init_from"]:
         raise ConfigError(
-            f"{typed[0]}: a run that has begun keeps the weights that it began from. Leave it out, or begin a new run "
-            "with it; nothing was started."
+            f"{typed[0]}: a resumed run keeps its initial weights. Leave it out, or begin a new run with it; "
+            "nothing was started."
         )
 
 
 def placed(record: RunRecord | RunView) -> list[str]:
-    """Return the options for the run's folder, the folder of its groups, and its initial weights."""
+    """Return the options for the run's flags, its folder, and its initial weights."""
     run, begun = record.directory, record.manifest["config"].get("init_from")
-    own = [assigned("init_from", begun)] if begun else []  # the checkpoint, also if init_from named a run
+    own = [assigned("init_from", begun)] if begun else []  # the checkpoint, even if init_from named a run
     flags = recorded_flags(record.manifest, own=record.is_own)
     return [*flags, assigned("run.root", run.path.parents[1]), assigned("run.name", run.id), *own]
 
@@ -80,9 +80,9 @@ def placed(record: RunRecord | RunView) -> list[str]:
 def check_before_start(
     manifest: Mapping[str, Any], config: Mapping[str, Any], overrides: Sequence[str], *, yes: bool
 ) -> None:
-    """Raise ConfigError if another user's configuration names targets beyond the allow-list and its record.
+    """Raise ConfigError if a foreign configuration has forbidden targets or changed plugins.
 
-    The user is asked about targets that were not shown before.
+    The user must confirm targets that the record does not list.
     """
     _check_composed(config, overrides)
     _check_plugins(manifest, used(config, choices()))
@@ -91,7 +91,7 @@ def check_before_start(
 
 
 def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
-    """Show the code that another user's run would execute here, and ask for agreement."""
+    """Show the code that a foreign run would execute, and ask the user to agree."""
     facts = {
         "run": [manifest["run_id"]],
         "code": [f"copies of the plugins below, and the configuration in {project}"],
@@ -103,9 +103,9 @@ def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
 
 
 def _not_replaced(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the recorded overrides that no typed override replaces.
+    """Return the recorded overrides that are not replaced by typed ones.
 
-    Another strategy also drops the options of the old one, and another cluster those of its launcher.
+    Typing a strategy drops the recorded strategy's options, too; typing a cluster also drops the launcher's options.
     """
     replaced = [key_of(word) for word in overrides]
     groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())
@@ -115,27 +115,27 @@ def _not_replaced(recorded: Sequence[str], overrides: Sequence[str]) -> list[str
 
 
 def recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
-    """Return the overrides of a record, without those that would widen the allow-list if it is another user's.
+    """Return a record's overrides; for a foreign record, drop those that widen the allow-list.
 
     Raises:
-        WorldsizeError: an override is a command-line flag, or changes Hydra itself.
+        WorldsizeError: an override is a command-line flag or changes Hydra's own configuration.
     """
     for word in manifest["overrides"]:
         if word.lstrip().startswith("-") or _changes_hydra(key_of(word)):
             raise WorldsizeError(
-                f"the record has {printable(word)!r} among its overrides, which sets no key of a configuration. "
+                f"the record has {printable(word)!r} among its overrides; it sets no key of a configuration. "
                 "worldsize did not write it; nothing was started."
             )
     return [word for word in manifest["overrides"] if own or not _widens(word)]
 
 
 def recorded_flags(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
-    """Return the command-line flags of the recorded run; none if the record is another user's."""
+    """Return the recorded run's command-line flags; empty for a foreign record."""
     return [f"--config-dir={manifest['config_dir']}"] if own and "config_dir" in manifest else []
 
 
 def _changes_hydra(key: str) -> bool:
-    """Return whether a key, or the package it assigns (``group@package`` or ``group@from:to``), is Hydra's."""
+    """Return whether a key or its package (``group@package``) belongs to Hydra."""
     name, _, packages = key.partition("@")
     return re.split(r"[./]", name)[0].strip() == "hydra" or "hydra" in re.findall(r"\w+", packages)
 
@@ -145,9 +145,9 @@ def _widens(word: str) -> bool:
 
 
 def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *, own: bool) -> None:
-    """Raise ConfigError if a record names a target outside the allow-list; nothing is imported.
+    """Raise ConfigError if a record names a target outside the allow-list, without importing it.
 
-    Only ``typed`` overrides, and the record if it is the user's ``own``, widen the list.
+    Only ``typed`` overrides, and the record if it is the user's ``own``, can widen the allow-list.
     """
     config = manifest["config"]
     recorded = [*config.get("allow_targets", ()), *config["run"].get("packages", ())] if own else []
@@ -155,11 +155,11 @@ def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *,
 
 
 def _check_composed(config: Mapping[str, Any], typed: Sequence[str]) -> None:
-    """Raise ConfigError if another user's configuration names targets outside the allow-list, or widens it.
+    """Raise ConfigError if a foreign configuration has forbidden targets.
 
-    ``config``: the composed configuration, including the ``typed`` overrides, which alone widen the allow-list.
+    ``config`` is the composed configuration; only ``typed`` overrides may widen the allow-list.
 
-    Nothing is imported but launchers inside the allow-list.
+    This imports only launchers in the allow-list.
     """
     if others := sorted(set(config["allow_targets"]) - set(_typed_prefixes(typed))):
         raise ConfigError(
@@ -180,14 +180,15 @@ def _typed_prefixes(typed: Sequence[str]) -> list[str]:
 
 
 def target_names(config: Mapping[str, Any]) -> list[str]:
-    """List the targets that a configuration names, each once."""
+    """List the distinct targets in a configuration."""
     return sorted({str(node["_target_"]) for _, node in targets_of(config)})
 
 
 def project_of(manifest: Mapping[str, Any], run: RunDirectory, *, own: bool) -> Path:
-    """Return the folder in which the run began; if it cannot be entered, its copy or the working directory.
+    """Return the folder in which the run was launched, or a fallback if that is inaccessible.
 
-    The copy is only used for another user's record, whose code is compared with the record; not for one's ``own``.
+    The fallback is the working directory. A foreign record (not ``own``) first falls back to the run's copy of the
+    project; :func:`take_code` compares its code with the record.
     """
     known = [*map(Path, manifest["config"]["run"]["import_path"][:1]), *([] if own else [run.project])]
     return next((folder for folder in known if _can_be_entered(folder)), Path.cwd())
@@ -200,12 +201,12 @@ def _can_be_entered(folder: Path) -> bool:
 
 
 def _check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> None:
-    """Raise ConfigError if code of the project or of a plugin folder is not the recorded one, before it is imported.
+    """Check that plugins match a foreign record, before any of their code is imported.
 
-    ``plugins``: those that the configuration needs; plugins of worldsize and installed ones are trusted.
+    ``plugins`` are those that the configuration uses; bundled and installed plugins are trusted.
 
     Raises:
-        ConfigError: the record does not list a plugin, or lists it with another digest.
+        ConfigError: a plugin is not in the record, or has a different digest.
     """
     distributions = {each.distribution for each in installed()}
     listed = {each["name"]: each["sha256"] for each in manifest.get("plugins", ())}
@@ -217,16 +218,16 @@ def _check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> No
 def _check_digest(folder: Path, name: str, recorded: str | None) -> None:
     if recorded != digest_of(folder):
         raise ConfigError(
-            f"{folder} is not the {name} that the record lists, and the record is of another user. "
-            "Look at it, and begin a run of your own with it; nothing was started."
+            f"{folder} is not the {name} that the record lists, and the record is another user's. "
+            "Look at it, and begin your own run with it; nothing was started."
         )
 
 
 def take_code(manifest: Mapping[str, Any], project: Path, run: RunDirectory) -> None:
-    """Copy the code that another user's record lists into the run's folder, replacing what is there.
+    """Copy the code listed in a foreign record to the run's folder, replacing earlier copies.
 
-    Compiled, hidden and unlisted files and links are not copied, so nothing else can be imported from there. The YAML
-    files of ``project``, the folder of the recipes and plugins, are copied too, to compose the configuration.
+    Compiled, hidden and unlisted files and links are not copied, so they cannot be imported from there. The YAML files
+    in ``project``, the folder of the recipes and plugins, are copied as well, to compose the configuration.
 
     Raises:
         WorldsizeError: a copy differs from the record; nothing was replaced.
@@ -254,7 +255,7 @@ def take_code(manifest: Mapping[str, Any], project: Path, run: RunDirectory) -> 
 
 
 def _yaml_of(project: Path) -> Iterator[Path]:
-    """List the configuration files of a project, except those that this worldsize has itself."""
+    """Yield a project's configuration files, except those that worldsize has, too."""
     own = (main_conf().parent, bundle())
     for conf in (project / "conf", *(folder / "conf" for folder in folders_of(project))):
         for file in files_of(conf):

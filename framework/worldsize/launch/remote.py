@@ -1,4 +1,4 @@
-"""The processes of another host, as the gang of the first host sees them: like its own, but started by an agent."""
+"""Proxies that let the first host's gang treat processes on other hosts like its own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import Plan, Role
+from worldsize.healing.lost_link import LossPolicy
 from worldsize.launch.first_cause import ProcessError
-from worldsize.launch.lost_link import LossPolicy
 from worldsize.launch.meeting import Door
 from worldsize.launch.members import LostHostError, Member, size_of
 from worldsize.net.agent_connection import AgentConnection, RemoteAgent
@@ -30,14 +30,14 @@ from worldsize.world.roles import fewest, place_of, role_ranks
 
 _logger = logging.getLogger(__name__)
 
-_LAST = 10.0  # seconds that an agent may take to end a process; one that is silent longer than that is lost anyway
+_LAST = 10.0  # seconds for an agent to report the exit of a process; a silent agent is soon lost anyway
 
 
 @final
 class RemoteProcess:
-    """A process on another host, which its agent starts and ends.
+    """Proxy for a process on a remote host.
 
-    ``order`` asks its agent for something.
+    ``order`` sends an order to the agent of this host.
     """
 
     def __init__(self, order: Callable[..., None]) -> None:
@@ -58,21 +58,21 @@ class RemoteProcess:
         self._order(signal="SIGKILL")
 
     def join(self) -> None:
-        """Wait until it has ended, or its agent fails to say so."""
+        """Wait until the agent reports that the process exited; after a timeout, consider it killed."""
         if not self._has_ended.wait(_LAST):
             self.end(-signal.SIGKILL)
 
     def end(self, code: int) -> None:
-        """Record that it has ended."""
+        """Record that the process exited with ``code``."""
         if self.is_alive():
             self.exitcode = code
             self._has_ended.set()
-            self._writer.send_bytes(b"!")  # not closed: a child that was forked meanwhile holds it open
+            self._writer.send_bytes(b"!")  # closing would not suffice: children forked meanwhile hold it open
 
 
 @final
 class RemotePipe:
-    """The pipe to a process on another host, through its agent."""
+    """Pipe to a remote process through its host's agent."""
 
     def __init__(self, tell: Callable[[Message], None]) -> None:
         self._tell = tell
@@ -92,21 +92,21 @@ class RemotePipe:
         return self._reader.recv_bytes(maxlength)
 
     def deliver(self, message: Message) -> None:
-        """Let the gang receive what the process has said."""
+        """Pass a message from the process to the gang."""
         self._writer.send_bytes(json.dumps(message).encode())
 
 
 @final
 class RemoteHost:
-    """Another host in one attempt: starts processes there, and keeps here what they say and leave.
+    """Proxy for a remote host in one attempt: starts processes, stores progress and errors.
 
     Args:
-        agent: Its agent.
+        agent: The host's agent.
         attempt: Number of the attempt.
-        run: The run folder, which all hosts share.
-        folder: Private folder of the gang, for the heartbeats and errors that arrive.
+        run: The run folder, shared by all hosts.
+        folder: Private folder of the gang, to which received heartbeats and errors are written.
         patience: Seconds of silence after which the host is lost.
-        may_go_on: Returns whether the run goes on without this host.
+        may_go_on: Returns whether the run may continue without this host.
     """
 
     def __init__(
@@ -121,17 +121,17 @@ class RemoteHost:
         self.agent, self._attempt, self._may_go_on = agent, attempt, may_go_on
         self._run, self._folder, self._patience = run, folder, patience
         self._processes: dict[int, tuple[Member, RemoteProcess, RemotePipe]] = {}  # by global rank
-        self.is_heard = agent.is_there  # neither this nor lost: it is being decided whether the run goes on
+        self.is_heard = agent.is_there  # neither heard nor lost while the decision on its loss is pending
         self.lost_at = math.inf  # monotonic time
         self._listener = threading.Thread(target=self._listen, daemon=True, name=f"node {agent.rank}")
 
     @property
     def is_lost(self) -> bool:
-        """Whether the run goes on without this host."""
+        """Whether the run continues without this host."""
         return self.lost_at < math.inf
 
     def start(self, roles: Mapping[str, Role], role: str, rank: int, starts: int) -> Member:
-        """Start a process there; raise LostHostError if the host is lost."""
+        """Start a process on this host; raise LostHostError if the host is lost."""
         if self.is_lost:
             raise LostHostError(f"the host {self.agent.host} is lost")
         number = role_ranks(roles)[role].start + rank
@@ -145,21 +145,21 @@ class RemoteHost:
         return member
 
     def listen(self) -> None:
-        """Handle the messages of the agent, in a thread."""
+        """Start a thread that handles the agent's messages."""
         self._listener.start()
 
     def dismiss(self) -> None:
-        """End the attempt there, and wait until it has ended."""
+        """End the attempt on this host, and wait until it has ended."""
         if not self.is_lost:
             self._order(abort=self._attempt)
         self._listener.join()
 
     def lose(self) -> None:
-        """Count the host, and with it all of its processes, as lost."""
+        """Mark the host and all its processes as lost."""
         if not self.is_lost:
             self.lost_at = time.monotonic() if self.agent.is_there else -math.inf
-        self.agent.is_there = False  # nor in a later attempt
-        self.agent.connection.close()  # an agent that still listens ends its processes
+        self.agent.is_there = False  # applies to later attempts, too
+        self.agent.connection.close()  # makes an agent that is still connected kill its processes
         cause = (
             f"the host {self.agent.host} (node {self.agent.rank}) has not answered for {self._patience:g} s, or is gone"
         )
@@ -168,11 +168,11 @@ class RemoteHost:
                 self._end(member, process, 1, {"time_ns": 0, "traceback": cause, "is_of_host": True})
 
     def _order(self, **order: Any) -> None:
-        with suppress(OSError):  # noticed when its messages are received
+        with suppress(OSError):  # the loss is noticed when receiving from this host
             self.agent.connection.send(**order)
 
     def _listen(self) -> None:
-        if not self.agent.is_there:  # it was lost before this attempt
+        if not self.agent.is_there:  # lost before this attempt
             self.lose()
             return
         try:
@@ -180,14 +180,14 @@ class RemoteHost:
                 self._take(message)
         except OSError:
             self.is_heard = False
-            self._end_unless_leading()  # before the others go on
+            self._end_unless_leading()  # before the remaining hosts continue
             self.lose()
 
     def _end_unless_leading(self) -> None:
-        """End this host's processes if the run goes on without them; to know that may take its time."""
+        """Kill this process and its workers if it no longer leads the run; may take a while."""
         if not self._may_go_on():
-            _logger.error("the host %s is lost, and this one does not lead the run any more: it ends", self.agent.host)
-            os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it; the record is another's
+            _logger.error("the host %s is lost, and this one no longer leads the run: it ends", self.agent.host)
+            os.kill(os.getpid(), signal.SIGKILL)  # kills the workers, too; a different host owns the record
 
     def _take(self, message: Message) -> None:
         if message.get("rank") not in self._processes:
@@ -205,7 +205,7 @@ class RemoteHost:
 
     def _end(self, member: Member, process: RemoteProcess, code: int, error: ProcessError | None) -> None:
         if error:
-            with suppress(OSError):  # the gang has ended, and removed its folder
+            with suppress(OSError):  # the gang has ended and removed its folder
                 draft = member.error.with_suffix(".draft")
                 draft.write_text(json.dumps(error))
                 draft.replace(member.error)
@@ -214,16 +214,16 @@ class RemoteHost:
 
 @final
 class RemoteHosts:
-    """All other hosts in one attempt, and which processes are theirs.
+    """All other hosts in one attempt, with the assignment of processes to hosts.
 
     Args:
-        agents: Their agents, by node rank without the first; one that comes back replaces the one before.
-        plan: The run.
-        port: Port at which the members of the gang meet.
+        agents: Agents of the other hosts, sorted by node rank; a returned host's agent replaces its former one.
+        plan: The plan of the run.
+        port: Port of the gang's rendezvous store.
         folder: Private folder of the gang.
         patience: Seconds of silence after which a host is lost.
-        door: Where hosts come back; None: none does.
-        losses: Tells whether this host may go on without a lost one; if it may not, it ends.
+        door: Admits returning hosts; None if hosts cannot return.
+        losses: Decides whether this host may continue without a lost one; otherwise it kills itself.
     """
 
     def __init__(
@@ -246,13 +246,13 @@ class RemoteHosts:
 
     @property
     def returns(self) -> Sequence[Any]:
-        """The file that is readable when a host has come back, for :meth:`welcome`; none if no host can."""
+        """File that is readable when a host has returned, for :meth:`welcome`; empty if none can."""
         return [self._door.arrivals.arrival] if self._door else []
 
     def welcome(self, present: Set[int]) -> Sequence[int]:
-        """Let a host that has come back take part, if the loss of its processes has been noticed.
+        """Include a returned host once its former processes are gone; otherwise, retry later.
 
-        ``present``: global ranks of the processes of the gang. Returns the ranks of those that are to be started there.
+        ``present`` has the global ranks of the gang's processes. Returns the ranks to start on the returned host.
         """
         assert self._door is not None
         agent = self._door.arrivals.get()
@@ -270,7 +270,7 @@ class RemoteHosts:
         return ranks
 
     def _include(self, agent: RemoteAgent) -> None:
-        with suppress(OSError):  # noticed when its messages are received
+        with suppress(OSError):  # the loss is noticed when receiving from this host
             agent.connection.send(attempt=self._plan.attempt, port=self._port)
         run = RunDirectory(self._plan.run_dir)
         may_go_on = partial(self._losses.may_lose, agent.connection, run, self._are_enough)
@@ -279,35 +279,35 @@ class RemoteHosts:
         self.connections.append(agent.connection)
 
     def _are_enough(self) -> bool:
-        """Return whether enough hosts are heard to go on, and not none of several: this host may be cut off then."""
+        """Return whether enough hosts respond; False if this host may be disconnected itself."""
         if self._is_over:
             return True
         heard = sum(host.is_heard for host in self._hosts.values())
-        since = time.monotonic() - 2 * self._losses.patience  # those that were lost before are no sign
+        since = time.monotonic() - 2 * self._losses.patience  # earlier losses are not evidence of that
         is_alone = heard == 0 and sum(host.lost_at > since for host in self._hosts.values()) > 1
         return not is_alone and (1 + heard) * self._plan.cluster.processes_per_node >= fewest(self._plan.roles)
 
     def node_of(self, number: int) -> int:
-        """Return the node of the process with this global rank, whether it lives or not."""
+        """Return the node of the process with this global rank, dead or alive."""
         return place_of(number, self._plan)[0]
 
     def host_of(self, number: int) -> str:
-        """Return the name of the host of the process with this global rank."""
+        """Return the host name for the process with this global rank."""
         node = self.node_of(number)
         return self._hosts[node].agent.host if node else socket.gethostname()
 
     def start(self, role: str, rank: int, starts: int) -> Member | None:
-        """Start a process; None: it belongs to the first host. Raises LostHostError if its host is lost."""
+        """Start a remote process; return None if it belongs to the first host. Raises LostHostError."""
         node = self.node_of(role_ranks(self._plan.roles)[role].start + rank)
         return self._hosts[node].start(self._plan.roles, role, rank, starts) if node else None
 
     def listen(self) -> None:
-        """Handle the messages of all agents."""
+        """Start handling the messages of all agents."""
         for host in self._hosts.values():
             host.listen()
 
     def dismiss(self) -> None:
-        """End the attempt on all hosts, and wait until it has ended."""
+        """End the attempt on all other hosts, and wait until it has ended."""
         self._is_over = True
         for host in self._hosts.values():
             host.dismiss()

@@ -7,14 +7,14 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from worldsize.config.settings import Settings
-from worldsize.core import Launcher, Outcome, Plan
+from worldsize.core import Launcher, Outcome, Plan, Strategy
 from worldsize.errors import RunFolderError
 from worldsize.launch.record import with_claim
 from worldsize.observe.nccl_log import debug_summary
@@ -28,13 +28,13 @@ from worldsize.world.pinning import pins_here
 _logger = logging.getLogger(__name__)
 
 
-def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> Outcome:
-    """Start the run, and restart it after failures at most ``launcher.max_restarts`` times; return how it ended.
+def run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, *, steps: int) -> Outcome:
+    """Run ``steps`` steps, with up to ``launcher.max_restarts`` restarts; return the outcome.
 
-    A second failure in a row at the same step ends the run, since another attempt would fail there too.
+    Two consecutive failures at the same step end the run, since a third attempt would fail there, too.
     """
     try:
-        return _run_attempts(settings, launcher, plan, record)
+        return _run_attempts(launcher, strategy, plan, record, steps)
     except RunFolderError as error:
         _logger.error("%s", error)
         record.give_up(str(error))
@@ -44,11 +44,12 @@ def run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Run
         raise
 
 
-def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord) -> Outcome:
+def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, steps: int) -> Outcome:
     console, restarts, failed_at = Console(), 0, -1
     while True:
         with writing(record.directory):
-            outcome = _attempt(settings, launcher, plan, record, console)
+            show = partial(Progress, record.directory.metrics, steps, console)
+            outcome = _attempt(launcher, strategy, plan, record, show)
         if (failure := outcome.failure) is None or restarts == launcher.max_restarts:
             break
         step = failure.step or 0
@@ -59,20 +60,22 @@ def _run_attempts(settings: Settings, launcher: Launcher, plan: Plan, record: Ru
         why = failure_text(record.attempts[-1]["failure"])
         _logger.error("%s; starting again (%d of %d)", why, restarts, launcher.max_restarts)
     _report(record.directory, outcome, console)
-    if settings.cluster.debug:
+    if plan.cluster.debug:
         _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))
     return outcome
 
 
-def _attempt(settings: Settings, launcher: Launcher, plan: Plan, record: RunRecord, console: Console) -> Outcome:
+def _attempt(
+    launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, show: Callable[[], Progress]
+) -> Outcome:
     run = record.directory
     pinning = pins_here(plan.cluster, os.environ).describe()
     number = record.begin_attempt(launcher.other_hosts, world_size=plan.world_size, pinning=pinning)
-    settings.strategy.prepare(run.servers(number))
+    strategy.prepare(run.servers(number))
     job = launcher.launch(replace(plan, attempt=number))
-    with Progress(run.metrics, settings.training.steps, console):
+    with show():
         outcome = job.wait()
-    shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses are those of one attempt
+    shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses are valid in one attempt only
     return record.end_attempt(outcome, with_claim)
 
 
@@ -84,23 +87,26 @@ def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:
     elif outcome.exit_reason == "completed":
         show_summary(console, read_result(run), run.path)
     else:
-        _logger.error("%s; run folder: %s", outcome.exit_reason, run.path)
-        _logger.error("go on with: %s", command_line("resume", run.path))
+        end = outcome.exit_reason
+        if end == "preempted" and outcome.steps:
+            end = f"stopped and saved at step {outcome.steps[1]}"
+        _logger.error("%s; run folder: %s", end, run.path)
+        _logger.error("resume with: %s", command_line("resume", run.path))
 
 
 def command_line(*words: str | Path) -> str:
-    """Format one of our commands as this user can paste it, e.g. ``uv run worldsize resume RUN``."""
+    """Format a worldsize command for the user to paste, such as ``uv run worldsize resume RUN``."""
     uv = ("uv", "run") if needs_uv(os.environ, Path.cwd(), Path(sys.prefix)) else ()
     return shlex.join([*uv, "worldsize", *map(str, words)])
 
 
 def needs_uv(environ: Mapping[str, str], folder: Path, prefix: Path) -> bool:
-    """Return whether ``worldsize`` is only found by ``uv run``: in a uv project whose environment is not activated.
+    """Return whether ``worldsize`` needs ``uv run``, since its environment is not activated.
 
     Args:
-        environ: variables of this process; uv sets UV for what it runs, and an activated environment VIRTUAL_ENV.
-        folder: the working directory; the project is the nearest folder above with a lock and a pyproject.toml.
-        prefix: the environment that this interpreter belongs to.
+        environ: Environment variables; uv sets UV for its commands, and an activated environment sets VIRTUAL_ENV.
+        folder: Working directory; the project is the nearest folder at or above it with uv.lock and pyproject.toml.
+        prefix: Environment of this interpreter.
     """
     above = (folder, *folder.parents)
     project = next((each for each in above if (each / "uv.lock").exists() and (each / "pyproject.toml").exists()), None)

@@ -1,4 +1,4 @@
-"""Determines the state of a run that a scheduler may have queued, from its record and the scheduler's answers."""
+"""Determines a run's state from its record and, for a job, its scheduler."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 SILENT = "the scheduler does not answer"
-_INTERVAL = 15.0  # seconds between queries, since the scheduler's controller serves many users
-_POLL, _SLOWEST = 0.5, 5.0  # seconds between two queries: at first, and for a job that takes long
+_INTERVAL = 15.0  # seconds between two queries; a scheduler's controller serves many users
+_POLL, _SLOWEST = 0.5, 5.0  # seconds between two queries of wait_for: initially, and for a long job
 
 
 @final
 @dataclass
 class Scheduler:
-    """Query the scheduler of a run at most every 15 s; other calls return the cached state."""
+    """A run's scheduler, queried at most every 15 s; calls in between return the cached state."""
 
     run: RunDirectory
     _launcher: BatchLauncher | None = None
@@ -33,7 +33,7 @@ class Scheduler:
     _state: str | None = None
 
     def state(self, job: str) -> str | None:
-        """Return the scheduler's state of the job, :data:`SILENT` if it does not answer, or None if the job is over."""
+        """Return the job's state, None if it is over, or :data:`SILENT` without an answer."""
         if time.monotonic() - self._queried_at >= _INTERVAL:
             self._state = self._answer(job)
             self._queried_at = time.monotonic()
@@ -41,10 +41,10 @@ class Scheduler:
 
     @property
     def launcher(self) -> BatchLauncher | None:
-        """Return the launcher that submitted the run's jobs; None if the run was resumed without a scheduler.
+        """Launcher that submitted the run's jobs; None if it was resumed without a scheduler.
 
         Raises:
-            WorldsizeError: the record's launcher cannot be built, or only with another user's code.
+            WorldsizeError: the record's launcher cannot be built, or needs other users' code.
         """
         from worldsize.config.recorded import read_launcher  # imports torch, which takes seconds
 
@@ -60,7 +60,7 @@ class Scheduler:
 
 
 def state_of(record: RunView, scheduler: Scheduler) -> str:
-    """Return how the run ended, or else the scheduler's state of its job."""
+    """Return how the run ended, or its job's state in the scheduler if the run has not ended."""
     if record.exit_reason not in ("running", None) or record.job is None:
         return record.exit_reason or "not started"
     job_state = scheduler.state(record.job)
@@ -70,7 +70,7 @@ def state_of(record: RunView, scheduler: Scheduler) -> str:
 
 
 def is_alive(scheduler: Scheduler) -> bool:
-    """Return whether the run is being trained, is queued, or is about to be restarted."""
+    """Return whether the run is training, queued, or about to be restarted."""
     record = look(scheduler.run)
     if record.job and record.exit_reason in (None, "preempted"):
         return scheduler.state(record.job) is not None
@@ -78,15 +78,15 @@ def is_alive(scheduler: Scheduler) -> bool:
 
 
 def wait_for(launcher: BatchLauncher, jobs: Sequence[str]) -> None:
-    """Block until all jobs have ended; the run folders say how."""
+    """Wait until all jobs have ended; their results are in the run folders."""
     pause, is_first_failure = _POLL, True
     while True:
         try:
             if all(launcher.state(job) is None for job in jobs):
                 return
-        except WorldsizeError as error:  # a controller does not answer while it restarts
+        except WorldsizeError as error:  # the controller may be restarting
             if is_first_failure:
-                _logger.info("%s It is asked again.", error)
+                _logger.info("%s Retrying.", error)
             is_first_failure = False
         time.sleep(pause)
         pause = min(1.05 * pause, _SLOWEST)

@@ -1,4 +1,4 @@
-"""Launches with SkyPilot: a task for `sky jobs launch`, on spot instances, with the run in a bucket."""
+"""Launches runs with SkyPilot (`sky jobs launch`), with the run folder in a bucket."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")
 @final
 @dataclass(frozen=True)
 class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
-    """Launches a managed job with one agent per node; its run folder is in ``checkpoint_bucket``.
+    """Launches a managed job, one agent per node, with its run in ``checkpoint_bucket``.
 
-    If that is a path instead of a bucket, all nodes must share the folder. ``image``: as SkyPilot's ``image_id``.
+    If this is a path instead of a bucket, all nodes must share the folder. ``image`` sets SkyPilot's ``image_id``.
     """
 
-    accelerators: str | None = cluster_option(None)  # of a node, e.g. A100:4
-    infra: str | None = cluster_option(None)  # e.g. aws/us-east-1, gcp; None: wherever it is cheapest
+    accelerators: str | None = cluster_option(None)  # per node, e.g. A100:4
+    infra: str | None = cluster_option(None)  # e.g. aws/us-east-1, gcp; None for the cheapest
     spot: bool = cluster_option(False)
     cpus: str | None = cluster_option(None)
     memory: str | None = cluster_option(None)
-    checkpoint_bucket: str | None = cluster_option(None)  # s3://..., gs://...: outlives the instances; or a folder
-    bucket_mode: Annotated[str, OneOf("MOUNT", "MOUNT_CACHED")] = cluster_option("MOUNT")  # or MOUNT_CACHED
-    mount: str = cluster_option("/checkpoints")  # where the bucket is seen on the nodes
-    job_recovery: Any = cluster_option(None)  # EAGER_NEXT_REGION, FAILOVER, or all that SkyPilot takes there
-    spot_recovery: Any = cluster_option(None)  # its old name
-    resources: Mapping[str, Any] = cluster_option({})  # any other key of SkyPilot's resources
-    setup: Sequence[str] = cluster_option(())  # shell lines that rebuild the environment; default: uv and its lock
-    python: str | None = cluster_option(None)  # interpreter on the nodes; default: that of the environment
-    restarts_on_errors: Annotated[int, Range(least=0)] = 3  # times that a job that failed is started again
-    managed: bool = True  # a managed job, which is recovered; False: a cluster that is left when the run ends
-    sky: Sequence[str] = ("sky",)  # the command, which may live in an environment of its own
+    checkpoint_bucket: str | None = cluster_option(None)  # s3://..., gs://... or a shared folder
+    bucket_mode: Annotated[str, OneOf("MOUNT", "MOUNT_CACHED")] = cluster_option("MOUNT")  # MOUNT_CACHED uploads later
+    mount: str = cluster_option("/checkpoints")  # mount point of the bucket on the nodes
+    job_recovery: Any = cluster_option(None)  # EAGER_NEXT_REGION, FAILOVER, or any value that SkyPilot accepts
+    spot_recovery: Any = cluster_option(None)  # deprecated name of job_recovery
+    resources: Mapping[str, Any] = cluster_option({})  # any other keys of SkyPilot's resources
+    setup: Sequence[str] = cluster_option(())  # shell commands that create the environment; default: uv sync
+    python: str | None = cluster_option(None)  # interpreter on the nodes; default: the environment's
+    restarts_on_errors: Annotated[int, Range(least=0)] = 3  # maximum restarts of a failed job
+    managed: bool = True  # a managed job, recovered after a loss; False: a cluster that outlives the run
+    sky: Sequence[str] = ("sky",)  # the command, possibly in a separate environment
     shares_run_folder = False
     finds_job_by = ("managed",)
 
@@ -68,19 +68,19 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
             raise ConfigError("cluster.spot_recovery is the old name of cluster.job_recovery. Set only the latter.")
         if self.checkpoint_bucket is None and (self.spot or cluster.nodes > 1):
             raise ConfigError(
-                "cluster.checkpoint_bucket is missing: without one, a run that is reclaimed begins anew, and nodes do "
-                "not see each other's checkpoints. Set it to s3://..., gs://... or another bucket."
+                "cluster.checkpoint_bucket is missing: without one, a reclaimed run starts over, and nodes do not "
+                "see each other's checkpoints. Set it to s3://..., gs://... or another bucket."
             )
         if self.checkpoint_bucket is not None and not _BUCKET.fullmatch(self.checkpoint_bucket):
             raise ConfigError(
                 f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a bucket. Write e.g. s3://NAME."
             )
         if str(self.checkpoint_bucket).startswith("/") and not os.access(str(self.checkpoint_bucket), os.W_OK):
-            raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is no folder that we may write.")
+            raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a writable folder.")
         if self.bucket_mode == "MOUNT_CACHED":
             _logger.warning(
                 "MOUNT_CACHED uploads later, so the newest checkpoint may be partial after a reclaim. It is "
-                "verified and refused then; set checkpoint.allow_older=true to go on from the one before."
+                "verified and refused then; set checkpoint.allow_older=true to resume from the one before."
             )
 
     def write(self, plan: Plan) -> None:
@@ -90,7 +90,7 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
     def submit(self, plan: Plan) -> str:
         if shutil.which(self.sky[0]) is None:
             raise ConfigError(
-                f"{self.sky[0]} is not found. Install SkyPilot in an environment of its own: "
+                f"{self.sky[0]} is not found. Install SkyPilot in a separate environment: "
                 "uv tool install 'skypilot[CLOUD]'."
             )
         self.write(plan)
@@ -99,8 +99,8 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
         how = ["jobs", "launch", "--name", name] if self.managed else ["launch", "--cluster", name]
         secrets = [word for key in plan.secrets for word in ("--secret", key)]
         command = [*self.sky, *how, "--yes", "--detach-run", *secrets, str(task)]
-        if subprocess.run(command, env={**os.environ, **plan.secrets}, check=False).returncode:  # it shows the cost
-            raise ConfigError(f"SkyPilot refuses the task, as it says above. The task is in {task}.")
+        if subprocess.run(command, env={**os.environ, **plan.secrets}, check=False).returncode:  # shows the cost
+            raise ConfigError(f"SkyPilot refused the task; see its output above. The task is in {task}.")
         return name
 
     def describe(self, plan: Plan) -> str:
@@ -138,7 +138,7 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
         return {**{key: value for key, value in named.items() if value is not None}, **self.resources}
 
     def _recovery(self) -> dict[str, Any]:
-        """Return SkyPilot's recovery options; a run that has saved in time is restarted."""
+        """Return SkyPilot's recovery options, which also restart a preempted run that saved."""
         given = self.job_recovery if self.job_recovery is not None else self.spot_recovery
         own = {"strategy": given} if isinstance(given, str) else dict(given or {})
         codes = {"recover_on_exit_codes": [PREEMPTED], "max_restarts_on_errors": self.restarts_on_errors}
@@ -149,7 +149,7 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
         try:
             listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         except (OSError, ValueError, subprocess.CalledProcessError) as error:
-            raise ConfigError(f"{self.sky[0]} does not say how the job is: {error}") from error
+            raise ConfigError(f"{self.sky[0]} does not report the state of the job: {error}") from error
         states = [str(each.get("status")) for each in listed if each.get("job_name") == job]
         return None if not states or states[0].startswith(_OVER) else states[0]
 
@@ -160,4 +160,4 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
     def cancel(self, job: str) -> None:
         how = ["jobs", "cancel", "--name", job] if self.managed else ["cancel", "--all", job]
         if subprocess.run([*self.sky, *how, "--yes"], check=False).returncode:
-            raise ConfigError(f"SkyPilot does not cancel {job}, as it says above.")
+            raise ConfigError(f"SkyPilot failed to cancel {job}; see its output above.")

@@ -1,4 +1,4 @@
-"""Launches with Slurm: a job script as a person would write it, submitted with sbatch."""
+"""Launches runs with Slurm: writes a readable job script and submits it with sbatch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from worldsize.world.roles import heals
 
 _logger = logging.getLogger(__name__)
 
-_PATIENCE = 60.0  # seconds for one of Slurm's commands
-_RETRY = 1.0  # seconds
+_PATIENCE = 60.0  # timeout of Slurm's commands in seconds
+_RETRY = 1.0  # seconds between two queries
 SCRIPT = "slurm.sh"
-_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED")  # states of a job that starts again
-_OF_CPUS = re.compile("CPU|node configuration")  # in what Slurm says if a node lacks them
+_QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED")  # states of a job that waits to start
+_OF_CPUS = re.compile("CPU|node configuration")  # in Slurm's error if nodes lack CPUs
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 _TIME = Form(
     r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
@@ -44,36 +44,36 @@ _TIME = Form(
 @final
 @dataclass(frozen=True)
 class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
-    """Submits one job, in which srun starts one agent per node; with ``image``, in a container."""
+    """Submits a job in which srun starts one agent per node, in a container if ``image`` is set."""
 
     heals_over_hosts: ClassVar[bool] = True
     orders_hosts: ClassVar[bool] = True
 
     job_name: str = cluster_option("worldsize")
-    time: Annotated[str | None, _TIME] = cluster_option(None)  # limit; the run saves before it and is queued again
+    time: Annotated[str | None, _TIME] = cluster_option(None)  # limit; the run saves in time and is requeued
     partition: str | None = cluster_option(None)
     account: str | None = cluster_option(None)
     qos: str | None = cluster_option(None)
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)
-    gpu_type: str | None = cluster_option(None)  # as the cluster names it, e.g. a100; null: any
-    # of a node; null: as many as its processes need
+    gpu_type: str | None = cluster_option(None)  # the cluster's name for it, e.g. a100; None: any
+    # per node; None: as many as its processes need
     cpus_per_task: Annotated[int | None, Range(least=1)] = cluster_option(None)
-    memory: str | None = cluster_option(None)  # of a node, e.g. 64G
+    memory: str | None = cluster_option(None)  # per node, e.g. 64G
     constraint: str | None = cluster_option(None)
     exclude: str | None = cluster_option(None)
     exclusive: bool = cluster_option(False)
-    setup: Sequence[str] = cluster_option(())  # shell lines before the start, e.g. "module load cuda"
-    container_runtime: Annotated[str, OneOf("pyxis", "apptainer")] = cluster_option("pyxis")  # what opens the image
-    mounts: Sequence[str] = cluster_option(())  # folders seen in the container besides this one and that of the runs
-    options: Mapping[str, Any] = cluster_option({})  # others of sbatch, by long name; null: one without a value
-    signal_before: Annotated[int, Range(least=0, most=65535)] = 120  # seconds before the time limit, in which it saves
-    max_requeues: Annotated[int, Range(least=0)] = 100  # times that the run is queued again by itself
-    exclude_slow: bool = False  # save and go on in another job, without the node on which a rank is slow
-    python: str | None = None  # interpreter on the nodes; None: this one, or with an image the one in it
-    wait: bool = False  # come back when the job has ended
+    setup: Sequence[str] = cluster_option(())  # shell commands before the start, e.g. "module load cuda"
+    container_runtime: Annotated[str, OneOf("pyxis", "apptainer")] = cluster_option("pyxis")  # for ``image``
+    mounts: Sequence[str] = cluster_option(())  # folders to mount in addition to this one and run.root
+    options: Mapping[str, Any] = cluster_option({})  # further sbatch options by long name; None for a flag
+    signal_before: Annotated[int, Range(least=0, most=65535)] = 120  # seconds for saving before the time limit
+    max_requeues: Annotated[int, Range(least=0)] = 100  # maximum number of requeues by the run itself
+    exclude_slow: bool = False  # requeue the run without nodes that have a straggler
+    python: str | None = None  # interpreter on the nodes; None: this one, or the image's if there is an image
+    wait: bool = False  # wait until the job has ended
 
     def check(self, cluster: Cluster) -> None:
-        """Ask Slurm whether it would accept the job."""
+        """Raise ConfigError if Slurm would not accept the job (``sbatch --test-only``)."""
         self.check_image()
         _check_gpus(self)
         if shutil.which("sbatch") is None:
@@ -85,7 +85,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             _ask(["sbatch", "--test-only"], self.describe(plan))
         except ConfigError as error:
             if (cpus := _asked_cpus(self, cluster)) and _OF_CPUS.search(str(error)):
-                more = f"The job asks for {cpus} CPUs on each node; cluster.cpus_per_task sets another number."
+                more = f"The job requests {cpus} CPUs on each node; set cluster.cpus_per_task to change that."
                 raise ConfigError(f"{error}. {more}") from None
             raise
 
@@ -96,13 +96,13 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         return self.submit_all([plan])[0]
 
     def submit_all(self, plans: Sequence[Plan]) -> Sequence[str]:
-        """Submit one job, or an array for several runs."""
+        """Submit a job for one run, or a job array for several."""
         script = self._write_script(plans)
         job = _ask(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
         return [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
 
     def _write_script(self, plans: Sequence[Plan]) -> Path:
-        """Write the script into the folder of each run; return the first one's path."""
+        """Write the script to each run's folder; return its path in the first."""
         text = self.describe_all(plans)
         for plan in plans:
             write_key(plan.run_dir)
@@ -114,7 +114,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         return self.describe_all([plan])
 
     def describe_all(self, plans: Sequence[Plan]) -> str:
-        """Return the job script of one run, or that of an array for several."""
+        """Return the job script for one run, or for a job array of several."""
         cluster = plans[0].cluster
         runs = [shlex.quote(str(plan.run_dir)) for plan in plans]
         array = len(plans) > 1
@@ -128,7 +128,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             variables=[(name, shlex.quote(value)) for name, value in plans[0].environment.items()],
             runs=runs if array else [],
             run='"${runs[$SLURM_ARRAY_TASK_ID]}"' if array else runs[0],
-            # the id of one job of an array is that of the array, and so means all of them
+            # in an array, a task's SLURM_JOB_ID may be the whole array's ID and so refer to all tasks
             job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID",
             python=shlex.quote(self.python or sys.executable),
             cpus='--cpus-per-task="$SLURM_CPUS_PER_TASK"' if _asked_cpus(self, cluster) else "--cpu-bind=none",
@@ -143,11 +143,11 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         )
 
     def state(self, job: str) -> str | None:
-        """Return Slurm's state of the job, e.g. PENDING; None if it has ended."""
+        """Return the job's state in Slurm, such as PENDING; None if the job has ended."""
         try:
             state = _facts(job).get("JobState")
         except WorldsizeError as error:
-            if "Invalid job id" in str(error):  # Slurm forgets jobs that are over
+            if "Invalid job id" in str(error):  # Slurm forgets old jobs
                 return None
             raise
         return None if state in _OVER else state
@@ -158,10 +158,10 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         return job is not None and job.get("requeues", self.max_requeues) < self.max_requeues
 
     def is_current(self) -> bool:
-        """Ask Slurm for ``node_timeout`` seconds whether this start of the job still runs.
+        """Return whether Slurm confirms in ``node_timeout`` seconds that this start still runs.
 
-        Other nodes queue the job again when they have lost the first one. If this is the first, and cut off from Slurm
-        too, it must not go on.
+        When other nodes lose the first node, they requeue the job. A first node that cannot reach Slurm either must not
+        continue.
         """
         job, deadline = job_of(os.environ), time.monotonic() + self.node_timeout
         while job is not None:
@@ -182,7 +182,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
 
 
 def _check_gpus(launcher: Slurm) -> None:
-    """Raise ConfigError if GPUs are asked for twice, or only their type is given."""
+    """Raise ConfigError if GPUs are requested twice, or their type without a number."""
     others = [
         name
         for name, value in launcher.options.items()
@@ -190,17 +190,17 @@ def _check_gpus(launcher: Slurm) -> None:
     ]
     if launcher.gpus_per_node and others:
         raise ConfigError(
-            f"cluster.gpus_per_node and cluster.options.{others[0]} both ask for GPUs. "
+            f"cluster.gpus_per_node and cluster.options.{others[0]} both request GPUs. "
             "Set cluster.gpus_per_node and cluster.gpu_type, and leave the other out."
         )
     if launcher.gpu_type and not launcher.gpus_per_node:
         raise ConfigError(
-            f"cluster.gpu_type={launcher.gpu_type}, but the job asks for no GPUs. Set cluster.gpus_per_node."
+            f"cluster.gpu_type={launcher.gpu_type}, but the job requests no GPUs. Set cluster.gpus_per_node."
         )
 
 
 def _asked_cpus(launcher: Slurm, cluster: Cluster) -> int | None:
-    """Return the CPUs that the job asks for on each node; None: those of an exclusive node, or of another option."""
+    """Return the CPUs to request per node; None if other options determine them."""
     is_told = launcher.exclusive or any(name.startswith("cpus-per") for name in launcher.options)
     return launcher.cpus_per_task or (None if is_told else cluster.cpus_per_node)
 
@@ -234,7 +234,7 @@ def _options(launcher: Slurm, plans: Sequence[Plan]) -> list[tuple[str, Any]]:
 
 
 def _container(launcher: Slurm, plans: Sequence[Plan], runtime: str) -> list[str]:
-    """Return the words that open the image: options of srun (pyxis), or a command before the agent's."""
+    """Return the container's arguments: srun options (pyxis) or a command (apptainer)."""
     if launcher.image is None or launcher.container_runtime != runtime:
         return []
     here = Path.cwd()
@@ -248,10 +248,10 @@ def _container(launcher: Slurm, plans: Sequence[Plan], runtime: str) -> list[str
 
 
 def _quoted(value: str) -> str:
-    """Return a value as a line of #SBATCH takes it: in quotes if a space would end it, or # begin a comment.
+    """Quote a value for an #SBATCH line if it has whitespace, quotes, ``#`` or a backslash.
 
     Raises:
-        ConfigError: it has several lines.
+        ConfigError: the value has several lines.
     """
     if len(value.splitlines()) > 1:
         raise ConfigError(f"{value!r} would be several lines of the job script. Give the option a value of one line.")
@@ -262,7 +262,7 @@ def _quoted(value: str) -> str:
 
 
 def _facts(job: str, patience: float = _PATIENCE) -> dict[str, str]:
-    """Return what Slurm says of a job within ``patience`` seconds, such as its JobState."""
+    """Query a job's properties, such as its JobState; wait at most ``patience`` seconds."""
     shown = _ask(["scontrol", "show", "job", "--oneliner", job], patience=patience)
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
@@ -273,10 +273,10 @@ def _ask(
     environment: Mapping[str, str] | None = None,
     patience: float = _PATIENCE,
 ) -> str:
-    """Run one of Slurm's commands, which may take ``patience`` seconds; return what it prints.
+    """Run a Slurm command for at most ``patience`` seconds; return its output.
 
     Raises:
-        ConfigError: Slurm fails; the message is its own.
+        ConfigError: the command fails; the error includes Slurm's message.
     """
     try:
         done = subprocess.run(

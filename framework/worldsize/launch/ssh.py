@@ -1,4 +1,4 @@
-"""Launches on a list of hosts: copies the code by rsync, starts an agent on each by ssh, and leaves none behind."""
+"""Launches runs on a list of hosts: copies code with rsync, starts agents with ssh."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from worldsize.net.credentials import write_key
 from worldsize.record.run_directory import RunDirectory
 from worldsize.world.roles import fewest, heals
 
-_VANISHED = 24  # exit code of rsync: a file was gone when it was to be copied, such as that of an editor
+_VANISHED = 24  # rsync's exit code if a file vanished before it was copied, such as an editor's temporary file
 _LEFT_OUT = (".git", ".venv", "__pycache__", "*.egg-info", "wandb", "node_modules")
 
 
 @final
 @dataclass(frozen=True)
 class Ssh(NodeLauncher, AgentLauncher):
-    """Copies the code to each host and starts an agent there; all hosts must share the run folder.
+    """Copies the code to each host and starts an agent; all hosts must share the run folder.
 
-    The code is the working directory, and worldsize's own clone if that lies elsewhere.
+    The code is the working directory, and worldsize's clone if it is outside the working directory.
     """
 
     heals_over_hosts: ClassVar[bool] = True
     orders_hosts: ClassVar[bool] = True
 
-    hosts: Sequence[str] = cluster_option()  # as ssh knows them; the others must reach the first
-    gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process
-    folder: str | None = cluster_option(None)  # where the code goes, "%h": the host; None: it is there at the same path
-    python: str | None = cluster_option(None)  # interpreter on the hosts; None: made there by uv, from the lock
-    ssh: Sequence[str] = cluster_option(("ssh",))  # with its options, e.g. [ssh, -F, my_config]
+    hosts: Sequence[str] = cluster_option()  # names for ssh; all hosts must be able to reach the first
+    gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # one process per GPU
+    folder: str | None = cluster_option(None)  # target for the code (%h: host name); None: same path, without a copy
+    python: str | None = cluster_option(None)  # interpreter on the hosts; None: created by uv from the lock file
+    ssh: Sequence[str] = cluster_option(("ssh",))  # command and its options, e.g. [ssh, -F, my_config]
 
     def check(self, cluster: Cluster) -> None:
-        """Raise ConfigError unless every host answers and accepts our login."""
+        """Raise ConfigError unless the tools are installed and every host accepts an ssh login."""
         for tool in (self.ssh[0], *(["rsync"] if self.folder else [])):
             if shutil.which(tool) is None:
-                raise ConfigError(f"{tool} is not found on this machine. Install it, or choose another cluster.")
+                raise ConfigError(f"{tool} is not found on this machine. Install it, or choose a different cluster.")
         if cluster.all_nodes != len(self.hosts):
             raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts names {len(self.hosts)}.")
         refusals = [refusal for refusal in self._everywhere(self._refusal) if refusal]
@@ -75,7 +75,7 @@ class Ssh(NodeLauncher, AgentLauncher):
         return SshJob(start, lineup, self.save_grace, Revival(run), succession)
 
     def answering(self) -> set[str]:
-        """Return the hosts that can be reached."""
+        """Return the hosts that are reachable."""
         refusals = zip(self.hosts, self._everywhere(self._refusal), strict=True)
         return {host for host, refusal in refusals if refusal is None}
 
@@ -99,7 +99,7 @@ class Ssh(NodeLauncher, AgentLauncher):
         return Path(self.folder.replace("%h", host)) if self.folder else Path.cwd().parent
 
     def _copies(self, host: str) -> list[list[str]]:
-        """Return the commands that copy the code to ``host``."""
+        """Return the rsync commands that copy the code to ``host``."""
         if not self.folder:
             return []
         own = [] if bundle().is_relative_to(Path.cwd()) else [(bundle(), "worldsize")]
@@ -128,7 +128,7 @@ class Ssh(NodeLauncher, AgentLauncher):
             place["WORLDSIZE_ABSENT"] = ",".join(lineup.hosts[lineup.there :])
             place["WORLDSIZE_LOST_FIRST"] = lineup.lost
         project = self._place(host) / ("project" if self.folder else Path.cwd().name)
-        if self.folder:  # relative to the project
+        if self.folder:  # paths relative to the project
             place["PYTHONPATH"] = "framework" if bundle().is_relative_to(Path.cwd()) else "../worldsize/framework"
         python = [self.python] if self.python else ["uv", "run", "--locked", "python"]
         words = ["env", *(f"{name}={value}" for name, value in place.items()), *python, "-m", "worldsize", "agent"]
@@ -142,7 +142,7 @@ class Ssh(NodeLauncher, AgentLauncher):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # this process forwards Ctrl-C
+            start_new_session=True,  # this process handles Ctrl-C and forwards it
         )
         agent = SshAgent(lineup.hosts[node], process)
         agent.tell(dict(plan.secrets))

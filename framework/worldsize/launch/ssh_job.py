@@ -1,10 +1,9 @@
-"""Waits for the agents that were started by ssh; starts some again, and another first one if that is lost."""
+"""Waits for agents started with ssh, restarts them, and replaces a lost first host."""
 
 from __future__ import annotations
 
 import json
 import logging
-import signal
 import subprocess
 import sys
 import time
@@ -15,27 +14,27 @@ from functools import partial
 from typing import IO, final
 
 from worldsize.core import Failure, Job, Outcome
+from worldsize.launch.interruption import Signals
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import look
-from worldsize.world.processes import SIGNALS, handled, note
 
 _logger = logging.getLogger(__name__)
 
-_POLL = 0.1  # seconds
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds until the agent of a lost host is started again
-_LAST = 10.0  # seconds that agents may take to end once they are let go
-_UNREACHED = 255  # exit code of ssh's own errors, and of commands that a signal has ended
+_POLL = 0.1  # seconds between two polls
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # seconds before a lost host's agent is restarted: initial and maximum
+_LAST = 10.0  # seconds for dismissed agents to exit
+_UNREACHED = 255  # ssh's exit code for its own errors, and for commands killed by a signal
 
 
 @final
 @dataclass(frozen=True)
 class Lineup:
-    """The hosts of a run by node rank.
+    """A run's hosts in the order of their node ranks.
 
     Attributes:
-        hosts: Their names, as ssh knows them; the first leads.
-        absent: How many of them, the last ones, are not there when the run begins or goes on.
-        lost: The first host before, if this lineup replaces one that had lost it.
+        hosts: Host names for ssh; the first host leads.
+        absent: Number of hosts, at the end of ``hosts``, that are absent when the run starts or resumes.
+        lost: The former first host, if it was lost and this lineup replaces it.
     """
 
     hosts: tuple[str, ...]
@@ -43,7 +42,7 @@ class Lineup:
     lost: str | None = None
 
     def without_first(self, answering: set[str]) -> Lineup:
-        """Return the hosts in another order: those of ``answering`` before the others, the lost one last of either."""
+        """Return a lineup with ``answering`` hosts first, and the lost host last of its kind."""
         first, *others = self.hosts
         there = [host for host in (*others, first) if host in answering]
         absent = [host for host in (*others, first) if host not in answering]
@@ -51,18 +50,18 @@ class Lineup:
 
     @property
     def there(self) -> int:
-        """Number of hosts that are there at first."""
+        """Number of hosts that are present at the start."""
         return len(self.hosts) - self.absent
 
 
 @final
 @dataclass
 class SshAgent:
-    """An agent on a remote host, which lives as long as its standard input is open."""
+    """An agent on a remote host; it runs as long as its standard input is open."""
 
     host: str
     process: subprocess.Popen[str]
-    last: str = ""  # line of its output
+    last: str = ""  # last non-empty line of its output
 
     def tell(self, message: Mapping[str, object] | str) -> None:
         with suppress(OSError):
@@ -76,7 +75,7 @@ class SshAgent:
             self.process.stdin.close()
 
     def show(self, leads: bool) -> None:
-        """Show the output as it arrives: unchanged from the first host, with host names from the others."""
+        """Print the agent's output as it arrives; prefix the host name unless the agent ``leads``."""
         output: IO[str] | None = self.process.stdout
         assert output is not None
         for line in output:
@@ -85,7 +84,7 @@ class SshAgent:
             self.last = line.strip() or self.last
 
     def code(self, deadline: float) -> int:
-        """Wait for the end until ``deadline``, in monotonic seconds, and kill it then; return the exit code."""
+        """Wait for the exit, kill at ``deadline`` (monotonic seconds); return the exit code."""
         try:
             code = self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -99,21 +98,21 @@ class SshAgent:
 @final
 @dataclass
 class Revival:
-    """Starts agents again that have ended while a run goes on without their hosts."""
+    """Restarts exited agents while a healing run continues without their hosts."""
 
     run: RunDirectory
-    _due: dict[int, float] = field(default_factory=dict)  # by node: when its agent is to be started
+    _due: dict[int, float] = field(default_factory=dict)  # monotonic time of the agent's next start, by node
     _has_begun: bool = False
-    _pauses: dict[int, float] = field(default_factory=dict)  # seconds until then, the last time
+    _pauses: dict[int, float] = field(default_factory=dict)  # seconds of the last pause, by node
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has begun; before that, each host is needed."""
+        """Whether the run has started; before, all hosts are needed."""
         self._has_begun = self._has_begun or bool(look(self.run).attempts)
         return self._has_begun
 
     def revive(self, agents: list[SshAgent], start: Callable[[int], SshAgent]) -> None:
-        """Start the agents of lost hosts that are due, each time after a longer pause."""
+        """Restart lost hosts' agents that are due, with exponential backoff."""
         now = time.monotonic()
         for node, agent in enumerate(agents):
             if node == 0 or agent.process.poll() is None:
@@ -130,18 +129,18 @@ class Revival:
 @final
 @dataclass
 class HostSuccession:
-    """Lets the run go on from its newest checkpoint on other hosts when the first one is lost.
+    """Resumes the run from its newest checkpoint on other hosts when the first host is lost.
 
-    The first host is told again and again that it is heard; without that, it ends its processes after half of
-    ``silence``, so that it writes nothing any more when another one leads.
+    It sends heartbeats to the first host. A first host that does not receive them kills its processes after half of
+    ``silence``, so that it no longer writes to the run folder when a different host leads.
 
     Args:
         run: The run folder.
-        answering: Returns the hosts that can be reached.
-        suffices: Whether so many hosts are enough.
+        answering: Returns the reachable hosts.
+        suffices: Returns whether a number of hosts is enough to continue.
         silence: Seconds without a heartbeat after which a host is lost.
-        patience: Seconds within which enough hosts must be reached.
-        most: How often the first host may be replaced.
+        patience: Maximum seconds to wait for enough hosts.
+        most: Maximum number of replacements of the first host.
     """
 
     run: RunDirectory
@@ -150,37 +149,37 @@ class HostSuccession:
     silence: float
     patience: float
     most: int
-    _count: int = 0  # times that it was
+    _count: int = 0  # replacements so far
     _told_at: float = float("-inf")
 
     def tell(self, first: SshAgent) -> None:
-        """Tell the first host that it is heard, if it is time to."""
+        """Send the first host a heartbeat if one is due."""
         if self._count < self.most and time.monotonic() - self._told_at > self.silence / 8:
             self._told_at = time.monotonic()
             first.tell({"within": self.silence / 2})
 
     def next(self, lineup: Lineup, code: int, seen: Sequence[int]) -> Lineup | None:
-        """Return the hosts that go on after the first one's agent has ended with ``code``; None: the run has ended.
+        """Return the hosts on which to continue after the first host's agent exited with ``code``.
 
-        ``seen``: signals that have come; the first ends the search.
+        Returns None if the run has ended. ``seen`` collects received signals; the first one ends the search.
         """
         if seen or code != _UNREACHED or look(self.run).exit_reason not in ("running", "killed"):
             return None
-        lost, remedy = lineup.hosts[0], f"`worldsize resume {self.run.path}` goes on from the newest checkpoint."
+        lost, remedy = lineup.hosts[0], f"`worldsize resume {self.run.path}` resumes it from the newest checkpoint."
         if self._count == self.most:
             _logger.error("the first host, %s, is lost, and launcher.max_restarts=%d; %s", lost, self.most, remedy)
             return None
         self._count += 1
         _logger.error("the first host, %s, is lost", lost)
-        ended = time.monotonic() + self.silence  # it may be cut off, and has ended its processes by then
-        answering = self.answering()  # a lost host takes seconds to refuse
+        ended = time.monotonic() + self.silence  # a disconnected host has killed its processes by then
+        answering = self.answering()  # takes seconds for a lost host
         while time.monotonic() < ended and not seen:
             time.sleep(_POLL)
         deadline = time.monotonic() + self.patience
         while not self.suffices((after := lineup.without_first(answering)).there):
             if time.monotonic() > deadline or seen:
                 there = ", ".join(after.hosts[: after.there]) or "none"
-                _logger.error("too few hosts answer to go on without %s: %s; %s", lost, there, remedy)
+                _logger.error("too few hosts answer to continue without %s: %s; %s", lost, there, remedy)
                 return None
             time.sleep(_FIRST_PAUSE)
             answering = self.answering()
@@ -194,14 +193,14 @@ class HostSuccession:
 @final
 @dataclass
 class SshJob(Job):
-    """The agents of all hosts; their exit codes tell how the run ended, which they record.
+    """A job with an agent per host; agents record the outcome and exit with its code.
 
     Args:
-        start: Starts the agent of a node.
+        start: Starts a node's agent.
         lineup: The hosts.
-        grace: Seconds that a run has to save and to end.
-        revival: Of a gang that heals, which goes on if an agent ends that is not the first.
-        succession: What is done if that ends; None: the run ends.
+        grace: Seconds for the run to save and exit.
+        revival: Restarts agents of a healing gang, which survives the exit of any agent but the first.
+        succession: Replaces a lost first host; None ends the run instead.
     """
 
     start: Callable[[Lineup, int], SshAgent]
@@ -216,21 +215,20 @@ class SshJob(Job):
         self._begin(self.lineup)
 
     def wait(self) -> Outcome:
-        """Block until all have ended. A first signal asks them to save and end; a second or a failure kills them."""
-        before = {each: signal.signal(each, lambda number, _: note(self._seen, number)) for each in handled(SIGNALS)}
-        try:
-            while True:
-                self._join()
-                codes = self._ended()
-                after = self.succession.next(self.lineup, codes[0], self._seen) if self.succession else None
-                if after is None:
-                    break
-                self._begin(after)
-        finally:
-            for agent in self._agents:
-                agent.let_go()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        """Wait until all agents exit; a first signal makes them save, a second kills them."""
+        with Signals() as signals:
+            self._seen = signals.seen
+            try:
+                while True:
+                    self._join()
+                    codes = self._ended()
+                    after = self.succession.next(self.lineup, codes[0], self._seen) if self.succession else None
+                    if after is None:
+                        break
+                    self._begin(after)
+            finally:
+                for agent in self._agents:
+                    agent.let_go()
         failed = [node for node, code in enumerate(codes) if code and not self._seen]
         failure = self._failure(failed[0], codes[failed[0]]) if failed else None
         return Outcome("ended", codes[0] if self.revival else codes[0] or max(codes), failure)
@@ -248,7 +246,7 @@ class SshJob(Job):
         return Failure("node", node, agent.last or f"its agent ended with exit code {code}", code, host=agent.host)
 
     def _ended(self) -> list[int]:
-        """Let all agents go; return their exit codes."""
+        """Dismiss all agents and wait until they exit; return their exit codes."""
         for agent in self._agents:
             agent.let_go()
         deadline = time.monotonic() + _LAST
@@ -263,9 +261,9 @@ class SshJob(Job):
             if len(self._seen) > 1 or time.monotonic() > deadline:
                 return
             if self.succession and self._agents[0].process.poll() == _UNREACHED:
-                return  # no other goes on without the first, and one that still waits for it would do so for long
+                return  # the other hosts would wait for the first one, possibly for long
             if deadline == float("inf") and self._must_end():
-                deadline = time.monotonic() + self.grace  # the others shut down by themselves
+                deadline = time.monotonic() + self.grace  # the other agents exit by themselves
             elif self._agents[0].process.poll() is None:
                 if self.succession:
                     self.succession.tell(self._agents[0])
@@ -274,7 +272,7 @@ class SshJob(Job):
             time.sleep(_POLL)
 
     def _must_end(self) -> bool:
-        """Return whether an agent has ended without which the run does not go on."""
+        """Return whether a required agent has exited."""
         codes = [agent.process.poll() for agent in self._agents]
         if self.revival and (codes[0] is not None or (any(codes) and self.revival.has_begun)):
             return codes[0] is not None

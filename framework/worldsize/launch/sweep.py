@@ -1,4 +1,4 @@
-"""Calls the runs of a sweep: returns their values to the sweeper, and summarises their ends."""
+"""Executes a sweep's runs, returns values to the sweeper, and summarizes outcomes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from typing import Any, final
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from rich.cells import cell_len
 from rich.console import Console
 
-from worldsize.config.compose import choices, compose_and_call, is_side_by_side, sweep_points
+from worldsize.config.arguments import key_of
+from worldsize.config.compose import choices, compose_and_call, is_side_by_side, sweep_folder, sweep_points
 from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search, maximizes
 from worldsize.core import metric_key, split_of
 from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.launch.restarts import command_line
 from worldsize.messages import LOGGERS, last_error, printable, refuse, show_messages
 from worldsize.record.redaction import redacted_arguments
 from worldsize.record.run_directory import RunDirectory
@@ -31,7 +34,7 @@ from worldsize.record.run_record import look, read_result
 from worldsize.world.processes import PREEMPTED, SIGNALS, die_with_parent
 from worldsize.world.scratch import temporary_folder
 
-_WAKING = 0.5  # seconds
+_WAKING = 0.5  # seconds between two alarms that wake the main thread
 _logger = logging.getLogger(__name__)
 
 
@@ -41,11 +44,12 @@ def call_sweep(
     *,
     check: Callable[[DictConfig], object] = lambda cfg: None,
 ) -> int:
-    """Call ``task`` with each configuration, and return its values to the sweeper; return the largest exit code.
+    """Call ``task`` with each configuration of a sweep; return the largest exit code.
 
-    ``check`` raises WorldsizeError for a configuration that cannot run; it is called with all before the first starts.
+    The sweeper receives the values that ``task`` returns. Before the first run, ``check`` is called with each
+    configuration; it raises WorldsizeError for one that cannot run.
 
-    A sweep's launcher may pickle the task and call it in other processes, so exit codes are returned through files.
+    Hydra's launcher may pickle the task and call it in other processes, so exit codes are returned through files.
     """
     try:
         _check_all(check, arguments)
@@ -67,7 +71,7 @@ def call_sweep(
             refused = refuse(error)
         except TrialFailedError:
             pass  # the run's own error has been shown
-        except Exception:  # the sweeper has no values to compare
+        except Exception:  # expected if the sweeper lacks values to compare
             if not sweep.has_no_value():
                 ends.show(Console())
                 raise
@@ -76,12 +80,12 @@ def call_sweep(
 
 
 def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
-    """Raise ConfigError if a run of the sweep is refused, or would have the folder of another one."""
+    """Raise ConfigError if a run of the sweep is refused or two runs would share a folder."""
     refused, numbers = [], dict[str, int]()
     levels = {logger: logger.level for logger in map(logging.getLogger, LOGGERS)}
     for number, cfg in enumerate(sweep_points(arguments), start=1):
         for logger in levels:
-            logger.setLevel(logging.ERROR)  # the runs show their messages themselves
+            logger.setLevel(logging.ERROR)  # each run shows its messages later
         try:
             check(cfg)
         except WorldsizeError as error:
@@ -100,7 +104,7 @@ def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) 
 
 @contextmanager
 def _idle_children_ended() -> Iterator[None]:
-    """Kill the idle processes that a launcher keeps for more runs; they block SIGTERM until a run handles it."""
+    """On exit, kill idle processes that a launcher keeps for further runs; these block SIGTERM."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -113,9 +117,9 @@ def _idle_children_ended() -> Iterator[None]:
 
 @final
 class _Sweep:
-    """Calls ``task``, in this process or in others; with ``side_by_side`` several processes call at once.
+    """Calls ``task`` here or in other processes; with ``side_by_side``, in several concurrently.
 
-    ``typed``: the words of the command, of which the words of a run differ in what the sweep varies.
+    ``typed`` are the command's arguments; a run's overrides that are not among them are those the sweep varies.
     """
 
     def __init__(
@@ -130,11 +134,11 @@ class _Sweep:
         self._launching, self._typed = os.getpid(), {word.lstrip("+") for word in typed}
 
     def call(self, cfg: DictConfig) -> float | SweepEnd | None:
-        """Run the next configuration, unless a run was asked to end; return the values for the sweeper.
+        """Run the next configuration unless signaled; return the value for the sweeper.
 
         Raises:
-            SweepEnded: the run was asked to end, and no other run continues in parallel.
-            TrialFailedError: the run of a search has no value.
+            SweepEnded: a signal ended the run, and other processes do not run parts of the sweep.
+            TrialFailedError: a run of a search failed, so it does not have a value.
         """
         is_here = os.getpid() == self._launching
         if not is_here:
@@ -142,13 +146,13 @@ class _Sweep:
             if self.side_by_side is not None:
                 self.side_by_side.join()
         if self._is_asked() or any(map(ends_sweep, self._ends.exit_codes())):
-            return SweepEnd()  # another process waits for the runs that continue
-        label = self._label()
-        _logger.info("%s", label)
+            return SweepEnd()  # another process waits for the runs in progress
+        number, words = self._position()
+        _logger.info("%s", _label(number, words))
         trial = self._tried(cfg)
         folder = str(trial.folder) if trial.folder else None
-        goal = {"metric": cfg.sweep.metric, "maximize": maximizes(cfg.sweep)}
-        self._ends.note(RunEnd(label, trial.exit_code, trial.why, folder, trial.value, is_search(), **goal))
+        goal = {"metric": cfg.sweep.metric, "maximize": maximizes(cfg.sweep), "group": cfg.run.group or sweep_folder()}
+        self._ends.note(RunEnd(number, words, trial.exit_code, trial.why, folder, trial.value, is_search(), **goal))
         if ends_sweep(trial.exit_code):
             if is_here:
                 raise SweepEnded
@@ -157,14 +161,14 @@ class _Sweep:
             raise TrialFailedError(f"the run ended with exit code {trial.exit_code}")
         return trial.value
 
-    def _label(self) -> str:
-        """Return a line about the run, since many follow each other on a terminal."""
+    def _position(self) -> tuple[int, list[str]]:
+        """Return the run's number, from 1, and the overrides that the sweep varies."""
         own = HydraConfig.get()
         varied = [word for word in own.overrides.task if word.lstrip("+") not in self._typed]
-        return f"run {own.job.num + 1} of the sweep: {' '.join(redacted_arguments(varied))}"
+        return own.job.num + 1, redacted_arguments(varied)
 
     def _is_asked(self) -> bool:
-        """Return whether the launching process has received a signal, which it forwards."""
+        """Return whether the launching process has received and forwarded a signal."""
         return self.side_by_side is not None and self.side_by_side.is_asked()
 
     def _tried(self, cfg: DictConfig) -> Trial:
@@ -174,17 +178,17 @@ class _Sweep:
             return Trial(refuse(error), why=_why(error))
         except Exception as error:
             if not is_search():
-                self._ends.note(RunEnd(self._label(), 1, _why(error)))
+                self._ends.note(RunEnd(*self._position(), 1, _why(error)))
                 raise
-            traceback.print_exc()  # the sweeper may continue without showing it
+            traceback.print_exc()  # the sweeper may not show the error
             return Trial(1, why=_why(error))
 
     def has_no_value(self) -> bool:
-        """Return whether the search has no value: none of its runs has completed, or a signal has ended it."""
+        """Return whether a search lacks values because all its runs failed or a signal ended it."""
         return self._is_asked() or self._ends.is_failed_search()
 
     def exit_codes(self) -> list[int]:
-        """Return the exit code of each run, and that of a signal that no run has handled."""
+        """Return each run's exit code, and one for a received signal if no run has reported it."""
         codes = self._ends.exit_codes()
         if self.side_by_side is not None and not any(map(ends_sweep, codes)):
             codes.append(self.side_by_side.exit_code())
@@ -192,27 +196,30 @@ class _Sweep:
 
 
 def _why(error: Exception) -> str:
-    """Return one line that says why a run failed."""
+    """Return the reason for a failure in one line."""
     return last_error(str(error) or type(error).__name__)
 
 
 @final
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of one run of a sweep.
+    """Outcome of one run of a sweep.
 
     Attributes:
-        label: Its number in the sweep and the options that the sweep varies.
-        exit_code: Its exit code.
-        why: Why it failed or was refused; "": it did not.
-        folder: Its folder; None: no process was started.
-        value: The metric that the sweep goes by; None: it names none, or the run has not completed.
-        of_search: Whether a sweeper goes by the value.
-        metric: Name of the metric.
-        maximize: Whether a larger value is better.
+        number: Number of the run in the sweep, from 1.
+        words: Overrides that the sweep varies.
+        exit_code: Exit code of the run.
+        why: Reason why the run failed or was refused; "" if it completed.
+        folder: Run folder; None if no process was started.
+        value: Value of the sweep's metric; None if the sweep has no metric or the run did not complete.
+        of_search: Whether a sweeper uses the value.
+        metric: Name of the sweep's metric.
+        maximize: Whether larger values are better.
+        group: Group of the runs; by default the sweep's folder.
     """
 
-    label: str
+    number: int
+    words: Sequence[str]
     exit_code: int
     why: str = ""
     folder: str | None = None
@@ -220,78 +227,117 @@ class RunEnd:
     of_search: bool = False
     metric: str | None = None
     maximize: bool = False
+    group: str | None = None
 
 
 @final
 class SweepEnds:
-    """Records how each run of a sweep ended in ``folder``, where other processes read it."""
+    """Outcomes of a sweep's runs, recorded in ``folder`` for all its processes."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "ends"
 
     def note(self, end: RunEnd) -> None:
-        """Add a run, in a single write so that lines of several processes do not mix."""
+        """Append a run's outcome in a single write, so that lines from several processes do not mix."""
         with self._file.open("a") as lines:
             lines.write(json.dumps(asdict(end)) + "\n")
 
     def noted(self) -> list[RunEnd]:
-        """Return all runs so far, in the order of their ends."""
+        """Return all outcomes so far, sorted by run number, since parallel runs end in any order."""
         lines = self._file.read_text().splitlines() if self._file.exists() else []
-        return [RunEnd(**json.loads(line)) for line in lines]
+        return sorted((RunEnd(**json.loads(line)) for line in lines), key=lambda end: end.number)
 
     def exit_codes(self) -> list[int]:
         """Return the exit codes of all runs so far."""
         return [end.exit_code for end in self.noted()]
 
     def show(self, console: Console) -> None:
-        """Show a summary of the runs, unless none was started here: a scheduler runs them later."""
+        """Show a summary of the runs, unless all of them were left to a scheduler."""
         ends = self.noted()
         if any(end.folder for end in ends):
             show_ends(console, ends)
 
     def is_failed_search(self) -> bool:
-        """Return whether at least one run of a search has failed and none has completed."""
+        """Return whether all runs of a search so far have failed."""
         codes = [end.exit_code for end in self.noted() if end.of_search]
         return bool(codes) and 0 not in codes
 
 
 def ends_sweep(code: int) -> bool:
-    """Return whether the code means that the run was asked to end, and with it the sweep."""
+    """Return whether an exit code means that a signal ended the run, and so the sweep."""
     return code == PREEMPTED or code > 128
 
 
 def show_ends(console: Console, ends: Sequence[RunEnd]) -> None:
-    """Show how many runs completed, why the others did not, and the best by their metric, a line each."""
+    """Show a table of the runs and the best, reasons for failures, and the report command."""
     completed = [end for end in ends if not end.exit_code]
-    rows = [f"sweep    {len(completed)} of {len(ends)} runs completed"]
+    lines = [f"sweep    {len(completed)} of {len(ends)} runs completed", *_table(ends, best=_best(completed))]
     for end in ends:
         if end.exit_code:
-            kind = "stopped" if ends_sweep(end.exit_code) else "failed "
-            rows.append(f"{kind}  {end.label}: {end.why or 'asked to end'}" + (f"; {end.folder}" if end.folder else ""))
-    values = {end.value: end for end in reversed(completed) if end.value is not None and math.isfinite(end.value)}
-    if values:
-        best = max(values) if ends[0].maximize else min(values)
-        rows.append(f"best     {values[best].label}: {ends[0].metric} {best:.4g}; {values[best].folder}")
-    for row in rows:
-        console.print(printable(row), soft_wrap=True, highlight=False, markup=False, emoji=False)
+            why = f"{_label(end.number, end.words)}: {end.why or 'asked to end'}"
+            lines.append(f"{_state(end):<9}{why}" + (f"; {end.folder}" if end.folder else ""))
+    lines.append(f"report   {command_line('report', *_reported(ends))}")
+    for line in lines:
+        console.print(printable(line), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
-def end_of(run: RunDirectory, code: int) -> RunEnd:
-    """Return how a run of a sweep ended that a job has trained."""
+def _label(number: int, words: Sequence[str]) -> str:
+    return f"run {number} of the sweep: {' '.join(words)}"
+
+
+def _state(end: RunEnd) -> str:
+    return "completed" if not end.exit_code else "stopped" if ends_sweep(end.exit_code) else "failed"
+
+
+def _best(completed: Sequence[RunEnd]) -> RunEnd | None:
+    """Return the first run with the best value; None if no run has a finite value."""
+    valued = {end.value: end for end in reversed(completed) if end.value is not None and math.isfinite(end.value)}
+    return valued[max(valued) if completed[0].maximize else min(valued)] if valued else None
+
+
+def _table(ends: Sequence[RunEnd], *, best: RunEnd | None) -> list[str]:
+    """Return aligned table lines: number, overrides, value, state and folder of each run."""
+    overrides = [{key_of(word): word.partition("=")[2] for word in end.words} for end in ends]
+    keys = dict.fromkeys(key for row in overrides for key in row)
+    varied = [key for key in keys if len({row.get(key) for row in overrides}) > 1]
+    metric = [ends[0].metric] if ends[0].metric else []
+    rows = [["run", *varied, *metric, "state", "folder"]]
+    for end, words in zip(ends, overrides, strict=True):
+        value = [] if not metric else ["" if end.value is None else f"{end.value:.4g}"]
+        state = f"{_state(end)}, best" if end is best else _state(end)
+        rows.append([str(end.number), *(words.get(key, "") for key in varied), *value, state, end.folder or ""])
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def _reported(ends: Sequence[RunEnd]) -> Sequence[str]:
+    """Return the sweep's folder if there is one, otherwise the runs' own folders."""
+    sweep = Path(ends[0].group or "")
+    is_found = sweep.parent.name == "sweeps" and sweep.is_dir()
+    return [str(sweep)] if is_found else [end.folder for end in ends if end.folder]
+
+
+def end_of(run: RunDirectory, code: int, *, number: int) -> RunEnd:
+    """Return the outcome of a sweep's run that was trained by a job."""
     record = look(run)
-    sweep, words = record.manifest["config"]["sweep"], " ".join(record.manifest["overrides"])
-    metric, maximize = sweep["metric"], sweep["direction"] == "maximize"
+    config, words = record.manifest["config"], record.manifest["overrides"]
+    metric, maximize, group = (
+        config["sweep"]["metric"],
+        config["sweep"]["direction"] == "maximize",
+        config["run"]["group"],
+    )
     value = None if code or metric is None else read_result(run)["metrics"].get(metric_key(*split_of(metric)))
     why = record.failure or record.exit_reason or "it never began"
-    return RunEnd(words, code, why, str(run.path), value, metric=metric, maximize=maximize)
+    return RunEnd(number, words, code, why, str(run.path), value, metric=metric, maximize=maximize, group=group)
 
 
 @final
 class SideBySide:
-    """Forwards signals from the launching process to those that call the runs, which register in ``folder``.
+    """Forwards signals from the launching process to processes registered in ``folder``.
 
-    Those have their own process groups, since a second signal from Ctrl-C would end a run at once. The launching
-    process does not act on signals itself, since joblib would kill the others before they have saved.
+    These have their own process groups; otherwise Ctrl-C would send a second signal, which ends a run at once. The
+    launching process does not act on signals itself, since joblib would kill the others before they have saved.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -300,7 +346,7 @@ class SideBySide:
         self._launching = os.getpid()
 
     def join(self) -> None:
-        """Register this process, which is about to begin a run; signals are blocked until that run handles them."""
+        """Register this process before it starts a run; block signals until the run handles them."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         if os.getpgrp() != os.getpid():
             os.setpgid(0, 0)
@@ -308,19 +354,19 @@ class SideBySide:
         (self._processes / str(os.getpid())).touch()
 
     def is_asked(self) -> bool:
-        """Return whether a signal has come, after which no further run begins."""
+        """Return whether a signal has arrived, so that further runs must not start."""
         return self._asked.exists()
 
     def exit_code(self) -> int:
-        """Return 128 plus the number of the first signal, or 0 if none has come."""
+        """Return 128 plus the number of the first signal; 0 without a signal."""
         return 128 + int(self._asked.read_text()) if self.is_asked() else 0
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """Forward signals inside the context, without acting on them.
+        """Forward signals in this context, without acting on them.
 
-        The kernel may deliver a signal to any thread, but Python handles it in the main thread, which joblib blocks; a
-        timer wakes it.
+        The kernel may deliver a signal to any thread, but Python runs handlers in the main thread. Joblib blocks the
+        main thread, so a timer wakes it.
         """
         numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         before: dict[int, Any] = {number: signal.signal(number, self._pass_on) for number in numbers}

@@ -1,4 +1,4 @@
-"""Prints the torchrun commands to start by hand on every node."""
+"""Prints the torchrun commands for the user to run on each node."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from worldsize.world.environments import port_of
 @final
 @dataclass(frozen=True)
 class Torchrun(BatchLauncher):
-    """Shows the command for each node: torchrun, or an agent if there are servers or ``agents`` are wanted."""
+    """Prints a command per node: torchrun, or an agent for servers or with ``agents``."""
 
-    gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # each has a process
+    gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # one process per GPU
     first: str = cluster_option("FIRST_HOST")  # address of the first node
-    port: Annotated[int | None, PORT] = cluster_option(None)  # at which the nodes meet; None: by the run's id
-    max_restarts: Annotated[int, Range(least=0)] = 0  # of torchrun
+    port: Annotated[int | None, PORT] = cluster_option(None)  # rendezvous port; None: derived from the run's ID
+    max_restarts: Annotated[int, Range(least=0)] = 0  # passed to torchrun
     agents: bool = False  # start worldsize's agents instead of torchrun
 
     def write(self, plan: Plan) -> None:
         write_key(plan.run_dir)
 
     def submit(self, plan: Plan) -> None:
-        """Start nothing: the user starts the printed commands."""
+        """Write the run's key without starting processes; the user runs the printed commands."""
         self.write(plan)
 
     def state(self, job: str) -> str | None:
         return None
 
     def cancel(self, job: str) -> None:
-        raise ConfigError("whoever started torchrun must stop it: there is no job.")
+        raise ConfigError("torchrun was started by hand, without a job. Stop it where you started it.")
 
     def describe(self, plan: Plan) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
@@ -43,7 +43,7 @@ class Torchrun(BatchLauncher):
         return "\n".join(f"# on node {node}\n{command}" for node, command in enumerate(commands))
 
     def _command(self, plan: Plan, node: int) -> list[str]:
-        """Return the command of a node: torchrun, or an agent, as for servers, which torchrun cannot start."""
+        """Return a node's command: torchrun, or an agent, since torchrun cannot start servers."""
         if self.agents or any(role.serves for role in plan.roles.values()):
             place = [
                 f"WORLDSIZE_NODES={plan.cluster.nodes}",

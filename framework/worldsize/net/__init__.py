@@ -1,1 +1,1 @@
-"""Authenticated channels between a run's processes, for strategies that have roles of their own."""
+"""Authenticated channels between a run's processes, for strategies with custom roles."""

@@ -1,8 +1,8 @@
-"""Admits and connects the agents of a run's hosts, at a port that anybody on the network can reach.
+"""Admits host agents at a port open to the network, and connects them.
 
 Connections of authenticated agents carry heartbeats. Reads from untrusted peers are limited in bytes and time, and the
-log of refusals stays short however many there are. :class:`Mailbox` is a queue between threads that a loop can wait
-for together with files. Imports no torch.
+log of refusals is sampled. :class:`Mailbox` is a queue between threads that an event loop can wait for
+together with files. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from worldsize.net.handshake import LENGTH, Admitted, Message, MessageSeal, Turn
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SECONDS = 10.0  # seconds for a handshake and the facts of a host together
-_AT_ONCE = 256  # most pending connections, if two per node are not more; a new one replaces the oldest
-_PAUSE = 0.1  # seconds to wait if a connection cannot be accepted, such as without free file descriptors
+_SECONDS = 10.0  # seconds for the handshake including the host's facts
+_AT_ONCE = 256  # maximum pending connections, or two per node if that is more; a new one replaces the oldest
+_PAUSE = 0.1  # seconds to wait after accept() failed, such as for lack of file descriptors
 
 
 @final
 class _Candidate:
-    """A connection that is not authenticated yet; it never blocks."""
+    """A non-blocking connection that is not authenticated yet."""
 
     def __init__(self, connection: socket.socket, address: str, key: RunKey, ranks: range) -> None:
         connection.setblocking(False)
@@ -46,7 +46,7 @@ class _Candidate:
         self._received = bytearray()
 
     def advance(self) -> Admitted | None:
-        """Process received bytes; return the agent once it is authenticated. Raise OSError if that fails."""
+        """Process received bytes; return the agent once authenticated. Raises OSError."""
         with suppress(BlockingIOError):
             data = self.connection.recv(self._turn.receive - len(self._received))
             if not data:
@@ -66,15 +66,15 @@ class _Candidate:
 
 @final
 class Admission:
-    """Admits agents concurrently, so that a silent, slow or foreign connection does not delay the others.
+    """Admits agents concurrently, so that a silent or foreign one does not delay others.
 
-    On leaving its context, pending connections are closed.
+    Pending connections are closed when the context exits.
 
     Args:
-        listener: The first host's port.
-        key: The key that an agent must prove to have.
-        ranks: The ranks of the expected nodes.
-        silence: Seconds without a heartbeat after which an admitted agent is considered lost.
+        listener: Listening socket on the first host.
+        key: Key that an agent must prove to have.
+        ranks: Node ranks of the expected agents.
+        silence: Seconds without a heartbeat after which an admitted agent counts as lost.
     """
 
     def __init__(self, listener: socket.socket, key: RunKey, ranks: range, *, silence: float) -> None:
@@ -96,7 +96,7 @@ class Admission:
         self._selector.close()
 
     def arrivals(self, *, deadline: float) -> Iterator[tuple[RemoteAgent, Message]]:
-        """Yield every agent that is admitted until ``deadline``, in monotonic seconds, with the facts of its host."""
+        """Yield each agent admitted before ``deadline`` (monotonic seconds), with its host's facts."""
         while (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(min(left, self._drop_late())):
                 if key.fileobj is self._listener:
@@ -107,14 +107,14 @@ class Admission:
     def _accept(self) -> None:
         try:
             connection, address = self._listener.accept()
-        except BlockingIOError:  # it has already disconnected
+        except BlockingIOError:  # the peer has already disconnected
             return
         except OSError as error:
             self._refusals.add("a connection", error)
             time.sleep(_PAUSE)
             return
         if len(self._candidates) >= self._at_once:
-            self._refuse(next(iter(self._candidates.values())), "others want to be heard")
+            self._refuse(next(iter(self._candidates.values())), "too many pending connections")
         candidate = _Candidate(connection, address[0], self._key, self._ranks)
         self._candidates[connection.fileno()] = candidate
         self._selector.register(connection, selectors.EVENT_READ)
@@ -133,12 +133,12 @@ class Admission:
         return RemoteAgent(admitted.rank, admitted.facts["host"], connection), admitted.facts
 
     def _drop_late(self) -> float:
-        """Refuse candidates that are past their deadline; return the seconds until the next deadline."""
+        """Refuse candidates past their deadline; return the seconds until the next deadline."""
         now = time.monotonic()
         for candidate in list(self._candidates.values()):
             if candidate.deadline > now:
                 return candidate.deadline - now
-            self._refuse(candidate, f"it has not proven who it is within {_SECONDS:g} s")
+            self._refuse(candidate, f"it has not authenticated within {_SECONDS:g} s")
         return _SECONDS
 
     def _refuse(self, candidate: _Candidate, why: object) -> None:
@@ -153,12 +153,12 @@ class Admission:
 
 @final
 class AgentConnection:
-    """Exchanges messages with another agent; each send and receive fails after ``patience`` seconds of silence.
+    """Exchanges messages with an agent; fails after ``patience`` seconds of silence.
 
     Args:
         connection: A connected socket after the handshake.
         seal: The seal that the handshake returned.
-        patience: Seconds for one complete message.
+        patience: Maximum seconds for one complete message.
     """
 
     def __init__(self, connection: socket.socket, seal: MessageSeal, patience: float) -> None:
@@ -169,16 +169,16 @@ class AgentConnection:
 
     @property
     def name(self) -> str:
-        """The name of this connection: the same at both ends, and that of no other one."""
+        """Unique name of this connection, the same at both ends."""
         return self._seal.name
 
     def send(self, **message: Any) -> None:
-        """Send one message; an empty one is a heartbeat. Raise OSError if that fails."""
+        """Send one message; an empty one is a heartbeat. Raises OSError."""
         with self._sending:
             self._connection.sendall(self._seal.seal(message))
 
     def receive(self) -> Message:
-        """Return the next message that is not a heartbeat; raise OSError if none arrives or one is not authentic."""
+        """Return the next message, skipping heartbeats. Raises OSError."""
         while True:
             deadline = time.monotonic() + self._patience
             head = receive_exactly(self._connection, LENGTH.size, deadline=deadline)
@@ -187,15 +187,15 @@ class AgentConnection:
                 return message
 
     def close(self) -> None:
-        """End the connection, also for processes that were forked meanwhile and hold it open."""
-        with suppress(OSError):  # it has ended
+        """Shut down the connection, even if processes forked meanwhile hold its descriptor open."""
+        with suppress(OSError):  # already disconnected
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 @final
 class HeartbeatSender:
-    """Sends heartbeats over ``connections`` from its own thread, while its context is open."""
+    """Context manager that sends heartbeats over ``connections`` from a thread."""
 
     def __init__(self, connections: Sequence[AgentConnection], patience: float) -> None:
         self._connections, self._interval = connections, patience / 4
@@ -210,14 +210,14 @@ class HeartbeatSender:
     def _beat(self) -> None:
         while not self._ended.wait(self._interval):
             for connection in self._connections:
-                with suppress(OSError):  # the receiving thread of that connection detects it
+                with suppress(OSError):  # detected by the thread that receives from this connection
                     connection.send()
 
 
 @final
 @dataclass
 class RemoteAgent:
-    """The agent of another host, as seen by the first host."""
+    """The agent of a remote host, as seen by the first host."""
 
     rank: int
     host: str
@@ -227,23 +227,23 @@ class RemoteAgent:
 
     @staticmethod
     def absent(rank: int, host: str) -> RemoteAgent:
-        """Stand for the agent of a host that is not there: nothing can be sent to it, and nothing comes."""
+        """Return a placeholder for an absent host's agent; its connection is closed."""
         connection = AgentConnection(socket.socket(), MessageSeal(sending=b"", receiving=b""), 1.0)
         connection.close()
         return RemoteAgent(rank, host, connection, is_there=False)
 
     def announce_end(self, code: int) -> None:
-        """Tell the other agent that the run has ended with the exit code ``code``."""
+        """Send the run's exit code to the agent, ignoring a lost connection."""
         with suppress(OSError):
             self.connection.send(over=code)
 
 
 def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -> bytes:
-    """Receive ``count`` bytes by ``deadline``, in seconds of ``time.monotonic()``.
+    """Receive ``count`` bytes before ``deadline`` (monotonic seconds).
 
     Raises:
-        OSError: not all bytes arrived in time (TimeoutError), or the peer has disconnected, or another thread has
-            closed the connection.
+        OSError: not all bytes arrived in time (TimeoutError), the peer disconnected, or another thread closed the
+            connection.
     """
     data = bytearray()
     while len(data) < count:
@@ -252,10 +252,10 @@ def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -
 
 
 def receive_line(connection: socket.socket, *, at_most: int, deadline: float) -> bytes:
-    """Receive up to the first newline, by ``deadline`` in monotonic seconds. Bytes after it may be lost.
+    """Receive a line before ``deadline`` (monotonic seconds); further bytes may be lost.
 
     Raises:
-        OSError: no line of ``at_most`` bytes arrived in time, or the peer has disconnected.
+        OSError: the line did not arrive in time or is longer than ``at_most`` bytes, or the peer disconnected.
     """
     data = bytearray()
     while b"\n" not in data:
@@ -269,7 +269,7 @@ def _receive_some(connection: socket.socket, at_most: int, deadline: float) -> b
     arrival = select.poll()
     try:
         arrival.register(connection, select.POLLIN)
-    except ValueError:  # a closed socket has no descriptor
+    except ValueError:  # the socket is closed
         raise ConnectionAbortedError("this end closed the connection") from None
     left = deadline - time.monotonic()
     if left <= 0 or not arrival.poll(math.ceil(left * 1000)):
@@ -284,10 +284,10 @@ _LOGGED = 100
 
 @final
 class RefusalLog:
-    """Counts what a server refuses, and logs the first 100 refusals and every hundredth of the others.
+    """Counts a server's refusals; logs the first 100, then every hundredth.
 
     Attributes:
-        count: The number of refusals so far.
+        count: Number of refusals so far.
     """
 
     def __init__(self) -> None:
@@ -295,17 +295,17 @@ class RefusalLog:
         self._changing = threading.Lock()
 
     def add(self, who: str, why: object) -> None:
-        """Count one more refusal, of ``who``; thread-safe."""
+        """Count a refusal of the peer ``who``, and log it if due. Thread-safe."""
         with self._changing:
             self.count += 1
             count = self.count
-        if count <= _LOGGED or count % _LOGGED == 0:  # a flood of them must not fill the disk
+        if count <= _LOGGED or count % _LOGGED == 0:  # a flood of refusals must not fill the disk
             _logger.info("refused %s: %s (%d so far)", who, why, count)
 
 
 @final
 class Mailbox(Generic[T]):
-    """Any thread puts items; one takes them. ``arrival`` is readable while there are some."""
+    """Queue from any threads to one thread; ``arrival`` is readable while the queue has items."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[T] = SimpleQueue()
@@ -316,6 +316,6 @@ class Mailbox(Generic[T]):
         self._write.send_bytes(b"!")
 
     def get(self) -> T:
-        """Wait for the next item."""
+        """Wait for the next item and return it."""
         self.arrival.recv_bytes()
         return self._items.get()

@@ -1,7 +1,7 @@
-"""A channel: frames over a connected socket, Unix-domain inside a host or TCP with mutual TLS 1.3 between hosts.
+"""Channels: frames over a Unix socket inside a host, or over mutual TLS 1.3 between hosts.
 
-Data is not copied between a socket and a tensor: buffers are passed to the kernel as lists (scatter-gather I/O).
-Inside a host large payloads go through shared memory, see :mod:`worldsize.net.frames`.
+Scatter-gather I/O avoids extra copies between sockets and tensors. Inside a host, large payloads are transferred
+through shared memory, see :mod:`worldsize.net.frames`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, final
 
-from worldsize.collectives.peer_waits import PEER_WAIT
+from worldsize.collectives.group import PEER_WAIT
 from worldsize.collectives.step_timer import phase
 from worldsize.net.frames import (
     AVAILABLE,
@@ -36,23 +36,23 @@ from worldsize.net.frames import (
     read_message,
 )
 
-_BUFFERS = 512  # buffers in one system call; the kernel takes at most 1024
-_JOINED = 1 << 14  # bytes; smaller buffers are joined for TLS, since each record costs a call
+_BUFFERS = 512  # buffers per system call; the kernel accepts at most 1024
+_JOINED = 1 << 14  # bytes; smaller buffers are joined for TLS, since each record needs a call
 
 
 class LostError(ConnectionError):
-    """The peer closed the connection, or has been silent for longer than the channel waits."""
+    """The peer closed the connection, or was silent for longer than the channel's timeout."""
 
 
 @final
 class Channel:
-    """One connection to a peer. Only one thread may send, and only one receive, at a time.
+    """A connection to a peer; one thread may send and one may receive at a time.
 
     Args:
         connection: A connected socket. :func:`worldsize.net.endpoints.connect` and
-            :func:`~worldsize.net.endpoints.accept_channel` authenticate the peer before they make a channel.
-        operations: The protocol; a frame with another operation is refused.
-        identity: The name in the peer's certificate, None where there is none.
+            :func:`~worldsize.net.endpoints.accept_channel` authenticate the peer before they create a channel.
+        operations: The protocol; frames with an unknown operation are refused.
+        identity: The name in the peer's certificate; None without a certificate.
     """
 
     def __init__(self, connection: socket.socket, *, operations: type[IntEnum], identity: str | None = None) -> None:
@@ -60,15 +60,15 @@ class Channel:
         self._known = operations_by_number(operations)
         self._header = bytearray(HEADER_BYTES)
         self._later: list[bytes] = []
-        self._is_quick = False  # whether the previous frame arrived within the time for which spinning pays
+        self._is_quick = False  # whether the previous header arrived within SPIN_SECONDS
         self._memory: Pair | None = None
         self._patience = math.inf
         self.identity = identity
 
     def wait_at_most(self, seconds: float) -> None:
-        """Make every later send and receive raise LostError after so many seconds without progress.
+        """Make sends and receives raise LostError after ``seconds`` without progress.
 
-        Headers and JSON messages must be complete within about that time, so that a peer cannot stall the channel by
+        Headers and JSON messages must be complete within about this time, so that a peer cannot stall the channel by
         sending a byte now and then.
         """
         self._patience = seconds
@@ -77,9 +77,9 @@ class Channel:
             _bound(direction.signals, seconds)
 
     def share(self, seconds: float) -> None:
-        """Send payloads of 256 KiB and more through shared memory from now on, if the peer is on this host.
+        """Send payloads of 256 KiB or more through shared memory, if the peer is on this host.
 
-        The peer must call :meth:`accept_share` when the frame SHARE arrives. ``seconds`` is as in
+        The peer must call :meth:`accept_share` when it receives the SHARE frame. ``seconds`` is the timeout, see
         :meth:`wait_at_most`. Raises LostError.
         """
         if AVAILABLE and self._stream.is_local:
@@ -91,11 +91,11 @@ class Channel:
             self.wait_at_most(seconds)
 
     def accept_share(self, seconds: float) -> None:
-        """Take part in the peer's :meth:`share`.
+        """Accept the shared memory offered by the peer's :meth:`share`; ``seconds`` is the timeout.
 
         Raises:
-            LostError: The peer has gone.
-            RefusedError: The memory has the wrong size, or the peer could make it shrink.
+            LostError: The connection is lost.
+            RefusedError: The memory has the wrong size, or the peer could shrink it.
         """
         try:
             self._memory = accept_shared_memory(self._stream.connection)
@@ -104,7 +104,7 @@ class Channel:
         self.wait_at_most(seconds)
 
     def send(self, header: Header, payload: Sequence[memoryview] = ()) -> None:
-        """Send one frame, whose payload is the concatenation of ``payload``. Raises LostError."""
+        """Send a frame with the buffers ``payload``, concatenated, as its payload. Raises LostError."""
         heads = memoryview(b"".join((*self._later, header.pack())))
         self._later.clear()
         parts = [part for part in payload if part.nbytes]
@@ -119,9 +119,9 @@ class Channel:
             raise _lost(error, self._patience) from error
 
     def send_later(self, header: Header) -> None:
-        """Send a frame without payload together with the next frame, or before the next wait for the peer.
+        """Queue a frame without payload until the next frame or the next wait for the peer.
 
-        The peer then wakes up only once for both.
+        The peer then wakes up only once for both frames.
         """
         self._later.append(header.pack())
 
@@ -130,11 +130,11 @@ class Channel:
         self.send(*message(operation, facts))
 
     def header(self) -> Header:
-        """Receive the next frame's header; its payload must be received next.
+        """Receive the next frame's header; the caller must receive the payload next.
 
         Raises:
-            LostError: The peer has gone.
-            RefusedError: The bytes are not a header of this protocol, see :func:`worldsize.net.frames.parse`.
+            LostError: The connection is lost.
+            RefusedError: The header is invalid in this protocol, see :func:`worldsize.net.frames.parse`.
         """
         begun = time.perf_counter()
         if self._later and not self._stream.has_arrived():
@@ -154,12 +154,11 @@ class Channel:
             raise LostError(str(error)) from error
 
     def fill(self, parts: Sequence[memoryview], *, deadline: float = math.inf) -> None:
-        """Receive one payload into ``parts``, which hold it exactly. Raises LostError.
+        """Receive a payload into the buffers ``parts`` of the same total size. Raises LostError.
 
-        It must be complete by about ``deadline``, in seconds of ``time.perf_counter()``.
+        The payload must be complete by about ``deadline``, in seconds of ``time.perf_counter()``.
 
-        Compare the header with what is expected first (:meth:`Header.require`), so that a peer cannot choose how much
-        is received.
+        Check the header first (:meth:`Header.require`), so that a peer cannot choose the size of the payload.
         """
         rest = [part for part in parts if part.nbytes]
         try:
@@ -172,11 +171,11 @@ class Channel:
             raise error if isinstance(error, LostError) else _lost(error, self._patience) from error
 
     def message(self, header: Header) -> Any:
-        """Receive the JSON that follows ``header``, at most 16 MiB.
+        """Receive the JSON message that follows ``header``, at most 16 MiB.
 
         Raises:
-            LostError: The peer has gone.
-            RefusedError: The payload is larger, not JSON, or nested too deeply.
+            LostError: The connection is lost.
+            RefusedError: The payload is too large, not JSON, or nested too deeply.
         """
         header.require_message()
         data = bytearray(header.length)
@@ -184,14 +183,14 @@ class Channel:
         try:
             return read_message(bytes(data))
         except ValueError:
-            raise RefusedError(f"{header.operation.name} carries {len(data)} bytes that are no JSON") from None
+            raise RefusedError(f"{header.operation.name} carries {len(data)} bytes that are not JSON") from None
 
     def answer(self, *expected: IntEnum) -> Header:
-        """Receive the next frame's header, which must have one of the operations ``expected``.
+        """Receive the next frame's header, and check that its operation is one of ``expected``.
 
         Raises:
-            LostError: The peer has gone.
-            RefusedError: The frame has another operation, or is REFUSED; the error then has the peer's reason.
+            LostError: The connection is lost.
+            RefusedError: The operation is unexpected, or is REFUSED; the error then contains the peer's reason.
         """
         with PEER_WAIT.during(f"the message {expected[0].name} of a peer"):
             header = self.header()
@@ -202,7 +201,7 @@ class Channel:
         return header
 
     def close(self) -> None:
-        """Close the connection; a receive in another thread then raises LostError."""
+        """Close the connection; a receive in progress in another thread then raises LostError."""
         for connection in (self._stream.connection, *(direction.signals for direction in self._memory or ())):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -211,7 +210,7 @@ class Channel:
 
 @final
 class _Stream:
-    """The bytes of a connected socket, with TLS or without. All methods raise OSError."""
+    """Byte stream over a connected socket, with or without TLS. All methods raise OSError."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -233,7 +232,7 @@ class _Stream:
         return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
 
     def spin(self, until: float) -> None:
-        """Poll for data until the time ``until``: waking up takes longer than a running peer takes to answer."""
+        """Busy-wait for data until ``until``; sleeping takes longer than a typical answer."""
         with phase("communication"):
             while time.perf_counter() < until and not self.has_arrived():
                 pass
@@ -271,15 +270,15 @@ class _Stream:
 
 
 def _bound(connection: socket.socket, seconds: float) -> None:
-    # not settimeout, which makes the socket non-blocking: a receive would return after every few KiB
+    # settimeout would make the socket non-blocking, and a receive would return after every few KiB
     bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, bound)
 
 
 def _lost(error: OSError, patience: float) -> LostError:
-    """Return the error of a channel whose peer has gone, or has made no progress within the seconds of ``patience``."""
-    is_silent = isinstance(error, BlockingIOError | TimeoutError)  # of a plain socket, and of TLS
+    """Convert ``error`` to a LostError; a timeout mentions the ``patience`` in seconds."""
+    is_silent = isinstance(error, BlockingIOError | TimeoutError)  # timeouts without and with TLS
     return LostError(f"the peer made no progress for {patience:g} s" if is_silent else str(error))
 
 

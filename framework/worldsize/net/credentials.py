@@ -1,8 +1,8 @@
-"""The secrets of a run: the key that authenticates its hosts, and the certificates of its processes.
+"""Secrets of a run: the key of its hosts, and the certificates of its processes.
 
-The launching process makes the key and a certificate authority, and every process gets a certificate and a key of its
-own. They are in a private folder of the run, every key with mode 0600. Whoever can read that folder is a member of the
-run and can issue further certificates; nobody else can connect to a server that asks for credentials.
+The launching process creates the key and a certificate authority. Each process gets its own certificate and private
+key. All are stored in a private folder of the run, keys with mode 0600. A user who can read this folder can issue
+certificates and join the run; other users cannot connect to servers that require credentials.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _AUTHORITY = "authority"
 @final
 @dataclass(frozen=True)
 class Credentials:
-    """The certificate and key by which one process proves that it is a member of the run.
+    """Certificate and private key that authenticate a process as a member of the run.
 
     Attributes:
-        folder: The run's private folder of certificates, see :func:`create_authority`.
-        name: The process's name, such as "worker-0" or "server-1". It is the common name of the certificate, so that
-            peers know which process they talk to, and the stem of the two files.
+        folder: The run's private folder for certificates, see :func:`create_authority`.
+        name: Name of the process, such as "worker-0" or "server-1". It is the certificate's common name, by which
+            peers identify the process, and the stem of the names of both files.
     """
 
     folder: Path
     name: str
 
     def check(self) -> None:
-        """Raise ConfigError if a file is missing, or if users other than its owner may read the key."""
+        """Raise ConfigError if a file is missing, or if other users may access the key."""
         for path in (self._authority, self._certificate, self._key):
             if not path.is_file():
                 raise ConfigError(f"{path} is missing, so this process is not a member of the run.")
@@ -44,10 +44,10 @@ class Credentials:
             raise ConfigError(f"others may read {self._key}. Run chmod 600 on it.")
 
     def tls_context(self, *, server: bool) -> ssl.SSLContext:
-        """Make a TLS context for the listening (``server=True``) or the connecting side.
+        """Create a TLS context for the listening (``server=True``) or the connecting side.
 
-        It allows TLS 1.3 only, and both sides must show a certificate that this run's authority has signed. Host names
-        are not checked, since a certificate names a process: compare ``Channel.identity`` with the expected name.
+        It requires TLS 1.3, and certificates signed by this run's authority on both sides. Host names are not checked,
+        since certificates name processes: the caller must compare ``Channel.identity`` with the expected name.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -71,11 +71,11 @@ class Credentials:
 
 
 def create_authority(folder: Path) -> None:
-    """Create the run's own certificate authority in ``folder``, unless it is there already.
+    """Create the run's own certificate authority in ``folder`` unless it exists.
 
     Call it in the launching process (``Strategy.prepare``). The folder is created with mode 0700.
     """
-    from worldsize.net.signing import sign_authority  # takes 0.1 s, which runs on one host do not need
+    from worldsize.net.signing import sign_authority  # takes 0.1 s; not needed by runs on one host
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (folder / f"{_AUTHORITY}.pem").exists():
@@ -83,11 +83,11 @@ def create_authority(folder: Path) -> None:
 
 
 def issue_certificate(folder: Path, name: str) -> Credentials:
-    """Return the credentials of the process ``name``, and sign a certificate for it if it has none yet.
+    """Return the credentials for process ``name``; sign its certificate if it is missing.
 
     Raises:
-        ConfigError: There is no authority in ``folder``, its key cannot be read, or others may read the key of
-            ``name``.
+        ConfigError: ``folder`` does not contain an authority, the authority's key cannot be read, or other users may
+            access the process's key.
     """
     from worldsize.net.signing import sign_process
 
@@ -99,20 +99,20 @@ def issue_certificate(folder: Path, name: str) -> Credentials:
 
 
 _FILE = "agents.key"
-_SHORTEST, _LONGEST = 32, 1 << 10  # bytes
+_SHORTEST, _LONGEST = 32, 1 << 10  # minimum and maximum bytes of a key
 
 
 @final
 @dataclass(frozen=True)
 class RunKey:
-    """The run's id and the secret that its hosts share."""
+    """The run's ID, and the secret shared by its hosts."""
 
     run_id: str
     secret: bytes = field(repr=False)
 
 
 def write_key(run_dir: Path) -> None:
-    """Create the run's key unless it exists; only the run's user may read it."""
+    """Create the run's key unless it exists, readable only by the run's user."""
     with suppress(FileExistsError):
         descriptor = os.open(run_dir / _FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -120,15 +120,15 @@ def write_key(run_dir: Path) -> None:
 
 
 def read_key(run_dir: Path) -> RunKey:
-    """Return the key that :func:`write_key` created.
+    """Read the key written by :func:`write_key`.
 
     Raises:
-        ConfigError: the run folder has no key, or is not visible here.
+        ConfigError: the key is missing, unreadable or truncated, or the run folder is not visible on this host.
     """
     try:
         secret = read_regular(run_dir / _FILE, at_most=_LONGEST)
     except OSError as error:
         raise ConfigError(f"the run's key cannot be read: {error}. All hosts need the run folder {run_dir}.") from error
-    if len(secret) < _SHORTEST:  # an empty key would be known to everybody
+    if len(secret) < _SHORTEST:  # anybody could guess an empty key
         raise ConfigError(f"the run's key {run_dir / _FILE} is cut off. Remove it, and launch the run again.")
     return RunKey(run_dir.name, secret)

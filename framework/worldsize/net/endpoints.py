@@ -1,10 +1,10 @@
-"""Listening, connecting and authentication: opens a channel between two processes of a run, and serves channels.
+"""Opens authenticated channels between two processes of a run, and serves them.
 
-Addresses are strings, ``unix:/folder/name`` inside a host or ``tcp:host:port``. On a Unix socket the kernel reports
-the peer's user, which must be this process's. Over TCP with credentials, both sides prove by certificate which process
-of the run they are. TCP without credentials is allowed only on loopback, where any local user can connect.
+Addresses are strings: ``unix:/folder/name`` inside a host, or ``tcp:host:port``. On a Unix socket, the kernel reports
+the peer's user, which must be this process's user. Over TCP with credentials, both sides prove their names in the run
+with certificates. TCP without credentials is allowed only on loopback, where any local user can connect.
 
-:class:`ConnectionServer` has one thread per connection, and authenticates each peer before it is served.
+:class:`ConnectionServer` authenticates each peer, and serves each connection in its own thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from worldsize.net.channel import Channel, LostError
 from worldsize.net.credentials import Credentials
 from worldsize.net.frames import CommonOperation, RefusedError
 
-_SOCKET_BUFFER_BYTES = 1 << 20  # of a Unix socket, so that its ends wait less for each other; TCP sizes its own
+_SOCKET_BUFFER_BYTES = 1 << 20  # for Unix sockets, to reduce waiting between both ends; TCP sizes its own buffers
 _BACKLOG = 128
 
 
@@ -38,17 +38,17 @@ def listen(address: str, credentials: Credentials | None) -> socket.socket:
     """Open a listening socket.
 
     Args:
-        address: The address. Port 0 takes a free port, see :func:`address_of`. The folder of a Unix socket should be
-            private; an existing file is replaced.
-        credentials: The certificate that :func:`accept_channel` will use; None without TLS.
+        address: The address. Port 0 selects a free port, see :func:`address_of`. The folder of a Unix socket should
+            be private; an existing file is replaced.
+        credentials: The credentials that :func:`accept_channel` will use; None without TLS.
 
     Raises:
-        ConfigError: Other hosts can reach the address, and there are no credentials.
+        ConfigError: The address is reachable from other hosts, but credentials are missing.
     """
     kind, _, where = address.partition(":")
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX)
-        Path(where).unlink(missing_ok=True)  # left by a server that was killed; the folder is ours alone
+        Path(where).unlink(missing_ok=True)  # left by a killed server; only this run uses the folder
         listener.bind(where)
     else:
         host, _, port = where.rpartition(":")
@@ -63,7 +63,7 @@ def listen(address: str, credentials: Credentials | None) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return the address of a listening socket, for others to connect to (see :mod:`worldsize.net.registry`)."""
+    """Return a listening socket's address, for :mod:`worldsize.net.registry`."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -73,16 +73,16 @@ def address_of(listener: socket.socket) -> str:
 def accept_channel(
     connection: socket.socket, credentials: Credentials | None, *, seconds: float, operations: type[IntEnum]
 ) -> Channel:
-    """Authenticate the peer of a connection that a listener accepted, and return a channel to it.
+    """Authenticate the peer of an accepted connection, and return a channel to it.
 
     Args:
         connection: The socket that ``listener.accept()`` returned.
-        credentials: The certificate of this process; None without TLS.
-        seconds: The longest duration of the handshake.
+        credentials: The credentials of this process; None without TLS.
+        seconds: Timeout of the handshake.
         operations: The protocol.
 
     Raises:
-        RefusedError: The peer is another user of this host, or has no certificate of this run.
+        RefusedError: The peer runs as another user on this host, or lacks a certificate from this run.
         LostError: The peer closed the connection, or was silent for too long.
     """
     if connection.family == socket.AF_UNIX:
@@ -95,21 +95,21 @@ def accept_channel(
 
 
 def accept_join(channel: Channel) -> Mapping[str, Any]:
-    """Receive the first frame of a connection, JOIN, and return its facts: {"kind", "name", ...}.
+    """Receive a connection's first frame, JOIN; return its facts: {"kind", "name", ...}.
 
-    "kind" and "name" are strings, and the name is that of the peer's certificate, if it has one. All other facts are
+    "kind" and "name" are strings, and the name matches the peer's certificate, if it has one. All other facts are
     unchecked.
 
     Raises:
-        LostError: The peer closed the connection.
-        RefusedError: The frame is not a JOIN, or the peer claims the name of another process.
+        LostError: The connection is lost.
+        RefusedError: The frame is not a valid JOIN, or the peer claims a name that differs from its certificate.
     """
     header = channel.header()
     if header.operation != CommonOperation.JOIN:
         raise RefusedError(f"received {header.operation.name} before JOIN")
     facts = channel.message(header)
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), str) for key in ("kind", "name")):
-        raise RefusedError(f"JOIN says {str(facts)[:200]}")
+        raise RefusedError(f"invalid JOIN: {str(facts)[:200]}")
     if channel.identity is not None and channel.identity != facts["name"]:
         raise RefusedError(f"the certificate of {channel.identity} joins as {facts['name']}")
     return facts
@@ -118,18 +118,18 @@ def accept_join(channel: Channel) -> Mapping[str, Any]:
 def connect(
     address: str, credentials: Credentials | None, *, peer: str, seconds: float, operations: type[IntEnum]
 ) -> Channel:
-    """Connect to the process named ``peer``, and verify its name if there are credentials.
+    """Connect to the process named ``peer``; with credentials, verify its name.
 
     Args:
         address: The address at which the peer listens.
-        credentials: The certificate of this process; None without TLS.
-        peer: The name that the peer's certificate must have.
-        seconds: Seconds to wait for the connection, and again for the handshake.
+        credentials: The credentials of this process; None without TLS.
+        peer: The expected name in the peer's certificate.
+        seconds: Timeout of the connection attempt, and of the handshake.
         operations: The protocol.
 
     Raises:
-        RefusedError: Another process answers, or the peer does not accept this one.
-        LostError: Nobody answers.
+        RefusedError: Another process answers, or the TLS handshake fails.
+        LostError: The connection fails.
     """
     connection = _dialed(address, seconds)
     if connection.family == socket.AF_UNIX:
@@ -186,16 +186,16 @@ def _common_name(connection: ssl.SSLSocket) -> str:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise RefusedError unless the peer runs as this user, in case the socket's folder is not private."""
+    """Raise RefusedError unless the peer is this user, even if the folder is not private."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     if user != getuid():
-        raise RefusedError(f"user {user} of this host is not the one who runs the server")
+        raise RefusedError(f"user {user} of this host does not run the server")
 
 
-_HANDSHAKE = 10.0  # seconds
-_AT_ONCE = 128  # connections that have not joined; one more closes the oldest
-_PAUSE = 0.1  # seconds to wait if a connection cannot be accepted: there may be no free file descriptor
+_HANDSHAKE = 10.0  # timeout of a handshake in seconds
+_AT_ONCE = 128  # maximum connections that have not joined; a new one closes the oldest
+_PAUSE = 0.1  # seconds to wait after accept() failed, such as for lack of file descriptors
 
 Service = Callable[[Channel, Mapping[str, Any]], None]
 """Serves one connection, given its channel and the facts of its JOIN. The connection closes when it returns."""
@@ -203,17 +203,17 @@ Service = Callable[[Channel, Mapping[str, Any]], None]
 
 @final
 class ConnectionServer:
-    """Accepts connections, authenticates them, and hands each to the service that its JOIN names by "kind".
+    """Authenticates connections, and passes each to the service for its JOIN's "kind".
 
-    A peer is refused if it is not a member of the run, claims the name of another, or sends something for which its
-    service raises RefusedError. It is told the reason, which is also logged, and its connection closes; the server
-    continues. At most 128 connections that have not joined are open at once: one more closes the oldest.
+    A peer is refused if it is not a member of the run, claims a name that differs from its certificate, or makes its
+    service raise RefusedError. The server logs the reason, sends it to the peer, closes the connection and continues.
+    At most 128 connections that have not joined are open at once; a new one closes the oldest.
 
     Args:
-        listener: From :func:`worldsize.net.endpoints.listen`.
-        credentials: The certificate of this process; None without TLS.
-        services: Services by "kind". A service answers JOIN with WELCOME.
-        timeout: Seconds without progress after which a peer is lost; 10 s until it has joined.
+        listener: Listening socket from :func:`worldsize.net.endpoints.listen`.
+        credentials: The credentials of this process; None without TLS.
+        services: Services by "kind". A service must answer JOIN with WELCOME.
+        timeout: Seconds without progress after which a peer counts as lost; 10 s until it has joined.
         operations: The protocol.
     """
 
@@ -235,11 +235,11 @@ class ConnectionServer:
 
     @property
     def refused(self) -> int:
-        """Number of frames, peers and connections that were refused."""
+        """Number of refused frames, peers and connections."""
         return self._refusals.count
 
     def start(self) -> None:
-        """Start to accept connections, in threads that end with the process or when the listener is closed."""
+        """Start accepting connections in daemon threads, until the listener is closed."""
         threading.Thread(target=self._accept, daemon=True, name="accept").start()
 
     def _accept(self) -> None:
@@ -249,7 +249,7 @@ class ConnectionServer:
                 connection, _ = self.listener.accept()
                 self._await_join(number, connection.dup())
                 threading.Thread(target=self.serve, args=(connection, number), daemon=True).start()
-            except (OSError, RuntimeError) as error:  # no free descriptor or thread, or the peer has gone already
+            except (OSError, RuntimeError) as error:  # out of descriptors or threads, or the peer disconnected
                 if connection is None and self._is_closed(error):
                     return  # the run is over
                 self._refusals.add("a connection", error)
@@ -263,7 +263,7 @@ class ConnectionServer:
         return is_gone or self.listener.fileno() < 0
 
     def _await_join(self, number: int, connection: socket.socket) -> None:
-        """Remember a connection until it has joined, by a duplicate descriptor; close the oldest if too many wait."""
+        """Track a connection by a duplicate descriptor until it joins; close surplus ones."""
         with self._changing:
             self._joining[number] = connection
             surplus = list(self._joining)[:-_AT_ONCE]
@@ -279,14 +279,14 @@ class ConnectionServer:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def serve(self, connection: socket.socket, number: int = -1) -> None:
-        """Serve one accepted connection from its handshake to its end. ``number`` counts accepted connections."""
+        """Serve an accepted connection from the handshake until it closes; ``number`` is its index."""
         channel, peer = None, "a peer"
         try:
             channel = accept_channel(connection, self._credentials, seconds=_HANDSHAKE, operations=self._operations)
             channel.wait_at_most(_HANDSHAKE)
             facts = accept_join(channel)
             if facts["kind"] not in self._services:
-                raise RefusedError(f"JOIN says {str(facts)[:200]}")
+                raise RefusedError(f"invalid JOIN: {str(facts)[:200]}")
             peer = facts["name"]
             self._forget(number)
             channel.wait_at_most(self._timeout)

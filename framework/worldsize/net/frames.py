@@ -1,15 +1,15 @@
-"""The wire format: a header of 104 bytes, followed by exactly as many bytes as its dtype and shape announce.
+"""Wire format of channels: a header of 104 bytes, then a payload of the announced size.
 
-Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require` that the receiver
-expects it, both before any byte of the payload is received or memory for it is allocated.
+Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require` that it matches the
+receiver's expectation. Both run before memory for the payload is allocated or any of its bytes are received.
 
-A protocol defines its operations as an ``IntEnum`` with numbers from 32 to 255; numbers below 32 are
-:class:`CommonOperation`, which every channel understands.
+A protocol defines its operations as an ``IntEnum`` with numbers from 32 to 255; numbers below 32 are reserved for
+:class:`CommonOperation`, which is part of every protocol.
 
-Between two processes of a host, large payloads go through shared memory, twice as fast as through a socket. The memory
-is an anonymous file that one process creates and passes to its peer over their Unix socket; no third process can open
-it. The peer accepts it only if it has the expected size and is sealed against resizing, since reading memory that was
-cut off would kill the reader.
+Between two processes of a host, large payloads are transferred through shared memory, twice as fast as through a
+socket. One process creates the memory as an anonymous file and passes it to its peer over their Unix socket; no third
+process can open it. The peer accepts it only with the expected size and sealed against resizing, since reading
+truncated memory would kill the reader.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYOUT = Struct("<4sBBBx7QQ4Q")  # magic, operation, dtype, dimensions, fields, 
 HEADER_BYTES = LAYOUT.size
 DTYPES = (torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 MAX_DIMENSIONS = 4
-MAX_PAYLOAD_BYTES = 1 << 42  # a larger one must be an error
+MAX_PAYLOAD_BYTES = 1 << 42  # a larger size must be an error
 MAX_MESSAGE_BYTES = 1 << 24
 NO_FIELDS = (0,) * 7
 FIRST_OWN_OPERATION = 32
@@ -49,29 +49,29 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class RefusedError(WorldsizeError):
-    """The receiver refuses a frame or a peer; the frame has had no effect."""
+    """The receiver refused a peer, or refused a frame without any effect."""
 
 
 class CommonOperation(IntEnum):
-    """Operations that every protocol has."""
+    """Operations common to all protocols."""
 
-    JOIN = 1  # a message, the first of a connection: who connects ("name"), and what for ("kind")
-    WELCOME = 2  # a message that answers JOIN
-    REFUSED = 3  # a message: the reason; the connection ends
-    DONE = 4  # acknowledges a request; no payload
-    MESSAGE = 5  # JSON
-    HEARTBEAT = 6  # a heartbeat; not answered
-    SHARE = 7  # not answered; three file descriptors follow, see worldsize.net.frames
+    JOIN = 1  # message: first of a connection, with the caller ("name") and its purpose ("kind")
+    WELCOME = 2  # message: answers JOIN
+    REFUSED = 3  # message: the reason; the connection closes
+    DONE = 4  # acknowledges a request; has no payload
+    MESSAGE = 5  # message: any JSON
+    HEARTBEAT = 6  # not answered
+    SHARE = 7  # not answered; three file descriptors follow, see offer_shared_memory
 
 
 class Header(NamedTuple):  # three times as fast to construct as a frozen dataclass
-    """The header of a frame, which comes before its payload.
+    """Header of a frame, sent before its payload.
 
     Attributes:
-        operation: The request or the answer that the frame carries.
-        dtype: The type of the payload's numbers, one of :data:`DTYPES`.
-        shape: The shape of the payload, at most 4 dimensions; ``()`` means that there is no payload.
-        fields: Exactly 7 integers from 0 to 2^64 - 1, whose meaning the protocol of ``operation`` defines.
+        operation: The frame's request or answer.
+        dtype: Data type of the payload, one of :data:`DTYPES`.
+        shape: Shape of the payload, with at most 4 dimensions; ``()`` for an empty payload.
+        fields: Exactly 7 integers from 0 to 2^64 - 1; the protocol defines their meaning per ``operation``.
     """
 
     operation: IntEnum
@@ -98,14 +98,14 @@ class Header(NamedTuple):  # three times as fast to construct as a frozen datacl
             )
 
     def require_message(self) -> None:
-        """Raise RefusedError unless the payload is a message of at most :data:`MAX_MESSAGE_BYTES` bytes."""
+        """Raise RefusedError unless the payload is a message of allowed size."""
         if self.dtype != torch.uint8 or len(self.shape) != 1 or self.length > MAX_MESSAGE_BYTES:
             raise RefusedError(f"{self.operation.name} announces a message of {self.dtype} {list(self.shape)}")
 
 
 @cache
 def operations_by_number(operations: type[IntEnum]) -> Mapping[int, IntEnum]:
-    """Map every number that a protocol knows to its operation, the common ones included.
+    """Map numbers to the operations of a protocol, including the common operations.
 
     Raises:
         ValueError: A number of ``operations`` is below 32 or above 255.
@@ -117,11 +117,11 @@ def operations_by_number(operations: type[IntEnum]) -> Mapping[int, IntEnum]:
 
 
 def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) -> Header:
-    """Decode a header from :data:`HEADER_BYTES` bytes that a peer has sent.
+    """Decode a header received from a peer.
 
     Args:
-        data: The bytes.
-        known: The operations of the protocol, see :func:`operations_by_number`.
+        data: :data:`HEADER_BYTES` bytes.
+        known: The operations of the protocol by number, see :func:`operations_by_number`.
 
     Raises:
         RefusedError: The bytes are not a header, name an unknown operation or dtype, are inconsistent, or announce more
@@ -141,7 +141,7 @@ def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) ->
 
 
 def view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor of any shape, to send from or receive into without a copy."""
+    """Return a view of a contiguous CPU tensor's bytes, to send or receive without a copy."""
     tensor = tensor.detach()
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     data: memoryview = array.reshape(-1).view(numpy.uint8).data
@@ -149,7 +149,7 @@ def view(tensor: Tensor) -> memoryview:
 
 
 def message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryview]]:
-    """Return a frame (header and payload) that carries ``facts`` as JSON; numbers may be NaN or infinite."""
+    """Return a frame with ``facts`` as JSON; numbers may be NaN or infinite."""
     try:
         text = json.dumps(facts, allow_nan=False)
     except ValueError:
@@ -159,16 +159,16 @@ def message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryview]]:
 
 
 def read_message(data: bytes) -> Any:
-    """Decode what :func:`message` has encoded.
+    """Decode a payload encoded by :func:`message`.
 
     Raises:
-        ValueError: The data are too long, nested too deeply, or not JSON.
+        ValueError: The data is too long, nested too deeply, or not JSON.
     """
     return parse_json(data, at_most=MAX_MESSAGE_BYTES, mapping=_with_nan)
 
 
 def _without_nan(value: Any) -> Any:
-    """Write NaN and infinities, which JSON lacks, as ``{"$float": "nan"}``."""
+    """Replace NaN and infinities, which JSON lacks, by values such as ``{"$float": "nan"}``."""
     if isinstance(value, Mapping):
         return {key: _without_nan(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -182,32 +182,32 @@ def _with_nan(facts: dict[str, Any]) -> Any:
 
 
 def tensor_frame(operation: IntEnum, tensor: Tensor) -> tuple[Header, list[memoryview]]:
-    """Return a frame (header and payload) that carries a contiguous CPU tensor of up to 4 dimensions, without a copy.
+    """Return a frame for a contiguous CPU tensor with 1 to 4 dimensions, without a copy.
 
-    The shape of the tensor is sent with it; a scalar has no shape and cannot be sent.
+    The header contains the tensor's shape. Scalars cannot be sent, since an empty shape means an empty payload.
     """
     return Header(operation, tensor.dtype, tuple(tensor.shape)), [view(tensor)]
 
 
-MIN_BYTES = 1 << 18  # of a payload; the kernel copies fewer bytes in less time than it takes to wake the peer
-SPIN_SECONDS = 2e-4  # how long to poll for data before sleeping; waking up takes a good part of that
-_SLOT_BYTES, _SLOTS = 1 << 20, 4  # fit the processor's cache, where the receiver finds what the sender wrote
+MIN_BYTES = 1 << 18  # smallest payload for shared memory; for a smaller one, waking the peer takes longer than a copy
+SPIN_SECONDS = 2e-4  # seconds to poll for data before sleeping; waking up takes much of this time
+_SLOT_BYTES, _SLOTS = 1 << 20, 4  # small enough for the receiver to read from the processor's cache
 _DIRECTION_BYTES = _SLOT_BYTES * _SLOTS
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
-AVAILABLE = hasattr(os, "memfd_create") and hasattr(fcntl, _SEALS[0])  # on Linux
+AVAILABLE = hasattr(os, "memfd_create") and hasattr(fcntl, _SEALS[0])  # Linux only
 
 
 @final
 class SharedMemoryChannel:
     """One direction of a connection through shared memory.
 
-    The sender fills the slots of ``memory`` in turn and the receiver empties them. Each notifies the other with a byte
-    on ``signals``, a socket that closes when the peer ends.
+    The sender fills the slots of ``memory`` in turn, and the receiver empties them. Each notifies the other with a byte
+    on the socket ``signals``, which closes when the peer exits.
 
     Args:
-        memory: uint8 (slots, bytes of a slot).
+        memory: Array of uint8, shape (slots, bytes per slot).
         signals: This process's end of a socket pair.
-        ready: Number of slots usable before the peer's first byte: all of them at the sender, 0 at the receiver.
+        ready: Number of slots usable before the peer's first byte: all for the sender, 0 for the receiver.
     """
 
     def __init__(self, memory: NDArray[numpy.uint8], signals: socket.socket, *, ready: int) -> None:
@@ -217,7 +217,7 @@ class SharedMemoryChannel:
         self._turn, self._ready = 0, ready
 
     def send(self, parts: Sequence[memoryview]) -> None:
-        """Send one payload. Raises OSError if the peer has gone."""
+        """Send one payload. Raises OSError if the connection is lost."""
         for piece in _pieces(parts):
             slot = self._next_slot()
             for start, part in piece:
@@ -225,7 +225,7 @@ class SharedMemoryChannel:
             self.signals.send(b"\0")
 
     def fill(self, parts: Sequence[memoryview]) -> None:
-        """Receive one payload, which ``parts`` hold exactly. Raises OSError if the peer has gone."""
+        """Receive one payload into ``parts`` of the same total size. Raises OSError."""
         for piece in _pieces(parts):
             slot = self._next_slot()
             for start, part in piece:
@@ -246,11 +246,11 @@ class SharedMemoryChannel:
         return slot
 
 
-Pair = tuple[SharedMemoryChannel, SharedMemoryChannel]  # for sending and for receiving
+Pair = tuple[SharedMemoryChannel, SharedMemoryChannel]  # (sending, receiving)
 
 
 def _pieces(parts: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:
-    """Cut ``parts`` into pieces that fit a slot; each piece lists its parts with their offsets in the slot."""
+    """Split ``parts`` into pieces of at most a slot: lists of (offset in the slot, bytes)."""
     piece: list[tuple[int, memoryview]] = []
     used = 0
     for part in parts:
@@ -266,10 +266,10 @@ def _pieces(parts: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]
 
 
 def offer_shared_memory(connection: socket.socket) -> Pair:
-    """Create shared memory and pass it to the peer of a Unix socket, which calls :func:`accept_shared_memory`.
+    """Create shared memory for the peer, which calls :func:`accept_shared_memory`.
 
     Raises:
-        OSError: The peer has gone, or there is not enough memory.
+        OSError: The connection is lost, or there is not enough memory.
     """
     memory = os.memfd_create("worldsize", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, 2 * _DIRECTION_BYTES)
@@ -284,10 +284,11 @@ def offer_shared_memory(connection: socket.socket) -> Pair:
 
 
 def accept_shared_memory(connection: socket.socket) -> Pair:
-    """Map the memory that the peer offers by :func:`offer_shared_memory`.
+    """Map the shared memory that the peer offered with :func:`offer_shared_memory`.
 
     Raises:
-        RefusedError: The peer sent something else, or memory that could shrink.
+        OSError: The connection is lost.
+        RefusedError: The peer did not send memory of the expected size, or the memory could shrink.
     """
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 3, socket.MSG_CMSG_CLOEXEC)
     try:
@@ -310,6 +311,6 @@ def _seals() -> int:
 
 
 def _mapped(memory: int) -> tuple[NDArray[numpy.uint8], NDArray[numpy.uint8]]:
-    """Map the memory and return its two directions, each uint8 (slots, bytes of a slot)."""
+    """Map the memory; return an array per direction, uint8 (slots, bytes per slot)."""
     mapped = numpy.frombuffer(mmap.mmap(memory, 2 * _DIRECTION_BYTES), numpy.uint8).reshape(2, _SLOTS, _SLOT_BYTES)
     return mapped[0], mapped[1]

@@ -1,17 +1,17 @@
-"""Authenticates two agents of a run to each other, before either trusts the other's messages.
+"""Mutual authentication of two agents of a run.
 
     follower to leader:  a magic number, the follower's node rank, the follower's nonce
     leader to follower:  the leader's nonce, the leader's proof
     follower to leader:  the follower's proof
-    follower to leader:  a message with the facts of its host
-    leader to follower:  a message that it is admitted; until then the follower may be turned away, and comes again
+    follower to leader:  a message with its host's facts
+    leader to follower:  a message that confirms admission; a follower that is turned away before may try again
 
-A proof is the HMAC-SHA256, by the run's key, of the proving role, the run's id, the follower's node rank and both
-nonces. So a proof of one role, node or connection is invalid for any other. Later messages carry tags by keys derived
-from the same values, one key per direction. An attacker in between can delay messages, but cannot change, repeat or
-forge one.
+A proof is an HMAC-SHA256 with the run's key over the proving role, the run's ID, the follower's node rank and both
+nonces. A proof for one role, node or connection is therefore invalid for any other. Later messages carry tags made with
+keys derived from the same values, one key per direction. A man in the middle can delay messages, but cannot change,
+replay or forge them.
 
-The functions here do no I/O: they are generators that yield the bytes to send and the number of bytes to receive next.
+The functions do not perform I/O: they are generators that yield the bytes to send and the number of bytes to receive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from worldsize.strict_json import parse, strict
 
 Message = Mapping[str, Any]
 LENGTH = struct.Struct(">I")  # length prefix of every message
-LONGEST = 1 << 20  # bytes of a message
+LONGEST = 1 << 20  # maximum bytes per message
 TAG_BYTES = 32
 _MAGIC = b"wsAgent3"
 _NONCE_BYTES = 32
@@ -43,14 +43,14 @@ class NotOfThisRunError(ConnectionError):
 
 
 class Turn(NamedTuple):
-    """A step of a handshake: send the bytes ``send``, then receive ``receive`` bytes."""
+    """A handshake step: send the bytes ``send``, then receive ``receive`` bytes."""
 
     send: bytes
     receive: int
 
 
 class Admitted(NamedTuple):
-    """An authenticated follower: its rank, the seal of its connection, and the facts of its host."""
+    """An authenticated follower: its node rank, its connection's seal, and its host's facts."""
 
     rank: int
     seal: MessageSeal
@@ -59,10 +59,10 @@ class Admitted(NamedTuple):
 
 @final
 class MessageSeal:
-    """Authenticates the messages of one connection: JSON with a length prefix, and a tag with the message's number.
+    """Authenticates the messages of one connection: each is JSON with a length prefix and a tag.
 
-    A tag is an HMAC of the message's number in its direction and of its bytes. ``name`` is the same at both ends, and
-    that of no other connection.
+    A tag is an HMAC over the message's sequence number in its direction and the message's bytes. ``name`` identifies
+    the connection and is the same at both ends.
     """
 
     def __init__(self, *, sending: bytes, receiving: bytes) -> None:
@@ -71,21 +71,21 @@ class MessageSeal:
         self.name = hashlib.sha256(b"".join(sorted((sending, receiving)))).hexdigest()[:16]
 
     def seal(self, message: Message) -> bytes:
-        """Encode the next message to send."""
+        """Encode and tag the next message to send."""
         text = json.dumps(strict(message)).encode()
         sealed = LENGTH.pack(len(text)) + text + _tag(self._sending, self._sent, text)
         self._sent += 1
         return sealed
 
     def bytes_after(self, head: bytes) -> int:
-        """Return how many bytes follow the length ``head``; raise NotOfThisRunError if they are too many."""
+        """Return the number of bytes after the length ``head``. Raises NotOfThisRunError."""
         (length,) = LENGTH.unpack(head)
         if length > LONGEST:
             raise NotOfThisRunError(f"a message of {length} bytes is announced")
         return int(length) + TAG_BYTES
 
     def open(self, body: bytes) -> Message:
-        """Check and decode the next received message; raise NotOfThisRunError if it is not authentic."""
+        """Verify and decode the next message. Raises NotOfThisRunError if it is not authentic."""
         text, tag = body[:-TAG_BYTES], body[-TAG_BYTES:]
         if not hmac.compare_digest(tag, _tag(self._receiving, self._received, text)):
             raise NotOfThisRunError("a message does not carry the tag of its sender")
@@ -93,19 +93,19 @@ class MessageSeal:
         try:
             message = parse(text, at_most=LONGEST)
         except ValueError as error:
-            raise NotOfThisRunError(f"what came is no message: {error}") from None
+            raise NotOfThisRunError(f"the received bytes are not a message: {error}") from None
         if not isinstance(message, dict):
-            raise NotOfThisRunError("what came is no message")
+            raise NotOfThisRunError("the received bytes are not a message")
         return message
 
 
 @final
 @dataclass(frozen=True)
 class _Transcript:
-    """Holds what both sides of a handshake have sent; every proof and key is derived from all of it."""
+    """The values exchanged in a handshake, from which all proofs and keys are derived."""
 
     key: RunKey
-    rank: int  # of the follower's node
+    rank: int  # the follower's node rank
     follower_nonce: bytes
     leader_nonce: bytes
 
@@ -116,7 +116,7 @@ class _Transcript:
         return hmac.digest(self.key.secret, text, "sha256")
 
     def check(self, proof: bytes, role: str) -> None:
-        """Raise NotOfThisRunError unless ``proof`` is that of ``role``."""
+        """Raise NotOfThisRunError unless ``proof`` is valid for ``role``."""
         if not hmac.compare_digest(proof, self.digest(f"proof of the {role}")):
             raise NotOfThisRunError(f"it does not prove to be the {role} of this run")
 
@@ -124,17 +124,17 @@ class _Transcript:
         return self.digest(f"proof of the {role}")
 
     def seal(self, role: str, peer: str) -> MessageSeal:
-        """Return the seal of ``role``, one end of the connection."""
+        """Return the seal for the end of the connection that ``role`` holds."""
         return MessageSeal(
             sending=self.digest(f"messages of the {role}"), receiving=self.digest(f"messages of the {peer}")
         )
 
 
 def follow(key: RunKey, rank: int) -> Generator[Turn, bytes, MessageSeal]:
-    """Authenticate the leader, then prove to it that this is the agent of node ``rank``.
+    """Authenticate the leader, then prove that this process is the agent for node ``rank``.
 
     Raises:
-        NotOfThisRunError: the peer is not the leader of this run; it has received no proof.
+        NotOfThisRunError: the peer is not the leader of this run; no proof was sent to it.
     """
     nonce = secrets.token_bytes(_NONCE_BYTES)
     answer = yield Turn(_HELLO.pack(_MAGIC, rank, nonce), _NONCE_BYTES + TAG_BYTES)
@@ -145,7 +145,7 @@ def follow(key: RunKey, rank: int) -> Generator[Turn, bytes, MessageSeal]:
 
 
 def admit(key: RunKey, ranks: range) -> Generator[Turn, bytes, Admitted]:
-    """Prove that this is the leader, and receive the facts of an authenticated follower of one of ``ranks``.
+    """Authenticate a follower in ``ranks`` as the leader, and receive its host's facts.
 
     Raises:
         NotOfThisRunError: the peer is not a follower of this run.

@@ -1,10 +1,10 @@
-"""Registry of a run's services: a folder that all processes share, with an epoch for each takeover.
+"""Registry of a run's services: a shared folder, with an epoch per takeover.
 
-A service is anything that others connect to, such as "shard 0" or "centre". The process that created ``epoch_n.json``
-serves it in epoch n. Creation is exclusive, so that no epoch has two servers. Whoever can write the folder can serve,
-so it must be private to the run. (With credentials, a connection also proves the name of the server.)
+A service is anything that processes connect to, such as "shard 0" or "centre". Its server in epoch n is the process
+that created ``epoch_n.json``. Creation is exclusive, so an epoch cannot have two servers. Any process with write access
+can become a server, so the folder must be private to the run. (With credentials, servers also prove their names.)
 
-:class:`Dialer` looks a service up, authenticates, joins, and retries while another process takes it over.
+:class:`Dialer` looks up a service, authenticates, joins, and retries during a takeover.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from worldsize.net.credentials import Credentials
 from worldsize.net.endpoints import connect
 from worldsize.net.frames import CommonOperation, RefusedError
 
-_POLL = 0.01  # seconds
-_LARGEST = 1 << 16  # bytes of an entry
+_POLL = 0.01  # seconds between two look-ups
+_LARGEST = 1 << 16  # maximum bytes per entry
 
 
 class EndedError(WorldsizeError):
-    """The run has ended; there is nobody to connect to."""
+    """The run and its services have ended."""
 
 
 @final
 @dataclass(frozen=True)
 class Registration:
-    """The process that serves a service.
+    """A service's server in one epoch.
 
     Attributes:
         epoch: Number of the takeover, from 1.
-        address: Where the process listens, see :mod:`worldsize.net.endpoints`.
-        name: The process's name, as in its certificate.
+        address: Address at which the server listens, see :mod:`worldsize.net.endpoints`.
+        name: The server's name, as in its certificate.
     """
 
     epoch: int
@@ -52,27 +52,27 @@ class Registration:
 @final
 @dataclass(frozen=True)
 class Registry:
-    """The registry of a run's services.
+    """Registry of a run's services.
 
     Attributes:
-        folder: The folder that all processes of the run share.
-        timeout: Seconds to wait for a server.
+        folder: Folder shared by all processes of the run.
+        timeout: Maximum seconds to wait for a server.
     """
 
     folder: Path
     timeout: float
 
     def newest(self, service: str) -> Registration | None:
-        """Return the newest server of ``service``; None: there was none yet."""
+        """Return the newest server of ``service``; None if it has not had one yet."""
         files = sorted(self._folder_of(service).glob("epoch_*.json"), key=_epoch_of)
         if not files:
             return None
         return Registration(_epoch_of(files[-1]), **json.loads(read_regular(files[-1], at_most=_LARGEST)))
 
     def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
-        """Try to become the server of ``service`` in ``epoch``; return False if another process is."""
+        """Try to become the server of ``service`` in ``epoch``; False if another process is."""
         folder = self._folder_of(service)
-        for each in (self.folder, folder):  # not their parents: a run folder that was deleted stays deleted
+        for each in (self.folder, folder):  # not their parents, so that a deleted run folder is not recreated
             each.mkdir(exist_ok=True)
         draft = folder / f".{name}"
         draft.write_text(json.dumps({"address": address, "name": name}))
@@ -85,11 +85,11 @@ class Registry:
         return True
 
     def wait(self, service: str, after: int = 0) -> Registration:
-        """Wait for an entry of an epoch later than ``after``, and return the newest.
+        """Wait for a registration in an epoch later than ``after``, and return the newest.
 
         Raises:
-            WorldsizeError: No process took the service in time.
-            EndedError: The run has ended, so no process will.
+            WorldsizeError: No process registered in time.
+            EndedError: The run has ended, so no process will register.
         """
         deadline = time.monotonic() + self.timeout
         while (entry := self.newest(service)) is None or entry.epoch <= after:
@@ -100,7 +100,7 @@ class Registry:
         return entry
 
     def end(self) -> None:
-        """Mark the run as ended, for all processes that look for a service."""
+        """Mark the run as ended, so that processes stop waiting for services."""
         (self.folder / "ended").touch()
 
     def check_open(self) -> None:
@@ -116,19 +116,19 @@ def _epoch_of(path: Path) -> int:
     return int(path.stem.removeprefix("epoch_"))
 
 
-_RETRY = 0.02  # seconds
+_RETRY = 0.02  # seconds between two attempts
 
 
 @final
 @dataclass(frozen=True)
 class Dialer:
-    """Connects a process of the run to services, whichever process currently serves them.
+    """Connects this process to the current servers of services.
 
     Attributes:
         name: The name of this process, as in its certificate.
         registry: The registry of the run's services.
-        credentials: The certificate of this process; None if the services need none.
-        timeout: Seconds to look for a service, and to wait for a peer that makes no progress.
+        credentials: The credentials of this process; None without TLS.
+        timeout: Seconds to look for a service, and to wait for a peer that does not make progress.
         operations: The protocol.
     """
 
@@ -139,20 +139,20 @@ class Dialer:
     operations: type[IntEnum]
 
     def connect(self, service: str, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
-        """Join ``service`` for the purpose ``kind``, and retry until the timeout if nobody answers.
+        """Join ``service``, and retry until the timeout if the connection fails.
 
         Args:
-            service: The name of the service in the registry.
-            kind: The purpose of the connection, by which the server chooses how to serve it.
-            facts: Further facts for the server, plain values.
+            service: Name of the service in the registry.
+            kind: Purpose of the connection, by which the server selects a handler.
+            facts: Further facts for the server, as plain values.
 
         Returns:
             A channel, and the facts of the server's WELCOME.
 
         Raises:
-            LostError: No server answers in time.
+            LostError: The server does not answer in time.
             EndedError: The run has ended.
-            WorldsizeError: No process has taken the service in time.
+            WorldsizeError: No process registered for the service in time.
             RefusedError: The server does not accept this process.
         """
         deadline = time.monotonic() + self.timeout
@@ -167,7 +167,7 @@ class Dialer:
                 time.sleep(_RETRY)
 
     def attempt(self, entry: Registration, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
-        """Join the process of ``entry`` as :meth:`connect` does, without retries. Raises LostError or RefusedError."""
+        """Join the server ``entry`` once, see :meth:`connect`. Raises LostError or RefusedError."""
         channel = connect(
             entry.address, self.credentials, peer=entry.name, seconds=self.timeout, operations=self.operations
         )

@@ -1,4 +1,4 @@
-"""Makes keys and signs the certificates that :mod:`worldsize.net.credentials` hands out: ECDSA on P-256."""
+"""Creates keys and signs certificates (ECDSA P-256) for :mod:`worldsize.net.credentials`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cryptography.x509.oid import NameOID
 from worldsize.errors import ConfigError
 
 LIFETIME = timedelta(days=365)
-EARLIER = timedelta(minutes=5)  # how long before its signature a certificate is valid, since clocks of hosts differ
+EARLIER = timedelta(minutes=5)  # how far validity is backdated, since the hosts' clocks differ
 
 
 def sign_authority(folder: Path, name: str) -> None:
-    """Write the key and the self-signed certificate of an authority, which may sign others."""
+    """Create a certificate authority: write its key and its self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     draft = _draft(name, name, key.public_key(), is_authority=True)
     _write(folder, name, key, draft.sign(key, hashes.SHA256()))
 
 
 def sign_process(folder: Path, name: str, *, authority: str) -> None:
-    """Write the key and the certificate of a process, signed by ``authority``. Raises ConfigError."""
+    """Write a process's key, and its certificate signed by ``authority``. Raises ConfigError."""
     authority_key = _read_key(folder / f"{authority}.key")
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
@@ -34,12 +34,12 @@ def sign_process(folder: Path, name: str, *, authority: str) -> None:
 
 
 def now() -> datetime:
-    """Return the time at which a certificate is signed."""
+    """Return the signing time for a certificate."""
     return datetime.now(UTC)
 
 
 def _draft(name: str, issuer: str, key: ec.EllipticCurvePublicKey, *, is_authority: bool) -> x509.CertificateBuilder:
-    """Build a certificate without its signature."""
+    """Build an unsigned certificate."""
     begins = now() - EARLIER
     return (
         x509.CertificateBuilder()
@@ -84,7 +84,7 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def _write(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-    """Write the key, then the certificate: if there is a certificate, there is its key."""
+    """Write the key before the certificate, so that a certificate's key always exists."""
     encoding = serialization.Encoding.PEM
     private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     _write_private(folder / f"{name}.key", private)
@@ -93,6 +93,6 @@ def _write(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate
 
 def _write_private(path: Path, text: bytes) -> None:
     """Write a file atomically, readable only by its owner."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as draft:  # of mode 0600
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as draft:  # mode 0600
         draft.write(text)
     Path(draft.name).replace(path)

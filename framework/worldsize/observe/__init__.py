@@ -1,1 +1,1 @@
-"""Listeners and views: reports about a run while it trains and after it has ended."""
+"""Listeners and views that report on a run during and after training."""

@@ -1,4 +1,4 @@
-"""Writes ``events.jsonl``, the events of a run other than steps, one per line; and tells which of them are alerts."""
+"""Writes events except steps to ``events.jsonl``, one per line, and selects alerts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from worldsize.core import (
 from worldsize.messages import duration
 from worldsize.observe.health.rows import described_alert
 from worldsize.record.attempt import FAILURE, failure_text
-from worldsize.record.json_lines import Row
+from worldsize.record.json_lines import JsonRows, Row
 
 _logger = logging.getLogger(__name__)
 
-NODE_ALERT = "node_alert"  # the name of the event of a NodeAlert
-OVERFLOW = "overflow"  # the name of an UpdateOverflowed
+NODE_ALERT = "node_alert"  # name of a NodeAlert event
+OVERFLOW = "overflow"  # name of an UpdateOverflowed event
 _NAMES: Mapping[type, str] = {
     Straggling: "straggling",
     NodeAlert: NODE_ALERT,
@@ -40,11 +40,11 @@ _NAMES: Mapping[type, str] = {
     MembershipChanged: "membership",
     TransportFellBack: "transport",
 }
-GOOD_NEWS = (OVERFLOW, "data_workers", "save_interval")  # events that tell of no trouble
-_LOGGED = (OVERFLOW, "transport")  # where they were found
-_OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # that a disk may not take either; they are in a log, too, then
+GOOD_NEWS = (OVERFLOW, "data_workers", "save_interval")  # events that do not indicate a problem
+_LOGGED = (OVERFLOW, "transport")  # already logged where they are detected
+_OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # a full disk may prevent writing these; they are then only logged
 
-# keys that an event of each name has for whole numbers
+# keys with integer values, by event name
 _NUMBERS = {
     "straggling": ("step", "rank"),
     OVERFLOW: ("step",),
@@ -58,10 +58,15 @@ _NUMBERS = {
 
 
 def is_event(row: Row) -> bool:
-    """Return whether a row has the fields of each line of ``events.jsonl``: event, time and rank."""
+    """Return whether a row has the required fields of a line of ``events.jsonl``."""
     numbers = _NUMBERS.get(str(row.get("event")), ())
     is_timed = type(row.get("time")) in (int, float)
     return isinstance(row.get("event"), str) and is_timed and all(type(row.get(key)) is int for key in numbers)
+
+
+def event_rows(path: Path) -> JsonRows:
+    """Read ``events.jsonl``."""
+    return JsonRows(path, is_valid=is_event)
 
 
 @final
@@ -89,13 +94,13 @@ class EventLog:
 @final
 @dataclass(frozen=True)
 class Alert:
-    """An event that a person should see soon, in words.
+    """A notification for a person about an event.
 
     Attributes:
-        key: What it is about, such as "slow_rank.3" or "node_alert.0.disk": later alerts with the same key replace it.
-        title: The same in a few words.
-        text: What has happened, and if it is known why, in one line.
-        step: The step at which it was noticed; None: it is of no step.
+        key: Its subject, such as "slow_rank.3" or "node_alert.0.disk"; later alerts with the same key replace it.
+        title: The event in a few words.
+        text: One line with the event and, if known, its cause.
+        step: The step at which the event was noticed. None if it does not belong to a step.
         is_error: Whether something has failed.
     """
 
@@ -107,7 +112,7 @@ class Alert:
 
 
 def alert_for(event: Event) -> Alert | None:
-    """Return the alert that loggers send for an event; None: the event is none.
+    """Return the alert that loggers send for an event, or None if it does not need one.
 
     >>> print(alert_for(TransportFellBack("NCCL uses plain sockets.", {"socket": 2}, "eth0")).text)
     NCCL uses plain sockets.
@@ -120,21 +125,21 @@ def alert_for(event: Event) -> Alert | None:
         case CheckpointFailed(step=step):
             return Alert("failed_save", f"no checkpoint of step {step}", _told(event), step, is_error=True)
         case MembershipChanged(step=step, lost=lost, members=members) if lost:
-            return Alert("membership", f"{len(members)} workers go on", _told(event), step)
+            return Alert("membership", f"{len(members)} workers continue", _told(event), step)
         case TransportFellBack():
             return Alert("transport", "a slower transport than declared", _told(event))
     return None
 
 
 def _told(event: Event) -> str:
-    """Describe an event that is written, in one line for people."""
+    """Describe an event in one line, as for its log message."""
     if isinstance(event, Straggling):
         return described(event)
     return describe_event({"event": _NAMES[type(event)], **asdict(event)})
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
-    """Describe a line of ``events.jsonl`` in words, whatever others may have written into it."""
+    """Describe a line of ``events.jsonl``, which may have unexpected contents."""
     if event.get("event") == NODE_ALERT:
         return described_alert(event)
     if event.get("event") == OVERFLOW:
@@ -147,7 +152,7 @@ def describe_event(event: Mapping[str, Any]) -> str:
         return f"step {event.get('step')}: {_interval_text(event)}"
     if event.get("event") == "membership":
         return f"after step {event.get('step')}: {_membership_text(event)}"
-    if event.get("event") == "transport":  # of no step: it is found when the ranks connect
+    if event.get("event") == "transport":  # without a step: it is detected when the ranks connect
         return str(event.get("reason") or "a slower transport than the cluster declares")
     if event.get("event") == FAILURE:
         return f"attempt {event.get('attempt')}: {failure_text(event)}"
@@ -156,7 +161,7 @@ def describe_event(event: Mapping[str, Any]) -> str:
     if "rank" in event:
         words.append(f"rank {event['rank']}")
     if "slower" in event:
-        slower = event["slower"]  # any value: others may have written the file
+        slower = event["slower"]  # of any type: other programs may have written the file
         words.append(f"{f'{slower:.3g}' if isinstance(slower, int | float) else slower} × as slow as the others")
     words += [f"{name} {event[name]}" for name in ("host", "device", "cause") if event.get(name) is not None]
     words += [f"since step {event['since']}"] if event.get("since") is not None else []
@@ -168,7 +173,7 @@ _CAUSES = {"data": "it waits for its data", "compute": "it takes longer to compu
 
 
 def described(event: Straggling) -> str:
-    """Describe the event in one line for people."""
+    """Describe the event in one line."""
     if event.cause == "network":
         return (
             f"the link of {event.host}, where rank {event.rank} is, carries {1 / event.slower:.0%} of what most do; "
@@ -185,7 +190,7 @@ def _in_brackets(text: str) -> str:
 
 
 def _failure_text(row: Mapping[str, Any]) -> str:
-    """Describe in one line for people a save that failed, and how far back a restart would go."""
+    """Describe a failed save in one line, and the step a restart would resume from."""
     newest, in_a_row = row.get("newest"), row.get("in_a_row")
     again = f" {in_a_row} saves in a row have failed." if isinstance(in_a_row, int) and in_a_row > 1 else ""
     back = f"to step {newest}" if isinstance(newest, int) else "to the beginning"
@@ -196,7 +201,7 @@ def _failure_text(row: Mapping[str, Any]) -> str:
 
 
 def _workers_text(row: Mapping[str, Any]) -> str:
-    """Describe in one line for people how a process changed the number of its data workers."""
+    """Describe in one line how a process changed its number of data workers."""
     workers, before, waited = row.get("workers"), row.get("before"), row.get("waited")
     if type(workers) is not int or type(before) is not int or not isinstance(waited, int | float):
         return "the number of its data workers changed"
@@ -206,7 +211,7 @@ def _workers_text(row: Mapping[str, Any]) -> str:
 
 
 def _interval_text(row: Mapping[str, Any]) -> str:
-    """Describe in one line for people how often a run saves from now on, and why."""
+    """Describe in one line the new interval between checkpoints, and the reason."""
     names = ("seconds", "save_seconds", "mtbf")
     values = [value for name in names if isinstance(value := row.get(name), int | float)]
     if len(values) < len(names):
@@ -219,7 +224,7 @@ def _interval_text(row: Mapping[str, Any]) -> str:
 
 
 def _membership_text(row: Mapping[str, Any]) -> str:
-    """Describe in one line for people who trains from now on, and why."""
+    """Describe in one line which processes now train, and why."""
     members, lost, joined, seconds = (row.get(name) for name in ("members", "lost", "joined", "seconds"))
     if not isinstance(members, list | tuple) or not isinstance(lost, Mapping) or not isinstance(joined, list | tuple):
         return "other processes train from now on"
@@ -227,7 +232,7 @@ def _membership_text(row: Mapping[str, Any]) -> str:
     parts = [f"worker {rank} is lost ({cause})" for rank, cause in lost.items()]
     parts += [f"worker {rank} has joined" for rank in joined]
     parts += [f"worker {rank} waits for others" for rank in row.get("waiting") or ()]
-    parts += [f"asked by {name}" for name in sorted({str(each) for each in asked.values()})]
+    parts += [f"requested by {name}" for name in sorted({str(each) for each in asked.values()})]
     took = f" after {duration(seconds)}" if isinstance(seconds, int | float) else ""
     samples = row.get("update_samples")
     stays = f"; an update still has {samples:g} samples, and lr stays" if isinstance(samples, int | float) else ""

@@ -1,6 +1,6 @@
-"""Reads and summarises the logs of NCCL and torch: networks, connections and warnings.
+"""Parses and summarizes the logs of NCCL and torch: networks, connections and warnings.
 
-The lines are those of NCCL 2.10 and newer; see "Logging" in its documentation,
+The format is that of NCCL 2.10 and later; see "Logging" in its documentation,
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/logging.html.
 """
 
@@ -19,8 +19,8 @@ from worldsize.messages import named, printable
 from worldsize.record.flight import collectives_file, collectives_of
 from worldsize.record.run_directory import RunDirectory
 
-# newer versions begin warnings with the time in brackets, and warnings name the place in NCCL's source; since 2.30 a
-# name in parentheses follows it
+# newer versions start warnings with the time in brackets, and add the location in NCCL's source; since 2.30, followed
+# by a name in parentheses
 _LINE = re.compile(
     r"(?:\[[^\]]*\] )?(?P<host>[^\s:\[\]]+):\d+:\d+ \[-?\d+\] "
     r"(?:(?P<place>\S+:\d+) (?:\([^)]*\) )?)?NCCL (?P<text>.*)"
@@ -35,29 +35,29 @@ _CONNECTION = re.compile(r"Channel \d+(?:/\d+)? : \d+\[\w+\] -> \d+\[\w+\](?: \[
 @final
 @dataclass
 class NcclLog:
-    """The facts in the log of one process."""
+    """Facts from the log of one process."""
 
     host: str = ""
     version: str | None = None
     rank: int | None = None
-    """Its rank in the largest communicator that it began to connect."""
+    """Rank in the largest communicator that the process started to connect."""
     size: int = 0
-    """Ranks of that communicator."""
+    """Number of ranks in that communicator."""
     is_connected: bool = False
     """Whether that communicator was connected."""
     network: str | None = None
-    """ "IB", "Socket" or the name of a plugin."""
+    """Name of the network: "IB", "Socket" or a plugin."""
     devices: tuple[str, ...] = ()
-    """Devices of the network by NCCL's numbers, such as "mlx5_0:1/IB" or "eth0"."""
+    """Network devices in NCCL's order, such as "mlx5_0:1/IB" or "eth0"."""
     bootstrap: str | None = None
-    """The interface on which NCCL sets up its connections."""
+    """Interface used by NCCL to set up connections."""
     connections: Counter[str] = field(default_factory=Counter)
-    """Number of connections by their way as NCCL names it, such as "P2P/CUMEM" or "NET/IB/0/GDRDMA"."""
+    """Number of connections by NCCL's name, such as "P2P/CUMEM" or "NET/IB/0/GDRDMA"."""
     warnings: list[str] = field(default_factory=list)
 
 
 def parse_nccl(text: str) -> NcclLog:
-    """Parse the log of one process; lines that are not NCCL's are left out."""
+    """Parse the log of one process; lines from other sources are skipped."""
     log = NcclLog()
     for line in text.splitlines():
         match = _LINE.match(line)
@@ -90,20 +90,20 @@ def _take(log: NcclLog, text: str) -> None:
         log.version = match[1]
 
 
-_FILES = 1024  # most files of one kind that are read
-_AT_MOST = 1 << 19  # bytes that are read of a file's beginning, and of its end
-_SHOWN = 12  # most networks, groups or warnings that are told
-_LENGTH = 200  # most characters of a warning that are told
-_ATTEMPT = re.compile(r"\.attempt_(\d+)\.log$", re.ASCII)  # at the end of the name of a log of NCCL
+_FILES = 1024  # maximum number of files of one kind to read
+_AT_MOST = 1 << 19  # maximum bytes to read from each end of a file
+_SHOWN = 12  # maximum number of networks, groups or warnings to report
+_LENGTH = 200  # maximum reported length of a warning, in characters
+_ATTEMPT = re.compile(r"\.attempt_(\d+)\.log$", re.ASCII)  # suffix of the name of an NCCL log
 _TORCH = re.compile(r"(?:\[rank\d+\]:)?\[[WE]\d* ?[\d:.]* (?P<place>[\w.]+:\d+)\] (?P<text>.*)")
 
 
 def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -> str:
-    """Return what the processes of a run have logged in its last attempt, in some lines.
+    """Summarize the logs of a run's processes in its last attempt, in a few lines.
 
     Args:
         run: The run.
-        attempt: What the manifest has of its last attempt. What NCCL wrote of others, or before it began, is left out.
+        attempt: Its last attempt in the manifest. NCCL logs of other attempts are skipped.
     """
     begun, transport = (attempt or {}).get("start_at"), (attempt or {}).get("transport")
     since = begun if isinstance(begun, int | float) else 0.0
@@ -122,25 +122,25 @@ def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files below ``folder``, by name."""
+    """Return the matching files below ``folder``, sorted by name."""
     return sorted(folder.rglob(pattern), key=lambda path: path.name)
 
 
 def _is_of(log: Path, number: int | None, since: float) -> bool:
-    """Return whether NCCL wrote ``log`` in attempt ``number``, as its name says, or else since it began."""
+    """Return whether ``log`` belongs to attempt ``number``, by its name or else its time."""
     named = _ATTEMPT.search(log.name)
     return int(named[1]) == number if named and number is not None else _is_since(log, since)
 
 
 def _is_since(path: Path, since: float) -> bool:
-    """Return whether a file was written last at ``since`` (Unix time) or later."""
+    """Return whether a file was last modified at Unix time ``since`` or later."""
     with suppress(OSError):
         return path.stat().st_mtime >= since
     return False
 
 
 def _text(path: Path) -> str:
-    """Return the beginning and the end of a log, which may be large; "" if it cannot be read."""
+    """Return the start and end of a log, which may be large, or "" if it cannot be read."""
     with suppress(OSError), open_regular(path) as file:
         begun = file.read(_AT_MOST)
         file.seek(max(len(begun), file.seek(0, 2) - _AT_MOST))
@@ -153,7 +153,7 @@ def _process(log: NcclLog) -> str:
 
 
 def _warnings(text: str) -> Iterator[str]:
-    """Yield the warnings in the output of a process: torch's, and NCCL's where it logs to no file of ours."""
+    """Yield torch's warnings in a process's output, and NCCL's unless in a separate file."""
     for line in text.splitlines():
         if match := _TORCH.match(line):
             yield f"{match['place']} {match['text']}"
@@ -166,7 +166,7 @@ def _gloo(transport: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
-    """Yield what the ``logs`` say, which are those that were read of all that were ``written``."""
+    """Yield facts from ``logs``, the readable ones of all ``written``."""
     size = max(log.size for log in logs)
     connected = {log.rank for log in logs if log.is_connected and log.rank is not None}
     versions = sorted({log.version for log in logs if log.version})
@@ -187,7 +187,7 @@ def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
 
 
 def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
-    """Yield how many collectives of each group the processes have begun and not completed, if these differ."""
+    """Yield the numbers of started and completed collectives of each group, by process."""
     by_group: defaultdict[str, defaultdict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
     for path in outputs:
         for group, counts in collectives_of(path).items():
@@ -200,7 +200,7 @@ def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
 
 
 def _told(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the warnings that differ in more than numbers, the most frequent first, each with its processes."""
+    """Yield distinct warnings, ignoring numbers, most frequent first, with their processes."""
     texts: dict[str, str] = {}
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for process, text in warnings:

@@ -1,4 +1,4 @@
-"""Shows a run's progress in the launching process, which reads ``metrics.jsonl`` as it grows."""
+"""Shows a run's progress in the launching process by reading ``metrics.jsonl`` as it grows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN_EVERY = 2.0  # seconds between lines without a terminal
 
 @final
 class Progress:
-    """Shows progress within a context: one live line on a terminal, plain lines elsewhere."""
+    """Shows progress within a context: a live line on a terminal, plain lines otherwise."""
 
     def __init__(self, metrics: Path, steps: int, console: Console) -> None:
         self._view = _Live(steps, console) if console.is_terminal else Plain(steps, console)
@@ -57,9 +57,9 @@ class Progress:
 
 @final
 class Tail:
-    """Reads the lines that a growing file gains after this object is made, or all of its lines with ``from_start``.
+    """Reads lines appended to a file after this object was created, or all if ``from_start``.
 
-    A file that another one has replaced is read from its beginning.
+    If the file is replaced, the new file is read from the start.
     """
 
     def __init__(self, path: Path, *, from_start: bool = False) -> None:
@@ -69,8 +69,8 @@ class Tail:
             self._offset, self._file = path.stat().st_size, path.stat().st_ino
 
     def read(self) -> Iterator[bytes]:
-        """Yield the lines completed since the last call; those of a file that was replaced from its start."""
-        with suppress(OSError):  # a file that cannot be read now may be readable at the next call
+        """Yield the lines completed since the last call, or all lines if the file was replaced."""
+        with suppress(OSError):  # the file may be readable again at the next call
             if (inode := self._path.stat().st_ino) != self._file:
                 self._file, self._offset = inode, 0
             for line, end in complete_lines(self._path, self._offset):
@@ -100,7 +100,7 @@ class _Live:
 
 @final
 class Plain:
-    """Prints progress as plain lines, for output that is not a terminal: steps at intervals, and each evaluation."""
+    """Prints steps at intervals, and evaluations, as plain lines, without a terminal."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._console, self._shown = steps, console, 0.0
@@ -112,7 +112,7 @@ class Plain:
         """Do nothing: plain lines need no cleanup."""
 
     def show(self, row: MetricRow) -> None:
-        """Print an evaluation, and a step if it is the last one or enough time has passed since the one before."""
+        """Print an evaluation; print a step if it is the last one or the interval has elapsed."""
         if row["event"] != "step":
             self._console.print(_evaluation(row), highlight=False, markup=False)
         elif row["step"] == self._steps or time.monotonic() - self._shown > _PLAIN_EVERY:
@@ -122,14 +122,14 @@ class Plain:
 
 
 def remaining(row: StepRow, steps: int) -> str:
-    """Say how long the rest of ``steps`` steps takes at the speed of a step's row in ``metrics.jsonl``."""
+    """Format the remaining time of ``steps`` steps at the speed of a row of ``metrics.jsonl``."""
     samples, speed = (steps - row["step"]) * row["samples"] / row["step"], row["samples_per_second"]
     seconds = samples / speed if speed else math.inf
     return f"ETA {duration(round(seconds)) if math.isfinite(seconds) else 'unknown'}"
 
 
 def figures(row: StepRow) -> str:
-    """Format loss, metrics, samples per second and what was compiled of a step's row in ``metrics.jsonl``."""
+    """Format loss, metrics, speed and compilations in a step's row of ``metrics.jsonl``."""
     shown = {"loss": row["loss"], **row.get("metrics", {})}
     return f"{_figures(shown)}  {_speed(row)}{_compiled(row.get('facts', {}))}"
 
@@ -157,7 +157,7 @@ def _evaluation(row: EvaluationRow) -> str:
 
 
 def by_split(metrics: Mapping[str, JsonNumber]) -> str:
-    """Format the metrics of an evaluation, those of each split after its name."""
+    """Format the metrics of an evaluation, grouped by split."""
     splits: dict[str, dict[str, JsonNumber]] = {}
     for key, value in metrics.items():
         split, name = split_of(key)

@@ -1,9 +1,9 @@
-"""Finds slow ranks and hosts with slow links, and the cause.
+"""Detects slow ranks and hosts with slow links, and the cause.
 
-If ranks wait for each other, all take the same time for a step. They differ in how long each is busy: the time of a
-step without waiting for others.
+If ranks wait for each other, steps take the same time on all ranks. Stragglers differ in their busy time: the step time
+without waiting for others.
 
-Ranks that wait for each other wait equally long for a slow link, so their own times do not show which link it is.
+A slow link makes all ranks wait equally long, so busy times do not show which link it is. Links are then measured.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from worldsize.core import Link, StepDone, World
 Figures = NDArray[np.float64]
 Cause = Literal["data", "compute", "network"]
 
-_STEPS, _SECONDS = 40, 0.5  # a judgement needs at least this many steps, and this many seconds
-_BLOCKS = 8  # number of blocks that these steps are divided into
-_LEAST = 0.05  # a straggler is slower by this share in each block
-_MARGIN = 0.10  # and by this share in most blocks
-_DEVIATIONS = 2.5  # or by this many usual deviations of blocks, if that is more
-_HISTORY = 5  # the usual deviation is taken from this many times as many steps
-_KEPT, _TIMES = 5000, 400_000  # largest numbers of steps remembered, and of their times on all ranks together
+_STEPS, _SECONDS = 40, 0.5  # minimum steps and seconds per judgment
+_BLOCKS = 8  # number of blocks that these steps are split into
+_LEAST = 0.05  # minimum relative slowdown of a straggler in each block
+_MARGIN = 0.10  # minimum relative slowdown of its median block
+_DEVIATIONS = 2.5  # or this many typical deviations between blocks, if larger
+_HISTORY = 5  # the typical deviation is computed over this many times as many steps
+_KEPT, _TIMES = 5000, 400_000  # maximum number of steps stored, and of times over all ranks
 
 
 @dataclass(frozen=True)
 class Straggler:
     """A slow rank with the cause.
 
-    ``slower``: its busy time divided by the median of its peers, or how many times less bandwidth its link has;
+    ``slower``: its busy time relative to the median of its peers, or the factor by which its link is slower than usual.
     ``since``: the first step of the evidence.
     """
 
@@ -50,28 +50,27 @@ class Straggler:
 @final
 @dataclass
 class Stragglers:
-    """Reports ranks judged slow twice in a row, and again if they have recovered in between.
+    """Reports ranks that are slow twice in a row, and again only after they have recovered.
 
-    ``peers``: groups of ranks with equal work; ``first``: number of steps done before.
+    ``peers``: groups of ranks with equal work; ``first``: number of steps completed before.
 
-    Recent steps are divided into blocks, and a rank is judged by the median of each: a few slow steps do not change a
-    median, and a short slowdown does not affect all blocks. The rank must be slower than the median of its peers in
-    every block, and by a margin that grows with the noise: 2.5 times the median absolute deviation of blocks from their
-    rank's own median, scaled to a standard deviation.
+    Recent steps are split into blocks, and a rank is judged by the median of each block, so that short slowdowns do not
+    count. The rank must be slower than the median of its peers in every block, and by a margin that grows with the
+    noise: 2.5 times the median absolute deviation of blocks from their rank's median, scaled to a standard deviation.
     """
 
     peers: Sequence[Sequence[int]]
     first: int = 0
-    _recent: Figures = field(default_factory=lambda: np.empty((0, 0, 4)))  # [steps, ranks, 4]
-    _numbers: list[int] = field(default_factory=list)  # of these steps
-    _fresh: list[Figures] = field(default_factory=list)  # steps added since the last judgement
+    _recent: Figures = field(default_factory=lambda: np.empty((0, 0, 4)))  # (steps, ranks, 4)
+    _numbers: list[int] = field(default_factory=list)  # their step numbers
+    _fresh: list[Figures] = field(default_factory=list)  # steps added since the last judgment
     _suspected: set[int] = field(default_factory=set)
     _named: set[int] = field(default_factory=set)
 
     def judge(self, step: int, splits: Sequence[Sequence[Sequence[float]]]) -> list[Straggler]:
         """Return the ranks that have become slow.
 
-        ``splits`` [ranks, steps, 4]: seconds of data, compute, communication and update, up to ``step``.
+        ``splits`` (ranks, steps, 4): seconds of data, compute, communication and update, up to ``step``.
         """
         self._fresh.append(np.array(splits, dtype=np.float64).reshape(len(splits), -1, 4).transpose(1, 0, 2))
         if not self._is_time():
@@ -96,12 +95,12 @@ class Stragglers:
         return new
 
     def _is_time(self) -> bool:
-        """Return whether there are enough new steps to judge, which takes a fraction of a millisecond."""
+        """Return whether there are enough new steps to judge; that takes under a millisecond."""
         steps = sum(map(len, self._fresh))
         return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
 
     def _take(self, step: int) -> None:
-        """Add the new steps, evenly spaced between the last known one and ``step``."""
+        """Append the new steps, assumed to be evenly spaced between the last one and ``step``."""
         fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else self.first
         numbers = np.ceil(np.linspace(step, last, len(fresh), endpoint=False))[::-1]
         kept = _kept(fresh.shape[1])
@@ -117,12 +116,12 @@ class Stragglers:
 
 
 def _kept(ranks: int) -> int:
-    """Return how many steps to remember for this number of ranks."""
+    """Return the number of steps to store for this number of ranks."""
     return max(_STEPS * _HISTORY, min(_KEPT, _TIMES // ranks))
 
 
 def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Straggler, bool]]:
-    """Measure how slow each rank is in the last window, and whether that is significant."""
+    """Compute the slowdown of each rank in the last window, and whether it is significant."""
     data_wsp, compute_wsp, _, update_wsp = np.moveaxis(recent_wspk[:, :, ranks], 3, 0)
     ratio_wbp = _to_others(_blocks(data_wsp + compute_wsp + update_wsp))
     noise = 1.4826 * float(np.median(abs(ratio_wbp - np.median(ratio_wbp, 1, keepdims=True))))
@@ -136,13 +135,13 @@ def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tupl
 
 
 def _blocks(seconds_wsp: Figures) -> Figures:
-    """Return the medians of blocks of equally many steps: [windows, blocks, ranks]."""
+    """Return the medians of blocks of equally many steps: (windows, blocks, ranks)."""
     windows, steps, ranks = seconds_wsp.shape
     return np.asarray(np.median(seconds_wsp.reshape(windows, _BLOCKS, steps // _BLOCKS, ranks), 2))
 
 
 def _excess(seconds_wsp: Figures) -> Figures:
-    """Return the seconds by which each rank exceeds its peers in most blocks: [ranks]."""
+    """Return each rank's excess seconds over its peers in the median block, (ranks,)."""
     blocks_wbp = _blocks(seconds_wsp)
     return np.asarray(np.median(blocks_wbp - median_of_others(blocks_wbp), (0, 1)))
 
@@ -152,25 +151,25 @@ def _to_others(blocks_wbp: Figures) -> Figures:
 
 
 def median_of_others(values: Figures) -> Figures:
-    """Replace each value along the last axis by the median of the others."""
+    """Replace each value along the last axis with the median of the others."""
     order = np.argsort(values, -1)
     ordered, place = np.take_along_axis(values, order, -1), np.argsort(order, -1)
     others = values.shape[-1] - 1
-    low, high = (others - 1) // 2, others // 2  # the middle ones of the others
+    low, high = (others - 1) // 2, others // 2  # indices of the middle values
     middle = [np.where(place > at, ordered[..., [at]], ordered[..., [at + 1]]) for at in (low, high)]
     return np.asarray((middle[0] + middle[1]) / 2)
 
 
-_WINDOWS = 3  # in the median
-_WINDOW_SECONDS = 0.5  # a window has at least one logged step
-_SHARE = 0.5  # share of a step waiting for communication that triggers the first measurement
-_WORSE = 1.5  # multiple of the usual wait that triggers another one
-_LEAST_WAIT = 0.1  # minimal share of a step for another one
-_SLOWER = 3.0  # a slow host has this many times less bandwidth than most
+_WINDOWS = 3  # number of windows to take the median over
+_WINDOW_SECONDS = 0.5  # minimum seconds of a window, which has at least one logged step
+_SHARE = 0.5  # fraction of a step waiting for communication that triggers the first measurement
+_WORSE = 1.5  # multiple of the usual wait that triggers a second one
+_LEAST_WAIT = 0.1  # minimum fraction of a step for a second one
+_SLOWER = 3.0  # factor by which a slow host has less bandwidth than the median
 
 
 def slow_link_search(world: World) -> SlowLinkSearch | None:
-    """Return a search if hosts can be compared and all their processes train; else None."""
+    """Return a search if hosts can be compared and all their processes train, else None."""
     node = world.groups.get("node")
     if node is None or world.size < dist.get_world_size() or world.size <= 2 * node.size():
         return None
@@ -179,33 +178,33 @@ def slow_link_search(world: World) -> SlowLinkSearch | None:
 
 @final
 class SlowLinkSearch:
-    """Decides when to measure links; the same on all ranks, which all have the same figures.
+    """Decides when to measure links, identically on all ranks, from shared step times.
 
-    A measurement takes all ranks a second or two. The first is made when they wait for communication for half of a
-    step, further ones when they wait 1.5 times as long; each that finds nothing delays the next.
+    A measurement blocks all ranks for a second or two. The first one happens when ranks wait for communication for half
+    of a step, further ones when they wait 1.5 times as long. Each measurement without a finding delays the next one.
 
-    A host is reported when in two measurements each of its links has less than a third of the bandwidth of most hosts.
-    The first measures links to neighbours, the second those at a distance of two, since a host between two slow ones is
-    not slow. A host is reported again if waits have been shorter in between.
+    A host is reported if all its links have less than a third of the median bandwidth of hosts in two measurements. The
+    first measures links to neighbors, the second links at a distance of two, to acquit a host between two slow ones. A
+    host is reported again only if waits have been shorter in between.
     """
 
     def __init__(self, per_node: int) -> None:
         self.per_node = per_node
         self._recent: deque[StepDone] = deque(maxlen=_WINDOWS)
-        self._last, self._seconds = 0, 0.0  # the last logged step, and the seconds of the current window
+        self._last, self._seconds = 0, 0.0  # the last logged step, and seconds of the current window
         self._usual: float | None = None  # usual seconds per step that ranks wait for communication
-        self._rest, self._pause = 0, _WINDOWS  # windows to wait: now, and after a measurement that finds nothing
+        self._rest, self._pause = 0, _WINDOWS  # windows to wait: now, and after a measurement without a finding
         self._since = 0
         self._suspected: set[int] = set()
         self._named: set[int] = set()
 
     @property
     def distance(self) -> int:
-        """Distance in nodes between the ends of the links that are measured next."""
+        """Distance in nodes of the links to measure next."""
         return 2 if self._suspected else 1
 
     def is_due(self, done: StepDone) -> bool:
-        """Return whether all ranks should measure their links now, after the step ``done``, and call :meth:`judge`."""
+        """Return whether all ranks should measure links after ``done`` and call :meth:`judge`."""
         if done.exposed_seconds is None or not self._fills_a_window(done):
             return False
         self._recent.append(done)
@@ -236,7 +235,7 @@ class SlowLinkSearch:
         return is_full
 
     def judge(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
-        """Return hosts with slow links, each by its first rank, from the measured ``links`` between nodes."""
+        """Return hosts with slow ``links`` between nodes, each by its first rank."""
         best = {
             node: max(link.bandwidth for ends, link in links.items() if node in ends)
             for node in sorted({node for ends in links for node in ends})

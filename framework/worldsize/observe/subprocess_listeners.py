@@ -1,4 +1,4 @@
-"""Runs listeners in separate processes, so that they take neither time nor the interpreter's lock from training."""
+"""Runs listeners in separate processes, so that they do not use training's time or GIL."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from worldsize.world.processes import SIGNALS
 Alerts = Callable[[], Iterable[Event]]
 _logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # ranks have priority, but a listener must still start in time if they use every core
-_TURN = 60.0  # seconds that a listener waits for the one of the previous attempt
+_NICENESS = 10  # ranks have priority, but a listener must still start in time if they use all cores
+_TURN = 60.0  # maximum seconds to wait for the listener of the previous attempt
 _INTERVAL = 1.0  # seconds between batches of step events; other events, such as a checkpoint, are sent at once
-_QUEUED = 64 << 20  # bytes that wait for a listener, beyond which it is told of no further steps
+_QUEUED = 64 << 20  # maximum bytes queued for a listener; above this, further steps are dropped
 
 
 @final
 class SubprocessListeners:
-    """Forks a process for each listener that builds it and tells it every event, in order.
+    """Forks a process per listener, which creates the listener and receives all events in order.
 
-    Create it before the process group and CUDA exist. (In a thread, wandb's start and log calls cost a tiny model a
-    third of its speed.) A listener that fails or cannot be created is reported once and then ignored, and a slow one
-    does not delay the others: losing a logger must not lose the run. One that has fallen behind by 64 MiB, as while its
-    server is away, misses steps until it has caught up. If the training process dies, the listeners receive RunFailed.
+    Create it before process groups and CUDA are initialized. (In a thread, wandb's start and log calls cost a tiny
+    model a third of its speed.) A failing listener is reported once and then ignored, and a slow one does not delay
+    others: losing a logger must not end the run. A listener that falls behind by 64 MiB, e.g. while its server is down,
+    misses steps until it has caught up. If the training process dies, listeners receive RunFailed.
 
     Args:
         makers: Functions that create the listeners, by the name used in warnings.
-        timeout: Seconds that a run which has ended waits for the remaining events to be delivered.
-        grace: Returns the seconds until a run is killed that failed or was asked to end; it waits no longer.
-        lock: Returns the lock file for the listeners of a name in successive attempts of a run: the one of a killed
-            attempt continues until it has delivered its events.
-        alerts: Returns the alerts about nodes since its last call, which listeners are told between other events; it
-            is called in their processes.
+        timeout: Seconds that a finished run waits for the remaining events to be delivered.
+        grace: Returns the seconds until a failed or ending run is killed; it does not wait longer.
+        lock: Returns a lock file per listener name, shared by all attempts of a run: the listener of a killed attempt
+            continues until it has delivered its events.
+        alerts: Returns node alerts since its last call, in the listeners' processes. Listeners receive them between
+            other events.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SubprocessListeners:
     ) -> None:
         self._timeout, self._grace = timeout, grace
         self._ended = False
-        self._steps = b""  # of steps that are not sent yet
+        self._steps = b""  # step events not sent yet
         self._sent = -math.inf  # time of the last message
         self._processes: list[_ListenerProcess] = []
         for name, make in makers.items():
@@ -72,7 +72,7 @@ class SubprocessListeners:
         if isinstance(event, StepDone):
             self._steps, message = self._steps + message, b""
             if time.monotonic() < self._sent + _INTERVAL:
-                return  # each message wakes a process, which takes a core from training
+                return  # each message wakes a process and takes a core from training
         self._sent = time.monotonic()
         for process in self._processes:
             process.send(message, steps=self._steps)
@@ -84,7 +84,7 @@ class SubprocessListeners:
             self._finish(seconds)
 
     def _finish(self, seconds: float) -> None:
-        """Send each listener its remaining events, and wait for all listeners at most ``seconds``."""
+        """Send the remaining events to all listeners, and wait for them for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         behind = {process.sender: process for process in self._processes if process.is_behind}
         while behind and (left := deadline - time.monotonic()) > 0:
@@ -97,13 +97,13 @@ class SubprocessListeners:
         for process in self._processes:
             if not process.has_ended(deadline):
                 _logger.warning(
-                    "the %s did not finish within %.3g s; what it has not sent yet is lost", process.name, seconds
+                    "the %s did not finish within %.3g s; its unsent events are lost", process.name, seconds
                 )
 
 
 @final
 class _ListenerProcess:
-    """One listener's process and its pipe for events; ``before``: the listeners forked before it."""
+    """A listener's process and its pipe for events; ``before``: listeners forked before it."""
 
     def __init__(
         self,
@@ -126,12 +126,10 @@ class _ListenerProcess:
         os.close(receiver)
 
     def send(self, message: bytes, *, steps: bytes = b"") -> None:
-        """Queue the events of ``steps``, unless too much is queued, and ``message``; send what the pipe accepts now."""
+        """Queue ``message``, and ``steps`` if there is room; send as much as the pipe accepts."""
         if steps and len(self._unsent) > _QUEUED:
             if not self._misses_steps:
-                _logger.warning(
-                    "the %s has fallen behind: it is told of no further steps until it has caught up", self.name
-                )
+                _logger.warning("the %s has fallen behind: it misses steps until it has caught up", self.name)
             self._misses_steps, steps = True, b""
         self._unsent += steps + message
         try:
@@ -140,21 +138,21 @@ class _ListenerProcess:
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self._unsent.clear()  # the listener has reported its error and ended
+            self._unsent.clear()  # the listener has reported its error and exited
 
     @property
     def is_behind(self) -> bool:
-        """Return whether data are still queued."""
+        """Whether data is still queued."""
         return bool(self._unsent)
 
     def close(self) -> None:
-        """Close the pipe, so that the process sees the end of the events."""
+        """Close the pipe, which signals the end of events to the process."""
         if not self._is_closed:
             self._is_closed = True
             os.close(self.sender)
 
     def has_ended(self, deadline: float) -> bool:
-        """Wait for the process until ``deadline`` in monotonic seconds; kill it then and return False."""
+        """Wait until ``deadline``, in monotonic seconds; then kill the process and return False."""
         self._process.join(max(0.0, deadline - time.monotonic()))
         if not self._process.is_alive():
             return True
@@ -172,9 +170,9 @@ def _serve(
 ) -> None:
     """Pass events to the listener, in the forked process."""
     for sender in senders:
-        os.close(sender)  # otherwise the end of the training process would go unnoticed
-    os.nice(_NICENESS)  # its child processes inherit that
-    for number in SIGNALS:  # the training process answers signals for the run
+        os.close(sender)  # otherwise the exit of the training process would go unnoticed
+    os.nice(_NICENESS)  # inherited by its child processes
+    for number in SIGNALS:  # the training process handles signals for the run
         signal.signal(number, signal.SIG_IGN)
     try:
         with open(receiver, "rb") as events, _turn(lock):
@@ -184,12 +182,12 @@ def _serve(
                 event = _next(events)
                 for each in (*alerts(), event):
                     listener(each)
-    except Exception as error:  # any exception: third-party code must not end the training
+    except Exception as error:  # of any type: third-party code must not end training
         _logger.warning("the %s failed and is off for the rest of the run: %s: %s", name, type(error).__name__, error)
 
 
 def _turn(lock: Path | None) -> AbstractContextManager[object]:
-    """Wait a limited time for ``lock``; return the file that holds it (no lock on file systems without locks)."""
+    """Wait a limited time for ``lock``; return its file, unlocked if locks are unsupported."""
     if lock is None:
         return nullcontext()
     deadline = time.monotonic() + _TURN
@@ -214,5 +212,5 @@ def _next(events: BinaryIO) -> Event:
     try:
         event: Event = pickle.load(events)
         return event
-    except (EOFError, pickle.UnpicklingError):  # EOFError: the training process was killed while it sent an event
+    except (EOFError, pickle.UnpicklingError):  # EOFError: the training process was killed while sending an event
         return RunFailed("the training process ended without a word")

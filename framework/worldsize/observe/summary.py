@@ -17,9 +17,9 @@ from worldsize.record.compare import Comparison, Divergence
 
 
 def show_summary(console: Console, result: Mapping[str, Any], folder: Path) -> None:
-    """Show final metrics, the recipe's notes, size, speed, digest and folder of a completed run, a line each.
+    """Show a completed run's metrics, remarks, size, speed, digest and folder, one per line.
 
-    No line is divided, however narrow the console is, so that the folder can be copied.
+    Lines are not wrapped on narrow consoles, so that the folder can be copied.
     """
     rows = list(_rows(result, folder))
     width = max(cell_len(name) for name, _ in rows)
@@ -44,11 +44,11 @@ def _rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
 
 
 _COLOURS = {"bitwise identical": "bold green", "within tolerance": "bold yellow", "different": "bold red"}
-_SHOWN = 20  # number of tensors shown, the most divergent first
+_SHOWN = 20  # maximum number of tensors shown, the most divergent first
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
-    """Build a table of metrics, tensors that differ, missing items, and the verdict."""
+    """Build a table of metrics, differing tensors, missing items, and the verdict."""
     equal = sum(each.is_equal for each in comparison.tensors)
     differing = sorted((each for each in comparison.tensors if not each.is_equal), key=_order, reverse=True)
     parts: list[RenderableType] = [_table("metric", comparison.metrics)]

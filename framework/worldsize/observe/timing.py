@@ -1,4 +1,4 @@
-"""Writes the times of each rank to a separate file, and traces some steps with PyTorch's profiler."""
+"""Writes each rank's step times to its own file, and traces steps with PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 @final
 class Timing:
-    """Appends this rank's mean step time and its parts, in seconds, at each logged step."""
+    """Appends this rank's mean step time and its phases, in seconds, at each logged step."""
 
     def __init__(self, run: RunDirectory, *, rank: int) -> None:
         self._path = run.timing(rank)
         make_folder_of(self._path, run)
         self._file = self._path.open("a", buffering=1)
-        self._rank = self._place = rank  # and its place among those that train now
+        self._rank = self._place = rank  # index of this rank among the current members
         self._counted = COUNTS.copy()
 
     def __call__(self, event: Event) -> None:
@@ -55,7 +55,7 @@ class Timing:
         self._file = self._path.open("a", buffering=1)
 
     def write(self, step: int, **seconds: float | None) -> None:
-        """Append a line about ``step``, without parts that were not measured (None)."""
+        """Append a line for ``step``, omitting parts that were not measured (None)."""
         measured = {name: value for name, value in seconds.items() if value is not None}
         counts, self._counted = COUNTS.since(self._counted), COUNTS.copy()
         read = {"read_bytes": counts.read, "fetched_bytes": counts.fetched, "skipped_samples": counts.skipped}
@@ -68,10 +68,10 @@ _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
 
 @final
 class UnitTimes:
-    """Writes the times of a process that is assigned units of steps, in the format of :class:`Timing`.
+    """Writes times of a process that computes units of steps, in :class:`Timing`'s format.
 
-    Every ``every`` steps it writes the means since the last line. Time that is neither data nor computing is waiting
-    for weights or for work.
+    Every ``every`` steps, it writes the means since the last line. Time outside data loading and compute counts as
+    waiting for weights or tasks.
     """
 
     def __init__(self, timing: Timing, device: torch.device, *, every: int) -> None:
@@ -81,14 +81,14 @@ class UnitTimes:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Count the time inside the context as a wait for data."""
+        """Count time in this context as waiting for data."""
         begun = time.perf_counter()
         yield
         self._data += time.perf_counter() - begun
 
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
-        """Count the time inside the context as computing a unit of ``step``."""
+        """Count time in this context as computing a unit of ``step``."""
         if self._last < 0:
             self._timing.begin(step - 1)
             self._last, self._since = step - 1, time.perf_counter() - self._data
@@ -111,19 +111,19 @@ class UnitTimes:
         self._data = self._compute = self._update = 0.0
 
 
-_MOST_ALLOCATIONS = 100_000  # the latest ones, in a snapshot of some tens of MB
+_MOST_ALLOCATIONS = 100_000  # maximum number of allocations, the latest ones, for a snapshot of some tens of MB
 
 
 def traced(
     batches: Iterable[T], path: Path, *, first: int, span: tuple[int, int], device: torch.device
 ) -> Generator[T]:
-    """Yield ``batches`` of the steps after ``first`` unchanged; trace steps ``span[0]`` to ``span[1]`` into ``path``.
+    """Yield ``batches`` after step ``first``; trace steps ``span[0]`` to ``span[1]`` to ``path``.
 
-    On a GPU, its allocations in these steps are written beside it, with the suffix ``.memory.pickle``; on a CPU, the
-    trace itself has each allocation, as events "[memory]" with the bytes and the total after it.
+    On a GPU, its allocations in these steps are written to a file with the suffix ``.memory.pickle``. On a CPU, the
+    trace includes each allocation as a "[memory]" event with its bytes and the new total.
 
-    A step's trace begins when its data are requested, and ends when those of the next step are. Close the iterator to
-    write a trace that the end of the run cuts short.
+    The trace of a step lasts from the request for its data to the request for the next step's. Close the iterator to
+    write a trace cut short by the end of the run.
     """
     source = iter(batches)
     with ExitStack() as stack:
@@ -141,7 +141,7 @@ def traced(
 
 
 def peak_device_bytes(device: torch.device) -> dict[str, int]:
-    """Return the most bytes that torch's allocator has held for tensors on a GPU; nothing for a CPU."""
+    """Return the peak bytes allocated for tensors on a GPU; empty for a CPU."""
     return {"peak_device_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
 
@@ -158,7 +158,7 @@ def _trace(path: Path, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _allocations(path: Path) -> Iterator[None]:
-    """Write what torch's CUDA allocator does within the block into ``path``, for pytorch.org/memory_viz."""
+    """Record CUDA allocations in this context to ``path``, for pytorch.org/memory_viz."""
     torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Determines which transport collectives use; for NCCL from the log that it writes when ranks connect."""
+"""Determines the transport of collectives; for NCCL, from its log of connecting ranks."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.step_timer import wait
+from worldsize.collectives.group import start
 from worldsize.core import Cluster, World
 from worldsize.devices import backend_for
 from worldsize.files import open_regular
 from worldsize.observe.nccl_log import NcclLog, parse_nccl
 
-_NAMES = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}  # of NCCL's transports
-_LONGEST = 16 << 20  # bytes of NCCL's log that are read
+_NAMES = {"P2P": "nvlink", "SHM": "shm", "NET/IB": "ib", "NET/Socket": "socket"}  # by prefix of NCCL's names
+_LONGEST = 16 << 20  # maximum bytes to read of NCCL's log
 _SOCKETS_AT_MOST = 5e9  # bytes per second; a link declared faster is not a plain socket
 
 
 def nccl_log(folder: Path, *, host: str, process: str, attempt: int | None) -> Path:
-    """Return the file in ``folder`` in which the NCCL of one process logs.
+    """Return the path of one process's NCCL log in ``folder``.
 
-    ``attempt``: number of the run's attempt; None: the process does not know it, since no launching process counts.
+    ``attempt``: number of the run's attempt. None if unknown, i.e. without a launching process.
     """
     of_attempt = "" if attempt is None else f".attempt_{attempt}"
     return folder / f"nccl_{host}_{process}{of_attempt}.log"
 
 
 def listen_to_nccl(folder: Path, *, attempt: int | None) -> dict[str, str]:
-    """Return the environment variables that make NCCL log its connections to :func:`nccl_log`."""
+    """Return environment variables that make NCCL log its connections to :func:`nccl_log`."""
     return {
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
@@ -42,7 +42,7 @@ def listen_to_nccl(folder: Path, *, attempt: int | None) -> dict[str, str]:
 
 
 class NcclConnections(TypedDict):
-    """The transports that NCCL uses, sorted ("nvlink", which is its P2P, "shm", "ib", "socket"), and its interface."""
+    """NCCL's transports, sorted ("nvlink" for P2P, "shm", "ib", "socket"), and its interface."""
 
     transports: list[str]
     interface: str | None
@@ -51,8 +51,7 @@ class NcclConnections(TypedDict):
 class Transport(NcclConnections):
     """The backend of the collectives, and how its processes are connected.
 
-    The transports and the interface are those of this process; ``ranks`` is the number of processes, of all that train,
-    that use each transport.
+    Transports and interface are those of this process; ``ranks`` is the number of training processes per transport.
     """
 
     backend: str | None
@@ -60,9 +59,9 @@ class Transport(NcclConnections):
 
 
 def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path) -> Transport:
-    """Return which transports and which interface this process uses; where NCCL says it, after a first collective.
+    """Return this process's transports and interface, for NCCL after a first collective.
 
-    ``log``: what NCCL writes of this process, :func:`nccl_log`.
+    ``log``: this process's NCCL log; see :func:`nccl_log`.
     """
     backend = backend_for(cluster.backend, cluster.device)
     if backend == "gloo":
@@ -73,7 +72,7 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path)
             "interface": interface,
             "ranks": {"socket": world.size},
         }
-    if backend != "nccl":  # it does not say
+    if backend != "nccl":  # other backends do not report them
         return {"backend": cluster.backend, "transports": [], "interface": None, "ranks": {}}
     _sum(torch.ones(1, device=world.device), world)
     text = b""
@@ -84,16 +83,16 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path)
 
 
 def _counted(transports: Collection[str], world: World) -> dict[str, int]:
-    """Count the processes that use each transport; all ranks must call it."""
+    """Count the processes that use each transport. All ranks must call it."""
     counts = torch.tensor([int(name in transports) for name in _NAMES.values()], device=world.device)
     _sum(counts, world)
     return {name: count for name, count in zip(_NAMES.values(), counts.tolist(), strict=True) if count}
 
 
 def _sum(values: Tensor, world: World) -> None:
-    """Add the values of all ranks, in place, and wait no longer than the gang lives."""
+    """All-reduce ``values`` in place; the wait ends if the gang does."""
     if dist.is_initialized():
-        wait(dist.all_reduce(values, group=world.group, async_op=True))
+        start(dist.all_reduce, values, group=world.group).wait()
 
 
 def connections_of(log: NcclLog) -> NcclConnections:
@@ -104,10 +103,10 @@ def connections_of(log: NcclLog) -> NcclConnections:
 
 
 def transport_warning(transport: Transport, cluster: Cluster) -> str | None:
-    """Compose a warning if the transport of any process is slower than what the cluster declares.
+    """Compose a warning if any process uses a slower transport than the cluster declares.
 
-    It declares a fabric by its adapters (``cluster.hca``), or by a bandwidth between nodes, of a rack or of the whole
-    network, that no socket has.
+    A cluster declares a fast fabric by its adapters (``cluster.hca``), or by a bandwidth between nodes, of a tier such
+    as racks or of the whole network, that exceeds that of sockets.
     """
     ranks = transport.get("ranks", {})
     slow = max(ranks.get("socket", 0), int("socket" in transport["transports"]))

@@ -1,17 +1,27 @@
-"""Weights & Biases, from rank 0 of a run.
+"""Weights & Biases logger for rank 0 of a run.
 
-wandb's import takes a second: it is left to the process that logs, for which no step waits.
+Importing wandb takes a second, so only the logging process imports it and steps do not wait for it.
 """
 
 from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, logged_name
+from worldsize.core import (
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    RunEnded,
+    RunFailed,
+    StepDone,
+    logged_name,
+    metric_key,
+    split_of,
+)
 from worldsize.observe.events import alert_for
 from worldsize.observe.health.files import NodesHealth, health_figures
 
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
     import wandb
 
 Mode = Literal["auto", "online", "offline", "disabled"]
+_AXES = ("samples", "tokens", "epoch")  # step metrics usable as x-axis for evaluations
 _logger = logging.getLogger(__name__)
 
 
@@ -26,8 +37,21 @@ _logger = logging.getLogger(__name__)
 class WandbListener:
     """Logs to one wandb run per run, kept across restarts by its id.
 
-    ``mode="auto"``: online when wandb finds a key (WANDB_API_KEY, or netrc after ``wandb login``) and
-    WANDB_MODE does not say otherwise, else offline.
+    Args:
+        project: Project of the run.
+        mode: "auto" is online if wandb finds a key (WANDB_API_KEY, or netrc after ``wandb login``) and WANDB_MODE does
+            not override it; otherwise offline.
+        entity: User or team of the project. None for the key's owner.
+        name: Name shown for the run. None for its id.
+        tags: Tags of the run.
+        notes: Notes about the run.
+        job_type: Kind of job, such as "train" or "ablation".
+        checkpoints: Whether to upload each complete checkpoint as an artifact.
+        run_id: Id of the run.
+        group: Group of the run.
+        config: The configuration, without secrets.
+        manifest: The run's manifest, without secrets.
+        folder: The run folder.
     """
 
     def __init__(
@@ -35,15 +59,24 @@ class WandbListener:
         *,
         project: str,
         mode: Mode,
+        entity: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
+        notes: str | None = None,
+        job_type: str | None = None,
+        checkpoints: bool = False,
         run_id: str,
         group: str | None,
         config: Mapping[str, Any],
         manifest: Mapping[str, Any],
         folder: Path,
     ) -> None:
-        facts = {"project": project, "id": run_id, "name": run_id, "group": group, "dir": folder}
-        self._health = NodesHealth(folder)
-        self._run = _start(mode, **facts, config={**config, "manifest": _facts(manifest)})
+        facts = {"project": project, "entity": entity, "id": run_id, "name": name or run_id, "group": group}
+        words = {"tags": list(tags), "notes": notes, "job_type": job_type, "dir": folder}
+        options = {f"{group}_name": option for group, option in manifest.get("options", {}).items()}
+        self._health, self._checkpoints, self._axes = NodesHealth(folder), checkpoints, dict[str, float]()
+        self._best, self._defined = _best(config), set[str]()
+        self._run = _start(mode, **facts, **words, config={**config, **options, "manifest": _facts(manifest)})
         if self._run.settings.mode != "disabled":
             _logger.info("wandb: %s", _place(self._run))
 
@@ -51,9 +84,15 @@ class WandbListener:
         match event:
             case StepDone():
                 figures = {f"train/{name}": value for name, value in event.figures().items()}
-                self._run.log({**figures, **health_figures(self._health.new())}, step=event.step)
+                self._axes = {
+                    name: figures[name] / event.step for axis in _AXES if (name := f"train/{axis}") in figures
+                }
+                self._log({**figures, **health_figures(self._health.new())}, step=event.step)
             case Evaluated(step=step, metrics=metrics):
-                self._run.log({logged_name(name): value for name, value in metrics.items()}, step=step)
+                axes = {name: each * step for name, each in self._axes.items()}
+                self._log({**axes, **{logged_name(name): value for name, value in metrics.items()}}, step=step)
+            case CheckpointSaved(step=step, path=path) if self._checkpoints:
+                self._upload(path, step)
             case RunEnded(exit_reason="preempted"):
                 self._run.mark_preempting()
                 self._run.finish(exit_code=1)
@@ -65,16 +104,58 @@ class WandbListener:
         if alert := alert_for(event):
             self._run.alert(alert.title, alert.text, level="ERROR" if alert.is_error else "WARN")
 
+    def _log(self, figures: Mapping[str, float], *, step: int) -> None:
+        """Log ``figures``; the summary has best values of losses and metrics with a direction.
+
+        Not in a wandb sweep, which reads last values from the summary by their plain names.
+        """
+        for name in figures.keys() - self._defined if self._run.sweep_id is None else ():
+            best = "min" if name.rpartition("/")[2] == "loss" else None
+            if best := self._best.get(name, best):
+                self._run.define_metric(name, summary=f"{best},last")
+            self._defined.add(name)
+        self._run.log(dict(figures), step=step)
+
+    def _upload(self, path: Path, step: int) -> None:
+        """Pass a copy of the checkpoint to wandb's own process, which uploads it."""
+        import wandb
+
+        artifact = wandb.Artifact(f"{self._run.id}-checkpoint", type="model", metadata={"step": step})
+        try:
+            artifact.add_dir(str(path), skip_cache=True)
+        except (OSError, ValueError) as error:
+            _logger.warning("the checkpoint of step %d is not uploaded: %s", step, error)
+            return
+        self._run.log_artifact(artifact, aliases=[f"step-{step}"])
+
+
+def _best(config: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
+    """Return "min" or "max", whichever is best, by logged name of the run's objectives."""
+    keep = (config.get("checkpoint") or {}).get("keep") or {}
+    goals = [
+        (keep.get("best"), keep.get("direction")),
+        *(
+            (goal.get("metric"), goal.get("direction"))
+            for key in ("early_stopping", "sweep")
+            if (goal := config.get(key))
+        ),
+    ]
+    return {
+        logged_name(metric_key(*split_of(metric))): "max" if direction.startswith("max") else "min"
+        for metric, direction in goals
+        if metric and direction
+    }
+
 
 def _start(mode: Mode, **facts: Any) -> wandb.Run:
-    """Start a run; with "auto" one that no server takes is kept for ``wandb sync``.
+    """Start a run. "auto" falls back to an offline run, for ``wandb sync``, if refused.
 
     Raises:
-        wandb.Error: the run could not be started, and is not one that "auto" chose to have online.
+        wandb.Error: the run could not be started; with "auto", only if that did not choose to be online.
     """
     import wandb
 
-    wandb.setup(wandb.Settings(silent=True))  # else finding a key asks the server whose it is: 5 s offline
+    wandb.setup(wandb.Settings(silent=True))  # otherwise wandb requests the key's owner from the server: 5 s offline
     chosen = _mode(mode)
     try:
         return _init(chosen, **facts)
@@ -83,7 +164,7 @@ def _start(mode: Mode, **facts: Any) -> wandb.Run:
             raise
         reason = str(error).splitlines()[0]
         _logger.warning("wandb is offline for this run: %s", reason)
-        wandb.teardown()  # or its service says that the run's id is in use
+        wandb.teardown()  # otherwise its service reports that the run's id is in use
         return _init("offline", **facts)
 
 
@@ -96,7 +177,7 @@ def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb
         disable_git=True,
         disable_code=True,
         disable_job_creation=True,
-        # a run that is asked to end at once waits 30 s for us; without a server only a busy machine takes long
+        # a run that ends waits 30 s for this; without a server, init is slow only on a busy machine
         init_timeout=15.0 if mode == "online" else 120.0,
     )
     return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)
@@ -107,7 +188,7 @@ def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
     if mode != "auto":
         return mode
-    chosen = wandb.setup().settings.mode  # what WANDB_MODE or wandb's own settings say
+    chosen = wandb.setup().settings.mode  # from WANDB_MODE or wandb's own settings
     if chosen in ("offline", "disabled"):
         return chosen
     return "online" if wandb.login(prompt=False, verify=False) else "offline"
@@ -120,5 +201,5 @@ def _place(run: wandb.Run) -> str:
 
 
 def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the manifest says of the run beyond its configuration and its attempts."""
+    """Return the manifest without its configuration, attempts and results."""
     return {key: value for key, value in manifest.items() if key not in ("config", "attempts", "results")}

@@ -1,4 +1,4 @@
-"""Shows a running job from its files alone, so that any host that sees the folder can show it."""
+"""Shows a running job using only its files, on any host with access to the folder."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from worldsize.record.json_lines import Row, row_of
 from worldsize.record.metrics import EvaluationRow, MetricRow, StepRow, TimingRow, is_metric, is_timing
 from worldsize.record.run_directory import RunDirectory
 
-_EVENTS = 6  # the last ones
-_RANKS = 16  # the slowest, if there are more
-_NODES = 8  # those that deserve a look most, if there are more
-_HEALTH = 5.0  # seconds between two looks at the health of nodes
-_PER_RANK = 0.01  # seconds that each rank adds to the time between two looks at the times of all
-_END = 4096  # bytes of a file that hold its last line
+_EVENTS = 6  # number of latest events shown
+_RANKS = 16  # maximum ranks shown, the slowest ones
+_NODES = 8  # maximum nodes shown, those with most problems
+_HEALTH = 5.0  # seconds between reads of node health
+_PER_RANK = 0.01  # additional seconds per rank between reads of all ranks' times
+_END = 4096  # bytes at the end of a file that contain its last line
 _T = TypeVar("_T")
 
 
@@ -41,13 +41,13 @@ class Watched:
     """State of a running job, read from its folder.
 
     Attributes:
-        step: the last step that was logged
+        step: the last logged step
         evaluation: the last evaluation
-        events: the last few events, without failures of attempts, which the manifest has
+        events: the last few events, without failures of attempts, which are in the manifest
         new_metrics: the last step and the evaluations since the previous call of look()
-        new_events: the events since then
-        damaged: lines that could not be read so far
-        health: the last samples of the nodes
+        new_events: the events since the previous call of look()
+        damaged: total number of unreadable lines
+        health: the latest samples of the nodes
         times: the times of the ranks
     """
 
@@ -64,7 +64,7 @@ class Watched:
         self.times = RankTimes(folder)
 
     def look(self) -> None:
-        """Read what was appended to the files, and replace ``new_metrics`` and ``new_events`` with it."""
+        """Read new lines of the files, and replace ``new_metrics`` and ``new_events``."""
         last, evaluations = b"", list[EvaluationRow]()
         # the first call reads all of a long run, so only rows that are shown are parsed
         for line in self._metrics.read():
@@ -84,7 +84,7 @@ class Watched:
         self.events = [*self.events, *events][-_EVENTS:]
 
     def _rows(self, lines: Iterable[bytes], is_valid: Callable[[Row], TypeGuard[_T]]) -> list[_T]:
-        """Parse lines, and count those that are damaged."""
+        """Parse lines, and count damaged ones."""
         rows = [row_of(line) for line in lines]
         valid = [row for row in rows if row is not None and is_valid(row)]
         self.damaged += len(rows) - len(valid)
@@ -93,15 +93,15 @@ class Watched:
 
 @final
 class RankTimes:
-    """Reads the times of each rank, which has a file of its own: those of many ranks at intervals."""
+    """Reads the times of each rank from its file; with many ranks, at intervals."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._clock = RunDirectory(folder), clock
         self._last: Mapping[int, TimingRow] = {}
-        self._next = -math.inf  # when they are read again
+        self._next = -math.inf  # time of the next read
 
     def look(self, ranks: int) -> Mapping[int, TimingRow]:
-        """Return the times of each rank in its last logged step; empty for one that does not record them."""
+        """Return each rank's times in its last logged step; empty for ranks that do not record them."""
         if self._clock() >= self._next:
             self._last = {rank: last_row(self._run.timing(rank)) for rank in range(ranks)}
             self._next = self._clock() + _PER_RANK * ranks
@@ -113,7 +113,7 @@ def _is_event(row: Row) -> TypeGuard[Row]:
 
 
 def last_row(path: Path) -> TimingRow:
-    """Read the last line of a rank's timing file, which may be growing; empty if there is none."""
+    """Read the last line of a rank's timing file, which may be growing; empty without one."""
     with suppress(OSError), open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
         lines = file.read().splitlines()
@@ -122,7 +122,7 @@ def last_row(path: Path) -> TimingRow:
 
 
 def _place(row: MetricRow) -> tuple[int, bool]:
-    """Return the sort key of lines in order of writing: a step's evaluation comes after the step."""
+    """Return a sort key for the order of writing: a step, then its evaluation."""
     return row["step"], row["event"] == "evaluation"
 
 
@@ -149,7 +149,7 @@ def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> Rendera
 
 
 def damage_of(watched: Watched) -> str:
-    """Describe how many lines could not be read."""
+    """Describe the number of unreadable lines."""
     return f"{watched.damaged} damaged lines of the run's files were left out"
 
 
@@ -173,7 +173,7 @@ def _progress(step: StepRow, steps: int) -> Table:
 def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
     """List ranks with their times.
 
-    The slowest rank has the longest own time, if that is known, since a step waits for all ranks.
+    The slowest rank is the one with the longest own time, if known, since step times include waits for other ranks.
     """
     seconds = [(number(each), *_own_seconds(times.get(rank, {}))) for rank, each in enumerate(step["step_seconds"])]
     order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank][:2]), reverse=True)
@@ -190,7 +190,7 @@ def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
 
 
 def _nodes(rows: Mapping[int, HealthRow]) -> Table:
-    """List nodes with their health, those that deserve a look most."""
+    """List the nodes with the most problems, with their health."""
     shown = sorted(sorted(rows, key=lambda node: -badness(rows[node]))[:_NODES])
     columns, cells = table_of({node: rows[node] for node in shown})
     table = Table(*columns, box=None, pad_edge=False)

@@ -1,1 +1,1 @@
-"""Optimizers that torch lacks as a single object, and parameter groups by the names of parameters."""
+"""Optimizers beyond torch's own, and parameter groups chosen by parameter names."""

@@ -1,4 +1,4 @@
-"""Checks options of optimizers that are several numbers, such as ``betas``: torch's constructors index them unasked."""
+"""Checks of tuple options of optimizers, such as ``betas``; torch does not check lengths."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from worldsize.errors import ConfigError
 
-_ANY_NUMBER = ("...", "list", "Sequence", "Iterable")  # in annotations of what may have another length than its default
+_ANY_NUMBER = ("...", "list", "Sequence", "Iterable")  # type names that allow any length
 
 
 def check_tuples(make: Callable[..., Any], options: Mapping[str, Any], *, key: str) -> None:
-    """Check that each option whose default is some numbers has as many numbers.
+    """Check that options with a numeric tuple as default are numeric and of the same length.
 
     Args:
-        make: The optimizer, or a function that makes it.
+        make: The optimizer class, or a factory function.
         options: Options by name.
-        key: The configuration's key of ``options``.
+        key: Configuration key of ``options``.
 
     Raises:
-        ConfigError: an option has another number of numbers, or something else.
+        ConfigError: an option has the wrong length or type.
     """
     for name, parameter in inspect.signature(make).parameters.items():
         usual = parameter.default
@@ -31,7 +31,7 @@ def check_tuples(make: Callable[..., Any], options: Mapping[str, Any], *, key: s
 
 
 def _is_fixed(parameter: inspect.Parameter) -> bool:
-    """Return whether the default is some numbers, and the annotation does not allow more or fewer."""
+    """Return whether the default is a numeric tuple and the annotation allows no other length."""
     usual, annotation = parameter.default, str(parameter.annotation)
     is_of_numbers = isinstance(usual, tuple) and {*map(type, usual)} <= {int, float, type(None)} and any(usual)
     return is_of_numbers and not any(word in annotation for word in _ANY_NUMBER)

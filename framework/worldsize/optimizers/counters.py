@@ -1,4 +1,4 @@
-"""Keeps the counters of an optimizer that are not in its state, during steps that are not training."""
+"""Preserve optimizer counters outside of ``state`` across steps that only create state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OWN = ("state", "param_groups", "defaults")  # attributes of every optimizer
 
 @contextmanager
 def counters_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Restore all options and counters after the context, with a learning rate and weight decay of 0 within it.
+    """Set lr and weight decay to 0 within the block; then restore all options and counters.
 
-    The weight decay would change the moments as a part of the gradient. Optimizers count steps in the options of a
-    group or in attributes, also in tensors, and those that wrap others let these count too.
+    Weight decay can be added to the gradient and would then change the moments. Optimizers count steps in group
+    options or attributes, also as tensors. Wrapped optimizers are included, since they count too.
     """
     all_ = wrapped(optimizer)
     undo = [step for each in all_ for step in _kept(each)]
@@ -38,7 +38,7 @@ def counters_kept(optimizer: Optimizer) -> Iterator[None]:
 
 
 def wrapped(optimizer: Optimizer) -> list[Optimizer]:
-    """Return ``optimizer``, and those that it holds in attributes, or in lists and dictionaries there."""
+    """Return ``optimizer`` and all optimizers nested in its attributes, lists and dicts."""
     reached, new = list[Optimizer](), [optimizer]
     while new:
         reached += new
@@ -52,7 +52,7 @@ def wrapped(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def attributes_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Restore counters in attributes after the context, in which torch may take a step to create state."""
+    """Restore counters in attributes after the block, in which torch may step to create state."""
     undo = [_attributes_restorer(each) for each in wrapped(optimizer)]
     try:
         yield
@@ -67,13 +67,13 @@ def _attributes_restorer(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _kept(optimizer: Optimizer) -> list[Callable[[], None]]:
-    """Return functions that restore the options and counters of ``optimizer`` itself."""
+    """Return functions that restore options and counters, without wrapped optimizers."""
     undo = [_restorer(group, {**group}, skip="params") for group in optimizer.param_groups]
     return [*undo, _attributes_restorer(optimizer)]
 
 
 def _restorer(target: dict[str, Any], values: Mapping[str, Any], skip: str = "") -> Callable[[], None]:
-    """Return a function that restores the entries ``values`` of ``target``, but not the entry ``skip``."""
+    """Return a function that resets ``target`` to ``values``, except for the key ``skip``."""
     numbers = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
     copies = {name: value.copy() for name, value in values.items() if isinstance(value, dict | list | set)}
     is_group = bool(skip)
@@ -85,7 +85,7 @@ def _restorer(target: dict[str, Any], values: Mapping[str, Any], skip: str = "")
             if name == skip:
                 continue
             if name in numbers:
-                value.copy_(numbers[name])  # which others may hold, too
+                value.copy_(numbers[name])  # in place, since others may reference it
             target[name] = copies.get(name, value)
 
     return restore
@@ -97,7 +97,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def _is_counter(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return not value.requires_grad  # else a parameter
+        return not value.requires_grad  # parameters require gradients
     if isinstance(value, dict):
         return all(isinstance(each, _PLAIN) for each in value.values())
     return all(isinstance(each, _PLAIN) for each in value) if isinstance(value, list) else isinstance(value, _PLAIN)

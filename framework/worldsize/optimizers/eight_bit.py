@@ -1,15 +1,14 @@
-"""AdamW whose moments are kept in 8 bits, by torchao (Dettmers et al. 2022, arXiv 2110.02861)."""
+"""AdamW with 8-bit moments, from torchao (Dettmers et al. 2022, arXiv 2110.02861)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 from torch.optim import Optimizer
 
 from worldsize.core import Range
-from worldsize.errors import missing_extra
+from worldsize.errors import require
 
 
 def adamw_8bit(
@@ -21,23 +20,22 @@ def adamw_8bit(
     block_size: Annotated[int, Range(least=1)] = 256,
     compile: bool = True,
 ) -> Optimizer:
-    """Return torchao's AdamW with moments of 8 bits, whose state a checkpoint can hold.
+    """Return torchao's AdamW with 8-bit moments, with a state that checkpoints support.
 
     Args:
-        parameters: What torch's optimizers take; groups keep their options.
+        parameters: Parameters or parameter groups, as for torch's optimizers; groups keep their options.
         lr: Learning rate.
-        betas: Decay of the first and of the second moment.
-        eps: What is added to the root of the second moment.
+        betas: Decay rates of the first and second moments.
+        eps: Added to the square root of the second moment.
         weight_decay: Decoupled weight decay.
-        block_size: Numbers that share a scale. Parameters of less than 4096 numbers, or whose number is no multiple of
-            it, keep their moments in 32 bits.
-        compile: Whether the update is compiled, which takes some seconds for each shape and is much faster then.
+        block_size: Number of elements that share a scale. Parameters with fewer than 4096 elements, or with a number
+            of elements not divisible by it, have 32-bit moments.
+        compile: Whether to compile the update. This takes a few seconds per shape and makes the update much faster.
 
     Raises:
         ConfigError: torchao is not installed.
     """
-    if find_spec("torchao") is None:
-        raise missing_extra("optimizer=adamw_8bit", package="torchao", extra="optimizers")
-    from worldsize.optimizers.torchao_adamw import AdamW8bit  # torchao takes seconds
+    require("optimizer=adamw_8bit", "torchao", extra="optimizers")
+    from worldsize.optimizers.torchao_adamw import AdamW8bit  # importing torchao takes seconds
 
     return AdamW8bit(parameters, lr, tuple(betas), eps, weight_decay, block_size=block_size, compile=compile)

@@ -1,6 +1,6 @@
-"""Parameter groups by the names of parameters, as ``optimizer.groups`` of the configuration has them.
+"""A recipe's optimizers, and parameter groups by name patterns (``optimizer.groups``).
 
-Recipes give an optimizer ``model.parameters()``, and groups are chosen by patterns of names.
+Recipes usually pass ``model.parameters()`` without names, so the names are taken from the model.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from worldsize.core import ONE_UPDATE, Recipe
 from worldsize.errors import ConfigError, neighbours
+from worldsize.optimizers.schedule_free import begin_training
+from worldsize.seeds import draw_from
 
 T = TypeVar("T")
 _model: ContextVar[nn.Module | None] = ContextVar("model", default=None)
 
-Group = dict[str, Any]  # "params" and the options of a parameter group, as torch takes them
+Group = dict[str, Any]  # a parameter group of torch: "params" and options
 
 
 def all_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters, of any shapes, of all groups of ``optimizer``, in their order."""
+    """Return the parameters (of any shapes) of all groups of ``optimizer``, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextmanager
 def named_by(model: nn.Module) -> Iterator[None]:
-    """Name parameters as ``model`` does, for the optimizers that are made within the context."""
+    """Use the parameter names of ``model`` for optimizers that are created within the block."""
     token = _model.set(model)
     try:
         yield
@@ -39,18 +42,64 @@ def named_by(model: nn.Module) -> Iterator[None]:
         _model.reset(token)
 
 
+def optimizers_of(recipe: Recipe, model: nn.Module) -> Mapping[str, Optimizer]:
+    """Create the recipe's optimizers; their groups can match ``model``'s parameter names.
+
+    Raises:
+        ConfigError: the recipe has several updates per step, and it returned no optimizers, or one without trainable
+            parameters, or two that share a parameter.
+    """
+    with named_by(model), draw_from("optimizer"):
+        optimizers = recipe.optimizers(model)
+    if recipe.has_several_updates:
+        _check_optimizers(type(recipe).__name__, model, optimizers)
+    for each in optimizers.values():
+        begin_training(each)
+    return optimizers
+
+
+def optimizer_of(recipe: Recipe, model: nn.Module, name: str = ONE_UPDATE) -> Optimizer:
+    """Create a recipe's optimizers and return one; the default is for one update per step."""
+    return optimizers_of(recipe, model)[name]
+
+
+def _check_optimizers(kind: str, model: nn.Module, optimizers: Any) -> None:
+    if not isinstance(optimizers, Mapping) or not all(isinstance(each, Optimizer) for each in optimizers.values()):
+        raise ConfigError(f"{kind}.optimizers returned no mapping of names to optimizers. Return {{name: optimizer}}.")
+    if not optimizers:
+        raise ConfigError(f"{kind}.optimizers returned no optimizer. Return at least one, as {{name: optimizer}}.")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        if not parameters_of(optimizer):
+            raise ConfigError(
+                f"{kind}.optimizers: all parameters of {name!r} are frozen. Leave it out, or let one require gradients."
+            )
+        for parameter in parameters_of(optimizer):
+            if (owner := owners.setdefault(id(parameter), name)) != name:
+                raise ConfigError(
+                    f"{kind} gives {names.get(id(parameter), 'a parameter')!r} to two optimizers, {owner!r} and "
+                    f"{name!r}; their state is kept by the names of parameters. Give each parameter to one of them."
+                )
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of ``optimizer`` that require gradients, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+
+
 def embedding_weights() -> set[int]:
-    """Return the ids of the weights of embeddings in the model of :func:`named_by`; none outside of it."""
+    """Return the ids of embedding weights within the block of :func:`named_by`, else empty."""
     model = _model.get()
     modules = model.modules() if model is not None else ()
     return {id(each.weight) for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
 
 
 def groups_of(parameters: Iterable[Any]) -> tuple[list[Group], Mapping[int, Sequence[str]]]:
-    """Return what an optimizer was given as a list of groups, and the names of each parameter by its id.
+    """Normalize ``params`` to groups; also return each parameter's names, keyed by its id.
 
     Args:
-        parameters: Tensors, pairs of a name and a tensor, or groups of either, as torch's optimizers take them.
+        parameters: Tensors, (name, tensor) pairs, or groups of either, as for torch's optimizers.
     """
     given = list(parameters)
     groups = [dict(each) for each in given] if given and isinstance(given[0], Mapping) else [{"params": given}]
@@ -68,10 +117,10 @@ def groups_of(parameters: Iterable[Any]) -> tuple[list[Group], Mapping[int, Sequ
 
 
 def divided(groups: Iterable[Group], kind_of: Callable[[Tensor], T], kinds: Sequence[T]) -> Iterator[tuple[T, Group]]:
-    """Yield the parts of each group, with the parameters of one kind each, in the order of ``kinds``; none is empty.
+    """Split groups by the kind of parameters; yield nonempty parts in the order of ``kinds``.
 
     Args:
-        groups: Groups of parameters.
+        groups: Parameter groups.
         kind_of: Returns the kind of a parameter (of any shape).
         kinds: All kinds.
     """
@@ -85,13 +134,13 @@ def divided(groups: Iterable[Group], kind_of: Callable[[Tensor], T], kinds: Sequ
 
 
 def check_patterns(patterns: Any, names: Mapping[int, Sequence[str]], *, key: str) -> None:
-    """Check the patterns that ``key`` of the configuration holds.
+    """Check name patterns; ``key`` is their configuration key, for messages.
 
     Raises:
-        ConfigError: they are no list of texts, names are unknown, or a pattern matches no name.
+        ConfigError: they are not a list of strings, parameter names are unknown, or a pattern does not match any name.
     """
     if not isinstance(patterns, list | tuple) or not all(isinstance(each, str) for each in patterns):
-        raise ConfigError(f'{key}={patterns!r} is no list of patterns. Write them as ["*.bias", "*norm*"].')
+        raise ConfigError(f'{key}={patterns!r} is not a list of patterns. Write them as ["*.bias", "*norm*"].')
     if patterns and not names:
         raise ConfigError(
             f"{key}: the names of parameters are unknown here. Give the optimizer model.named_parameters() in place "
@@ -104,7 +153,7 @@ def check_patterns(patterns: Any, names: Mapping[int, Sequence[str]], *, key: st
 
 
 def matches(parameter: Tensor, patterns: Sequence[str], names: Mapping[int, Sequence[str]]) -> bool:
-    """Return whether a pattern matches one of the names of ``parameter`` (of any shape); tied ones have several."""
+    """Return whether a pattern matches a name of ``parameter``; tied ones have several names."""
     return any(fnmatchcase(name, pattern) for name in names.get(id(parameter), ()) for pattern in patterns)
 
 
@@ -118,19 +167,20 @@ def grouped(
     groups: Mapping[str, Mapping[str, Any]],
     **options: Any,
 ) -> Optimizer:
-    """Return the optimizer that ``make`` makes, with the parameters that patterns match in groups of their own.
+    """Create an optimizer with separate groups for parameters with names that match patterns.
 
-    The parameters that no pattern matches come first, with the options of ``make``; then the groups, in their order.
+    Unmatched parameters come first, with the options of ``make``, followed by ``groups`` in order.
 
     Args:
-        parameters: What torch's optimizers take. The recipe's own groups are divided further and keep their options.
-        make: Makes the optimizer of a list of groups.
-        groups: By name, each with ``match``, a list of patterns such as ``"*.bias"``, and options of the optimizer.
-            The first group that matches a name has the parameter.
+        parameters: Parameters or parameter groups, as for torch's optimizers. Existing groups are split further and
+            keep their options.
+        make: Creates the optimizer from a list of groups.
+        groups: Groups by name, each with ``match``, a list of patterns such as ``"*.bias"``, and optimizer options.
+            A parameter belongs to the first group that matches one of its names.
         options: Further arguments of ``make``.
 
     Raises:
-        ConfigError: a group is malformed, has an option that the optimizer lacks, or a pattern that matches nothing.
+        ConfigError: a group is malformed, or has an unknown option or a pattern without matches.
     """
     make = partial(make, **options)
     given, names = groups_of(parameters)
@@ -154,7 +204,7 @@ def _divided(
 
 
 def _made(make: Callable[..., Optimizer], groups: list[Group]) -> Optimizer:
-    """Make the optimizer; fused ones refuse parameters on the meta device, which are never updated."""
+    """Create the optimizer; fused ones refuse meta tensors, so ``fused`` may be set later."""
     on_meta = [parameter.is_meta for group in groups for parameter in group["params"]]
     if not any(on_meta) or not (_keywords(make).get("fused") or any(group.get("fused") for group in groups)):
         return make(groups)
@@ -171,13 +221,13 @@ def _keywords(make: Callable[..., Optimizer]) -> Mapping[str, Any]:
 
 
 def _check_options(name: str, group: Mapping[str, Any], make: Callable[..., Optimizer], plain: Optimizer) -> None:
-    """Let the optimizer's constructor check the options of a group, which it checks for all parameters alone."""
+    """Check a group's options by passing them to the optimizer's constructor."""
     options = {key: value for key, value in group.items() if key != "match"}
     known = {key for each in plain.param_groups for key in each} - _NO_OPTIONS
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"optimizer.groups.{name}: {type(plain).__name__} has no option {option!r}{neighbours(option, known)}"
+                f"optimizer.groups.{name}: {type(plain).__name__} does not take {option!r}{neighbours(option, known)}"
             )
     try:
         arguments = {key: value for key, value in options.items() if key in inspect.signature(make).parameters}

@@ -1,4 +1,4 @@
-"""Muon for the matrices of hidden layers, and AdamW for everything else, as one optimizer."""
+"""Muon for weight matrices of hidden layers and AdamW for the rest, as one optimizer."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def muon(
     adjust_lr_fn: Annotated[_Scale, ()] = "match_rms_adamw",
     adamw: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """Return torch's Muon for matrices, with AdamW for embeddings and for what has another number of dimensions.
+    """Return torch's Muon for matrices, with AdamW for embeddings and all other tensors.
 
     Args:
-        parameters: What torch's optimizers take; groups keep their options.
-        lr: Learning rate of both.
-        weight_decay: Decoupled weight decay of both.
+        parameters: Parameters or parameter groups, as for torch's optimizers; groups keep their options.
+        lr: Learning rate of both algorithms.
+        weight_decay: Decoupled weight decay of both algorithms.
         momentum: Momentum of Muon.
-        ns_steps: Newton-Schulz iterations of an update of Muon.
-        adjust_lr_fn: Scale of an update of Muon; with "match_rms_adamw" it is as large as one of AdamW, so that both
-            may have one learning rate (Liu et al. 2025, arXiv 2502.16982).
-        adamw: Options of AdamW in place of those of both, and ``match``, patterns of matrices that it also updates,
-            such as the output layer.
+        ns_steps: Newton-Schulz iterations per Muon update.
+        adjust_lr_fn: Scaling of Muon updates; "match_rms_adamw" gives them the RMS of AdamW updates, so that both can
+            share one learning rate (Liu et al. 2025, arXiv 2502.16982).
+        adamw: Options for AdamW only, and ``match``, name patterns of matrices to update with AdamW as well, such as
+            the output layer.
 
     Raises:
-        ConfigError: a pattern matches nothing, or AdamW lacks an option.
+        ConfigError: a pattern has no matches, or AdamW does not have an option.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
     """
@@ -79,7 +79,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def _group(algorithm: str, options: Group) -> Group:
-    """Return a complete group, whose options torch's constructor has checked; those of the other kind are left out."""
+    """Return a group with all options of only one algorithm; torch checks their values."""
     own = {name: value for name, value in options.items() if name in _KNOWN[algorithm]}
     return {**_KINDS[algorithm](options["params"], **own).param_groups[0], "algorithm": algorithm}
 
@@ -90,33 +90,33 @@ _KNOWN = {name: inspect.signature(kind).parameters.keys() - {"params"} for name,
 
 @final
 class MuonAdamW(Optimizer):
-    """Updates each group by the algorithm that it names; made by :func:`muon`.
+    """Optimizer with one algorithm per group, created by :func:`muon`.
 
     Args:
-        params: Groups with ``algorithm``, "muon" or "adamw", and all options of that.
+        params: Groups with the key ``algorithm`` ("muon" or "adamw") and all options of that algorithm.
     """
 
     def __init__(self, params: Iterable[Group]) -> None:
         super().__init__(params, {})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step of both."""
+        """Take a step with both algorithms."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for algorithm, part in self._parts.items():
             part.param_groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
-            part.state = self.state  # which is another one after a load
+            part.state = self.state  # load_state_dict replaces it
             part.step()
         return loss
 
-    @cached_property  # not made by the constructor: whoever copies or loads an optimizer calls none
+    @cached_property  # not in the constructor: copying or loading an optimizer bypasses it
     def _parts(self) -> Mapping[str, Optimizer]:
-        """The two of torch, which take steps for this optimizer with its groups and its state."""
+        """Torch's Muon and AdamW, which step on this optimizer's groups and state."""
         return {algorithm: kind([torch.zeros(1, 1)]) for algorithm, kind in _KINDS.items()}
 
 
 def needs_matrices(optimizer: Optimizer) -> bool:
-    """Return whether an update of a matrix needs all of it, so that shards cannot be updated by themselves."""
+    """Return whether ``optimizer`` needs full matrices and cannot update shards separately."""
     return isinstance(optimizer, MuonAdamW | torch.optim.Muon)

@@ -1,15 +1,14 @@
-"""Schedule-free optimizers, and the refusal of optimizers that would break the promises of a run.
+"""Schedule-free optimizers, and checks for optimizers that need special support.
 
-Schedule-free optimizers train weights between those that they step and those that are evaluated. Source: Defazio et
-al. 2024, arXiv 2405.15682, and its package ``schedulefree``. They and AdamW in 8 bits are special: only strategies
-train them that name them. Refusals come before a process starts.
+Schedule-free optimizers step one set of weights, evaluate its running average, and train an interpolation of both.
+Source: Defazio et al. 2024, arXiv 2405.15682, and the package ``schedulefree``. Only strategies that declare support
+can use schedule-free optimizers and 8-bit AdamW. These checks run before any process starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from worldsize.core import Range
-from worldsize.errors import ConfigError, missing_extra
+from worldsize.errors import ConfigError, require
 
-_KINDS = ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")  # others switch in ways of their own
+_KINDS = ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")  # others switch modes differently
 
 
 def adamw_schedule_free(
@@ -32,21 +31,20 @@ def adamw_schedule_free(
     weight_decay: Annotated[float, Range(least=0)] = 0.0,
     warmup_steps: Annotated[int, Range(least=0)] = 0,
 ) -> Optimizer:
-    """Return ``AdamWScheduleFree`` of the package ``schedulefree``, ready to train.
+    """Return ``AdamWScheduleFree`` from the package ``schedulefree``, in training mode.
 
     Args:
-        parameters: What torch's optimizers take; groups keep their options.
-        lr: Learning rate, which no schedule changes.
-        betas: Share of the average in the weights that train, and decay of the second moment.
-        eps: What is added to the root of the second moment.
-        weight_decay: Weight decay of the weights that train.
-        warmup_steps: Steps in which the rate rises linearly.
+        parameters: Parameters or parameter groups, as for torch's optimizers; groups keep their options.
+        lr: Learning rate, unaffected by schedules.
+        betas: Interpolation weight of the average in the training weights, and decay rate of the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Weight decay, applied at the training weights.
+        warmup_steps: Number of linear warmup steps.
 
     Raises:
         ConfigError: the package is not installed.
     """
-    if find_spec("schedulefree") is None:
-        raise missing_extra("optimizer=adamw_schedule_free", package="schedulefree", extra="optimizers")
+    require("optimizer=adamw_schedule_free", "schedulefree", extra="optimizers")
     from schedulefree import AdamWScheduleFree
 
     options: dict[str, Any] = {"eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
@@ -56,40 +54,40 @@ def adamw_schedule_free(
 
 
 def is_schedule_free(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is one whose weights :func:`evaluated_weights` can exchange."""
+    """Return whether ``optimizer`` is schedule-free and :func:`evaluated_weights` supports it."""
     kind = type(optimizer)
     return kind.__module__.partition(".")[0] == "schedulefree" and kind.__name__ in _KINDS
 
 
 def begin_training(optimizer: Optimizer) -> None:
-    """Put a schedule-free optimizer that has not stepped into its training mode; leave any other as it is."""
+    """Set a schedule-free optimizer to training mode, without changing weights."""
     if is_schedule_free(optimizer):
         for group in optimizer.param_groups:
-            group["train_mode"] = True  # its train() would also make an empty state of each parameter
+            group["train_mode"] = True  # its train() would also create an empty state per parameter
 
 
 def has_begun(optimizer: Optimizer) -> bool:
-    """Return whether a schedule-free optimizer has stepped: before that, its state is a copy of weights."""
+    """Return whether a schedule-free optimizer has stepped; before, the average is a plain copy."""
     return any(group["k"] for group in optimizer.param_groups)
 
 
 @contextmanager
 def evaluated_weights(optimizers: Iterable[Optimizer], model: nn.Module) -> Iterator[None]:
-    """Let ``model`` hold the weights within the block with which its schedule-free ``optimizers`` are to be evaluated.
+    """Switch ``model`` to evaluation weights of schedule-free ``optimizers`` within the block.
 
-    Afterwards the weights have the very bits that they had, which the optimizer's own way back would round.
+    The training weights are restored bit by bit from a copy; the optimizer's own train() would round them.
     """
     if not (free := [each for each in optimizers if is_schedule_free(each) and has_begun(each)]):
         yield
         return
-    model.state_dict()  # shards again what FSDP has gathered
+    model.state_dict()  # reshards parameters gathered by FSDP
     weights = [weight for each in free for group in each.param_groups for weight in group["params"]]
     kept = [weight.detach().clone() for weight in weights]
     try:
         for optimizer in free:
             optimizer.eval()  # type: ignore[attr-defined]
         yield
-    finally:  # a gang that heals goes on with them after a failure
+    finally:  # training may continue after a failure
         for optimizer in free:
             begin_training(optimizer)
         model.state_dict()
@@ -113,21 +111,21 @@ _REASONS: Mapping[str, str] = {
 
 
 def special(optimizer: Optimizer) -> SpecialOptimizer | None:
-    """Return the kind of an ``optimizer`` that only strategies train which name it; None: all do."""
+    """Return the kind of ``optimizer`` if strategies must declare support for it, else None."""
     if is_schedule_free(optimizer):
         return "schedule_free"
     return "adamw_8bit" if type(optimizer).__module__ == "worldsize.optimizers.torchao_adamw" else None
 
 
 def refuse_breaking(optimizer: Optimizer) -> None:
-    """Raise ConfigError if ``optimizer`` is of a library whose state cannot be saved and loaded as it should be."""
+    """Raise ConfigError if ``optimizer`` is an unsupported one from torchao or schedulefree."""
     library = type(optimizer).__module__.partition(".")[0]
     if library in _REASONS and special(optimizer) is None:
         raise ConfigError(f"{library}: {type(optimizer).__name__} {_REASONS[library]}")
 
 
 def check_special(optimizer: Optimizer, *, strategy: str, trained: Collection[str]) -> None:
-    """Raise ConfigError if a strategy, which has the name ``strategy`` and names ``trained``, cannot train it."""
+    """Raise ConfigError if ``strategy``, which supports kinds ``trained``, cannot train it."""
     kind = special(optimizer)
     if kind is None or kind in trained:
         return
@@ -145,12 +143,12 @@ def check_special(optimizer: Optimizer, *, strategy: str, trained: Collection[st
 def check_schedule_free(
     optimizer: Optimizer, model: nn.Module, schedule: LRScheduler | None, *, averages: bool
 ) -> None:
-    """Raise ConfigError if a schedule-free ``optimizer`` is combined with what contradicts it.
+    """Raise ConfigError if a schedule-free ``optimizer`` is used with incompatible settings.
 
     Args:
         optimizer: Any optimizer; only schedule-free ones are checked.
-        model: Its model.
-        schedule: Its schedule.
+        model: The model that it trains.
+        schedule: The learning-rate schedule, if any.
         averages: Whether the run averages weights (``ema.decay``).
     """
     if not is_schedule_free(optimizer):
@@ -166,6 +164,6 @@ def check_schedule_free(
     for where, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             raise ConfigError(
-                f"{name}: the running statistics of {where} ({type(module).__name__}) are those of the weights that "
-                "train, and others are evaluated. Use another norm, such as GroupNorm, or optimizer=adamw."
+                f"{name}: the running statistics of {where} ({type(module).__name__}) belong to the weights that "
+                "train, but others are evaluated. Use a different norm, such as GroupNorm, or optimizer=adamw."
             )

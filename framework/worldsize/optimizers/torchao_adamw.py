@@ -1,4 +1,4 @@
-"""torchao's AdamW in 8 bits, with a state of plain tensors as checkpoints hold; it imports torchao."""
+"""torchao's 8-bit AdamW with plain tensors in its ``state_dict``, for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ with warnings.catch_warnings():
     from torchao.optim import AdamW8bit as TorchaoAdamW8bit
     from torchao.optim.subclass_8bit import OptimState8bit
 
-_INNER = ("codes", "scale")  # what __tensor_flatten__ names, but for the table of values, which is always the same
+_INNER = ("codes", "scale")  # from __tensor_flatten__, without the constant lookup table
 _SIGNED = ("exp_avg",)  # moments that may be negative
 
 
 @final
 class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
-    """Takes torchao's steps, with learning rates that are numbers; made by :func:`.eight_bit.adamw_8bit`.
+    """torchao's AdamW with learning rates as floats, created by :func:`.eight_bit.adamw_8bit`.
 
-    In its ``state_dict`` each moment of 8 bits is two plain tensors, ``<name>.codes`` (uint8, of the parameter's shape)
-    and ``<name>.scale`` (blocks,).
+    In its ``state_dict``, each 8-bit moment consists of two plain tensors: ``<name>.codes`` (uint8, of the parameter's
+    shape) and ``<name>.scale`` (blocks,).
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
         compile: bool = True,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, block_size=block_size)
-        self.defaults.update(block_size=block_size, compile=compile)  # of whoever makes another one like it
+        self.defaults.update(block_size=block_size, compile=compile)  # for copies of this optimizer
         self._compiles = compile
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         rate = param_group.get("lr", self.defaults["lr"])
-        super().add_param_group(param_group)  # which makes the rate a tensor
+        super().add_param_group(param_group)  # converts the rate to a tensor
         self.param_groups[-1]["lr"] = float(rate)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
-            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)  # a number would be compiled in
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)  # a float would become a constant in the graph
         try:
             with self._stance():
                 loss: float | None = super().step(closure)
@@ -61,11 +61,11 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
         return loss
 
     def _stance(self) -> AbstractContextManager[None]:
-        """Compile nothing if that is not wanted, or nothing is computed: parameters are on the meta device."""
+        """Disable compilation without ``compile``, or on meta, where nothing is computed."""
         is_meta = any(parameter.is_meta for group in self.param_groups for parameter in group["params"])
         if self._compiles and not is_meta:
             return nullcontext()
-        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")  # holds from here on
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")  # takes effect on creation
         return stance
 
     def state_dict(self) -> dict[str, Any]:

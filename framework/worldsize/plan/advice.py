@@ -1,4 +1,4 @@
-"""Explains forecasts in words: the best choice and why, what does not fit, and what a changed batch requires."""
+"""Describes forecasts: best strategy and why, missing memory, effects of a new batch size."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from worldsize.core import Cluster
 from worldsize.observe.health.counters import Memory, within
 from worldsize.plan.predictor import Forecast
 
-_ALIKE = 1.1  # forecasts closer than this may be ordered differently when measured: see benchmarks/README.md
-WANTED = 0.8  # efficiency
-_CUDA_BYTES = 2e9  # bytes of a GPU that no tensor gets: CUDA's context, workspaces of cuBLAS and cuDNN, buffers of NCCL
+_ALIKE = 1.1  # forecasts closer than this factor may be in a different order when measured; see benchmarks/README.md
+WANTED = 0.8  # desired efficiency
+_CUDA_BYTES = 2e9  # GPU bytes unavailable to tensors: CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers
 
 
 def detected_memory_bytes(cluster: Cluster) -> float | None:
-    """Return the memory for one process's tensors on this machine, in bytes: a GPU's, or a share of the RAM.
+    """Return the bytes available to one process's tensors here: of a GPU, or a share of RAM.
 
-    The RAM is that of the container or the job if it has less. The share is that of one rank, without the private
-    memory of this process for its imports, which each rank needs too; call it before data are loaded. 0: nothing
-    remains. None: unknown, since there is no GPU, or several nodes, or another kind of device.
+    RAM is limited by the container or job. One rank's share is reduced by the private memory of this process, since
+    each rank needs as much for imports; call this before loading data. 0 if nothing remains. None if unknown: without a
+    GPU, with several nodes, or for other devices.
     """
     if cluster.device == "cuda":
         return _gpu_bytes()
@@ -39,7 +39,7 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
 
 
 def _gpu_bytes() -> float | None:
-    """Return the bytes of the first GPU that tensors can fill; None: there is none. CUDA is asked in a new process."""
+    """Return tensor bytes of the first GPU, or None without one; queries CUDA in a new process."""
     if not torch.cuda.device_count():
         return None
     program = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
@@ -48,7 +48,7 @@ def _gpu_bytes() -> float | None:
 
 
 def _private_bytes() -> int:
-    """Return the bytes of memory that this process shares with no other process and no file."""
+    """Return the anonymous memory of this process in bytes, excluding mapped files."""
     status = Path("/proc/self/status").read_text()
     match = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
     assert match is not None, "Linux has had this field since 4.5"
@@ -56,7 +56,7 @@ def _private_bytes() -> int:
 
 
 def unfit(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1) -> str | None:
-    """Explain why a rank does not fit into ``memory_bytes``, or return None; a node has ``processes`` ranks."""
+    """Explain why a rank exceeds ``memory_bytes``, or return None; ``processes``: per node."""
     needed = forecast.cost.memory_bytes
     if memory_bytes is None or needed <= memory_bytes:
         return None
@@ -69,9 +69,9 @@ def unfit(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1)
 
 
 def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
-    """Name the fastest strategy of those that fit and compute the same as one process.
+    """Describe the fastest strategy among those that fit and are equivalent to a single process.
 
-    The text gives its advantage over the next, and which others would be faster.
+    The text includes its advantage over the next one, and which others would be faster.
     """
     order = sorted(forecasts, key=lambda name: forecasts[name].step_seconds)
     fitting = [name for name in order if name not in unfitting and forecasts[name].cost.same]
@@ -126,22 +126,22 @@ def _share(best: Forecast) -> str:
 
 
 def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | None:
-    """Warn that another global batch needs another learning rate; return None if the batch is the same.
+    """Warn that a new global batch needs a new learning rate; None if it is unchanged.
 
-    The rate changes in proportion for SGD (Goyal et al. 2017, arXiv 1706.02677), by the square root for Adam
+    The learning rate scales linearly for SGD (Goyal et al. 2017, arXiv 1706.02677), and with the square root for Adam
     (Malladi et al. 2022, arXiv 2205.10287).
     """
     if then == now:
         return None
     ratio = now / then
     return (
-        f"warning: the global batch is {now}, and was {then} in {where}. The lr of then has to be tuned anew: start "
+        f"warning: the global batch is {now}, and was {then} in {where}. Tune that run's lr again: start "
         f"at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam; {'no lr' if lr is None else f'lr={lr:g}'} is set."
     )
 
 
 def rule_text(cluster: Mapping[str, Any]) -> str:
-    """Say for whom ``cluster.scale_lr``, in the section ``cluster``, needs a base; empty if it has one or no rule."""
+    """Explain which strategies lack a base for ``cluster.scale_lr``; empty if not needed."""
     rule, base = cluster["scale_lr"], cluster["base_batch"]
     if rule == "none" or base is not None:
         return ""
@@ -163,14 +163,14 @@ def formula_text(forecasts: Mapping[str, Forecast]) -> str:
 
 
 def links_text(cluster: Cluster, file: Path | None) -> str:
-    """List the links of a cluster by tier; ``file`` is where they were measured, None: they are declared."""
+    """List a cluster's links by tier; ``file``: where they were measured, None if declared."""
     tiers = {tier: f"{size_text(link.bandwidth)}/s, {1e6 * link.latency:g} µs" for tier, link in cluster.links.items()}
     origin = f"measured, {file}" if file else f"declared by cluster={cluster.name}"
     return f"Links ({origin}): {'; '.join(f'{tier} {text}' for tier, text in tiers.items())}."
 
 
 def price_per_million(forecast: Forecast, batch_size: int, price_per_hour: float) -> float:
-    """Return the price of a million samples, if all nodes together cost ``price_per_hour``, in its currency."""
+    """Return the price of a million samples, given the price of all nodes per hour."""
     return forecast.step_seconds / 3600 * price_per_hour / batch_size * 1e6
 
 
@@ -183,7 +183,7 @@ def size_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Format a time in seconds from 10 s on, else in milliseconds; an infinite one is "never"."""
+    """Format seconds, in milliseconds below 10 s; infinity is "never"."""
     if math.isinf(seconds):
         return "never"
     return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.2f} ms"

@@ -1,4 +1,4 @@
-"""Measures the time and memory of a recipe's step by taking a few on this machine."""
+"""Measures time and memory of a recipe's step by running a few steps on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Numerics, Recipe, RunContext, Workload, World
+from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, RunContext, Workload, World
 from worldsize.data.batches import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
@@ -23,7 +23,7 @@ from worldsize.strategies.model_passes import kept_operations
 from worldsize.strategies.model_replica import ModelReplica, autocast
 from worldsize.strategies.synchronous import alone
 
-_SECONDS = 2.0  # least total of the steps
+_SECONDS = 2.0  # minimum total duration of the steps
 
 
 def calibrate(
@@ -31,12 +31,11 @@ def calibrate(
 ) -> Workload:
     """Measure the workload of the micro-batches in ``order`` on one process.
 
-    It uses ``threads`` threads and this machine's first device of a ``kind`` ("cpu", "cuda"). ``compute_seconds``,
-    including the wait for data, are the median of at least eleven steps and two seconds.
+    It uses ``threads`` threads and this machine's first device of type ``kind`` ("cpu", "cuda"). ``compute_seconds`` is
+    the median of at least eleven steps and two seconds, including waits for data.
 
-    With ``at_once`` processes, which take the same steps concurrently, a step takes the time of the slowest, as in a
-    run where they share cores and memory. They are forked: this process must have no OpenMP pool, and must not have
-    used CUDA.
+    ``at_once`` processes run the same steps concurrently. The step time is that of the slowest, as in a run with shared
+    cores and memory. The processes are forked: this process must not have an OpenMP pool or have used CUDA.
 
     Raises:
         ConfigError: this machine has too little memory.
@@ -48,13 +47,13 @@ def calibrate(
         if not _is_memory(error):
             raise
         raise ConfigError(
-            f"this machine cannot take the recipe's steps, {at_once} process(es) at once: {type(error).__name__}, "
-            "its memory does not do. Give what they need: --model-size PARAMETERS --compute TIME."
+            f"out of memory: this machine cannot take the recipe's steps, {at_once} process(es) at once "
+            f"({type(error).__name__}). Pass the figures instead: --model-size PARAMETERS --compute TIME."
         ) from error
 
 
 def _is_memory(error: Exception) -> bool:
-    """Return whether memory was short; a process that the kernel kills for that breaks its pool."""
+    """Return whether memory ran out; the kernel's OOM killer breaks a process pool."""
     known = isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError)
     return known or "can't allocate memory" in str(error)
 
@@ -74,7 +73,7 @@ class _Calibration:
     def workload(self) -> Workload:
         model, collate = self.recipe.model().to(self.device), collate_of(self.recipe)
         batches = micro_batches(self.recipe.data("train"), self.order, self.device, collate=collate)
-        activations = self._activations(model, next(batches)[0])  # of the model as it is
+        activations = self._activations(model, next(batches)[0])  # before the replica changes the model
         replica = alone(self.recipe, model, RunContext(World.alone(self.device), self.numerics))
         seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
         parameters, optimizers = list(model.parameters()), replica.train_state.optimizers
@@ -96,11 +95,12 @@ class _Calibration:
 
     def _activations(self, model: nn.Module, batch: MicroBatch) -> Activations:
         with autocast(self.device, self.numerics.precision):
-            return measured_activations(model, self.recipe.blocks(model), lambda: _forward(self.recipe, model, batch))
+            updates = self.recipe.micro_batch_updates
+            return measured_activations(model, self.recipe.blocks(model), lambda: list(updates(model, batch)))
 
     def _overlap(self, seconds: float, forward: float, update: float) -> float:
-        """Return the share of compute that hides communication: the backward pass, or 0 with several updates."""
-        return 0.0 if isinstance(self.recipe, MultiUpdateRecipe) else max(0.0, seconds - forward - update) / seconds
+        """Return the fraction of compute in the backward pass, or 0 with several updates."""
+        return 0.0 if self.recipe.has_several_updates else max(0.0, seconds - forward - update) / seconds
 
     def _seconds(
         self, replica: ModelReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
@@ -113,7 +113,7 @@ class _Calibration:
         def forward() -> None:
             for batch in draw():
                 with autocast(self.device, self.numerics.precision):
-                    _forward(self.recipe, model, batch)
+                    list(self.recipe.micro_batch_updates(model, batch))
 
         def update() -> None:
             for optimizer in replica.train_state.optimizers:
@@ -132,13 +132,6 @@ class _Calibration:
         return seconds
 
 
-def _forward(recipe: Recipe, model: nn.Module, batch: MicroBatch) -> object:
-    """Compute the losses of a step, without updates between several."""
-    if isinstance(recipe, MultiUpdateRecipe):
-        return list(recipe.micro_batch_updates(model, batch))
-    return recipe.micro_batch_loss(model, batch)
-
-
 def _bytes(tensors: Any) -> float:
     return float(sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)))
 
@@ -146,13 +139,13 @@ def _bytes(tensors: Any) -> float:
 @final
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a micro-batch's activations, without parameters.
+    """Bytes of a micro-batch's activations, excluding parameters.
 
     Attributes:
-        total: All of them.
-        blocks: Those that each block keeps.
-        products: Those that each block keeps with ``activation_checkpointing=selective``.
-        boundary: The largest output of a block.
+        total: Bytes of all activations.
+        blocks: Bytes saved by each block.
+        products: Bytes saved by each block with ``activation_checkpointing=selective``.
+        boundary: Bytes of the largest output of a block.
     """
 
     total: float
@@ -161,10 +154,10 @@ class Activations:
     boundary: float
 
     def largest(self, numerics: Numerics) -> float:
-        """Return the bytes on the device when the backward pass begins, or within it, as ``numerics`` says.
+        """Return the peak bytes on the device during the backward pass, given ``numerics``.
 
-        A block that is computed again, or brought back from the host, is there as a whole. Without blocks, those that
-        are moved to the host come back one by one, and are left out.
+        A block that is recomputed or copied back from the host is present as a whole. Without blocks, activations on
+        the host return one by one and are ignored.
         """
         block, outside = max(self.blocks, default=0.0), self.total - sum(self.blocks)
         if numerics.activation_offload:
@@ -179,7 +172,7 @@ class Activations:
 
 
 def measured_activations(model: nn.Module, blocks: Sequence[nn.Module], forward: Callable[[], object]) -> Activations:
-    """Measure ``forward``, which calls ``model``; ``blocks`` are its repeated parts."""
+    """Measure the activations of ``forward``, a call of ``model`` with repeated ``blocks``."""
     counter = _Counter({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
     hooks = [block.register_forward_pre_hook(counter.entered) for block in blocks]
     hooks += [block.register_forward_hook(counter.left) for block in blocks]
@@ -198,7 +191,7 @@ def measured_activations(model: nn.Module, blocks: Sequence[nn.Module], forward:
 @final
 @dataclass
 class _Counter:
-    """Counts saved storages by block; the first entry is for what is outside of blocks."""
+    """Counts saved storages by block; the first entry is for storages outside of blocks."""
 
     parameters: set[int]
     kept: list[dict[int, float]] = field(default_factory=lambda: [{}])
@@ -225,7 +218,7 @@ class _Counter:
 
 @final
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the results that selective checkpointing keeps, in blocks."""
+    """Sums, for each block, the bytes of the results saved by selective checkpointing."""
 
     def __init__(self, counter: _Counter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

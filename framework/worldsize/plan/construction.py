@@ -1,38 +1,34 @@
-"""Builds a recipe's objects on the meta device, to refuse recipes that cannot be built before a run starts."""
+"""Builds a recipe on the meta device, to refuse invalid recipes before a run starts."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from worldsize.config.instantiate import described_failure
-from worldsize.core import Cluster, ConfigError, FeatureRecipe, MultiUpdateRecipe, Numerics, Recipe, Strategy
+from worldsize.core import Cluster, ConfigError, FeatureRecipe, Numerics, Recipe, Strategy
 from worldsize.optimizers.schedule_free import check_schedule_free, check_special, refuse_breaking
-from worldsize.record.determinism import generators_kept
+from worldsize.seeds import keep_generators
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import refuse_norms_of_others
 from worldsize.strategies.model_passes import check_passes
-from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.optimizer_checks import (
     check_sparse_steps,
     refuse_closures,
     refuse_sparse_sums,
     refuse_unsaved,
 )
-from worldsize.strategies.schedules import Schedule, check_metric
-from worldsize.strategies.synchronous import train_state_of
+from worldsize.strategies.schedules import check_metric
 from worldsize.strategies.train_state import TrainState
 
 _logger = logging.getLogger(__name__)
 
-_OVERFLOW = re.compile(r"Storage size calculation overflowed|multiplication overflow")  # torch's, of a size in bytes
-_ADDRESSABLE = 1 << 47  # bytes that a process can address on x86-64
+_OVERFLOW = re.compile(r"Storage size calculation overflowed|multiplication overflow")  # torch errors for byte sizes
+_ADDRESSABLE = 1 << 47  # bytes addressable by a process on x86-64
 
 # errors that depend on the host: files, packages and memory may exist where the processes run
 _OF_THIS_HOST = (OSError, ImportError, MemoryError, NotImplementedError)
@@ -40,24 +36,30 @@ _OF_A_DEVICE = re.compile(r"\b(meta|cuda|device|gpu|memory)\b", re.IGNORECASE)
 
 
 class _TooLargeError(ConfigError):
-    """A model that no process can hold, which need not be tried on the CPU."""
+    """A model too large for any process, so that retrying on the CPU is pointless."""
 
 
 def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
-    """Raise ConfigError if ``strategy`` cannot train recipes like this one.
+    """Check that ``strategy`` can train this kind of recipe.
 
     Raises:
-        ConfigError: it takes one update per step and the recipe several, or it needs information that the recipe lacks.
+        ConfigError: only the recipe has several updates per step, or the strategy needs information that it lacks.
     """
-    if isinstance(recipe, MultiUpdateRecipe) and "multi_update" not in strategy.supports:
+    if recipe.has_several_updates and "multi_update" not in strategy.supports:
         raise ConfigError(
             f"{type(recipe).__name__} takes several updates a step, and {type(strategy).__name__} takes one: "
             "it sums and clips all gradients together, at the end of a step. Set strategy=ddp, zero, fsdp or single."
         )
+    for name in () if recipe.has_several_updates else ("optimizers", "schedules", "micro_batch_updates"):
+        if getattr(type(recipe), name) is not getattr(Recipe, name):
+            raise ConfigError(
+                f"{type(recipe).__name__} defines {name}, meant for several updates a step. Derive it from "
+                "worldsize.core.MultiUpdateRecipe, or rename the method."
+            )
     if isinstance(recipe, FeatureRecipe) and "features" not in strategy.supports:
         raise ConfigError(
-            f"the loss of {type(recipe).__name__} needs the features of all logical ranks, which "
-            f"{type(strategy).__name__} does not gather. Set strategy=ddp, zero, fsdp, mesh or single."
+            f"the loss of {type(recipe).__name__} needs the features of all logical ranks, and "
+            f"{type(strategy).__name__} does not gather them. Set strategy=ddp, zero, fsdp, mesh or single."
         )
     strategy.check_recipe(recipe)
 
@@ -71,14 +73,14 @@ def check_construction(
     averages: bool = False,
     schedule_metric: str | None = None,
 ) -> None:
-    """Build the model, its optimizers and their schedules on the meta device, where tensors take no memory.
+    """Build model, optimizers and schedules on the meta device, which does not use memory.
 
-    Then check that ``strategy`` supports them, and that ``numerics`` suit the model (None: the default ones do),
-    and that processes of ``cluster`` can sum its gradients (None: they can).
-    ``averages``: whether the run averages weights. ``schedule_metric``: the metric that advances its schedule.
+    Then check that ``strategy`` supports them, that ``numerics`` (default: Numerics()) suit the model, and that
+    processes of ``cluster``, unless None, can sum its gradients. ``averages``: whether the run averages weights.
+    ``schedule_metric``: the metric that advances its schedule.
 
-    A failure is repeated on the CPU, where every process builds the model. Only the same failure on both is an error
-    here; one that may be due to this host or the device is left to the processes.
+    After a failure, the build is repeated on the CPU, as in every process. Only a failure that recurs is raised here;
+    one that may be due to this host or device is left to the processes.
 
     Raises:
         ConfigError: the arguments of the recipe, the optimizer or the schedule are invalid, or do not work with
@@ -112,7 +114,7 @@ def _failure(
     device: str,
 ) -> Exception | None:
     try:
-        with generators_kept(), torch.device(device):  # the training processes are forked from this one
+        with keep_generators(), torch.device(device):  # the training processes are forked from this one
             model = recipe.model()
             _check_size(model)
             declare_buffers(recipe, model)
@@ -124,17 +126,17 @@ def _failure(
             if cluster is not None and "sparse_gradients" in strategy.supports:
                 refuse_sparse_sums(model, cluster, strategy.reduce)
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
-            parts = [*_parts(train_state_of(recipe, model))]
-            check_metric([schedule for _, schedule in parts if schedule is not None], strategy, metric)
-            for optimizer, schedule in parts:
+            state = TrainState.of(recipe, model)
+            check_metric(state.schedules, strategy, metric)
+            for part in state.parts.values():
+                optimizer, plain = part.optimizer, part.schedule.plain if part.schedule else None
                 refuse_breaking(optimizer)
                 refuse_closures(optimizer)
                 check_special(optimizer, strategy=type(strategy).__name__, trained=strategy.supports)
-                plain = schedule.plain if schedule else None
                 check_schedule_free(optimizer, model, plain, averages=averages)
                 refuse_unsaved(recipe, model, optimizer, plain)
                 strategy.check_built(recipe, model, optimizer)
-                if numerics.needs_norm and not isinstance(recipe, MultiUpdateRecipe):
+                if numerics.needs_norm and not recipe.has_several_updates:
                     refuse_norms_of_others(model, optimizer, numerics)
                 if not strategy.serves_rows:
                     check_sparse_steps(model, optimizer)
@@ -150,11 +152,6 @@ def _check_size(model: Module) -> None:
                 f"{name} of the model has shape {list(parameter.shape)}, {count:.3g} bytes, more than a process can "
                 "address. Choose smaller sizes; nothing was started."
             )
-
-
-def _parts(state: TrainState | MultiTrainState) -> Iterator[tuple[Optimizer, Schedule | None]]:
-    for part in state.parts.values() if isinstance(state, MultiTrainState) else (state,):
-        yield part.optimizer, part.schedule
 
 
 def _is_certain(error: Exception) -> bool:

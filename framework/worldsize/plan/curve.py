@@ -1,4 +1,4 @@
-"""The efficiency of predicted steps, over sizes of a cluster and over bytes of parameters."""
+"""Predicted efficiency over cluster sizes, and over bytes of parameters."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from worldsize.plan.scaling import Point, boundary_text, knees, marginal_text, m
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
+    from worldsize.core import Cluster
     from worldsize.plan.predictor import Forecast, Predictor
 
 
 _RANGED = ("cluster.nodes", "cluster.processes", "cluster.processes_per_node", "cluster.gpus_per_node")
-_BAR = 20  # characters of an efficiency of 1
+_BAR = 20  # width of the bar for an efficiency of 1, in characters
 
 
 def sizes_in(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Find the range of sizes among overrides, such as cluster.nodes=1..64.
+    """Find a range of sizes in the overrides, such as cluster.nodes=1..64.
 
     Returns:
-        The overrides with the first size in its place, and an override for each size: the first, its doubles and the
-        last. None: there is no range.
+        The overrides with the range replaced by its first size, and one override per size: the first, its doublings and
+            the last. The latter is None without a range.
 
     Raises:
-        ConfigError: there are several, or one is no range.
+        ConfigError: there are several ranges, or an invalid one.
     """
     ranges = [word for word in words if word.partition("=")[0] in _RANGED and ".." in word]
     if not ranges:
@@ -40,7 +41,7 @@ def sizes_in(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     key, _, text = ranges[0].partition("=")
     first, _, last = text.partition("..")
     if len(ranges) > 1 or not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise ConfigError(f"{' '.join(ranges)} is no range of sizes. Give one, e.g. cluster.nodes=1..64.")
+        raise ConfigError(f"{' '.join(ranges)} is not a range of sizes. Give one, e.g. cluster.nodes=1..64.")
     sizes = [int(first)]
     while 2 * sizes[-1] < int(last):
         sizes.append(2 * sizes[-1])
@@ -50,10 +51,10 @@ def sizes_in(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 @final
 class Curve:
-    """Predicted steps of strategies at several sizes of a cluster.
+    """Predicted steps of strategies at several cluster sizes.
 
     Attributes:
-        points: One for each strategy and size.
+        points: One per strategy and size.
     """
 
     def __init__(self, recipe: str, *, is_weak: bool) -> None:
@@ -65,7 +66,7 @@ class Curve:
     def add(
         self, word: str, strategies: Iterable[tuple[str, Settings]], predictor: Predictor, reasons: dict[str, str]
     ) -> None:
-        """Predict the strategies at the size of the override ``word``; ``reasons``: why others cannot run at it."""
+        """Predict strategies at the size in override ``word``; ``reasons``: why others fail."""
         for name, settings in strategies:
             try:
                 forecast = predictor.forecast(settings)
@@ -73,11 +74,11 @@ class Curve:
                 reasons[name] = str(error)
                 continue
             self._forecasts.append(forecast)
-            self.points.append(_point(name, settings, forecast))
+            self.points.append(_point(name, settings.cluster, settings.training.batch_size, forecast))
         self._refused |= {f"{name}, {word}": why for name, why in reasons.items()}
 
     def shown(self, least: float) -> Iterator[Table | str]:
-        """Yield the table, the knees by the marginal efficiency ``least``, and what cannot be predicted."""
+        """Yield the table, the knees at the marginal efficiency ``least``, and failed predictions."""
         if self.points:
             yield self._table(least)
             for strategy, size in knees(self.points, least=least).items():
@@ -105,7 +106,7 @@ class Curve:
         return table
 
     def write(self, folder: Path, *, command: str, least: float) -> Path:
-        """Write the study into ``folder``, from which ``worldsize report`` draws it; return the file.
+        """Write the study to ``folder`` for ``worldsize report``; return the file.
 
         Raises:
             ConfigError: it cannot be written.
@@ -122,7 +123,7 @@ class Curve:
             file.write_text(json.dumps({**study, **outcome}, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"{file} cannot be written: {error.strerror}. Name another folder with --study."
+                f"{file} cannot be written: {error.strerror}. Name a different folder with --study."
             ) from None
         return file
 
@@ -134,8 +135,7 @@ def _knee_text(size: int, largest: int, least: float) -> str:
     return f"the knee is at {size} processes, beyond which a further one adds less than {share}."
 
 
-def _point(name: str, settings: Settings, forecast: Forecast) -> Point:
-    cluster, batch_size = settings.cluster, settings.training.batch_size
+def _point(name: str, cluster: Cluster, batch_size: int, forecast: Forecast) -> Point:
     return Point(
         strategy=name,
         world_size=cluster.processes,
@@ -150,16 +150,16 @@ def _point(name: str, settings: Settings, forecast: Forecast) -> Point:
     )
 
 
-_SWEPT = [10.0 ** (place / 2) for place in range(8, 25)]  # bytes: 10 kB to 1 TB, two points a decade
+_SWEPT = [10.0 ** (place / 2) for place in range(8, 25)]  # bytes: 10 kB to 1 TB, two points per decade
 _LEAST, _MOST = 1.0, 1e13  # bytes
-_PRECISION = 1e-4  # relative, of the limit
+_PRECISION = 1e-4  # relative precision of the limit
 
 
 @final
 class PayloadSweep:
-    """The efficiency of strategies over payloads, and the payload at which it falls to the share ``wanted``.
+    """Efficiency of strategies over payloads, and the payload at which it falls to ``wanted``.
 
-    A payload is the bytes of all parameters, which are as many as those of the gradients that are summed.
+    The payload is the bytes of all parameters, which equals the bytes of all gradients.
     """
 
     def __init__(self, wanted: float) -> None:
@@ -168,7 +168,7 @@ class PayloadSweep:
         self.limits: dict[str, float] = {}
 
     def add(self, strategies: Iterable[tuple[str, Settings]], predictor: Predictor, refused: dict[str, str]) -> None:
-        """Sweep each strategy; ``refused`` gets the reasons of those that have no cost model."""
+        """Sweep each strategy; those without a cost model are added to ``refused``, with the reason."""
         for name, settings in strategies:
 
             def at(payload: float, settings: Settings = settings) -> float:
@@ -181,7 +181,7 @@ class PayloadSweep:
                 refused[name] = str(error)
 
     def shown(self) -> Iterator[Table | str]:
-        """Yield a table, and a sentence for each strategy."""
+        """Yield a table, and a sentence per strategy."""
         if not self.limits:
             return
         table = Table("payload", *self._swept, title="efficiency by bytes of parameters")
@@ -193,9 +193,9 @@ class PayloadSweep:
 
 
 def payload_limit(efficiency_at: Callable[[float], float], wanted: float) -> float:
-    """Return the payload, in bytes, at which an efficiency that falls with it is ``wanted``.
+    """Return the payload, in bytes, at which a falling efficiency equals ``wanted``.
 
-    0: it is below that with the smallest payload; infinite: it is not with the largest one.
+    0 if the efficiency is lower even at the smallest payload; infinite if it is not lower at the largest.
     """
     low, high = _LEAST, _MOST
     if efficiency_at(low) < wanted:

@@ -1,4 +1,4 @@
-"""Runs a strategy's own steps on one rank without its peers, alone or in concurrent processes."""
+"""Runs a strategy's own steps on one rank without peers, also in concurrent processes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch._C._distributed_c10d import FakeProcessGroup, FakeStore
 
 from worldsize.config.settings import Settings
+from worldsize.config.shape import RunShape
 from worldsize.core import ConfigError, RunContext, World
 from worldsize.data.batches import collate_of
 from worldsize.data.loader import micro_batches
@@ -31,20 +32,20 @@ from worldsize.world.world import world_of
 
 T = TypeVar("T")
 
-_SECONDS = 0.25  # of steps, at least
+_SECONDS = 0.25  # minimum total duration of the steps
 
 
 def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 1) -> float:
-    """Measure how many times as long as one process by itself the first rank computes in a step.
+    """Measure how much longer a rank computes per step than a single process, as a factor.
 
-    Both take the same micro-batches; hooks, encoding and copies are included, what others do is left out. It is
-    the ratio of medians of eleven steps each or more, in turns, on this machine's first device of a ``kind`` ("cpu",
-    "cuda"), where ``at_once`` processes of so many ``threads`` do the same: what many copy on few cores takes longer
-    than as many times what one does.
+    Both use the same micro-batches. Hooks, encoding and copies are included, other ranks' work is not. The factor is
+    the ratio of medians over at least eleven alternating steps each, on this machine's first device of type ``kind``
+    ("cpu", "cuda"). ``at_once`` processes with ``threads`` threads each run concurrently, since copies of many
+    processes on few cores slow each other down.
 
     Raises:
-        ConfigError: what a rank computes is decided by its peers.
-        RuntimeError: memory does not hold two replicas a process.
+        ConfigError: a rank's computation depends on its peers.
+        RuntimeError: the memory is too small for two replicas per process.
     """
     check_alone(settings)
     return run_concurrently(at_once, threads, _slowdown, settings, first_device(kind))
@@ -68,9 +69,9 @@ _BACKEND = "fake"
 
 
 @contextmanager
-def world_seen_by(rank: int, settings: Settings, device: torch.device) -> Iterator[World]:
-    """Open the world of a run for its rank ``rank`` on ``device``; a run of one process has no group."""
-    cluster = settings.cluster
+def world_seen_by(rank: int, shape: RunShape, device: torch.device) -> Iterator[World]:
+    """Open the world of a run as ``rank`` on ``device``; without a group for one process."""
+    cluster = shape.cluster
     per_node = cluster.processes_per_node
     joins = cluster.processes > 1
     if joins:
@@ -81,38 +82,37 @@ def world_seen_by(rank: int, settings: Settings, device: torch.device) -> Iterat
         )
     try:
         place = Placement(rank, cluster.processes, rank % per_node, per_node, store="")
-        yield world_of(place, cluster, settings.roles, device, host_backend=_BACKEND)
+        yield world_of(place, cluster, shape.roles, device, host_backend=_BACKEND)
     finally:
         if joins and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def check_alone(settings: Settings) -> None:
-    """Raise ConfigError for runs in which a rank depends on data of its peers.
+def check_alone(shape: RunShape) -> None:
+    """Check that ranks do not depend on data from their peers.
 
     Raises:
-        ConfigError: processes serve, or a rank is a stage of a pipeline.
+        ConfigError: there are serving processes, or several pipeline stages.
     """
-    kind = type(settings.strategy).__name__
-    if any(role.serves for role in settings.roles.values()):
+    if any(role.serves for role in shape.roles.values()):
         raise ConfigError(
-            f"{kind} has processes that serve, whose peers decide what they do: none can be tried by itself. Choose a "
-            "strategy whose processes all train, such as ddp, zero, fsdp, hsdp or mesh."
+            f"{type(shape.strategy).__name__} has servers, whose work depends on their peers: no process can be "
+            "tried by itself. Choose a strategy whose processes all train, such as ddp, zero, fsdp, hsdp or mesh."
         )
-    if any(len(stages) > 1 for stages in settings.strategy.groups(settings.cluster).get("pipeline", ())):
+    if any(len(stages) > 1 for stages in shape.strategy.groups(shape.cluster).get("pipeline", ())):
         raise ConfigError(
-            "the stages of a pipeline wait for what only their neighbours have: none can be tried by itself. Set "
+            "the stages of a pipeline wait for data of their neighbours: none can be tried by itself. Set "
             "strategy.pipeline=1 to try the other axes."
         )
 
 
-_TIMEOUT = 600  # seconds to wait for the others
+_TIMEOUT = 600  # seconds to wait for other processes
 _WARM_UP, _TURNS = 2, 11
 
 
 @final
 class SharedBarrier:
-    """A barrier that returns the time at which the last process arrived."""
+    """A barrier that returns the arrival time of the last process."""
 
     def __init__(self, context: BaseContext, count: int) -> None:
         self._moment = context.Value("d", lock=False)
@@ -122,7 +122,7 @@ class SharedBarrier:
         self._moment.value = time.perf_counter()
 
     def moment(self) -> float:
-        """Wait for all processes; return when the last one arrived, in seconds."""
+        """Wait for all processes; return the time when the last one arrived, in seconds."""
         self._barrier.wait()
         return float(self._moment.value)
 
@@ -131,16 +131,16 @@ class SharedBarrier:
         self._barrier.abort()
 
 
-_barriers: list[SharedBarrier] = []  # at most one, in a forked process: a barrier can only be inherited
+_barriers: list[SharedBarrier] = []  # at most one, in a forked process: barriers can only be inherited
 
 
 def run_concurrently(count: int, threads: int, work: Callable[..., T], *given: Any) -> T:
-    """Call ``work(*given)`` in ``count`` processes of ``threads`` threads at once; return what one of them returns.
+    """Call ``work(*given)`` in ``count`` processes with ``threads`` threads; return one result.
 
-    The processes are forked: this one must have no OpenMP pool, and must not have used CUDA.
+    The processes are forked: this process must not have an OpenMP pool or have used CUDA.
 
     Raises:
-        Exception: ``work`` raised it in one of them.
+        Exception: raised by ``work`` in one of them.
         BrokenProcessPool: the kernel killed a process.
     """
     context = get_context("fork")
@@ -163,12 +163,12 @@ def _guarded(work: Callable[..., T], given: tuple[Any, ...]) -> T:
     try:
         return work(*given)
     except BaseException:
-        _barriers[0].abort()  # the others need not wait
+        _barriers[0].abort()  # so that other processes do not wait
         raise
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Run ``action`` in all processes at once; return the seconds of the slowest, the same in each."""
+    """Run ``action`` in all processes concurrently; return the slowest's seconds to all."""
     begun = _barriers[0].moment()
     action()
     synchronize(device)
@@ -176,9 +176,10 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
 
 
 def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.device, least_seconds: float) -> list[float]:
-    """Return the median seconds of each action of a turn.
+    """Return the median seconds of each action in a turn.
 
-    There are at least eleven turns, and enough to take ``least_seconds``, since other users of the machine cause noise.
+    There are at least eleven turns, and enough for ``least_seconds``, to average out noise from other users of the
+    machine.
     """
     taken: list[list[float]] = []
     spent = 0.0
@@ -194,5 +195,5 @@ def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.devic
 
 
 def first_device(kind: str) -> torch.device:
-    """Return this machine's first device of a ``kind``, such as "cpu" or "cuda"."""
+    """Return this machine's first device of type ``kind``, such as "cpu" or "cuda"."""
     return torch.device(kind, 0) if kind != "cpu" else torch.device(kind)

@@ -1,4 +1,4 @@
-"""Predicts the end of a run and its price, on nodes that fail now and then, from measurements of earlier runs.
+"""Predicts duration and price of a run on nodes that may fail, from earlier runs.
 
 The interval between saves follows from the cost of a save and the failure rate of the run.
 """
@@ -21,31 +21,31 @@ from worldsize.record.run_directory import RunDirectory, runs_below
 from worldsize.record.run_record import RunView, look
 
 if TYPE_CHECKING:
-    from worldsize.config.settings import Settings
+    from worldsize.core import Cluster
 
 
-_RUNS = 2000  # simulated runs
-_HOPELESS = 1000  # a run that takes so many times its training is not simulated
-QUANTILES = (0.1, 0.5, 0.9)  # the first and the last one bound 80 % of all runs
+_RUNS = 2000  # number of simulated runs
+_HOPELESS = 1000  # runs expected to take this many times their training time are not simulated
+QUANTILES = (0.1, 0.5, 0.9)  # the first and last bound 80% of all runs
 
-# Hours between failures of a node of eight GPUs where nobody has declared or seen any: "The Llama 3 Herd of Models"
-# (arXiv:2407.21783), section 3.3.4, counts 419 unexpected interruptions of 16,384 GPUs in 54 days.
+# Default hours between failures of a node with eight GPUs, without a declared or observed rate. "The Llama 3 Herd of
+# Models" (arXiv:2407.21783), section 3.3.4, counts 419 unexpected interruptions of 16,384 GPUs in 54 days.
 USUAL_MTBF_HOURS = 54 * 24 * (16384 / 8) / 419
 
-LONGEST = 570.0  # seconds from one save to the next that is cheap, so that it is begun within ten minutes
-_SHARE = 0.01  # of the time, that saves may take by themselves
+LONGEST = 570.0  # maximum seconds between cheap saves, so that each starts within ten minutes
+_SHARE = 0.01  # maximum fraction of time for saves, unless expected failures justify more
 
 
 def mtbf_seconds(mtbf_hours: float | None, nodes: int, *, failures: int = 0, seconds: float = 0.0) -> float:
-    """Return the expected seconds between two failures of a run, from what was declared and what was seen.
+    """Return the expected seconds between failures, from declared and observed rates.
 
-    A declared rate counts as much as one failure (the mean of a Gamma posterior with shape 1 + ``failures``). Where
-    nothing is declared, what was seen counts alone, and :data:`USUAL_MTBF_HOURS` until something was.
+    A declared rate counts as much as one failure (the mean of a Gamma posterior with shape 1 + ``failures``). Without a
+    declared rate, only observed failures count, or :data:`USUAL_MTBF_HOURS` before the first one.
 
     Args:
-        mtbf_hours: Declared mean time between failures of one node, in hours; None: not declared.
-        nodes: Nodes of the run; the failure of one is a failure of the run.
-        failures: Failures of the run so far.
+        mtbf_hours: Declared mean time between failures of one node, in hours. None if not declared.
+        nodes: Number of nodes; the failure of any node is a failure of the run.
+        failures: Number of failures of the run so far.
         seconds: Duration of the run so far.
     """
     if mtbf_hours is None and failures:
@@ -55,14 +55,14 @@ def mtbf_seconds(mtbf_hours: float | None, nodes: int, *, failures: int = 0, sec
 
 
 def interval_seconds(save_seconds: float, mtbf: float) -> float:
-    """Return the seconds of training between two saves with which saves and lost steps together cost least.
+    """Return the training seconds between saves that minimize the cost of saves and failures.
 
     This is Daly's higher-order estimate (2006, doi:10.1016/j.future.2004.11.016, equation 37). It refines Young's
     sqrt(2 δ M) (1974, doi:10.1145/361147.361115).
 
     Args:
-        save_seconds: δ, seconds by which a save holds up training.
-        mtbf: M, mean seconds between two failures of the run.
+        save_seconds: δ, seconds that a save blocks training.
+        mtbf: M, mean seconds between failures of the run.
     """
     if save_seconds >= 2 * mtbf:
         return mtbf
@@ -71,43 +71,43 @@ def interval_seconds(save_seconds: float, mtbf: float) -> float:
 
 
 def longest_seconds(save_seconds: float) -> float:
-    """Return the seconds from one save to the next after which it is overdue: ten minutes, or 1 % of the time."""
+    """Return the maximum seconds between saves: ten minutes, or until saves take only 1%."""
     return max(LONGEST, save_seconds / _SHARE)
 
 
 def chosen_seconds(save_seconds: float, mtbf: float, *, is_expected: bool) -> float:
-    """Return the seconds of training between two saves that ``checkpoint.every=auto`` chooses.
+    """Return the seconds of training between saves chosen by ``checkpoint.every=auto``.
 
     Args:
-        save_seconds: Seconds by which a save holds up training.
-        mtbf: Mean seconds between two failures of the run.
-        is_expected: Whether failures were declared or seen. If not, saves take at most 1 % of the time.
+        save_seconds: Seconds that a save blocks training.
+        mtbf: Mean seconds between failures of the run.
+        is_expected: Whether failures were declared or observed. If not, saves take at most 1% of the time.
     """
     best = interval_seconds(save_seconds, mtbf)
     return min(best if is_expected else max(best, save_seconds / _SHARE), longest_seconds(save_seconds))
 
 
 def expected_seconds(work: float, interval: float, save_seconds: float, mtbf: float, restart: float) -> float:
-    """Return the expected duration of a run whose failures are a Poisson process (Daly 2006, equation 20).
+    """Return a run's expected duration with Poisson failures (Daly 2006, equation 20).
 
     Args:
         work: Seconds of training without saves and failures.
-        interval: Seconds of training between two saves.
-        save_seconds: Seconds by which a save holds up training.
-        mtbf: Mean seconds between two failures.
-        restart: Seconds from a failure until training goes on; it may fail, too.
+        interval: Seconds of training between saves.
+        save_seconds: Seconds that a save blocks training.
+        mtbf: Mean seconds between failures.
+        restart: Seconds from a failure until training resumes; restarts may fail, too.
     """
     return mtbf * math.exp(restart / mtbf) * math.expm1((interval + save_seconds) / mtbf) * work / interval
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The times at which a run may end, and what happens on the way.
+    """Distribution of a run's duration, mean number of failures, and save interval.
 
     Attributes:
-        seconds: Durations that 10, 50 and 90 % of all runs do not exceed.
-        failures: Mean number of failures of a run.
-        interval: Seconds of training between two saves.
+        seconds: 10th, 50th and 90th percentiles of the duration.
+        failures: Mean number of failures per run.
+        interval: Seconds of training between saves.
     """
 
     seconds: Sequence[float]
@@ -116,16 +116,16 @@ class Finish:
 
 
 def finish(work: float, save_seconds: float, mtbf: float, restart: float) -> Finish:
-    """Simulate runs whose failures are a Poisson process, and which save as ``checkpoint.every=auto`` does.
+    """Simulate runs with Poisson failures and the saves of ``checkpoint.every=auto``.
 
     Args:
         work: Seconds of training without saves and failures.
-        save_seconds: Seconds by which a save holds up training.
-        mtbf: Mean seconds between two failures of the run.
-        restart: Seconds from a failure until training goes on.
+        save_seconds: Seconds that a save blocks training.
+        mtbf: Mean seconds between failures of the run.
+        restart: Seconds from a failure until training resumes.
 
     Raises:
-        ConfigError: failures come so fast that the run would hardly ever end.
+        ConfigError: failures are so frequent that the run would hardly ever end.
     """
     segments = max(1, round(work / chosen_seconds(save_seconds, mtbf, is_expected=True)))
     interval = work / segments
@@ -151,10 +151,10 @@ def _expected(work: float, interval: float, save_seconds: float, mtbf: float, re
 def _lost(
     generator: numpy.random.Generator, pieces: NDArray[numpy.int64], seconds: float, mtbf: float
 ) -> tuple[NDArray[numpy.int64], NDArray[numpy.float64]]:
-    """Return, by run, the failures and the seconds lost until all its ``pieces`` were done, each at one go.
+    """Return, per run, the failures and the seconds lost before all its ``pieces`` succeeded.
 
-    A piece of ``seconds`` succeeds with probability exp(-seconds / mtbf); a failure loses an exponentially distributed
-    time, given that it is shorter than the piece.
+    A piece succeeds if it completes without a failure, with probability exp(-seconds / mtbf). A failure loses an
+    exponentially distributed time, conditional on being shorter than the piece.
     """
     success = math.exp(-seconds / mtbf)
     if success == 1:
@@ -165,28 +165,28 @@ def _lost(
 
 
 def earlier_runs(folder: Path) -> Iterator[RunView]:
-    """Yield the runs in ``folder``, the newest first."""
+    """Yield the runs in ``folder``, newest first."""
     runs: list[RunDirectory] = []
-    with suppress(WorldsizeError):  # this user may not read the folder
+    with suppress(WorldsizeError):  # this user may not have permission to read the folder
         runs = runs_below(folder)
-    for run in reversed(runs):  # by date and time
+    for run in reversed(runs):  # sorted by date and time
         with suppress(WorldsizeError):
             yield look(run)
 
 
-def newest_like(settings: Settings, folder: Path) -> RunView | None:
-    """Return the newest complete run in ``folder`` of as many steps on as many processes, or None."""
+def newest_like(cluster: Cluster, steps: int, folder: Path) -> RunView | None:
+    """Return the newest complete run in ``folder`` of equal steps, processes and nodes, or None."""
     for run in earlier_runs(folder):
         with suppress(WorldsizeError, KeyError):
-            config, cluster = run.manifest["config"], settings.cluster
+            config = run.manifest["config"]
             then = config["steps"], config["cluster"]["processes"], config["cluster"]["nodes"]
-            if run.exit_reason == "completed" and then == (settings.training.steps, cluster.processes, cluster.nodes):
+            if run.exit_reason == "completed" and then == (steps, cluster.processes, cluster.nodes):
                 return run
     return None
 
 
 def measured_save(run: RunView) -> float | None:
-    """Return the seconds by which a save held up the training of ``run``, if its checkpoints say so."""
+    """Return the seconds that a save blocked training in ``run``, or None if not recorded."""
     for path in reversed(complete(run.directory.checkpoints)):
         with suppress(WorldsizeError, KeyError):
             return float(read(path).facts["save_interval"]["save_seconds"])
@@ -194,6 +194,6 @@ def measured_save(run: RunView) -> float | None:
 
 
 def measured_restart(run: RunView) -> float | None:
-    """Return the mean seconds of a restart of ``run``, if it had any."""
+    """Return the mean seconds per restart of ``run``, or None if it had none."""
     seconds = run.results.get("goodput", {}).get("recover_seconds")
     return sum(seconds) / len(seconds) if seconds else None

@@ -26,13 +26,13 @@ from worldsize.world.world import threads_per_process
 
 @dataclass(frozen=True)
 class Given:
-    """Facts from the user in place of measurements."""
+    """Values given by the user instead of measured."""
 
     parameter_bytes: float | None = None
-    compute_seconds: float | None = None  # of a rank in a step
-    overlap: float | None = None  # share of the compute behind which communication hides
-    links: Mapping[str, Link] = field(default_factory=dict)  # measured ones
-    one_machine: bool = False  # all nodes are this machine
+    compute_seconds: float | None = None  # per rank and step
+    overlap: float | None = None  # fraction of compute that communication can overlap
+    links: Mapping[str, Link] = field(default_factory=dict)  # measured links
+    one_machine: bool = False  # whether all nodes are this machine
 
 
 def links_of(file: Path) -> dict[str, Link]:
@@ -57,13 +57,13 @@ class Predictor:
         self._measured: dict[tuple[int, int, int], Workload] = {}
 
     def with_parameters(self, parameter_bytes: float) -> Predictor:
-        """Return a predictor of a model of ``parameter_bytes`` bytes, with the other facts of this one."""
+        """Return a copy of this predictor for a model with ``parameter_bytes`` bytes."""
         return Predictor(replace(self._given, parameter_bytes=parameter_bytes))
 
     def cluster(self, settings: Settings) -> Cluster:
-        """Return the cluster of the settings, with measured links in place of declared ones if there are any.
+        """Return the configured cluster, with measured links in place of declared ones if available.
 
-        Nodes that are all in one rack have its link, whatever was measured between racks.
+        If all nodes are in one rack, its link is used as the network, regardless of measurements between racks.
         """
         measured, around = self._given.links, tier_around(settings.config["cluster"])
         network = {"network": measured[around]} if around in measured else {}
@@ -73,18 +73,18 @@ class Predictor:
         """Predict a step of the run.
 
         Raises:
-            ConfigError: the strategy cannot train the recipe, or has no cost model.
+            ConfigError: the strategy cannot train the recipe, or lacks a cost model.
         """
         if self._given.parameter_bytes is None:  # the prediction is for the recipe's own step
             check_trainable(settings.recipe, settings.strategy)
         work = self.workload(settings)
         cost = settings.strategy.cost(work, self.cluster(settings))
         if cost is None:
-            raise ConfigError("it does not say what it costs")
+            raise ConfigError("it does not have a cost model")
         by_formula: str | None = None
         if self._given.parameter_bytes is None:
             rehearsed, by_formula = _rehearsed_bytes(settings)
-            # two steps may not contain a communication round of a periodic strategy; its own estimate does
+            # two steps may not include a synchronization of a periodic strategy, but its own estimate does
             needed = rehearsed if cost.same and rehearsed else max(rehearsed, cost.memory_bytes)
             cost = replace(cost, memory_bytes=needed)
         return replace(forecast(cost, work, self._computed(settings)), by_formula=by_formula)
@@ -92,18 +92,18 @@ class Predictor:
     def _computed(self, settings: Settings) -> float | None:
         """Measure the compute seconds of a rank's step under the strategy itself.
 
-        Return None if compute is given, if the strategy cannot be tried alone, or has no peers.
+        Return None if compute is given, if the strategy cannot run without peers, or if there is only one rank.
         """
         given, cluster = self._given, settings.cluster
         is_given = given.parameter_bytes or given.compute_seconds is not None
         if is_given or cluster.processes == 1 or len(settings.roles) > 1:
             return None
         try:
-            at_once, threads = self._at_once(settings), _threads(cluster)
+            at_once, threads = self._at_once(cluster, settings.roles["worker"].processes), _threads(cluster)
             times = slowdown(settings, self._device(cluster), at_once=at_once, threads=threads)
         except (ConfigError, RuntimeError):  # it depends on its peers, or memory is too small for two replicas
             return None
-        return times * accumulated(self._micro_batch(settings), _micro_batches(settings)).compute_seconds
+        return times * accumulated(self._micro_batch(settings), settings.micro_batches).compute_seconds
 
     def workload(self, settings: Settings) -> Workload:
         """Return the workload of one rank's step, if all training ranks share the batch evenly."""
@@ -111,10 +111,10 @@ class Predictor:
         if given.parameter_bytes is not None:
             size, seconds = given.parameter_bytes, given.compute_seconds or 0.0
             work = Workload(size, 2 * size, compute_seconds=seconds, overlap=given.overlap or 0.0)
-            return replace(work, micro_batches=_micro_batches(settings))
+            return replace(work, micro_batches=settings.micro_batches)
         work = self._micro_batch(settings)
         work = accumulated(work, settings.logical_ranks / settings.roles["worker"].processes)
-        work = replace(work, micro_batches=_micro_batches(settings))
+        work = replace(work, micro_batches=settings.micro_batches)
         if given.compute_seconds is not None:
             update = min(work.update_seconds, given.compute_seconds)
             work = replace(work, compute_seconds=given.compute_seconds, update_seconds=update)
@@ -122,7 +122,7 @@ class Predictor:
 
     def _micro_batch(self, settings: Settings) -> Workload:
         cluster, batch_size = settings.cluster, settings.training.batch_size // settings.logical_ranks
-        key = (batch_size, self._at_once(settings), _threads(cluster))
+        key = (batch_size, self._at_once(cluster, settings.roles["worker"].processes), _threads(cluster))
         if key not in self._measured:
             order = Order(settings.training.seed, settings.training.batch_size, settings.logical_ranks, (0,))
             self._measured[key] = calibrate(
@@ -131,7 +131,7 @@ class Predictor:
         return self._measured[key]
 
     def _device(self, cluster: Cluster) -> str:
-        """Return the device on which the recipe takes its steps; any device if their time is given."""
+        """Return the device for the recipe's steps; any device if their time is given."""
         if cluster.device == "cpu" or device_count(cluster.device):  # this process can still fork after that
             return cluster.device
         if self._given.compute_seconds is None:
@@ -141,18 +141,17 @@ class Predictor:
             )
         return "cpu"
 
-    def _at_once(self, settings: Settings) -> int:
-        """Return the number of processes that compute concurrently on one machine."""
-        cluster, workers = settings.cluster, settings.roles["worker"].processes
+    def _at_once(self, cluster: Cluster, workers: int) -> int:
+        """Return how many of the ``workers`` compute concurrently on one machine."""
         if cluster.device != "cpu" or self._given.compute_seconds is not None:
             return 1
         if self._given.one_machine or cluster.nodes == 1:
             return workers
-        return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be another machine
+        return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be a different machine
 
 
 def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
-    """Return the peak bytes of the first rank's tensors in two steps and an evaluation.
+    """Return the peak tensor bytes of the first rank in two steps and an evaluation, and None.
 
     If it cannot be rehearsed, return 0 and the reason.
     """
@@ -168,21 +167,17 @@ def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
     return rehearsed.most, None
 
 
-def _micro_batches(settings: Settings) -> int:
-    """Return the number of micro-batches of each data-parallel part in a step."""
-    return settings.logical_ranks // settings.strategy.data_parallel(settings.cluster)
-
-
 def _threads(cluster: Cluster) -> int:
     return cluster.threads or threads_per_process(cluster.processes_per_node)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """``compute_seconds`` is what a rank computes of the workload in a step, without what the strategy adds to it;
-    ``step_seconds`` how long a step takes, ``exposed_seconds`` how long of it a rank waits for communication.
-    ``by_formula`` says why the memory is what the strategy says of itself, which estimates activations; None: it was
-    rehearsed, or the size of the model was given.
+    """The predicted times of a step on one rank.
+
+    ``compute_seconds``: of the workload, without the strategy's overhead; ``step_seconds``: of the whole step;
+    ``exposed_seconds``: waiting for communication. ``by_formula``: why memory is the strategy's own estimate, with
+    estimated activations, or None if it was rehearsed or the model's size was given.
     """
 
     cost: Cost
@@ -193,19 +188,19 @@ class Forecast:
 
     @property
     def efficiency(self) -> float:
-        """Fraction of a step that is compute, 0 to 1."""
+        """Fraction of a step spent on compute, 0 to 1."""
         return self.compute_seconds / self.step_seconds if self.step_seconds else 1.0
 
     @property
     def added_seconds(self) -> float:
-        """Seconds of a step in which a rank computes what the strategy adds to the model, such as encoding."""
+        """Seconds per step of additional computation for the strategy, such as encoding."""
         computed = (self.step_seconds - self.exposed_seconds) * (1 - self.cost.idle)
         return max(0.0, computed - self.compute_seconds)
 
     def compute_seconds_for(self, wanted: float) -> float:
-        """Return the compute seconds of a step at which its efficiency is ``wanted``, if what is lost stays.
+        """Return the compute seconds per step for efficiency ``wanted``, with unchanged lost time.
 
-        Infinite: a rank is idle for a larger share of the time, whatever it computes.
+        Infinite if a rank is idle for a larger fraction of the time, regardless of its compute.
         """
         busy = 1 - self.cost.idle
         if wanted >= busy:
@@ -216,7 +211,7 @@ class Forecast:
 def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forecast:
     """Predict a step.
 
-    A rank is idle for its share of the compute; communication that hides behind compute is not waited for.
+    A rank is idle for ``cost.idle`` of the time without exposed communication. Overlapped communication is free.
     """
     if computed is None:
         computed = work.compute_seconds + cost.added_seconds
@@ -228,8 +223,9 @@ def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forec
 
 
 def accumulated(work: Workload, micro_batches: float) -> Workload:
-    """Return ``work``, of one micro-batch, for ``micro_batches`` of them in a step: one update, and communication hides
-    behind the last one only. Fewer than one: the rank has a part of the model.
+    """Scale ``work``, for one micro-batch, to ``micro_batches`` per step.
+
+    A step has one update, and only the last micro-batch hides communication. With a model shard, it is less than one.
     """
     once = work.update_seconds * min(1.0, micro_batches)
     seconds = (work.compute_seconds - work.update_seconds) * micro_batches + once

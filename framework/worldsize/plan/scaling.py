@@ -1,4 +1,4 @@
-"""Evaluates runs at several world sizes: efficiency, spread, and where more processes no longer pay off."""
+"""Evaluates runs at several world sizes: efficiency, spread, and the knee."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from worldsize.record.json_lines import JsonRows
 from worldsize.record.metrics import metric_rows
 
 PHASES = ("data", "compute", "communication", "update")
-_WARM_UP = 0.2  # share of steps to skip at the start, in which memory is allocated and DDP rebuilds its buckets
+_WARM_UP = 0.2  # fraction of steps to skip at the start, while memory is allocated and DDP rebuilds its buckets
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of a run: the median and interquartile range of its steps, and the median of each known phase."""
+    """Seconds per step: median and interquartile range, and the median of known phases."""
 
     step_seconds: float
     spread_seconds: float
@@ -27,7 +27,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a study. ``accumulation``: micro-batches of each process in a step; ``nodes`` share its processes."""
+    """One run of a study, with ``accumulation`` micro-batches per process, on ``nodes`` nodes."""
 
     strategy: str
     world_size: int
@@ -42,19 +42,19 @@ class Point:
 
     @property
     def shape(self) -> str:
-        """The nodes, and the processes of each: "2 × 4"."""
+        """The number of nodes and processes per node, as in "2 × 4"."""
         return f"{self.nodes} × {self.world_size // self.nodes}"
 
     @property
     def error(self) -> float | None:
-        """Error of the prediction relative to the measurement; None without a prediction."""
+        """Relative error of the prediction. None without a prediction."""
         return None if self.predicted_seconds is None else self.predicted_seconds / self.step_seconds - 1
 
 
 def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
-    """Evaluate the lines of ``timing/`` (seconds, by rank) for the steps that all ranks have.
+    """Evaluate the lines of ``timing/`` (seconds, by rank) for the steps present on all ranks.
 
-    A step takes the time of the slowest rank; a phase is the mean over ranks. The first fifth of the steps is left out.
+    A step takes the time of the slowest rank; a phase is the mean over ranks. The first fifth of the steps is skipped.
     """
     by_step = [{int(line["step"]): line for line in lines} for lines in ranks]
     shared = sorted(set.intersection(*map(set, by_step)))
@@ -76,9 +76,9 @@ def spread(seconds: Sequence[float]) -> float:
 
 
 def read_timed(run: Path, batch_size: int) -> Timed:
-    """Read the times of a run folder: those of its ranks, or only its throughput if no rank wrote any.
+    """Read the step times of a run folder: per rank, or else from the throughput.
 
-    Ranks write none with ``observe.step_breakdown=false`` and where servers lead.
+    Timing files are missing with ``observe.step_breakdown=false``, and if servers lead.
     """
     files = sorted((run / "timing").rglob("worker_*.jsonl"))
     if files:
@@ -89,14 +89,14 @@ def read_timed(run: Path, batch_size: int) -> Timed:
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:
-    """Return samples per second and process, relative to the smallest world size with the least accumulation."""
+    """Return throughput per process, relative to the smallest size with least accumulation."""
     base = min(points, key=lambda point: (point.world_size, point.accumulation))
     alone = base.samples_per_second / base.world_size
     return [point.samples_per_second / point.world_size / alone for point in points]
 
 
 def predicted_efficiencies(points: Sequence[Point]) -> list[float] | None:
-    """Return what :func:`efficiencies` would be if each step took as long as predicted; None: one has no prediction."""
+    """Return the :func:`efficiencies` of predicted step times, or None if any is missing."""
     predicted = [point.predicted_seconds for point in points]
     if any(not seconds for seconds in predicted):
         return None
@@ -108,10 +108,10 @@ def predicted_efficiencies(points: Sequence[Point]) -> list[float] | None:
 
 
 def marginals(points: Sequence[Point]) -> list[float | None]:
-    """Return what each process adds that a point has more than the next smaller one of its series.
+    """Return each point's marginal efficiency: the gain per process over the next smaller size.
 
-    It is a share of the speed of a process at the smallest world size of the same strategy: 1 if the point is as
-    efficient as that, negative if more processes are slower. None: no world size of the series is smaller.
+    It is relative to the speed per process at the smallest world size of the same strategy: 1 if scaling is perfect,
+    negative if more processes are slower. None at the smallest world size of a series.
     """
     return [None if (before := _before(point, points)) is None else _added(point, before, points) for point in points]
 
@@ -124,26 +124,26 @@ def _added(point: Point, before: Point, points: Sequence[Point]) -> float:
 
 
 def marginal_text(share: float | None) -> str:
-    """Format a marginal efficiency, empty for None."""
+    """Format a marginal efficiency; empty for None."""
     return "" if share is None else f"{round(share, 2) + 0.0:.0%}"  # never "-0%"
 
 
 def _before(point: Point, points: Sequence[Point]) -> Point | None:
-    """Return the largest point of the same series that has fewer processes; of equal ones, that on fewest nodes."""
+    """Return the largest smaller point of the same series, on the fewest nodes."""
     series = (each for each in points if (each.strategy, each.accumulation) == (point.strategy, point.accumulation))
     smaller = [each for each in series if each.world_size < point.world_size]
     return max(smaller, key=lambda each: (each.world_size, -each.nodes), default=None)
 
 
 def knees(points: Sequence[Point], *, least: float | None = None) -> dict[str, int]:
-    """Return for each strategy the world size beyond which more processes no longer pay off.
+    """Return each strategy's knee: the world size beyond which more processes do not pay off.
 
     Args:
         points: The study.
-        least: Marginal efficiency (see :func:`marginals`) below which they do not: the knee is the last world size
-            before the first one that falls below. None: the knee is where efficiency × speedup is largest. Below it
-            more processes gain more speed than they lose efficiency, above it less (Eager, Zahorjan and Lazowska 1989,
-            doi:10.1109/12.21127, section 4).
+        least: Minimum marginal efficiency (see :func:`marginals`) that pays off; the knee is the last world size before
+            the first one below it. If None, the knee maximizes efficiency × speedup. Below it, more processes gain more
+            speed than they lose efficiency, above it less (Eager, Zahorjan and Lazowska 1989, doi:10.1109/12.21127,
+            section 4).
     """
     if least is not None:
         return {strategy: _last_worth(points, strategy, least) for strategy in _strategies(points)}
@@ -162,7 +162,7 @@ def _strategies(points: Sequence[Point]) -> list[str]:
 
 
 def _last_worth(points: Sequence[Point], strategy: str, least: float) -> int:
-    """Return the last world size before one at which the marginal efficiency of every series is below ``least``."""
+    """Return the last size before every series' marginal efficiency is below ``least``."""
     best: dict[int, float] = {}
     for point, share in zip(points, marginals(points), strict=True):
         if point.strategy == strategy:
@@ -173,9 +173,9 @@ def _last_worth(points: Sequence[Point], strategy: str, least: float) -> int:
 
 
 def boundary_text(points: Sequence[Point], shares: Sequence[float] | None = None) -> list[str]:
-    """Say for each series what its efficiency is on one node and on several, and what was predicted.
+    """Describe the measured and predicted efficiency of each series across the node boundary.
 
-    ``shares`` are efficiencies in place of those of :func:`efficiencies`.
+    ``shares`` replace the :func:`efficiencies`.
     """
     predicted: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
     rows = list(zip(points, shares or efficiencies(points), predicted, marginals(points), strict=True))

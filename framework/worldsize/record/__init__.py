@@ -1,1 +1,1 @@
-"""Run folders, and the only code that reads and writes them."""
+"""Run folders, which only this package reads and writes."""

@@ -1,4 +1,4 @@
-"""Describes the attempts of a run as its manifest lists them, and computes the goodput over all of them.
+"""Attempts of a run, as recorded in its manifest, and their combined goodput.
 
 Goodput is the fraction of a run's time spent on useful steps (Google, "ML Productivity Goodput", 2024).
 """
@@ -22,20 +22,20 @@ from worldsize.messages import last_error, printable
 from worldsize.record.redaction import without_credentials
 from worldsize.world.environments import job_of
 
-LAUNCHER = "launcher"  # the role of the process that starts the others
-FAILURE = "failure"  # the name of its event
-_LONGEST_CAUSE = 1000  # characters
+LAUNCHER = "launcher"  # role of the launching process
+FAILURE = "failure"  # name of the event for a failed attempt
+_LONGEST_CAUSE = 1000  # maximum characters
 
 
 class FailureRecord(TypedDict):
-    """The first process of an attempt that failed, and the cause.
+    """The first process that failed in an attempt, and the cause.
 
     Attributes:
-        role: Its role; "node" for a whole host, "launcher" for the process that starts the others.
-        rank: Its rank in its role; of a node its number.
-        host: Name of its host; empty: not known.
-        step: The step that it was computing; None: not known.
-        cause: Its error in one line.
+        role: Role of the process; "node" for a whole host, "launcher" for the launching process.
+        rank: Rank within the role, or index of the node.
+        host: Host name; empty if unknown.
+        step: Step that was being computed; None if unknown.
+        cause: One-line error message.
     """
 
     role: str
@@ -46,28 +46,28 @@ class FailureRecord(TypedDict):
 
 
 class Attempt(TypedDict):
-    """One attempt to train a run, from the start of its processes to their end.
+    """One attempt to train a run, from the start to the exit of its processes.
 
     Attributes:
-        number: Its number, from 1.
-        start: Time of its start (ISO 8601, UTC).
-        start_at: The same in Unix seconds.
-        end: Time of its end; None: it has not ended.
-        end_at: The same in Unix seconds.
-        steps: Two numbers: the steps done before it began, and when it ended; None: unknown.
-        first_step_at: End of its first step in Unix seconds; None: it has done none.
-        exit_reason: "running", or why it ended.
-        exit_code: The run's exit code; None: it is running, or was killed.
-        hosts: Hosts that took part, the launching one first.
-        world_size: The number of its processes.
-        pid: Process id of the launching process.
-        job: The scheduler's job that it ran in.
-        pinning: The cores and the memory of each process of the launching host, or why they are not pinned.
-        transport: The transports that collectives used; in a gang that heals, those of its last membership.
-        memberships: Who trained from which step on, in a gang that heals.
-        lost_metrics: Logged steps of earlier attempts that ``metrics.jsonl`` lacked when it began.
-        lost_host: Its first host, if that was lost and the next attempt began without it.
-        failure: Why it failed, if it did.
+        number: Number of the attempt, from 1.
+        start: Start time (ISO 8601, UTC).
+        start_at: Start time in Unix seconds.
+        end: End time (ISO 8601, UTC); None while running.
+        end_at: End time in Unix seconds; None while running.
+        steps: Completed steps at the start and at the end; None if unknown.
+        first_step_at: End of the first step in Unix seconds; None if no step was completed.
+        exit_reason: "running", or the reason why the attempt ended.
+        exit_code: Exit code of the run; None if it is running or was killed.
+        hosts: Participating hosts, the launching host first.
+        world_size: Number of processes.
+        pid: Process ID of the launching process.
+        job: Scheduler job of the attempt.
+        pinning: Cores and memory of each process on the launching host, or why they are not pinned.
+        transport: Transports used by collectives; for a healing gang, in its last membership.
+        memberships: Successive members of a healing gang, with the first step of each membership.
+        lost_metrics: Number of logged steps of earlier attempts missing from ``metrics.jsonl`` at the start.
+        lost_host: First host of the attempt, if it was lost and the next attempt started without it.
+        failure: The failure, if the attempt failed.
     """
 
     number: int
@@ -92,7 +92,7 @@ class Attempt(TypedDict):
 
 
 def new_attempt(number: int, others: Sequence[str], world_size: int) -> Attempt:
-    """Describe an attempt that this process begins, on this host and ``others``."""
+    """Describe a new attempt, started by this process on this host and ``others``."""
     now = time.time()
     attempt: Attempt = {
         "number": number,
@@ -114,24 +114,24 @@ def new_attempt(number: int, others: Sequence[str], world_size: int) -> Attempt:
 
 
 def failure_of(failure: Failure) -> FailureRecord:
-    """Return a failure as it is recorded; its cause may be a traceback. Credentials in URLs are removed."""
+    """Convert a failure for the record; shorten tracebacks, and remove credentials from URLs."""
     cause = without_credentials(last_error(failure.cause))[:_LONGEST_CAUSE]
     return {"role": failure.role, "rank": failure.rank, "host": failure.host, "step": failure.step, "cause": cause}
 
 
 def failure_of_launcher(cause: str, host: str | None = None) -> FailureRecord:
-    """Return the failure of the process that starts the others, on ``host`` or this one."""
+    """Return a failure of the launching process, on ``host`` or by default on this host."""
     return failure_of(Failure(LAUNCHER, 0, cause, 1, host=host or socket.gethostname()))
 
 
 def last_failure(attempts: Sequence[Attempt]) -> str | None:
-    """Return the cause of the last attempt's failure, in a line; None: it did not fail."""
+    """Describe the failure of the last attempt in one line; return None if it did not fail."""
     failure = attempts[-1].get("failure") if attempts else None
     return failure_text(failure) if failure else None
 
 
 def failure_text(failure: Mapping[str, object]) -> str:
-    """Say in one line for people who failed where, at which step and why, as a FailureRecord has it."""
+    """Format a FailureRecord in one line: the process, its host, the step and the cause."""
     where = f" on {host}" if (host := failure.get("host")) else ""
     step = f" at step {step}" if (step := failure.get("step")) else ""
     role = failure.get("role")
@@ -140,7 +140,7 @@ def failure_text(failure: Mapping[str, object]) -> str:
 
 
 def note_failure(events: Path, attempt: Attempt) -> None:
-    """Append the failure of an attempt, if it has one, to ``events.jsonl``, unless that cannot be written."""
+    """Append the attempt's failure, if any, to ``events.jsonl``; ignore write errors."""
     if failure := attempt.get("failure"):
         row = {"event": FAILURE, "time": attempt["end_at"], "attempt": attempt["number"], **failure}
         with suppress(OSError), open_regular(events, append=True) as file:
@@ -148,21 +148,22 @@ def note_failure(events: Path, attempt: Attempt) -> None:
 
 
 def end_of(attempt: Attempt | None, *, begun: float) -> dict[str, Any]:
-    """Return the end of an attempt, now; ``begun``: when this process began it, by the monotonic clock.
+    """Return the end times of an attempt that ends now.
 
-    The end is counted from the start, because the clock may have been set in between. None: another process began it.
+    They are computed from the start time and the monotonic clock (``begun``: its value at the start), since the system
+    clock may have been changed. ``attempt`` is None if another process started it; the system clock is used then.
     """
     end = time.time() if attempt is None else attempt["start_at"] + time.monotonic() - begun
     return {"end": formatted(end), "end_at": end}
 
 
 def formatted(seconds: float) -> str:
-    """Return Unix time as ISO 8601 in UTC."""
+    """Format a Unix time as ISO 8601 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 class Goodput(TypedDict):
-    """The times of a run; ``lost_steps`` and ``recover_seconds`` have a value for each restart."""
+    """Times of a run; ``lost_steps`` and ``recover_seconds`` have one value per restart."""
 
     total_seconds: float
     useful_seconds: float
@@ -172,7 +173,7 @@ class Goodput(TypedDict):
 
 
 class _Trained(NamedTuple):
-    """The steps ``first`` to ``last`` of an attempt that has done some and ended, and its times in Unix seconds."""
+    """Steps and times (Unix seconds) of an attempt that has ended and completed its first step."""
 
     first: int
     last: int
@@ -181,15 +182,15 @@ class _Trained(NamedTuple):
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput:
-    """Return the total and useful seconds of a manifest's attempts, and the cost of each restart.
+    """Return the total and useful seconds of a run's attempts, and the cost of each restart.
 
-    Useful time is from the first step of an attempt to its end, without steps that were repeated later. A restart costs
-    the steps that it lost, and the seconds from the end of one attempt to the first completed step of the next. While a
-    gang that heals changes its members, no time is useful. The clocks of two attempts may differ: no duration is
-    negative.
+    Useful time lasts from the first completed step of an attempt to its end, except for steps that were repeated later
+    and membership changes of a healing gang. The cost of a restart consists of the lost steps, and of the seconds from
+    the end of one attempt to the first completed step of the next. Negative durations count as 0, since attempts may
+    use different clocks.
 
     Args:
-        attempts: One attempt or more, the last of which has ended.
+        attempts: At least one attempt; the last one must have ended.
     """
     trained = list(_trained(attempts))
     total = sum(map(_seconds, attempts)) + sum(_between(earlier, later) for earlier, later in pairwise(attempts))
@@ -221,14 +222,14 @@ def _trained(attempts: Sequence[Attempt]) -> Iterator[_Trained]:
 
 
 def _useful(attempt: _Trained, upto: int) -> float:
-    """Return the seconds of ``attempt`` spent on steps up to ``upto``."""
+    """Return the seconds that ``attempt`` spent on steps up to ``upto``."""
     seconds, steps = attempt.end_at - attempt.first_step_at, attempt.last - attempt.first
     done = min(max(upto - attempt.first, 0), steps)
     return max(seconds, 0.0) * done / steps if steps > 0 else 0.0
 
 
 def _paused(attempt: Attempt) -> float:
-    """Return the seconds in which the members of a gang changed, and nobody trained."""
+    """Return the seconds without training due to membership changes."""
     seconds, since = 0.0, None
     for each in attempt.get("memberships", ())[1:]:
         since = each["ended"] if since is None else since

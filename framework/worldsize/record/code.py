@@ -1,6 +1,6 @@
-"""Captures the user's code, and re-creates it in a separate folder; the user's tree is not touched.
+"""Capture the user's code, and recreate it elsewhere; the user's tree is not modified.
 
-Code is recorded as a git commit, and all differences from it as one patch.
+Code is recorded as a git commit and a single patch with all differences from it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from worldsize.world.scratch import temporary_folder
 
 _logger = logging.getLogger(__name__)
 
-LARGEST = 1 << 20  # bytes of an untracked file that still goes into the patch
+LARGEST = 1 << 20  # maximum bytes of an untracked file in the patch
 
-# every option that the user's git configuration could change so that `git apply` refuses the patch
+# overrides all settings in the user's git configuration that could make the patch unusable for `git apply`
 _DIFF = (
     *("diff", "--binary", "--unified=3", "--src-prefix=a/", "--dst-prefix=b/", "--no-color", "--no-relative"),
     *("--no-ext-diff", "--no-textconv", "--submodule=short", "--ignore-submodules=untracked", "HEAD"),
@@ -39,16 +39,16 @@ _ADD = ("add", "--pathspec-from-file=-", "--pathspec-file-nul")
 
 # what a run outside of git can import from its folder
 _OWN = ("recipes", "plugins", "conf", "train.py")
-_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # known to every git
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # hash of the empty tree, known to every git
 
 
 @dataclass(frozen=True)
 class Code:
-    """State of a checkout; ``git apply`` of ``patch`` on ``commit``, or on an empty folder, re-creates it.
+    """State of a checkout, recreated by applying ``patch`` to ``commit`` or an empty folder.
 
-    ``checkout`` is its root on the machine of the run, ``folder`` the working directory inside it. ``left_out`` lists
-    untracked files that are not in the patch, since they are too large, unreadable or seem private, and other
-    repositories inside this one (their names end in a slash).
+    ``checkout`` is the root of the checkout on the run's machine, and ``folder`` the working directory within it.
+    ``left_out`` lists untracked files that are not in the patch, since they are too large, unreadable or possibly
+    private, and nested repositories (with names that end in a slash).
     """
 
     checkout: str | None = None
@@ -61,19 +61,19 @@ class Code:
     left_out: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Return the code's facts for the manifest, with the patch by its SHA-256."""
+        """Return all fields for the manifest, with the SHA-256 of the patch in place of its content."""
         digest = hashlib.sha256(self.patch).hexdigest() if self.patch else None
         facts = {key: value for key, value in asdict(self).items() if key != "patch"}
         return {**facts, "left_out": list(self.left_out), "patch_sha256": digest}
 
 
 def capture_code(folder: Path, *, exclude: Path, include: Sequence[str] = ()) -> Code:
-    """Capture the checkout that ``folder`` belongs to, without files below ``exclude`` (the runs).
+    """Capture the checkout that contains ``folder``, without untracked files in ``exclude``.
 
-    Outside git, or before the first commit, there is only a patch, with the folder's own recipes, plugins and
-    configuration; if git is not installed, there is no patch.
+    Outside of git, or before the first commit, only a patch with the folder's own recipes, plugins and configuration is
+    captured. Nothing is captured if git is not installed.
 
-    Untracked files that seem to be private are left out with a warning, unless a pattern of ``include`` names them.
+    Untracked files that seem private are omitted with a warning, unless they match a pattern in ``include``.
 
     Raises:
         WorldsizeError: git cannot compare the checkout with its commit.
@@ -98,7 +98,7 @@ def capture_code(folder: Path, *, exclude: Path, include: Sequence[str] = ()) ->
 
 
 def _capture_folder(folder: Path, include: Sequence[str]) -> Code:
-    """Capture a folder outside git by a temporary repository."""
+    """Capture a folder outside of git by means of a temporary repository."""
     with temporary_folder() as spare:
         database = spare / "git"
         if shutil.which("git") is None or not any((folder / own).exists() for own in _OWN):
@@ -123,7 +123,7 @@ def _names(listed: bytes | None) -> list[str]:
 
 
 def _kept(root: Path, names: Sequence[str], include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Divide names into those that go into the patch, and those that do not; say which seem to be private."""
+    """Split names into those for the patch and the rest; warn about files that seem private."""
     fitting = [name for name in names if _fits(root, name)]
     reasons = {name: why_private(root / name, name, include=include) for name in fitting}
     if private := [f"{printable(name)} ({reason})" for name, reason in reasons.items() if reason]:
@@ -140,17 +140,17 @@ def _fits(root: Path, name: str) -> bool:
     path = root / name
     if path.is_symlink():
         return True
-    # git cannot add another repository, and one unreadable file would fail the whole patch
+    # git cannot add nested repositories, and a single unreadable file would make it fail
     return path.is_file() and os.access(path, os.R_OK) and path.stat().st_size <= LARGEST
 
 
 def _patch(root: Path, untracked: list[str]) -> bytes:
-    """Return the staged, unstaged and untracked differences from HEAD, by a copy of the index."""
+    """Return the staged, unstaged and untracked differences from HEAD; uses a copy of the index."""
     with temporary_folder() as spare:
         index = spare / "index"
         own = _text(root, "rev-parse", "--path-format=absolute", "--git-path", "index")
         if own and Path(own).exists():
-            shutil.copy2(own, index)  # with its time: by it git knows which files may have changed since
+            shutil.copy2(own, index)  # keeps its mtime, which git uses to detect changes
         if untracked:
             _needed(root, *_ADD, "--intent-to-add", index=index, stdin=_lines(untracked))
         return _needed(root, *_DIFF, index=index)
@@ -161,7 +161,7 @@ def _lines(names: list[str]) -> bytes:
 
 
 def _git(folder: Path, *arguments: str, database: Path | None = None) -> bytes | None:
-    """Return the output of git, or None if it fails or is not installed."""
+    """Return git's output, or None if the command fails or git is not installed."""
     try:
         done = _run(folder, *arguments, database=database)
     except OSError:
@@ -172,7 +172,7 @@ def _git(folder: Path, *arguments: str, database: Path | None = None) -> bytes |
 def _needed(
     root: Path, *arguments: str, index: Path | None = None, database: Path | None = None, stdin: bytes = b""
 ) -> bytes:
-    """Return the output of git; raise WorldsizeError if it fails, since no output would mean a clean checkout."""
+    """Return git's output; raise WorldsizeError on failure, as no output means no changes."""
     done = _run(root, *arguments, index=index, database=database, stdin=stdin)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()
@@ -196,18 +196,18 @@ def _text(root: Path, *arguments: str) -> str | None:
     return output.decode().strip() or None if output else None
 
 
-_LARGEST_PATCH = 1 << 30  # bytes
+_LARGEST_PATCH = 1 << 30  # maximum bytes
 _ALL = "+refs/*:refs/*"
-# no hook or helper that a repository names, and no prompt for a password
+# disables hooks and helpers configured in a repository, and password prompts
 _OPTIONS = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never")
 _NO_PROMPT = {"GIT_TERMINAL_PROMPT": "0"}
 
 
 @contextmanager
 def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates: Sequence[Path]) -> Iterator[Path]:
-    """Yield the run's working directory in ``folder``, a git worktree that is removed after the context.
+    """Yield the run's working directory in ``folder``, a temporary git worktree.
 
-    ``candidates`` are folders whose repositories are searched for the commit before it is fetched.
+    The commit is searched for in the repositories at ``candidates`` before it is fetched from the remote.
 
     Raises:
         WorldsizeError: the commit cannot be found or fetched, or the patch does not apply to it.
@@ -228,34 +228,34 @@ def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates:
 
 
 def _working_directory(folder: Path, name: str) -> Path:
-    """Return the folder ``name`` of the worktree; raise WorldsizeError if a link leads out of it."""
+    """Return a folder in the worktree; raise WorldsizeError if missing or linked from outside."""
     directory = folder / name
     if not directory.is_dir() or not directory.resolve().is_relative_to(folder.resolve()):
-        raise WorldsizeError(f"the recorded commit has no folder {name!r}, in which the run is said to have begun.")
+        raise WorldsizeError(f"the recorded commit lacks the run's working directory {name!r}.")
     return directory
 
 
 def remove_worktree(folder: Path) -> None:
-    """Remove a worktree left by a killed process, and its entry in the repository."""
+    """Remove a worktree left behind by a killed process, and its entry in the repository."""
     _git_succeeds(folder, "worktree", "remove", "--force", str(folder))
 
 
 def _check(code: Mapping[str, Any]) -> None:
-    """Check that an untrusted manifest neither reaches outside the worktree nor passes options to git."""
+    """Check that an untrusted manifest neither leaves the worktree nor passes options to git."""
     folder = PurePosixPath(code["folder"])
     if folder.is_absolute() or ".." in folder.parts:
         raise WorldsizeError(f"the manifest names a folder outside of the checkout: {folder}. It is not to be trusted.")
     if code["commit"] is not None and not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", code["commit"]):
-        raise WorldsizeError(f"the manifest names {code['commit']!r}, which is no commit. It is not to be trusted.")
+        raise WorldsizeError(f"the manifest names {code['commit']!r}, not a commit. It is not to be trusted.")
     if "\0" in (code["remote"] or ""):
         raise WorldsizeError(f"the manifest names the remote {code['remote']!r}. It is not to be trusted.")
 
 
 def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
-    """Return the recorded changes, verified; with ``approximate``, missing ones are ignored.
+    """Read and verify the recorded patch; with ``approximate``, treat a lost one as empty.
 
     Raises:
-        WorldsizeError: the patch is missing, or is not the one of the manifest.
+        WorldsizeError: the patch cannot be read, or its digest differs from the manifest's.
     """
     if digest is None:
         return b""
@@ -267,15 +267,15 @@ def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
         why = "lost" if isinstance(error, FileNotFoundError) else f"not to be read ({error.strerror})"
         raise WorldsizeError(
             f"{path} is {why}: the run had uncommitted changes with SHA-256 {digest}. "
-            "Bring it back, or go on without them with --approximate."
+            "Restore it, or continue without them with --approximate."
         ) from None
     if (actual := hashlib.sha256(patch).hexdigest()) != digest:
-        raise WorldsizeError(f"{path} was changed: its SHA-256 is {actual}, the manifest says {digest}. Bring it back.")
+        raise WorldsizeError(f"{path} was changed: its SHA-256 is {actual}, the manifest has {digest}. Restore it.")
     return patch
 
 
 def patched_files(patch: bytes) -> list[str]:
-    """Return the names of the files that git would change if it applied ``patch``."""
+    """Return the names of the files that ``git apply`` would change for ``patch``."""
     done = _run_without_prompts(Path("/"), "apply", "--numstat", "-z", "-", stdin=patch)
     rows = os.fsdecode(done.stdout).split("\0")
     return [row.split("\t", 2)[-1] for row in rows if row]
@@ -289,7 +289,7 @@ def _repository(code: Mapping[str, Any], candidates: Sequence[Path], spare: Path
     if remote is not None:
         spare.mkdir(parents=True)
         _git_needed(spare, "init", "--quiet", "--bare")
-        # a server may refuse to give a commit by its hash; then everything is fetched
+        # a server may refuse to send a commit by its hash; fetch everything in that case
         _ = _git_succeeds(spare, "fetch", "--quiet", "--", remote, commit) or _git_succeeds(
             spare, "fetch", "--quiet", "--", remote, _ALL
         )
@@ -304,7 +304,7 @@ def _repository(code: Mapping[str, Any], candidates: Sequence[Path], spare: Path
 
 def _apply(patch: bytes, folder: Path) -> None:
     if patch:
-        # outside of a repository too; never a path outside of the folder (git refuses those by itself)
+        # also works outside of a repository; git itself refuses paths outside of the folder
         _git_needed(folder, "apply", "--whitespace=nowarn", "--binary", "-", stdin=patch)
 
 

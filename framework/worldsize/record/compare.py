@@ -1,4 +1,4 @@
-"""Compares two runs: where each metric and tensor first differs, by how much, and the verdict."""
+"""Comparison of two runs: first difference of metrics and tensors, its size, a verdict."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FIGURES = ("loss", "lr", "grad_norm")
 
 @dataclass(frozen=True)
 class Divergence:
-    """The difference of one metric or tensor between runs A and B; zeros and no step if they are equal.
+    """The difference of one metric or tensor; zeros and ``first_step=None`` if equal.
 
-    A tensor is compared in every checkpoint that both runs have; its figures are those of the last of these.
-    ``ulp``: the largest distance in units in the last place, of float64 for metrics, of its own dtype for a tensor.
+    Tensors are compared in all checkpoints that both runs have; the reported size of the difference is from the last
+    one. ``ulp`` is the largest distance in units in the last place, of float64 for metrics and of a tensor's own dtype.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Divergence:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the values are bitwise equal, except that 0 equals -0."""
+        """Whether the values are bitwise equal (0 equals -0)."""
         return self.absolute == 0.0 and self.ulp == 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of a comparison; ``missing`` lists items that one run lacks and that were not compared."""
+    """The result of a comparison; ``missing`` describes items that only one of the runs has."""
 
     verdict: Verdict
     metrics: tuple[Divergence, ...]
@@ -54,12 +54,12 @@ class Comparison:
     missing: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
-        """Return the comparison as plain values, for JSON."""
+        """Convert the comparison to plain values for JSON."""
         return asdict(self)
 
 
 def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
-    """Compare two run folders. ``tolerance``: largest relative difference of any logged figure that is let pass.
+    """Compare two run folders; ``tolerance``: maximum relative difference of logged metrics.
 
     Raises:
         WorldsizeError: a folder is not a run, or its record is damaged.
@@ -88,7 +88,7 @@ def _unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _series(run: Path) -> dict[str, Series]:
-    """Return the figures by name and step; the last value if a step was logged twice."""
+    """Return logged values by name and step; the last value counts if a step was logged twice."""
     series: dict[str, Series] = {}
     for row in metric_rows(run / "metrics.jsonl"):
         for label, value in _figures(row):
@@ -100,7 +100,7 @@ def _series(run: Path) -> dict[str, Series]:
 
 
 def _figures(row: Row) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a line's results."""
+    """Yield the names and values of the results in a row."""
     if row["event"] == "evaluation":
         yield from ((spoken_name(name), value) for name, value in row["metrics"].items())
     else:
@@ -109,7 +109,7 @@ def _figures(row: Row) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
-    """Compare tensors in the checkpoints of steps that both runs kept, else by the digests of the final weights."""
+    """Compare tensors in checkpoints of common steps, or else the digests of final weights."""
     runs = [_weights(first / "checkpoints"), _weights(second / "checkpoints")]
     steps = sorted(runs[0].keys() & runs[1].keys())
     if not steps:
@@ -154,9 +154,9 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def tensor_ulps(one: Tensor, other: Tensor) -> int:
-    """Return the largest distance between elements of two tensors of the same shape, in units in the last place.
+    """Return the largest elementwise distance of two tensors, in units in the last place.
 
-    For integers it is their difference.
+    For integer tensors, this is the largest difference.
     """
     if not one.numel():
         return 0
@@ -167,7 +167,7 @@ def tensor_ulps(one: Tensor, other: Tensor) -> int:
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """Map floats of any shape to int64 in the same order, as :func:`_ordered` does for one number."""
+    """Map floats (of any shape) to int64 values in the same order, like :func:`_ordered`."""
     integers = _INTEGERS[tensor.dtype.itemsize]
     bits = tensor.contiguous().view(integers).long()
     return torch.where(bits >= 0, bits, -(bits & torch.iinfo(integers).max))
@@ -202,12 +202,12 @@ def _relative(one: float, other: float) -> float:
 
 
 def ulps(one: float, other: float) -> int:
-    """Return the distance of two numbers in units in the last place of float64 (Goldberg 1991, section 1.2)."""
+    """Return the distance in units in the last place of float64 (Goldberg 1991, section 1.2)."""
     return abs(_ordered(one) - _ordered(other))
 
 
 def _ordered(value: float) -> int:
-    """Map a float to an integer in the same order: neighbours differ by 1, and both zeros are 0."""
+    """Map floats to integers in order: adjacent floats differ by 1, and both zeros map to 0."""
     bits = int(numpy.float64(value).view(numpy.int64))
     return bits if bits >= 0 else -(bits & 0x7FFFFFFFFFFFFFFF)
 

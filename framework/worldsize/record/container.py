@@ -1,6 +1,6 @@
-"""Writes Dockerfiles, builds container images, and runs commands in them with the engine that is installed.
+"""Write Dockerfiles, build container images, and run commands in containers.
 
-An image has the environment of a lock, and the code of a project without private files.
+An image contains the environment from a lock file, and the code of a project without private files.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NAME = re.compile(r"[\w./][\w./:@#+-]*", re.ASCII)
 
 
 def engine_of(chosen: str, known: Sequence[str] = ENGINES) -> str:
-    """Return the engine to use: ``chosen``, or with "auto" the first of ``known`` that is installed.
+    """Return the engine: ``chosen``, or for "auto" the first installed one in ``known``.
 
     Raises:
-        WorldsizeError: none is installed, or ``chosen`` is not among ``known``, which can do what is wanted.
+        WorldsizeError: the engine is not installed, or ``chosen`` is not in ``known``.
     """
     if chosen not in ("auto", *known):
         raise WorldsizeError(f"{chosen} cannot make or open this image. Choose {' or '.join(known)}.")
@@ -53,17 +53,17 @@ def engine_of(chosen: str, known: Sequence[str] = ENGINES) -> str:
 
 
 def engines_for(image: ContainerImage | None) -> Sequence[str]:
-    """Return the engines that can open ``image``; None: those that can build one and open it."""
+    """Return the engines that open ``image``, or if None, that both build and open images."""
     if image is None:
         return tuple(name for name in ENGINES if name in BUILDERS)
     return ("apptainer",) if is_image_file(image.name) else ENGINES
 
 
 def recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:
-    """Return the image of a record's ``environment``, which may be another user's; None: the run was in none.
+    """Return the image in an untrusted record, or None if the run did not use a container.
 
     Raises:
-        WorldsizeError: it has no digest, is a file that is lost or changed, or its name is none of an image.
+        WorldsizeError: the image is not named by a digest, is a missing or changed file, or has an invalid name.
     """
     facts = environment.get("image")
     if not facts:
@@ -72,56 +72,56 @@ def recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:
     plain = re.sub(r"^docker:(//)?", "", name)
     is_file = is_image_file(plain)
     if not is_file:
-        plain = plain.replace("#", "/", 1)  # enroot writes host#name
+        plain = plain.replace("#", "/", 1)  # enroot's syntax is host#name
     if not _NAME.fullmatch(plain) or "://" in plain:
-        raise WorldsizeError(f"the record names the image {name!r}, which no container engine here can open.")
+        raise WorldsizeError(f"the record names the image {name!r}; no container engine here can open it.")
     if is_file:
-        plain = str(Path(plain).absolute())  # it is opened in the working directory of the run
+        plain = str(Path(plain).absolute())  # the engine starts in the run's working directory
         _check_file(plain, digest)
-    elif digest is None or ContainerImage.named(plain).digest != digest:  # the engine is given the name alone
+    elif digest is None or ContainerImage.named(plain).digest != digest:  # the engine only receives the name
         raise WorldsizeError(
-            f"the run's image {name} is named by a tag, which may be another one now. Name the image by its digest in "
-            "the run that is to be re-created (cluster.image_digest=required), or leave --container out."
+            f"the run's image {name} is named by a tag, and the tag may have moved. Name the image by its digest in "
+            "the original run (cluster.image_digest=required), or leave --container out."
         )
     return ContainerImage(plain, digest)
 
 
 def _check_file(name: str, digest: str | None) -> None:
-    """Raise WorldsizeError unless the file still has the digest; it is read whole, whatever its time and size say."""
+    """Raise WorldsizeError unless the full content has the digest; mtime and size can be forged."""
     file = Path(name)
     if file.is_file():
         with file.open("rb") as content:
             if digest == f"sha256:{hashlib.file_digest(content, 'sha256').hexdigest()}":
                 return
-    raise WorldsizeError(f"{name} is lost, or is not the image of the run: its SHA-256 was {digest}. Bring it back.")
+    raise WorldsizeError(f"{name} is lost, or is not the image of the run: its SHA-256 was {digest}. Restore it.")
 
 
 @final
 @dataclass(frozen=True)
 class Container:
-    """An image, and the engine that opens it."""
+    """A container image, and the engine to open it with."""
 
     engine: str
     image: ContainerImage
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that tell a run in the container what its image is."""
+        """Environment variables that tell a run in the container its image."""
         name, digest = self.image.name, self.image.digest
         is_told = digest is None or "@" in name or is_image_file(name)
         return {"WORLDSIZE_IMAGE": name if is_told else f"{name}@{digest}"}
 
     def python(self, folder: Path, *, writes: Sequence[Path], reads: Sequence[Path], cuda: bool) -> tuple[str, ...]:
-        """Return the command that runs the image's Python, in which folders have the paths that they have here.
+        """Return the command for the image's Python, with folders mounted at their host paths.
 
         Args:
             folder: The working directory.
-            writes: Folders that the command may write.
-            reads: Further folders that it may read.
-            cuda: Whether it needs the GPUs.
+            writes: Folders to mount read-write.
+            reads: Folders to mount read-only.
+            cuda: Whether to make GPUs available.
 
         Raises:
-            WorldsizeError: the image is a file that was changed, perhaps while its user was asked about it.
+            WorldsizeError: the image file was changed, for example while the user was being prompted.
         """
         if is_image_file(self.image.name):
             _check_file(self.image.name, self.image.digest)
@@ -130,14 +130,14 @@ class Container:
             binds = [f"--bind={path}:{path}:{mode}" for path, mode in shown.items()]
             source = self.image.name if is_image_file(self.image.name) else f"docker://{self.image.name}"
             devices = ["--nv"] if cuda else []
-            # else the home folder and /tmp may be written, and all variables be read
+            # otherwise, the home folder and /tmp are writable, and all environment variables are visible
             apart = ["--containall", "--no-home", "--cleanenv"]
             return (self.engine, "exec", *apart, *devices, *binds, f"--pwd={folder}", source, "python")
         mounts = [f"--volume={path}:{path}:{mode}" for path, mode in shown.items()]
         gpus = {"docker": ["--gpus=all"], "podman": ["--device=nvidia.com/gpu=all"]}[self.engine] if cuda else []
         user = [f"--user={os.getuid()}:{os.getgid()}"] if self.engine == "docker" else []
         variables = [f"--env={name}" for name in sorted(os.environ) if _is_passed_on(name)]
-        # values are not on the command line; gloo and workers that load data need more shared memory than 64 MB
+        # pass only names on the command line, not values; gloo and data workers need more than 64 MB of shared memory
         own = [f"--env={name}" for name in _OWN]
         limits = ["--ipc=host", "--network=host", "--security-opt=label=disable"]
         options = ["--rm", "--interactive", *limits, *gpus, *user, *mounts, *own, *variables, f"--workdir={folder}"]
@@ -145,9 +145,9 @@ class Container:
 
 
 def passed_on(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which ``command`` runs, with what Apptainer passes on to its container.
+    """Return the environment for ``command``, with variables for Apptainer to pass on.
 
-    The other engines are told the names on the command line; Apptainer would want the values there.
+    Other engines receive the names on the command line, where Apptainer would also need the values.
     """
     if command[0] != "apptainer":
         return dict(environment)
@@ -156,22 +156,22 @@ def passed_on(command: Sequence[str], environment: Mapping[str, str]) -> dict[st
 
 
 def built(engine: str, dockerfile: Path, tag: str, *, options: Sequence[str] = ()) -> ContainerImage:
-    """Build the image of ``dockerfile``, whose folder is copied, and return it by its digest if the engine knows one.
+    """Build an image; return it with its digest if the engine reports one.
 
     Args:
         engine: One of BUILDERS.
-        dockerfile: The Dockerfile, beside which the list of what is left out lies.
+        dockerfile: The Dockerfile; the ignore file is in the same folder.
         tag: Name of the new image.
-        options: Further options of the engine's ``build``.
+        options: Additional options for the engine's ``build``.
 
     Raises:
-        WorldsizeError: the engine fails, as it has said on standard error.
+        WorldsizeError: the engine fails; it writes its error to standard error.
     """
     folder = dockerfile.parent
     ignore = [] if engine == "docker" else [f"--ignorefile={folder / IGNORE}"]
     words = [engine, "build", *ignore, *options, f"--file={dockerfile}", f"--tag={tag}", str(folder)]
     if subprocess.run(words, stdout=sys.stderr, check=False).returncode:
-        raise WorldsizeError(f"{engine} does not build the image, as it says above. The Dockerfile is {dockerfile}.")
+        raise WorldsizeError(f"{engine} failed to build the image; see its output above. Dockerfile: {dockerfile}.")
     inspect = [engine, "inspect", "--type=image", tag] if engine == "buildah" else [engine, "image", "inspect", tag]
     told = json.loads(subprocess.run(inspect, capture_output=True, text=True, check=True).stdout)
     facts = told[0] if isinstance(told, list) else told
@@ -181,9 +181,9 @@ def built(engine: str, dockerfile: Path, tag: str, *, options: Sequence[str] = (
 
 
 def _distinct(writes: Sequence[Path], reads: Sequence[Path]) -> dict[Path, str]:
-    """Map the folders that exist to "rw" or "ro", without those inside another that has the same, outer ones first.
+    """Map existing folders to "rw" or "ro", outer first, without those that a mount covers.
 
-    Engines mount in this order, and a folder that is mounted over another hides what it contains.
+    Engines mount in this order, and a mount hides the previous contents of its mount point.
     """
     modes: dict[Path, str] = {}
     for mode, paths in (("rw", writes), ("ro", reads)):
@@ -194,14 +194,14 @@ def _distinct(writes: Sequence[Path], reads: Sequence[Path]) -> dict[Path, str]:
 
 
 def _is_passed_on(name: str) -> bool:
-    """Return whether an environment variable of this process is one for the command, too."""
+    """Return whether to pass an environment variable of this process to the command."""
     return name.startswith(("WANDB_", "HF_", "OMP_", "MKL_", "NCCL_", "ATEN_", "CUBLAS_", "TORCH_", "PYTORCH_"))
 
 
 NAME = "Dockerfile"
 IGNORE = f"{NAME}.dockerignore"
 _IGNORE_HEADER = "# What the image does not get, as `worldsize image` wrote it."
-_OURS = re.compile(r"# .* as `worldsize image` wrote it\.")  # the first line of both files
+_OURS = re.compile(r"# .* as `worldsize image` wrote it\.")  # first line of both files
 _LEFT_OUT = (".git", ".venv", "runs", "wandb", "__pycache__", "node_modules", NAME, IGNORE)
 _LOCKS = ("uv.lock", "requirements.txt")
 _FILES = ("ls-files", "--cached", "--others", "--exclude-standard", "-z")
@@ -211,15 +211,15 @@ _IGNORED = ("ls-files", "--others", "--ignored", "--exclude-standard", "--direct
 @final
 @dataclass(frozen=True)
 class Dockerfile:
-    """The parts of an image.
+    """Specification of an image.
 
     Attributes:
-        folder: The project, which has a uv.lock or a requirements.txt; its code goes into the image.
-        base: The image to begin with, which has Python and, for git, apt; best by digest.
-        python: Version of Python that the environment is made for, of which the base has any third number.
-        uv: Version of uv that makes it.
-        extras: Optional dependencies of the project; None: all.
-        has_project: Whether the project's code goes into the image, besides what it needs.
+        folder: The project folder, with a uv.lock or a requirements.txt.
+        base: The base image, preferably by digest; needs Python, and git or apt to install git.
+        python: Python version of the environment; the base may have a different patch version.
+        uv: Version of uv to create the environment with.
+        extras: Optional dependencies of the project to install; None installs all.
+        has_project: Whether to include the project's code in addition to its dependencies.
     """
 
     folder: Path
@@ -230,16 +230,16 @@ class Dockerfile:
     has_project: bool = True
 
     def write(self) -> Path:
-        """Write the Dockerfile, and beside it the list of what the image must not get; return the Dockerfile's path.
+        """Write the Dockerfile and its ignore file; return the path of the Dockerfile.
 
         Raises:
-            WorldsizeError: there is no lock, it holds credentials or packages that the image cannot get, or there is a
-                Dockerfile that somebody else wrote.
+            WorldsizeError: the lock file is missing, contains credentials or packages that the build cannot access, or
+                a Dockerfile of other origin exists.
         """
         self._check_names()
         lock = next((self.folder / name for name in _LOCKS if (self.folder / name).is_file()), None)
         if lock is None:
-            raise WorldsizeError(f"{self.folder} has no uv.lock and no requirements.txt. Run `uv lock` there first.")
+            raise WorldsizeError(f"{self.folder} has neither uv.lock nor requirements.txt. Run `uv lock` there first.")
         self._check(lock)
         environment = Environment(
             loader=PackageLoader("worldsize.record", "."), undefined=StrictUndefined, trim_blocks=True
@@ -249,7 +249,7 @@ class Dockerfile:
         text = environment.get_template("Dockerfile.j2").render(
             digest=hashlib.sha256(lock.read_bytes()).hexdigest(),
             base=self.base,
-            python=".".join(self.python.split(".")[:2]),  # the base has the exact one
+            python=".".join(self.python.split(".")[:2]),  # the base determines the patch version
             uv=self.uv,
             lock=lock.name,
             has_project=self.has_project,
@@ -261,32 +261,32 @@ class Dockerfile:
         return self.folder / NAME
 
     def _check_names(self) -> None:
-        """Raise WorldsizeError if one of the files would take the place of the project's own."""
+        """Raise WorldsizeError if one of the files would overwrite the project's own file."""
         for file in (self.folder / NAME, self.folder / IGNORE):
             if file.is_symlink() or (file.exists() and not _is_ours(file)):
                 raise WorldsizeError(
-                    f"{file} is not one that `worldsize image` wrote, and would be lost. Give it another name, which "
-                    "the engine's own build takes with --file; nothing was written."
+                    f"{file} was not written by `worldsize image`, and would be lost. Rename it, and pass the new name "
+                    "to the engine's own build with --file; nothing was written."
                 )
 
     def _check(self, lock: Path) -> None:
-        """Raise WorldsizeError for a lock whose environment the folder alone cannot build, or not without a secret."""
+        """Raise WorldsizeError if the lock contains credentials or packages outside of the folder."""
         for file in (lock, self.folder / "pyproject.toml"):
             if file.is_file() and without_credentials(text := file.read_text()) != text:
                 raise WorldsizeError(
-                    f"{file} has credentials in an address, and an image keeps what is copied into it. "
+                    f"{file} has credentials in an address, and they would stay in the image. "
                     "Take them out, and build with --secret id=netrc,src=$HOME/.netrc; nothing was written."
                 )
         if lock.name == "uv.lock" and (outside := sorted(_outside(tomllib.loads(lock.read_text())))):
             raise WorldsizeError(
-                f"{lock} installs {', '.join(outside)} from outside of {self.folder}, which the build does not see. "
+                f"{lock} installs {', '.join(outside)} from outside of {self.folder}, invisible to the build. "
                 "Take it from git or a package index, or move it into the project; nothing was written."
             )
 
     def _left_out(self) -> Iterator[str]:
-        """List what the image must not get: names, then what git ignores, then files that seem to be private."""
-        yield from ("**/" + re.sub(r"\[.*?\]", "?", name) for name in PRIVATE_NAMES)  # engines read no [-_]
-        yield "!**/*.py"  # of Python's sources no name shows anything; the last line that fits counts
+        """Yield ignore patterns: by name, ignored by git, and files that seem private."""
+        yield from ("**/" + re.sub(r"\[.*?\]", "?", name) for name in PRIVATE_NAMES)  # engines do not support [-_]
+        yield "!**/*.py"  # .py files are not private by name; the last matching pattern wins
         yield from (f"**/{name}" for name in _LEFT_OUT)
         ignored, files = _listed(self.folder, _IGNORED), _listed(self.folder, _FILES)
         if files is None:  # not in a git repository
@@ -299,7 +299,7 @@ class Dockerfile:
 
 
 def _is_ours(file: Path) -> bool:
-    """Return whether `worldsize image` wrote the file; an empty one holds nothing that could be lost."""
+    """Return whether the file is empty or was written by `worldsize image`."""
     if not file.is_file():
         return False
     lines = file.read_text(errors="replace").splitlines()
@@ -307,19 +307,19 @@ def _is_ours(file: Path) -> bool:
 
 
 def usual_base() -> str:
-    """Return the base image whose Python is this one."""
+    """Return the base image with the Python version of this process."""
     return f"python:{platform.python_version()}-slim"
 
 
 def version_of_uv() -> str:
-    """Return the version of this machine's uv; raise WorldsizeError if it has none."""
+    """Return the version of the installed uv; raise WorldsizeError if there is none."""
     try:
         said = subprocess.run(["uv", "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise WorldsizeError("uv is not found, whose version the image gets. pip install uv") from error
+        raise WorldsizeError("uv is not found, and the image needs its version. pip install uv") from error
     match = re.search(r"\d+(\.\d+)+\w*", said)
     if match is None:
-        raise WorldsizeError(f"uv --version says {said.strip()!r}, which is no version. Install uv anew.")
+        raise WorldsizeError(f"uv --version prints {said.strip()!r}, not a version. Reinstall uv.")
     return match[0]
 
 
@@ -332,7 +332,7 @@ def _outside(lock: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _listed(folder: Path, command: Sequence[str]) -> list[str] | None:
-    """Return names that git lists, relative to ``folder``; None: it is in no repository, or there is no git."""
+    """Return names listed by git, relative to ``folder``; None without a repository or git."""
     try:
         done = subprocess.run(["git", *command], cwd=folder, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -341,5 +341,5 @@ def _listed(folder: Path, command: Sequence[str]) -> list[str] | None:
 
 
 def _escaped(name: str) -> str:
-    """Return a pattern that matches one name alone."""
+    """Escape a name to a pattern that only matches the name itself."""
     return re.sub(r"([*?\[\]\\!#])", r"\\\1", name)

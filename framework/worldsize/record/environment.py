@@ -1,4 +1,4 @@
-"""Records the software and hardware of a run, without initialising CUDA, since this process will fork."""
+"""Capture a run's software and hardware without initializing CUDA, as this process forks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 
 def capture_environment() -> dict[str, Any]:
-    """Return Python, platform, package versions, torch's build and the CPU instructions of its kernels."""
+    """Return versions of Python, platform, packages, driver, torch, and vector instructions."""
     return {
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -41,12 +41,12 @@ def capture_environment() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Return the version of every installed package, by normalised name."""
+    """Return the versions of all installed packages, keyed by normalized name."""
     return {name: version for name, (version, _) in _installed().items()}
 
 
 def _installed() -> Mapping[str, tuple[str, metadata.Distribution]]:
-    """Return version and distribution by normalised name, sorted; of duplicates the one that is imported."""
+    """Return version and distribution by normalized name, sorted; the first one of duplicates."""
     return _installed_on(tuple(sys.path))
 
 
@@ -55,13 +55,13 @@ def _installed_on(path: Sequence[str]) -> Mapping[str, tuple[str, metadata.Distr
     packages: dict[str, tuple[str, metadata.Distribution]] = {}
     for each in metadata.distributions(path=list(path)):
         facts = _header(each)
-        if "Name" in facts and "Version" in facts:  # an interrupted uninstall leaves folders without them
+        if "Name" in facts and "Version" in facts:  # missing after an interrupted uninstall
             packages.setdefault(re.sub(r"[-_.]+", "-", facts["Name"]).lower(), (facts["Version"], each))
     return dict(sorted(packages.items()))
 
 
 def _header(distribution: metadata.Distribution) -> dict[str, str]:
-    """Return name and version; ``distribution.metadata`` would parse the whole description, for 1 ms a package."""
+    """Return name and version, skipping the long description that takes 1 ms to parse."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     header = re.split(r"\r?\n\r?\n", text, maxsplit=1)[0]
     return dict(re.findall(r"^(Name|Version):[ \t]*(.*?)\s*$", header, re.MULTILINE))
@@ -73,7 +73,7 @@ def _torch() -> dict[str, Any]:
         "version": torch.__version__,
         "git": torch.version.git_version,
         "cuda": torch.version.cuda,
-        # torch.backends.cudnn.version() asks for the device's capability, which initialises CUDA
+        # torch.backends.cudnn.version() would query the device's capability, which initializes CUDA
         "cudnn": ".".join(map(str, torch._C._cudnn.getCompileVersion())) if torch.version.cuda else None,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
     }
@@ -85,7 +85,7 @@ def _driver() -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Return this node's host, CPU, cores that this process may use, memory in bytes, and GPUs."""
+    """Return this host's name, CPU, usable cores, memory in bytes, and GPUs."""
     return {
         "host": socket.gethostname(),
         "cpu": _cpu(),
@@ -107,15 +107,15 @@ def _gpu(information: Path) -> str:
 
 
 def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that can change results, from an allow-list without names of secrets."""
+    """Return the environment variables that can change results (allow-list), without secrets."""
     kept = (name for name in environ if _VARIABLES.fullmatch(name) and not _HIDDEN.search(name))
     return {name: without_credentials(environ[name]) for name in sorted(kept)}
 
 
 def write_environment(folder: Path, project: Path, clean: Callable[[str], str]) -> str:
-    """Write the files that rebuild the environment, scrubbed by ``clean``; return the SHA-256 of the lock.
+    """Write scrubbed files for rebuilding the environment; return the SHA-256 of the lock.
 
-    They are ``uv.lock`` and ``pyproject.toml`` of ``project`` if it has them, else pins of the installed packages.
+    These are the files of ``project`` for uv if it has a ``uv.lock``, otherwise a list of all installed packages.
     """
     folder.mkdir()
     described = {"python": platform.python_version(), "platform": platform.platform(), "executable": sys.executable}
@@ -132,12 +132,12 @@ def write_environment(folder: Path, project: Path, clean: Callable[[str], str]) 
 
 
 def _copy(source: Path, target: Path, clean: Callable[[str], str]) -> None:
-    """Copy a file without secrets and without credentials in URLs of package indexes."""
+    """Copy a file, removing secrets and credentials in URLs, e.g. of package indexes."""
     target.write_bytes(clean(without_credentials(source.read_bytes().decode())).encode())
 
 
 def _pin(name: str, version: str, distribution: metadata.Distribution) -> str:
-    """Return ``name==version``, or the URL that it was installed from (PEP 610)."""
+    """Return ``name==version``, or ``name @ URL`` if installed from a URL (PEP 610)."""
     origin = distribution.read_text("direct_url.json")
     if origin is None:
         return f"{name}=={version}"

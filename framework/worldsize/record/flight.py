@@ -1,4 +1,4 @@
-"""What a process wrote of itself when its gang hung: its collectives and the stacks of its threads, as JSON."""
+"""Flight records of hung processes: JSON files with their collectives and thread stacks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from worldsize.files import read_regular
 from worldsize.messages import printable
 from worldsize.strict_json import parse
 
-_AT_MOST = 1 << 20  # bytes of one file
-_RANKS = 16  # most ranks that a message names
-_FRAMES = 4  # most frames of a stack that a message shows
-_MOST_FRAMES = 16  # most frames of a stack that a page shows
-_FILES = 1024  # most files that are read
+_AT_MOST = 1 << 20  # maximum bytes per file
+_RANKS = 16  # maximum number of ranks in a message
+_FRAMES = 4  # maximum number of stack frames per rank in a message
+_MOST_FRAMES = 16  # maximum number of stack frames on a page
+_FILES = 1024  # maximum number of files to read
 _NAME = re.compile(r"(?P<role>[a-z_]+)_(?P<rank>\d{5,7})\.flight(?:_before_\d+)?\.json", re.ASCII)
 
 
 def flight_file(log: Path) -> Path:
-    """Return the file beside the ``log`` of a process."""
+    """Return the path of a process's flight record, next to its ``log``."""
     return log.with_suffix(".flight.json")
 
 
 def collectives_file(log: Path) -> Path:
-    """Return the file beside the ``log`` of a process that counts its collectives, with ``cluster.debug``."""
+    """Return the path of a process's collective counts (``cluster.debug``), next to its ``log``."""
     return log.with_suffix(".collectives.json")
 
 
 def collectives_of(log: Path) -> dict[str, tuple[int, int]]:
-    """Return how many collectives the process with this ``log`` has begun and completed, by process group."""
+    """Return a process's numbers of started and completed collectives per process group."""
     counts = _read(collectives_file(log)) or {}
     pairs = {group: pair for group, pair in counts.items() if isinstance(pair, list) and len(pair) == 2}
     return {group: (int(begun), int(ended)) for group, (begun, ended) in pairs.items() if _are_counts(begun, ended)}
@@ -43,12 +43,12 @@ def _are_counts(*values: Any) -> bool:
 
 
 def keep_flight_file(log: Path) -> None:
-    """Give the file of an earlier process with this ``log``, if there is one, a name that no other file has.
+    """Rename an earlier process's flight record for the same ``log``, if any, to a unique name.
 
-    That process may be one of the same attempt: one whose role restarts alone, or whose place a newcomer takes.
+    The earlier process may belong to the same attempt, if it was restarted individually or replaced.
 
     Raises:
-        OSError: the folder is gone, or cannot be written.
+        OSError: the folder is gone or cannot be written.
     """
     if (path := flight_file(log)).exists():
         kept = (log.with_suffix(f".flight_before_{number}.json") for number in count(1))
@@ -56,9 +56,9 @@ def keep_flight_file(log: Path) -> None:
 
 
 def hang_report(logs: Sequence[Path]) -> str:
-    """Return what the processes with these ``logs`` did when their gang hung, some lines each; "" if none wrote it.
+    """Describe what each process was doing when the gang hung; "" without flight records.
 
-    Of many, those that waited for nobody are told, whom the others waited for.
+    If there are too many, processes that were not waiting take precedence, since the others waited for them.
     """
     written = [(log.stem, record) for log in logs[:_FILES] if (record := _read(flight_file(log))) is not None]
     told = sorted(written, key=lambda each: _waits(each[1]))[:_RANKS] if len(written) > _RANKS else written
@@ -70,7 +70,7 @@ def hang_report(logs: Sequence[Path]) -> str:
 @final
 @dataclass(frozen=True)
 class HungProcess:
-    """One process of a gang that hung."""
+    """A process of a hung gang, from its flight record."""
 
     attempt: int
     role: str
@@ -84,7 +84,7 @@ class HungProcess:
 
 
 def hung_processes(folder: Path) -> list[HungProcess]:
-    """Return what processes wrote into the ``folder`` of logs when their gang hung, in any attempt, by rank."""
+    """Read all flight records in a ``folder`` of logs, sorted by attempt, role and rank."""
     paths = ((path, _NAME.fullmatch(path.name)) for path in sorted(folder.rglob("*.flight*.json"))[:_FILES])
     processes = []
     for path, name in paths:
@@ -111,7 +111,7 @@ def _lines(name: str, record: Mapping[str, Any]) -> list[str]:
 
 
 def _doing(record: Mapping[str, Any]) -> str:
-    """Say what the process of a ``record`` waits for, or which collective it began last."""
+    """Describe what a process waits for, or its last collective, from its flight ``record``."""
     if waiting := _list(record.get("waiting")):
         return f"waits in {_told(waiting[0])}"
     if awaited := _awaited(record):
@@ -121,12 +121,12 @@ def _doing(record: Mapping[str, Any]) -> str:
 
 
 def _waits(record: Mapping[str, Any]) -> bool:
-    """Return whether the process of a ``record`` waits for others."""
+    """Return whether a process waits for others, from its flight ``record``."""
     return bool(_list(record.get("waiting")) or _awaited(record))
 
 
 def _awaited(record: Mapping[str, Any]) -> str:
-    """Return what the process of a ``record`` awaits from others outside of collectives; "" if nothing."""
+    """Return what a process waits for outside of collectives, from its ``record``, or ""."""
     awaited = record.get("awaited")
     return printable(str(awaited.get("what"))) if isinstance(awaited, dict) else ""
 

@@ -1,6 +1,6 @@
-"""Fingerprints the data files and the plugins of a run.
+"""Fingerprints of a run's data files and plugins.
 
-Plugins that other hosts may lack are copied into the run folder.
+Plugins that may be missing on other hosts are copied into the run folder.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from worldsize.record.redaction import why_private
 
 
 def fingerprint(files: Mapping[str, Path], others: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """Return size and SHA-256 of every file by name, and one digest over all; the path of one that was given relative.
+    """Return size, SHA-256 and relative path of every file, and a combined digest.
 
     Args:
-        files: they are read whole.
-        others: data by name that provide their own size and digest.
+        files: paths by name; the files are read in full.
+        others: fingerprints by name, for data that provide their own size and digest.
 
     Raises:
         WorldsizeError: a file cannot be read.
@@ -38,10 +38,10 @@ def fingerprint(files: Mapping[str, Path], others: Mapping[str, Mapping[str, Any
 
 
 def recipe_fingerprint(recipe: Recipe) -> dict[str, Any]:
-    """Return the fingerprint of all data that ``recipe`` learns from.
+    """Return the fingerprint of all training data of ``recipe``.
 
     Raises:
-        WorldsizeError: they cannot be read.
+        WorldsizeError: the data cannot be read.
     """
     return fingerprint(recipe.files(), recipe.fingerprints())
 
@@ -49,12 +49,12 @@ def recipe_fingerprint(recipe: Recipe) -> dict[str, Any]:
 def check_data(
     original: Mapping[str, Any], present: Mapping[str, Any], *, remedy: str = "Bring that file back"
 ) -> None:
-    """Raise WorldsizeError with the name of the first file that differs, unless two fingerprints are equal."""
+    """Raise WorldsizeError with the first differing file if fingerprints are not equal."""
     then, now = original["files"], present["files"]
     for name in sorted(then.keys() | now.keys()):
         if _content(then.get(name)) != _content(now.get(name)):
             raise WorldsizeError(
-                f"the data file {name!r} is not the one that the run learned from: {_described(then.get(name))} then, "
+                f"the data file {name!r} differs from the run's: {_described(then.get(name))} then, "
                 f"{_described(now.get(name))} now. {remedy}; nothing was started."
             )
 
@@ -64,13 +64,13 @@ def _content(file: Mapping[str, Any] | None) -> tuple[int, str] | None:
 
 
 def link_data(data: Mapping[str, Any], folder: Path, root: Path, sources: Sequence[Path]) -> None:
-    """Link the data files that a checkout lacks, since git does not track them, from their sources.
+    """Create symbolic links to data files that a checkout lacks, as git does not track them.
 
     Args:
-        data: A fingerprint. Files whose path was not relative need no link.
-        folder: Folder in the checkout in which the program runs, to which their paths are relative.
-        root: The checkout, outside of which no link is made.
-        sources: Folders to which the paths may be relative here; a file with another digest is left alone.
+        data: Fingerprint of the data. Only files with relative paths are linked.
+        folder: Working directory in the checkout, to which the paths are relative.
+        root: The checkout; links are only created inside it.
+        sources: Folders to search for the relative paths; files with a different size or digest are not linked.
     """
     for file in data["files"].values():
         if (given := file.get("path")) is None:
@@ -109,7 +109,7 @@ def _describe(name: str, path: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> Iterator[Path]:
-    """List a plugin's recorded files, sorted: no caches, hidden files or files above 1 MiB."""
+    """Yield a plugin's recorded files: no caches, hidden or unreadable ones, or above 1 MiB."""
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
         if not hidden and file.is_file() and os.access(file, os.R_OK) and file.stat().st_size <= LARGEST:
@@ -117,7 +117,7 @@ def files_of(folder: Path) -> Iterator[Path]:
 
 
 def digest_of(folder: Path) -> str:
-    """Return the SHA-256 over names and contents of :func:`files_of`."""
+    """Return a SHA-256 of names and contents of a plugin's recorded files (:func:`files_of`)."""
     digest = hashlib.sha256()
     for file in files_of(folder):
         content = hashlib.sha256(read_regular(file, at_most=LARGEST)).hexdigest()
@@ -129,30 +129,28 @@ def copy_files(folder: Path, target: Path) -> None:
     """Copy the recorded files of a plugin.
 
     Raises:
-        WorldsizeError: a file is a link, which may lead anywhere.
+        WorldsizeError: a file is a symbolic link, which may lead outside.
     """
     for file in files_of(folder):
         if file.is_symlink():
-            raise WorldsizeError(f"{printable(str(file))} is a link, and may lead anywhere. Put the file in its place.")
+            raise WorldsizeError(f"{printable(str(file))} is a link, perhaps to an outside file. Put the file there.")
         copy = target / file.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file, copy)
 
 
 def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Sequence[str] = ()) -> None:
-    """Copy a plugin.
-
-    ``include``: patterns of files that are copied although they seem to be private.
+    """Copy a plugin to the run folder; ``include``: patterns of private-looking files to allow.
 
     Raises:
-        WorldsizeError: a file seems to be private, or contains a secret that ``clean`` would remove.
+        WorldsizeError: a file seems private, or contains a secret that ``clean`` would remove.
     """
     for file in files_of(folder):
         name = file.relative_to(folder).as_posix()
         if (reason := why_private(file, name, include=include)) is not None:
             raise WorldsizeError(
                 f"{file} seems to be private ({reason}), and would be copied into the run's folder. "
-                f"Take it out of the plugin, or say that it may be: run.include='[{name}]'."
+                f"Take it out of the plugin, or allow it: run.include='[{name}]'."
             )
         text = read_regular(file, at_most=LARGEST).decode(errors="surrogateescape")
         if clean(text) != text:
@@ -166,18 +164,18 @@ def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Se
 
 
 def kept_folder(root: Path, name: str) -> Path:
-    """Return the folder of the plugin ``name``, such as "plugins.diloco", below ``root``.
+    """Return the folder for the copy of the plugin ``name``, such as "plugins.diloco".
 
     Raises:
         WorldsizeError: the name is not a module name.
     """
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
-        raise WorldsizeError(f"the record lists the plugin {name!r}, which is no name of a module. Do not trust it.")
+        raise WorldsizeError(f"the record lists the plugin {name!r}, not a module name. Do not trust it.")
     return root.joinpath(*name.split("."))
 
 
 def remove_compiled(root: Path) -> None:
-    """Remove compiled files, which would be imported in place of the verified sources."""
+    """Remove compiled files, so that Python only imports the verified sources."""
     for cache in list(root.rglob("__pycache__")):
         if cache.is_symlink():
             cache.unlink()
@@ -186,22 +184,22 @@ def remove_compiled(root: Path) -> None:
 
 
 def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
-    """Check that ``root`` contains exactly the recorded copies of ``plugins``; return whether there are any.
+    """Check that ``root`` has exactly the recorded plugin copies; return whether there are any.
 
-    Compiled files are removed.
+    Removes compiled files.
 
     Raises:
         WorldsizeError: a copy is missing or was changed, or a file is not in the record.
     """
     if root.is_symlink():
-        raise WorldsizeError(f"{printable(str(root))} is a link, which worldsize did not make. Take it away.")
+        raise WorldsizeError(f"{printable(str(root))} is a link, not made by worldsize. Remove it.")
     remove_compiled(root)
     folders = [kept_folder(root, plugin["name"]) for plugin in plugins if plugin["kept"]]
     recorded = [plugin["sha256"] for plugin in plugins if plugin["kept"]]
     for folder, wanted in zip(folders, recorded, strict=True):
         if (digest := digest_of(folder)) != wanted:
             raise WorldsizeError(
-                f"{folder} is lost or was changed: its digest is {digest}, the record says {wanted}. "
+                f"{folder} is lost or was changed: its digest is {digest}, the record has {wanted}. "
                 "Restore it from a copy of the run folder."
             )
     listed = {file for folder in folders for file in files_of(folder)}
@@ -209,6 +207,6 @@ def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
         if path.is_symlink() or (not path.is_dir() and path not in listed):
             raise WorldsizeError(
                 f"{printable(str(path))} is not in the record of the run, and would be imported. "
-                "Take it away, if you do not know it; nothing was started."
+                "Remove it if it is not yours; nothing was started."
             )
     return bool(folders)

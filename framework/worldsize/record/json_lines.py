@@ -1,7 +1,6 @@
-"""Reads files with one JSON object per line, also while they grow or if they are damaged.
+"""Reading of JSON-lines files, including files that are growing or damaged.
 
-:func:`reading` turns errors of reading a run's files, which other users may have written, into one-sentence
-messages.
+:func:`reading` converts errors in a run's files, which may be from other users, to one-sentence messages.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from worldsize.files import open_regular
 from worldsize.strict_json import parse
 
 Row = dict[str, Any]
-_LONGEST = 16 << 20  # bytes of a line
+_LONGEST = 16 << 20  # maximum bytes per line
 
 _logger = logging.getLogger(__name__)
 
@@ -35,18 +34,18 @@ def row_of(line: bytes) -> Row | None:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a JSON number or one of the words for infinities and NaN."""
+    """Return whether a value is a JSON number or one of the strings "nan", "inf" and "-inf"."""
     return type(value) in (int, float) or value in ("nan", "inf", "-inf")
 
 
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield each line from byte ``start`` on that has an end, and the byte at which the next one begins.
+    """Yield each complete line from byte ``start`` on, and the byte offset of the next line.
 
-    A missing file has no lines. A last line without a line end is skipped: it is being written, or its writer was
-    killed. A line of more than 16 MiB is replaced by an empty one, which is never valid.
+    A missing file counts as empty. A last line without a newline is skipped, since it is still being written or its
+    writer was killed. A line above 16 MiB is replaced by an empty line, which is not valid.
 
     Raises:
-        OSError: the file cannot be read, or is no regular one.
+        OSError: the file cannot be read, or is not a regular file.
     """
     try:
         file = open_regular(path)
@@ -67,12 +66,12 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
 
 
 def drop_lines(path: Path, *, is_valid: Callable[[Row], bool], is_kept: Callable[[Row], bool]) -> None:
-    """Rewrite the file with only the lines whose row ``is_kept``.
+    """Rewrite the file with only the rows for which ``is_kept`` returns True.
 
-    An incomplete last line is dropped, and so are damaged lines, with a warning.
+    An incomplete last line is dropped. Damaged lines are dropped with a warning.
     """
-    kept, end, damaged = 0, 0, 0  # kept: bytes before the first line that is dropped
-    later: list[bytes] = []  # lines that are kept after it
+    kept, end, damaged = 0, 0, 0  # kept: bytes before the first dropped line
+    later: list[bytes] = []  # lines to keep after the first dropped line
     for line, following in complete_lines(path):
         row = row_of(line)
         if row is None or not is_valid(row):
@@ -95,10 +94,10 @@ def drop_lines(path: Path, *, is_valid: Callable[[Row], bool], is_kept: Callable
 
 
 def last_line(path: Path, *, within: int) -> bytes:
-    """Return the part of the last line in the last ``within`` bytes; empty if the line is incomplete.
+    """Return the last line, read from the last ``within`` bytes; empty if it is incomplete.
 
     Raises:
-        OSError: the file cannot be read, or is no regular one.
+        OSError: the file cannot be read, or is not a regular file.
     """
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - within))
@@ -108,14 +107,14 @@ def last_line(path: Path, *, within: int) -> bytes:
 
 @final
 class JsonRows:
-    """Iterates over the objects in a file; lines that are not valid objects are skipped and counted.
+    """Iterable over the valid JSON objects in a file; other lines are skipped and counted.
 
-    Of a file with more than ``at_most`` lines only every k-th line is parsed, and the last one, and those that contain
-    ``keep``, so that neither time nor memory grows with the length of a run.
+    In a file with more than ``at_most`` lines, only every k-th line, the last line and lines that contain ``keep`` are
+    parsed, so that time and memory stay bounded for long runs.
 
     Attributes:
-        damaged: number of lines skipped so far
-        every: k, known once iteration has begun
+        damaged: number of invalid lines so far
+        every: k, set when iteration begins
     """
 
     def __init__(
@@ -145,10 +144,10 @@ class JsonRows:
 
 @contextmanager
 def reading(run: Path) -> Iterator[None]:
-    """Convert errors inside the context to an error about the record of ``run``.
+    """Convert errors within the block to an error about the record of ``run``.
 
     Raises:
-        WorldsizeError: a file cannot be read, or has contents that no run writes.
+        WorldsizeError: a file cannot be read, or its content is invalid.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Determines the reproducibility level of a run, from bitwise to none, and the differences that lower it."""
+"""Reproducibility levels, from bitwise to none, and the differences that lower them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # it imports torch, for which those who only read a level do not wait
+if TYPE_CHECKING:  # imports torch, which is too slow for reading a level
     from worldsize.record.determinism import Determinism
 
 LEVELS = ("none", "tolerance", "same-topology bitwise", "bitwise")
@@ -20,21 +20,21 @@ _NOT_COMPUTED = (*NOT_TRAINED, "strategy", "cluster", "reproducibility")
 
 @dataclass(frozen=True)
 class ReproducibilityLevel:
-    """A claim of how exactly a run can be re-created: ``level`` is one of LEVELS, ``why`` its reason."""
+    """A claim of how exactly a run can be reproduced: one of LEVELS, and the reason."""
 
     level: str
     why: str
 
 
 class Downgrade(NamedTuple):
-    """A difference between a record and this machine, and the highest level that it allows."""
+    """A difference between two runs, and the highest level that it allows."""
 
     level: str
     reason: str
 
 
 def promised_level(determinism: Determinism) -> ReproducibilityLevel:
-    """Return the level that a run has by its reproducibility mode alone."""
+    """Return the reproducibility level that a mode guarantees."""
     if determinism.reduce == "ordered":
         why = "a function of configuration and seed at any number of processes that divides the logical ranks"
         return ReproducibilityLevel("bitwise", f"{why}; on this CPU or GPU model and this torch build")
@@ -45,15 +45,15 @@ def promised_level(determinism: Determinism) -> ReproducibilityLevel:
 
 
 def downgrades(original: Mapping[str, Any], present: Mapping[str, Any]) -> list[Downgrade]:
-    """List the differences between two manifests that downgrade the first one's level for the second."""
+    """List differences that lower the ``original`` run's level in the ``present`` run."""
     differences = (*_config(original, present), *_machine(original, present), *_code(original, present))
     return [*resume_downgrades(original), *differences]
 
 
 def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
-    """List the downgrades of a run that changed on its way, which no single run can repeat.
+    """List the downgrades of a run that changed midway, so that a single run cannot repeat it.
 
-    It was resumed with another configuration, or it went on without processes that died, or with others.
+    Such a run was resumed with a different configuration, or its processes changed during an attempt.
     """
     is_ordered = manifest["determinism"]["reduce"] == "ordered"
     reasons = [] if is_ordered else list(_memberships(manifest))
@@ -70,7 +70,7 @@ def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
 
 
 def _divides_layers_anew(key: str, then: Any, now: Any) -> bool:
-    """Return whether a key says among how many ranks a layer or the chain of layers is divided, and has changed."""
+    """Return whether a change affects the number of tensor-parallel or pipeline-parallel ranks."""
     return key in ("strategy.tensor", "strategy.pipeline") and (then or 1) != (now or 1)
 
 
@@ -84,7 +84,7 @@ def _memberships(manifest: Mapping[str, Any]) -> Iterator[Downgrade]:
 def downgraded_level(
     original: Mapping[str, Any], present: Mapping[str, Any], reasons: Sequence[Downgrade]
 ) -> ReproducibilityLevel:
-    """Return the lowest of both runs' levels and of those that ``reasons`` allow."""
+    """Return the lowest of both runs' levels and the levels in ``reasons``."""
     recorded = [recorded_level(run) for run in (original, present)]
     lowest = min([*(Downgrade(each.level, each.why) for each in recorded), *reasons], key=_height)
     why = [each.reason for each in reasons] or [lowest.reason]
@@ -92,7 +92,7 @@ def downgraded_level(
 
 
 def recorded_level(manifest: Mapping[str, Any]) -> ReproducibilityLevel:
-    """Return the level that the manifest names, or "none" if it is too old to name one."""
+    """Return the level in the manifest, or "none" for an old manifest without a level."""
     level = manifest.get("reproducibility")
     return (
         ReproducibilityLevel(level["level"], level["why"])
@@ -108,20 +108,20 @@ def _height(downgrade: Downgrade) -> int:
 def changes(
     then: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = _NOT_COMPUTED
 ) -> list[tuple[str, Any, Any]]:
-    """Return the keys not below ``but`` that differ between two configurations, with both values."""
+    """Return the keys outside of sections ``but`` that differ, with both values."""
     first, second = _flat(then), _flat(now)
     keys = [key for key in sorted(first.keys() | second.keys()) if key.split(".")[0] not in but]
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 
 
 def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) -> list[tuple[str, Any, Any]]:
-    """Return the changes that are not below a key in ``ignore``, and do not follow from one."""
+    """Drop changes at or below a key in ``ignore``, and others with the same values."""
     accepted = [(then, now) for key, then, now in changes if _is_below(key, ignore)]
     return [each for each in changes if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 
 
 def without_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """Leave out what an interpolation changes along: a key of the same name and values as one that is less deep."""
+    """Drop changes by interpolation: keys with the name and values of a less nested key."""
     kept: list[tuple[str, Any, Any]] = []
     for key, then, now in sorted(changes, key=lambda change: change[0].count(".")):
         of_one_name = (other for other in kept if other[0].rpartition(".")[2] == key.rpartition(".")[2])
@@ -140,7 +140,7 @@ def _config(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator
 
 
 def keys_of(node: Any, path: str = "") -> Iterator[str]:
-    """Yield each key of a configuration, also of its sections."""
+    """Yield all dotted keys of a configuration, including those of sections."""
     if path:
         yield path
     if isinstance(node, Mapping):
@@ -167,7 +167,7 @@ def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
     then, now = (manifest["determinism"].get("order", 1) for manifest in (original, present))
     if orders_differ(then, now, original):
         yield Downgrade("tolerance", f"order of samples: {then} then, {now} now")
-    for key in ("tensor", "pipeline"):  # no order of sums over logical ranks makes up for it
+    for key in ("tensor", "pipeline"):  # not compensated by ordered reduction over logical ranks
         then, now = (manifest["config"].get("strategy", {}).get(key) for manifest in (original, present))
         if _divides_layers_anew(f"strategy.{key}", then, now):
             yield Downgrade("tolerance", f"strategy.{key}: {then or 1} then, {now or 1} now, and sums depend on it")
@@ -199,8 +199,8 @@ _DECIDES_BITS = {
     "device": ("config", "cluster", "device"),
     "threads a process": ("determinism", "threads_per_process"),
 }
-# environment variables that are recorded and change no bit: where files lie, who runs what, what is logged, and over
-# which interface messages travel
+# recorded environment variables that do not affect results: file locations, job IDs, logging, and the network
+# interface
 _NO_BITS = re.compile(
     r"\w+_CACHE_DIR|SLURM_JOB_ID|SKYPILOT_TASK_ID|NCCL_DEBUG\w*|TORCH_DISTRIBUTED_DEBUG|TORCH_FR_\w+|GLOO_SOCKET_IFNAME"
 )
@@ -211,10 +211,10 @@ _DECIDES_SUMS = {"processes": ("cluster", "processes"), "strategy": ("config", "
 
 
 def orders_differ(then: int, now: int, manifest: Mapping[str, Any]) -> bool:
-    """Return whether two versions of the order of samples may differ for the data that ``manifest`` records.
+    """Return whether two versions of the sample order may differ for the data of ``manifest``.
 
-    Version 2 changed that of more than 2²² samples, which take at least as many bytes, and version 3 that of batches
-    of similar length.
+    Version 2 changed the order of more than 2²² samples, which have at least as many bytes. Version 3 changed the order
+    of length-balanced batches.
     """
     recorded_bytes = sum(file["size"] for file in manifest["data"]["files"].values())
     changed = {2: recorded_bytes > 1 << 22, 3: bool(manifest["config"].get("length_balanced"))}
@@ -235,7 +235,7 @@ def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[D
         yield Downgrade("tolerance", "a secret was taken out of the recorded changes")
     digests = {plugin["name"]: plugin["sha256"] for plugin in present.get("plugins", ())}
     for plugin in original.get("plugins", ()):
-        is_in_code = plugin["source"] in ("worldsize", "project")  # which the commit and its patch tell more exactly
+        is_in_code = plugin["source"] in ("worldsize", "project")  # covered by the commit and its patch
         if not is_in_code and (digest := digests.get(plugin["name"])) != plugin["sha256"]:
             yield Downgrade("tolerance", f"files of {plugin['name']}: {plugin['sha256']} then, {digest} now")
     if then["framework"] != now["framework"]:
@@ -244,7 +244,7 @@ def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[D
 
 
 def _worldsize(facts: Mapping[str, str | None] | None) -> str:
-    """Name the code of a worldsize that is a clone beside the project; None: it is none, or the project itself."""
+    """Describe the commit of a worldsize clone; ``facts`` is None without a separate clone."""
     if facts is None:
         return "no clone of its own"
     return f"commit {facts['commit']}" + (f" with the changes {facts['patch_sha256']}" if facts["patch_sha256"] else "")

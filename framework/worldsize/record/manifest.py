@@ -1,6 +1,6 @@
-"""The format of ``run_manifest.json``: canonical JSON with a digest, signed by the user who wrote it.
+"""The format of ``run_manifest.json``: canonical JSON with a digest and a signature.
 
-Types and bounds of its fields are checked against a JSON Schema.
+Types and bounds of fields are checked against a JSON Schema.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from worldsize.moved import rename_targets
 from worldsize.strict_json import LARGEST, parse, strict
 
 SCHEMA_VERSION = 1
-_LONGEST_KEY = 1 << 10  # bytes
+_LONGEST_KEY = 1 << 10  # maximum bytes
 _SEALS = re.compile(r'\n  "(digest|signature)": (?:"([0-9a-f]*)"|null),?(?=\n)')
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True) -> dict[str, Any]:
-    """Write the manifest atomically, and return it as written.
+    """Write the manifest atomically with sorted keys, and return it as written.
 
-    Keys are sorted; ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. It is signed only if it
-    is this user's ``own``: a note in another user's record must not turn it into one's own.
+    ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. The manifest is only signed if it is
+    this user's ``own``, so that a change to another user's record does not change its owner.
     """
     facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
     digest = _digest(facts)
@@ -54,27 +54,27 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _digest_of_text(text: str) -> str:
-    """Return the digest of a manifest's text without the lines of ``digest`` and ``signature``.
+    """Return the digest of a manifest's text without the lines ``digest`` and ``signature``.
 
-    Serializing the parsed manifest again would take several milliseconds, too long for a list of many runs.
+    Serializing the parsed manifest again would take several milliseconds, too slow for listing many runs.
     """
     rest = _SEALS.sub("", text)
-    if rest.endswith(",\n}\n"):  # a line that is left out was the last one
+    if rest.endswith(",\n}\n"):  # the last line was removed
         rest = f"{rest[:-4]}\n}}\n"
     return hashlib.sha256(rest.encode()).hexdigest()
 
 
 class _Fields(dict[str, Any]):
-    """A mapping of a manifest; a missing key is an error of the record, not of the program."""
+    """A mapping in a manifest; a missing key raises WorldsizeError for a damaged record."""
 
     def __missing__(self, key: str) -> NoReturn:
         raise WorldsizeError(f"the record lacks the field {key!r}. It is damaged; take it from a copy of the run.")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest, and check its digest and the types of its fields.
+    """Read a manifest, and check its digest and the types of its fields.
 
-    Access to a missing field of the result raises WorldsizeError.
+    Access to a missing field in the result raises WorldsizeError.
 
     Raises:
         WorldsizeError: the manifest is missing, not JSON, of a newer schema, or was edited.
@@ -98,7 +98,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if manifest.get("digest") != (digest := _digest_of_text(text)):
         raise WorldsizeError(
-            f"{path} was edited after it was written: its digest is {digest}, it says {manifest.get('digest')}. "
+            f"{path} was edited after it was written: its digest is {digest}, not {manifest.get('digest')}. "
             "Take the original from a copy of the run."
         )
     rename_targets(manifest.get("config"))
@@ -106,7 +106,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _own(text: str) -> dict[str, Any] | None:
-    """Parse the text of a manifest of this schema that this user has signed; None: it is not.
+    """Parse a manifest of this schema version, signed by this user; return None for others.
 
     A signed manifest is not validated further, since validation takes several times as long as parsing.
     """
@@ -118,7 +118,7 @@ def _own(text: str) -> dict[str, Any] | None:
     if digest != _digest_of_text(text) or not _is_signature(signature, digest):
         return None
     manifest: dict[str, Any] = json.loads(text, object_hook=_Fields)
-    is_whole = (manifest.get("digest"), manifest.get("signature")) == (digest, signature)  # at the top, not within
+    is_whole = (manifest.get("digest"), manifest.get("signature")) == (digest, signature)  # top level only
     return manifest if is_whole and manifest.get("schema_version") == SCHEMA_VERSION else None
 
 
@@ -129,7 +129,7 @@ def _schema() -> Mapping[str, Any]:
 
 
 def is_own(manifest: Mapping[str, Any]) -> bool:
-    """Return whether this user has written the manifest: it is signed with a key that only this user can read."""
+    """Return whether this user wrote the manifest, i.e. signed it with a key only they can read."""
     signature = manifest.get("signature")
     return isinstance(signature, str) and _is_signature(signature, manifest["digest"])
 
@@ -140,13 +140,13 @@ def _is_signature(signature: str, digest: str) -> bool:
 
 
 def _signature(digest: str) -> str | None:
-    """Return the HMAC-SHA-256 (RFC 2104) of a manifest's digest; None if the user has no key and none can be made."""
+    """Return the HMAC-SHA-256 (RFC 2104) of a digest; None if the key cannot be read or created."""
     key = _key()
     return hmac.new(key, digest.encode(), hashlib.sha256).hexdigest() if key else None
 
 
 def _key() -> bytes | None:
-    with suppress(OSError, RuntimeError):  # the latter: the user has no home folder
+    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
         path = Path.home() / ".config" / "worldsize" / "manifest.key"
         if not path.exists():
             _create(path)
@@ -155,7 +155,7 @@ def _key() -> bytes | None:
 
 
 def _create(path: Path) -> None:
-    """Create the key atomically: if two runs start at once, one key wins."""
+    """Create the key atomically; if two runs start simultaneously, both use the same key."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -178,27 +178,27 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 def check(value: Any, schema: Mapping[str, Any], name: str = "") -> None:
-    """Check the fields that are present; patterns and required fields are not checked.
+    """Check a value against a JSON Schema, except for patterns and required fields.
 
     Args:
         value: the decoded JSON value.
-        schema: may use type, enum, const, anyOf, properties, additionalProperties, items, minItems, maxItems, minimum
-            and maximum.
-        name: the dotted key of the value; empty: the top level.
+        schema: the schema; may use type, enum, const, anyOf, properties, additionalProperties, items, minItems,
+            maxItems, minimum and maximum.
+        name: dotted key of the value, for messages; empty at the top level.
 
     Raises:
-        ValueError: a field is invalid; the message names it.
+        ValueError: a field is invalid; the message contains its key.
     """
     if not _is_of_type(value, schema):
-        raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, which is of the wrong type")
+        raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, of the wrong type")
     if not _is_within(value, schema):
-        raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, which is out of bounds")
+        raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, out of bounds")
     if isinstance(value, dict):
         known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key, child in value.items():
             rule = known.get(key, others)
             if type(child) is str and rule.get("type") == "string" and "enum" not in rule and "const" not in rule:
-                continue  # as most fields are, such as the versions of packages: nothing else is checked of them
+                continue  # fast path for most fields, such as package versions, which need no other check
             if rule:
                 check(child, rule, f"{name}.{key}" if name else key)
     elif isinstance(value, list) and (rule := schema.get("items")):

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one line per logged step and per evaluation; strict JSON, readable while it grows."""
+"""``metrics.jsonl``: one line of strict JSON per logged step and per evaluation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from worldsize.record.json_lines import JsonRows, Row, complete_lines, drop_line
 from worldsize.record.run_directory import RunDirectory
 from worldsize.strict_json import strict
 
-_EVALUATION = b'"event": "evaluation"'  # is in each line about one, as we write it
-_END = 1 << 20  # bytes of a file that hold its last line
+_EVALUATION = b'"event": "evaluation"'  # part of every evaluation's line
+_END = 1 << 20  # bytes to read from the end of a file for its last line
 
-# what follows from the computation alone; the rest of a line is time
+# fields that depend only on the computation; the others depend on time
 _COMPUTED = ("event", "step", "samples", "loss", "lr", "grad_norm", "skipped", "metrics")
 
 _OPTIONAL = (
@@ -33,14 +33,16 @@ _OPTIONAL = (
     "tokens_per_second",
     "mfu",
     "update_samples",
+    "tokens",
+    "epoch",
 )
 
 
-JsonNumber = float | str  # "nan", "inf" and "-inf" are words in strict JSON
+JsonNumber = float | str  # strict JSON needs strings for "nan", "inf" and "-inf"
 
 
 class StepRow(TypedDict):
-    """A logged step: its number, the samples up to it, its loss, and the mean time of a step on each rank."""
+    """A logged step: number, total samples, loss, mean step time per rank, and optional fields."""
 
     event: Literal["step"]
     step: int
@@ -51,12 +53,14 @@ class StepRow(TypedDict):
     tokens_per_second: NotRequired[JsonNumber]
     mfu: NotRequired[JsonNumber]
     update_samples: NotRequired[float]
+    tokens: NotRequired[int]
+    epoch: NotRequired[float]
     metrics: NotRequired[dict[str, JsonNumber]]
     facts: NotRequired[dict[str, Any]]
 
 
 class EvaluationRow(TypedDict):
-    """The metrics of an evaluation after a step; those of other splits than "test" are named ``split/name``."""
+    """Metrics of an evaluation; splits other than "test" are prefixed, as in ``split/name``."""
 
     event: Literal["evaluation"]
     step: int
@@ -67,7 +71,7 @@ MetricRow = StepRow | EvaluationRow
 
 
 class TimingRow(TypedDict, total=False):
-    """The mean times of one rank up to a logged step, in seconds; those that were not measured are left out."""
+    """Mean times in seconds of one rank up to a logged step; unmeasured times are omitted."""
 
     step: int
     step_seconds: JsonNumber
@@ -77,9 +81,9 @@ class TimingRow(TypedDict, total=False):
 
 @final
 class MetricsFile:
-    """Appends each event to ``path`` and flushes, so that others can follow the file.
+    """Listener that appends each event to ``path`` and flushes it for readers.
 
-    Lines of an earlier attempt about steps that will be repeated are removed.
+    When a run starts, lines of an earlier attempt are removed for steps that will be repeated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,7 +114,7 @@ def _told(event: StepDone) -> dict[str, Any]:
 
 
 def is_metric(row: Row) -> TypeGuard[MetricRow]:
-    """Return whether a row has the required fields of a step or an evaluation in ``metrics.jsonl``."""
+    """Return whether a row has valid fields of a step or an evaluation in ``metrics.jsonl``."""
     if type(row.get("step")) is not int or row["step"] < 0:
         return False
     metrics = row.get("metrics", {} if row.get("event") == "step" else None)
@@ -129,19 +133,19 @@ def _is_positive(value: Any) -> bool:
 
 
 def is_timing(row: Row) -> TypeGuard[TimingRow]:
-    """Return whether a row has the required fields of a rank's ``timing`` file: its step, and seconds by name."""
+    """Return whether a row of a rank's ``timing`` file is valid: a step, and seconds by name."""
     return type(row.get("step")) is int and row["step"] >= 0 and all(map(is_number, row.values()))
 
 
 def metric_rows(path: Path, *, at_most: int | None = None) -> JsonRows:
-    """Read ``metrics.jsonl``; if it has more than ``at_most`` lines, all evaluations and every k-th step."""
+    """Read ``metrics.jsonl``; above ``at_most`` lines, all evaluations and every k-th line."""
     return JsonRows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
 
 
 def rewind(path: Path, step: int, *, evaluated: bool = True) -> int:
-    """Drop damaged lines and those after ``step``; return how many logged steps are left. See :func:`drop_lines`.
+    """Drop damaged lines and those after ``step``; return the number of logged steps left.
 
-    With ``evaluated=False`` the evaluation after the step is also dropped.
+    With ``evaluated=False``, the evaluation after ``step`` is dropped, too.
     """
     left: set[int] = set()
 
@@ -158,13 +162,14 @@ def rewind(path: Path, step: int, *, evaluated: bool = True) -> int:
 def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
     """Drop the metrics after the run's newest checkpoint, since these steps will be repeated.
 
-    Return how many logged steps before it the file lacks: the checkpoint was written after their lines.
+    Returns the number of logged steps up to the checkpoint that are missing from the file, although they should have
+    been written before the checkpoint.
     """
-    from worldsize.checkpoint.format import complete, read, step_of  # torch, for which those who look do not wait
+    from worldsize.checkpoint.format import complete, read, step_of  # imports torch, which is too slow for readers
 
     saved, evaluated = complete(run.checkpoints), True
     if saved:
-        with suppress(CheckpointError):  # a damaged one is refused by those who load it
+        with suppress(CheckpointError):  # a load refuses a damaged checkpoint
             evaluated = read(saved[-1]).facts.get("evaluated", True)
     step = step_of(saved[-1]) if saved else 0
     left = rewind(run.metrics, step, evaluated=evaluated)
@@ -182,16 +187,16 @@ def _is_before(row: Mapping[str, Any], step: int, evaluated: bool) -> bool:
 
 
 def _ends_before(path: Path, step: int, evaluated: bool) -> bool:
-    """Return whether the last line is at or before ``step``; lines are in the order of their steps.
+    """Return whether the last line is at or before ``step``; lines are sorted by step.
 
-    The launching process has read them all, and dropped those that were damaged, when the attempt began.
+    The launching process has already read all lines and dropped damaged ones at the start of the attempt.
     """
     row = row_of(last_line(path, within=_END))
     return row is not None and is_metric(row) and _is_before(row, step, evaluated)
 
 
 def evaluations(path: Path, *, until: float = math.inf) -> list[tuple[int, dict[str, float]]]:
-    """Read the step and the metrics of each evaluation that was logged, up to step ``until``, in order."""
+    """Read the step and the metrics of each logged evaluation up to step ``until``, in order."""
     rows = (row_of(line) for line, _ in complete_lines(path) if _EVALUATION in line)
     return [
         (row["step"], {name: float(value) for name, value in row["metrics"].items()})
@@ -201,24 +206,24 @@ def evaluations(path: Path, *, until: float = math.inf) -> list[tuple[int, dict[
 
 
 def last_step(path: Path) -> int:
-    """Return the step of the last line, of a logged step or an evaluation; 0 if there is none."""
+    """Return the step in the last line (a logged step or an evaluation), or 0 without lines."""
     return last_row(path)[0]
 
 
 def last_row(path: Path) -> tuple[int, bool]:
-    """Return the step of the last line, and whether it is about an evaluation; step 0 if there is none."""
+    """Return the last line's step, and whether it is an evaluation; (0, False) without lines."""
     row = row_of(last_line(path, within=_END))
     return (row["step"], row["event"] == "evaluation") if row is not None and is_metric(row) else (0, False)
 
 
 def last_metrics(path: Path) -> dict[str, float]:
-    """Return the metrics of the last logged evaluation; empty if there was none."""
+    """Return the metrics of the last logged evaluation, or an empty dict."""
     logged = evaluations(path)
     return logged[-1][1] if logged else {}
 
 
 def metrics_digest(path: Path) -> str:
-    """Return the SHA-256 of all values that depend only on the computation; times are left out."""
+    """Return the SHA-256 of logged values that depend only on the computation, without times."""
     digest = hashlib.sha256()
     for row in metric_rows(path):
         computed = {key: row[key] for key in _COMPUTED if key in row}

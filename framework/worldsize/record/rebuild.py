@@ -1,4 +1,4 @@
-"""Provides the Python of a run's record: the present one if identical, else one rebuilt from the recorded lock."""
+"""Interpreters for reproducing a run: this one, one built from the lock, or a container's."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from worldsize.strict_json import LARGEST
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python.
+    """How to start a Python interpreter.
 
     Attributes:
-        command: The words that start it.
-        path: Folders to put before its own import path.
-        variables: Environment variables that it needs.
+        command: The command that starts it.
+        path: Folders to prepend to its import path.
+        variables: Environment variables to set.
     """
 
     command: tuple[str, ...]
@@ -42,13 +42,13 @@ class Interpreter:
 @final
 @dataclass(frozen=True)
 class Lock:
-    """The files that uv installs from, read once so that exactly what was shown is installed.
+    """Lock files for uv, read once so that uv installs exactly what the user was shown.
 
     Attributes:
         name: "uv.lock" or "requirements.txt".
-        content: its bytes, which have the recorded digest.
-        project: the project file next to it, if there is one.
-        python: version of the recorded Python.
+        content: content of the lock file, verified by its recorded digest.
+        project: content of pyproject.toml in the same folder, if it exists.
+        python: recorded Python version.
     """
 
     name: str
@@ -57,21 +57,21 @@ class Lock:
     python: str
 
     def write(self, folder: Path) -> None:
-        """Write the files into ``folder``."""
+        """Write the lock file and the project file into ``folder``."""
         (folder / self.name).write_bytes(self.content)
         if self.project is not None:
             (folder / "pyproject.toml").write_bytes(self.project)
 
 
 def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
-    """Read the lock in ``files``, the record's environment folder.
+    """Read the lock file in ``files``, the environment folder of the record.
 
     Raises:
-        WorldsizeError: the lock is missing or not the recorded one, or the record's Python version is invalid.
+        WorldsizeError: the lock file is missing or was changed, or the recorded Python version is invalid.
     """
     python = environment["python"]
     if not re.fullmatch(r"\d+(\.\d+)+\w*\+?", python, re.ASCII):
-        raise WorldsizeError(f"the record names the Python {python!r}, which is no version. It is not to be trusted.")
+        raise WorldsizeError(f"the record names the Python {python!r}, not a version. It is not to be trusted.")
     lock = next((files / name for name in ("uv.lock", "requirements.txt") if (files / name).is_file()), None)
     content = read_regular(lock, at_most=LARGEST) if lock else b""
     if lock is None or hashlib.sha256(content).hexdigest() != environment["lock_sha256"]:
@@ -83,9 +83,9 @@ def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
 
 
 def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:
-    """Return this Python, for the code in the checkout ``code``.
+    """Return this process's Python for the code in the checkout ``code``.
 
-    Editable packages that it imports from one of ``clones`` must be imported from ``code`` instead.
+    Editable packages in ``clones`` are replaced on the import path by the same folders in ``code``.
     """
     return Interpreter((sys.executable,), tuple(_moved(clones, code)))
 
@@ -93,10 +93,11 @@ def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:
 def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
     """Build a Python environment from ``lock`` with uv.
 
-    ``project`` is the run's working directory; if the lock is not its own, the environment is built in ``spare``.
+    The environment is built in ``project``, the run's working directory, if the lock belongs to it, otherwise in
+    ``spare``.
 
     Raises:
-        WorldsizeError: uv is missing, or it cannot build.
+        WorldsizeError: uv is missing, or cannot build the environment.
     """
     if shutil.which("uv") is None:
         raise WorldsizeError("uv is needed to rebuild the environment, and is not installed. pip install uv")
@@ -113,13 +114,13 @@ def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
 
 @dataclass(frozen=True)
 class Places:
-    """The folders of a run that is re-created.
+    """Folders for reproducing a run.
 
     Attributes:
         folder: The working directory.
-        code: The checkout that it is in.
-        reads: Folders of repositories and data.
-        writes: Folders of runs and temporary files.
+        code: The checkout that contains the working directory.
+        reads: Folders with repositories and data, read-only.
+        writes: Folders for runs and temporary files.
     """
 
     folder: Path
@@ -129,7 +130,7 @@ class Places:
 
 
 def contained(container: Container, places: Places, *, cuda: bool) -> Interpreter:
-    """Return the Python of a container that sees ``places``; ``cuda``: and the GPUs."""
+    """Return the Python in a container with access to ``places`` and optionally the GPUs."""
     path = tuple(_moved(places.reads, places.code)) or _framework()
     repository = _repository(places.code)
     reads = [*places.reads, *path, *([repository] if repository else [])]
@@ -138,14 +139,14 @@ def contained(container: Container, places: Places, *, cuda: bool) -> Interprete
 
 
 def _repository(worktree: Path) -> Path | None:
-    """Return the folder of the repository that ``worktree`` belongs to; None if it is none."""
+    """Return the repository of ``worktree``, or None if it is not a git worktree."""
     link = worktree / ".git"
     text = link.read_text().strip() if link.is_file() else ""
     return Path(named[1]) if (named := re.fullmatch(r"gitdir: (.+)/worktrees/[^/]+", text)) else None
 
 
 def _apart(repository: Path | None, spare: Path) -> dict[str, str]:
-    """Return the variables with which git writes new objects into ``spare``, since it may only read the repository."""
+    """Return variables for git to write to ``spare`` instead of the read-only repository."""
     if repository is None:
         return {}
     objects = spare / "objects"
@@ -165,7 +166,7 @@ def _from_pins(python: str, pins: Path, venv: Path) -> Path:
 
 
 def _uv(python: str | None, *arguments: str) -> None:
-    """Run uv with the exact Python of the record, else with its minor version, which downgrades the level."""
+    """Run uv with the exact recorded Python version, or else with the same minor version."""
     wanted = [[]] if python is None else [["--python", python], ["--python", python.rpartition(".")[0]]]
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
@@ -186,18 +187,18 @@ def _moved(clones: Sequence[Path], code: Path) -> Iterator[Path]:
 
 
 def _framework() -> tuple[Path, ...]:
-    """Return the folder of this worldsize if it is a clone, which no lock can install."""
+    """Return the folder of this worldsize if it is a clone, which locks cannot install."""
     source = Path(__file__).resolve().parents[2]
     return (source,) if source.name == "framework" else ()
 
 
 def to_be_installed(lock: Lock) -> list[str]:
-    """Describe what ``lock`` would install, and from where.
+    """Describe which packages ``lock`` would install, and from where.
 
-    Packages already installed in the same version are summarized in one line per source.
+    Packages that are already installed in the same version are omitted, or summarized in one line per source.
 
     Raises:
-        WorldsizeError: the lock cannot be read, or has entries that no lock of worldsize has.
+        WorldsizeError: the lock cannot be parsed, or contains an entry that worldsize would not write.
     """
     if lock.name == "requirements.txt":
         return _pins_to_be_installed(lock.content.decode(errors="replace"))
@@ -215,13 +216,13 @@ def _pins_to_be_installed(pins: str) -> list[str]:
     lines = pins.splitlines()
     for line in lines:
         if not re.fullmatch(r"[\w.-]+(==[\w.+!-]+| @ [^\s\\]+)", line, re.ASCII):
-            raise WorldsizeError(f"the recorded requirements.txt has {line!r}, which pins no package. Do not trust it.")
+            raise WorldsizeError(f"the recorded requirements.txt has {line!r}, not a pinned package. Do not trust it.")
     present = {f"{name}=={version}" for name, version in packages().items()}
     return [line for line in lines if line not in present]
 
 
 def _settings(project: bytes | None) -> list[str]:
-    """Return uv's settings of the project file, such as other indexes and build options."""
+    """Return a line with uv's settings in the project file, such as other indexes, if any."""
     told = tomllib.loads(project.decode()).get("tool", {}).get("uv") if project else None
     return [f"with the settings of uv {json.dumps(told, default=str)}"] if told else []
 
@@ -241,13 +242,13 @@ def _grouped(locked: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _host(file: Mapping[str, Any]) -> str:
-    """Name the host that a wheel or source archive of the lock is fetched from, or its path."""
+    """Return the download host of a wheel or source archive in a lock, or its path."""
     address = str(file.get("url") or file.get("path"))
     return urlsplit(address).netloc or address
 
 
 def different_packages(environment: Mapping[str, Any]) -> list[str]:
-    """List the packages that differ from the record's, as ``name then -> now``."""
+    """List packages with a different version than recorded, as ``name then -> now``."""
     then = {**environment["packages"], "python": environment["python"]}
     now = {**packages(), "python": platform.python_version()}
     return [

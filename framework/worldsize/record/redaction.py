@@ -1,6 +1,6 @@
-"""Keeps secrets out of a run's files: redacts values, and recognises files that contain secrets.
+"""Keep secrets out of a run's files: redact values, and detect files that contain secrets.
 
-Such files are recognised by their permissions, names and contents.
+Such files are detected by their permissions, names and contents.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 REDACTED = "<redacted>"
-_SHORTEST = 8  # characters of a value that is looked for: shorter ones are also found where they mean nothing
-Keys = tuple[str | int, ...]  # from the root of a configuration to a leaf
+_SHORTEST = 8  # minimum characters of a secret to redact; shorter ones would match unrelated text
+Keys = tuple[str | int, ...]  # path from the root of a configuration to a leaf
 _SECRET_WORDS = {
     *("token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pat", "jwt", "webhook", "dsn"),
     *("credential", "credentials", "apikey", "auth", "authorization", "pgpass"),
@@ -33,7 +33,7 @@ _SECRET_WORDS = {
 _SECRET_PARTS = ("password", "passwd", "passphrase", "secret", "apikey", "credential", "authtoken", "accesstoken")
 _NO_SECRETS = {"secretary"}
 _TEXT_TOKENS = {*("bos", "cls", "eos", "eot", "image", "mask", "pad", "sep", "special", "start", "stop", "unk")}
-# what stands before "key", "pass" or "pwd" if these are secret; a key of data, such as image_key, is none
+# words before "key", "pass" or "pwd" that indicate a secret, unlike keys of data such as image_key
 _OWNERS = {
     *("access", "account", "admin", "api", "app", "auth", "aws", "azure", "client", "database", "db", "deploy"),
     *("encryption", "gcp", "hf", "key", "license", "login", "master", "mysql", "openai", "pg", "postgres", "priv"),
@@ -42,17 +42,18 @@ _OWNERS = {
 _PAIRS = {("connection", "string"), ("connection", "str"), ("conn", "string"), ("conn", "str")}
 _PUBLIC = {*("cache", "foreign", "group", "index", "partition", "primary", "public", "sort")}
 _PLACES = re.compile(r"HOME|USER|LOGNAME|PWD|OLDPWD|HOSTNAME|SCRATCH|WORK|TMPDIR|SLURM_\w+|\w+_(DIR|HOME|PATH|ROOT)")
-_SIGNATURES = {"sig", "signature"}  # of URLs that carry their own permission
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")  # up to the last @: a password may contain one
+_SIGNATURES = {"sig", "signature"}  # parameters of presigned URLs
+_URL_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")  # up to the last @, since a password may contain one
 _URL_PASSWORD = re.compile(r"://[^/\s:@]*:([^/\s]*)@")
 _URL_PARAMETER = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s'\"\],}]*)")
 _KEY_IN_BRACES = re.compile(r"[\w.-]+(?=['\"]?\s*:)")
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a key or variable is named like a secret.
+    """Return whether a key or variable has a name that indicates a secret.
 
-    By whole words, so that ``token`` is and ``tokens`` is not; a few words also inside of others, as in ``PGPASSWORD``.
+    Most words only match as a whole, so that ``token`` matches but ``tokens`` does not. A few words also match within
+    others, as in ``PGPASSWORD``.
     """
     words = _words(name)
     if any(part in word for word in words if word not in _NO_SECRETS for part in _SECRET_PARTS):
@@ -65,20 +66,20 @@ def is_secret(name: str) -> bool:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether an environment variable is named like a secret; there every ``..._KEY`` and ``..._PASS`` is."""
+    """Return whether a variable's name indicates a secret, as most ``*_KEY`` and ``*_PASS`` do."""
     *before, last = _words(name)
     owned = bool(before) and last in ("key", "pass", "pwd") and before[-1] not in _PUBLIC
     return owned or is_secret(name)
 
 
 def _words(name: str) -> list[str]:
-    """Lower-case words of snake, kebab, dotted and camel case: ``HFToken`` has ``hf`` and ``token``."""
+    """Split snake, kebab, dotted and camel case: ``HFToken`` has words ``hf`` and ``token``."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return re.split(r"[^a-z0-9]+", apart.lower())
 
 
 def without_credentials(text: str) -> str:
-    """``text`` with ``user:password@`` and the values of secret parameters taken out of every URL in it."""
+    """Remove ``user:password@`` and redact secret parameters in all URLs in ``text``."""
     return _URL_PARAMETER.sub(_parameter, _URL_CREDENTIALS.sub("", text)) if "://" in text else text
 
 
@@ -88,7 +89,7 @@ def _parameter(match: re.Match[str]) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """A copy of nested containers in which the values of secret-looking keys are replaced."""
+    """Copy nested containers, redacting secret-looking keys and credentials in URLs."""
     if isinstance(value, Mapping):
         return {key: REDACTED if is_secret(str(key)) and child else redacted(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -97,7 +98,7 @@ def redacted(value: Any) -> Any:
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """Command-line words ``a.b=value`` with the value of a secret-looking key replaced."""
+    """Return command-line arguments ``a.b=value`` with redacted values of secret-looking keys."""
     return [_argument(word) for word in arguments]
 
 
@@ -110,22 +111,22 @@ def _argument(word: str) -> str:
 @final
 @dataclass(frozen=True)
 class Scrubber:
-    """Takes the values of known secrets out of everything that is written, wherever they appear."""
+    """Redacts the values of known secrets wherever they appear in output."""
 
     secrets: tuple[str, ...]
 
     def text(self, text: str) -> str:
-        """Replace every known secret in ``text``."""
+        """Redact all known secrets in ``text``."""
         for secret in self.secrets:
             text = text.replace(secret, REDACTED)
         return text
 
     def tree(self, value: Any) -> Any:
-        """A copy of nested containers without secret values, values of secret-looking keys and URLs' credentials."""
+        """Copy nested containers, redacting known secrets, secret-looking keys and credentials."""
         return _mapped(redacted(value), self.text)
 
     def words(self, arguments: Sequence[str]) -> list[str]:
-        """Command-line words without known secrets and values of secret-looking keys."""
+        """Return command-line arguments without known secrets and values of secret-looking keys."""
         return [self.text(word) for word in redacted_arguments(arguments)]
 
 
@@ -138,12 +139,12 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolated: Iterable[str] = ()) -> Scrubber:
-    """Know the values of secret-looking variables and keys, and the passwords of a netrc file.
+    """Create a scrubber for values of secret-looking names, and passwords in a netrc file.
 
-    Variables that the configuration takes by ``${oc.env:NAME}`` are ``interpolated``: who does not want to write a
-    value down has a reason, unless it is a place, such as ``HOME`` or ``DATA_DIR``.
+    ``interpolated`` are the variables that the configuration reads with ``${oc.env:NAME}``. Their values are treated as
+    secrets, since the user did not write them down, except for locations such as ``HOME`` or ``DATA_DIR``.
 
-    Values of fewer than 8 characters are not looked for.
+    Values with fewer than 8 characters are ignored.
     """
     values = {value for name, value in environ.items() if is_secret_variable(name)}
     values |= {environ.get(name, "") for name in interpolated if not _PLACES.fullmatch(name)}
@@ -155,22 +156,22 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
 
 
 def process_scrubber(secrets: Mapping[str, str]) -> Scrubber:
-    """Return the scrubber for errors in this process: its environment, netrc, and the values of ``Plan.secrets``."""
+    """Create a scrubber for this process, from its environment, netrc and ``Plan.secrets``."""
     given = json.loads({**os.environ, **secrets}.get("WORLDSIZE_SECRETS", "[]"))
     values = {str(value) for _, value in given}
     netrc = Path("~/.netrc")
-    with suppress(RuntimeError):  # the user has no home folder
+    with suppress(RuntimeError):  # the user does not have a home folder
         netrc = netrc.expanduser()
     return _scrubber_of({*values, *scrubber({}, os.environ, netrc).secrets})
 
 
 def _scrubber_of(values: Iterable[str]) -> Scrubber:
-    """Return the scrubber of values that are long enough, the longest first: it may contain a shorter one."""
+    """Create a scrubber for values of sufficient length that redacts longer ones first."""
     return Scrubber(tuple(sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)))
 
 
 def withheld(config: Any, written: Any, path: Keys = ()) -> list[tuple[Keys, Any]]:
-    """The leaves of ``config`` that are another value in ``written``, with where they are."""
+    """Return the leaves of ``config`` with a different value in ``written``, with their keys."""
     if isinstance(config, Mapping) and isinstance(written, Mapping):
         return [leaf for key in config for leaf in withheld(config[key], written[key], (*path, key))]
     if isinstance(config, list) and isinstance(written, list):
@@ -180,7 +181,7 @@ def withheld(config: Any, written: Any, path: Keys = ()) -> list[tuple[Keys, Any
 
 
 def restore(config: Any, secrets: Iterable[tuple[Sequence[str | int], Any]]) -> None:
-    """Put withheld leaves back in place."""
+    """Insert withheld leaves into ``config``, in place."""
     for (*parents, last), value in secrets:
         node = config
         for key in parents:
@@ -189,7 +190,7 @@ def restore(config: Any, secrets: Iterable[tuple[Sequence[str | int], Any]]) -> 
 
 
 def missing(config: Any, path: Keys = ()) -> list[Keys]:
-    """List the keys at which ``config`` still has a placeholder for a secret."""
+    """List the keys with a redacted value in ``config``."""
     if isinstance(config, Mapping):
         return [place for key, child in config.items() for place in missing(child, (*path, key))]
     if isinstance(config, list):
@@ -197,13 +198,13 @@ def missing(config: Any, path: Keys = ()) -> list[Keys]:
     return [path] if isinstance(config, str) and REDACTED in config else []
 
 
-PRIVATE_NAMES = (  # of files, and of folders around them
+PRIVATE_NAMES = (  # patterns for files and their parent folders
     *(".env*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk"),
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*secret*", "*credential*", "*password*", "*passwd*"),
     *(".netrc", "_netrc", ".npmrc", ".pypirc", ".pgpass", ".git-credentials", ".htpasswd", "kubeconfig*"),
     *("service[-_]account*.json", ".aws", ".azure", ".docker", ".gnupg", ".kube", ".ssh"),
 )
-_KEYS = {  # formats of keys that detect-secrets lacks, or finds in quadratic time
+_KEYS = {  # key formats that detect-secrets does not support, or only in quadratic time
     "Anthropic key": r"\bsk-ant-[\w-]{40}",
     "Databricks token": r"\bdapi[0-9a-f]{32}",
     "DigitalOcean token": r"\bdo[opr]_v1_[0-9a-f]{64}\b",
@@ -211,33 +212,32 @@ _KEYS = {  # formats of keys that detect-secrets lacks, or finds in quadratic ti
     "Google key": r"\bAIza[\w-]{35}\b",
     "Groq key": r"\bgsk_[A-Za-z0-9]{40}",
     "Hugging Face token": r"\bhf_[A-Za-z0-9]{34}\b",
-    "JSON Web Token": r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]+={0,2}\.[A-Za-z0-9_-]",  # begins where no other can
+    "JSON Web Token": r"(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]+={0,2}\.[A-Za-z0-9_-]",  # starts only at a word start
     "npm token": r"\bnpm_[A-Za-z0-9]{36}\b|:_authToken=[ \t]*[A-Fa-f0-9-]{36}",
     "OpenAI Token": r"[A-Za-z0-9]{20}T3BlbkFJ[A-Za-z0-9]{20}",
     "OpenAI key": r"\bsk-(proj|svcacct)-[\w-]{40}",
     "Replicate token": r"\br8_[A-Za-z0-9]{37}\b",
     "Vault token": r"\bhv[bs]\.[\w-]{24}",
 }
-_UNUSED = {"Public IP (ipv4)"}  # of detect-secrets: it is no key
-_QUADRATIC = {"NPM tokens", "JSON Web Token", "OpenAI Token"}  # of detect-secrets, in a long line; ours are above
-_ASSIGNED = re.compile(  # linear time: a match begins only where a word does, and a value has "=" only at its end
+_UNUSED = {"Public IP (ipv4)"}  # detectors of detect-secrets to ignore, since they do not detect keys
+_QUADRATIC = {"NPM tokens", "JSON Web Token", "OpenAI Token"}  # slow on long lines; replaced by patterns above
+_ASSIGNED = re.compile(  # linear time: a match starts only at a word start, and "=" only occurs at a value's end
     r"(?<![\w.-])([\w.-]{1,80})[\"']?[ \t]*[:=][ \t]*[\"']?"
     r"(?:(?:Bearer|Basic|token)[ \t]+)?([A-Za-z0-9+/_~-]{16,}={0,2})"
-    r"(?=[\s\"',;&})\]]|$)"  # else it is code, such as a call
+    r"(?=[\s\"',;&})\]]|$)"  # otherwise probably code, such as a call
 )
-_SPACES = re.compile(r" {2,}")  # patterns of detect-secrets take cubic time in their number
+_SPACES = re.compile(r" {2,}")  # detect-secrets takes cubic time in the number of spaces
 _RANDOM = re.compile(r"[0-9a-f-]{32,}|(?=.*[a-z])(?=.*[A-Z])(?=.*\d).*")
 
 
 def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | None:
-    """Return why the file ``path`` must not be copied into a run folder; None if it does not seem private.
+    """Return why a file must not be copied into a run folder; None if it seems not private.
 
-    ``name``: relative to its project, with which the patterns of ``include`` are compared, that overrule this. Of
-    Python's sources no name shows anything: ``secret_sharing.py`` is a module.
+    ``name`` is the path relative to the project. Files that match a pattern in ``include`` are never private. Names of
+    ``.py`` files are ignored, since ``secret_sharing.py`` is a module.
 
-    The formats of keys are those that detect-secrets knows, some more, and a random text that is assigned to a name
-    such as ``DB_PASSWORD`` or ``Authorization``. A mode without rights for others shows
-    nothing where the user's files all have it.
+    Keys are detected by the formats of detect-secrets and some others, and as random text assigned to a name such as
+    ``DB_PASSWORD`` or ``Authorization``. File permissions are ignored if the user's umask makes all files private.
     """
     if path.is_symlink() or any(fnmatch(name, pattern) for pattern in include):
         return None
@@ -255,7 +255,7 @@ def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | 
 
 @cache
 def _umask() -> int:
-    """Return this user's umask: the permission bits that new files lack."""
+    """Return this process's umask, on Linux without changing it temporarily."""
     status = Path("/proc/self/status")
     if sys.platform == "linux" and (line := re.search(r"^Umask:\s*(\d+)", status.read_text(), re.MULTILINE)):
         return int(line[1], 8)

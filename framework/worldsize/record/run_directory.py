@@ -1,6 +1,6 @@
-"""Names, exclusive creation, checks and lock of a run's folder.
+"""Paths in a run's folder, and its exclusive creation, checks and lock.
 
-A launching process holds the lock while it lives; this process's locks are in a module variable.
+The launching process holds the lock for its lifetime. A module variable stores this process's locks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LATEST = 253_402_300_799.0  # Unix time of the last second of the year 9999
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE)
 _logger = logging.getLogger(__name__)
 
-_RANKS = 1000  # whose files lie in one folder: file systems of clusters are slow with more
+_RANKS = 1000  # maximum ranks per folder, since cluster file systems are slow for large folders
 
 
 @final
 class RunDirectory:
-    """Paths of everything that belongs to one run. It touches no file."""
+    """Paths of all files of a run; does not access any file."""
 
     MANIFEST: ClassVar[str] = RECORD
 
@@ -46,70 +46,68 @@ class RunDirectory:
         self.result = path / "result.json"
         self.environment = path / "environment"
         self.patch = path / "code.patch"
-        self.plugins = path / "plugins"  # a root of plugins: copies of those that other hosts could not find elsewhere
-        self.project = (
-            path / "project"
-        )  # of a run that was another user's: copies of what its project is recorded to have
+        self.plugins = path / "plugins"  # plugin root with copies of plugins that other hosts may lack
+        self.project = path / "project"  # copy of the recorded project, for another user's run
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
-        self.excluded = path / "excluded"  # hosts that were too slow, a line each: the run goes on without them
-        self.transport = path / "transport.json"  # which way the bytes of an attempt went, until the manifest has it
-        self.findings = path / "findings"  # of an examination of the cluster: a file a host, a process, and the first
-        self.reserve = path / ".reserve"  # room on the disk for saying how a run ended that has filled it
-        self.control = path / "control"  # names the socket at which the launching process takes requests
+        self.excluded = path / "excluded"  # hosts that were too slow, one per line; the run continues without them
+        self.transport = path / "transport.json"  # transports of an attempt, until they are in the manifest
+        self.findings = path / "findings"  # files of a cluster check: one per host and process, and the first host's
+        self.reserve = path / ".reserve"  # reserved disk space, to record the end of a run that filled the disk
+        self.control = path / "control"  # address of the launching process's socket for requests
 
     def servers(self, attempt: int) -> Path:
-        """The folder in which servers and their clients find each other; only the run's user may read it."""
+        """Return the folder where servers and clients find each other, private to the run's user."""
         return self.path / "servers" / f"attempt_{attempt}"
 
     def log(self, role: str, rank: int) -> Path:
-        """The file with the output of one process, ``rank`` within its role."""
+        """Return the log file of the process ``rank`` within its role."""
         return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.log"
 
     def error(self, role: str, rank: int) -> Path:
-        """The file to which a failing process writes its error."""
+        """Return the file for the error of a failed process."""
         return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.error.json"
 
     def hang(self, attempt: int) -> Path:
-        """The file by which a process that waits for others asks all to write what they do."""
+        """Return the file that requests flight records, created by a waiting process."""
         return self.path / "logs" / f"hang_{attempt}"
 
     def lost_link(self, connection: str) -> Path:
-        """The file that belongs to one of the two hosts which have lost this connection: the one that creates it."""
+        """Return the file for a lost connection; the host that creates it first owns it."""
         return self.path / "logs" / f"lost_{connection}"
 
     def listener_lock(self, name: str) -> Path:
-        """The lock file of the listeners of that name, one per attempt."""
+        """Return the lock file for the listeners ``name``, one per attempt."""
         return self.path / "logs" / f"{name}.lock"
 
     def nccl_logs(self, host: str) -> Path:
-        """The folder in which NCCL writes a file for each process on one host."""
+        """Return the folder for NCCL's logs, with one file per process on ``host``."""
         return self.path / "logs" / "nccl" / host
 
     def profile(self, rank: int) -> Path:
-        """The trace of one worker, JSON."""
+        """Return the JSON file with the trace of one worker."""
         return _of_rank(self.path / "profile", rank) / f"worker_{rank:05d}.json"
 
     def timing(self, rank: int) -> Path:
-        """The file with the step breakdown of one worker, a JSON line for each measured step."""
+        """Return the JSON-lines file of one worker's step breakdown, one line per measured step."""
         return _of_rank(self.path / "timing", rank) / f"worker_{rank:05d}.jsonl"
 
     def health(self, node: int) -> Path:
-        """The file with the health of one node, a JSON line for each sample."""
+        """Return the JSON-lines file with the health of one node, one line per sample."""
         return _of_rank(self.path / "health", node) / f"node_{node:05d}.jsonl"
 
 
 def _of_rank(folder: Path, rank: int) -> Path:
-    """Return the folder below ``folder`` for the files of a rank or node: each thousand after the first has its own."""
+    """Return the folder for files of a rank or node; above 1,000 ranks, one per thousand."""
     return folder / f"{rank // _RANKS * _RANKS:05d}" if rank >= _RANKS else folder
 
 
 def make_folder_of(file: Path, run: RunDirectory) -> None:
-    """Create the folder of one of the run's files, and those between it and the run's own folder.
+    """Create the parent folders of one of the run's files, up to but excluding the run folder.
 
     Raises:
-        FileNotFoundError: the run's own folder was deleted. It is never created again.
+        FileNotFoundError: the run folder was deleted; it is never recreated.
     """
     for folder in reversed(file.parents):
         if run.path in folder.parents:
@@ -117,13 +115,13 @@ def make_folder_of(file: Path, run: RunDirectory) -> None:
 
 
 def last_written(directory: RunDirectory) -> float:
-    """Return the Unix time in seconds of the run's last write, limited to the year 9999."""
+    """Return the latest modification time in Unix seconds, at most the end of the year 9999."""
     last = max(file.stat().st_mtime for file in directory.path.rglob("*") if is_file(file))
     return min(max(last, 0.0), LATEST)
 
 
 def is_missing(path: Path) -> bool:
-    """Return whether the file certainly does not exist; False if the file server does not answer."""
+    """Return whether a file definitely does not exist; False for other errors."""
     try:
         path.stat()
     except OSError as error:
@@ -133,14 +131,14 @@ def is_missing(path: Path) -> bool:
 
 @contextmanager
 def writing(directory: RunDirectory) -> Iterator[None]:
-    """Convert errors inside the context that the run's folder is gone or cannot be written to RunFolderError."""
+    """Convert errors in the block to RunFolderError if the run folder is gone or unwritable."""
     try:
         yield
     except OSError as error:
         if is_missing(directory.manifest):
             text = f"the run folder {directory.path} was deleted while the run trained, so nothing more can be saved."
             raise RunFolderError(text) from error
-        file = error.filename if isinstance(error.filename, str) else None  # unknown when a write fails
+        file = error.filename if isinstance(error.filename, str) else None  # unknown if a write fails
         is_inside = file is not None and Path(file).is_relative_to(directory.path)
         if error.errno not in _STORAGE_ERRORS and not is_inside:
             raise
@@ -151,7 +149,7 @@ def writing(directory: RunDirectory) -> Iterator[None]:
 
 
 def private(folder: Path) -> Path:
-    """Make ``folder``, readable only by this user, and its parent if it is missing; return it."""
+    """Create ``folder``, and its parent if missing, accessible only by this user; return it."""
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
@@ -159,18 +157,18 @@ def private(folder: Path) -> Path:
 
 
 def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
-    """Return a run folder with a unique name, unless ``name`` is given; nothing is created."""
+    """Return the path of a new run, by default with a unique name, without creating it."""
     unique = f"{datetime.now():%Y-%m-%d_%H%M%S}_{secrets.token_hex(3)}"
     return RunDirectory(root.resolve() / recipe / (name or unique))
 
 
 def runs_below(root: Path) -> list[RunDirectory]:
-    """List the runs in a folder, at any depth, by name; folders inside a run are not searched.
+    """List the runs in a folder at any depth, sorted by path, without runs inside of runs.
 
-    Folders that this user may not read are left out with a warning.
+    Unreadable folders are skipped with a warning.
 
     Raises:
-        WorldsizeError: this user may not read ``root``.
+        WorldsizeError: ``root`` cannot be read.
     """
 
     def leave_out(error: OSError) -> None:
@@ -187,11 +185,34 @@ def runs_below(root: Path) -> list[RunDirectory]:
     return sorted(runs, key=lambda run: run.path)
 
 
-def check_entries(directory: RunDirectory) -> None:
-    """Raise WorldsizeError if the folder has an entry through which a run would write elsewhere, or block.
+def find_run(run: str | Path, root: Path = Path("runs")) -> RunDirectory:
+    """Return the run with this folder or manifest; "last": the most recent one in ``root``.
 
-    Entries in ``wandb`` are not examined, since wandb links its log there: only wandb writes through them. The
-    folders of other loggers are examined like all others. Another process may remove entries meanwhile.
+    Raises:
+        WorldsizeError: ``run`` is "last", and there are no runs in ``root``.
+    """
+    if str(run) != "last":
+        path = Path(run)
+        is_manifest = path.name == RunDirectory.MANIFEST or is_file(path)
+        return RunDirectory((path.parent if is_manifest else path).resolve())
+    runs = runs_below(root)
+    if not runs:
+        raise WorldsizeError(f"no runs below {root.resolve()}. Name a run folder, or go to the folder that has {root}.")
+    return RunDirectory(max(runs, key=_written).path.resolve())
+
+
+def _written(run: RunDirectory) -> float:
+    try:
+        return run.manifest.stat().st_mtime
+    except OSError:  # deleted in the meantime
+        return 0.0
+
+
+def check_entries(directory: RunDirectory) -> None:
+    """Raise WorldsizeError if an entry would make a run write elsewhere, or block.
+
+    The folder ``wandb`` is not checked: it contains links to logs, through which only wandb writes. Other loggers'
+    folders are checked. Entries that vanish during the check are ignored.
     """
     for folder, folders, files in os.walk(directory.path):
         for path in (Path(folder, name) for name in (*folders, *files)):
@@ -209,9 +230,9 @@ def check_entries(directory: RunDirectory) -> None:
 
 @contextmanager
 def created(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
-    """Create the folder exclusively, and remove it if the block fails.
+    """Create the run folder exclusively, and remove it if the block fails.
 
-    Only this user may read a private folder.
+    With ``is_private``, only this user can access the folder.
 
     Raises:
         ConfigError: the folder exists, or cannot be written.
@@ -222,7 +243,7 @@ def created(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
         run.path.mkdir(mode=0o700 if is_private else 0o777)
         yield run
     except FileExistsError:
-        raise ConfigError(f"the run folder {run.path} exists. Choose another run.name, or leave it out.") from None
+        raise ConfigError(f"the run folder {run.path} exists. Choose a different run.name, or leave it out.") from None
     except OSError as error:
         _remove(run.path, before)
         raise ConfigError(
@@ -239,7 +260,7 @@ def _existing_parent(path: Path) -> Path:
 
 
 def _remove(path: Path, before: Path) -> None:
-    """Remove the run's folder, and the parents that its creation made, if they are empty."""
+    """Remove the run folder, and those of its parents below ``before`` that are empty."""
     shutil.rmtree(path, ignore_errors=True)
     for parent in path.parents:
         if parent == before:
@@ -251,22 +272,22 @@ def _remove(path: Path, before: Path) -> None:
 
 
 _NAME = ".lock"
-_FLOCK = struct.Struct("hhqqixxxx")  # struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid
+_FLOCK = struct.Struct("hhqqixxxx")  # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid
 
-# A process loses a record lock as soon as it closes any descriptor of the file, so a folder that this
-# process has locked must not be opened again. The pid tells a forked child that the lock is not its own.
+# A process loses a record lock as soon as it closes any descriptor of the file, so it must not open the lock file
+# again while it holds the lock. In a forked child, the stored PID shows that the lock belongs to the parent.
 _held: dict[Path, int] = {}
 
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the run's lock within the context; the kernel releases it when the process ends, however it ends.
+    """Hold the run's lock within the block; the kernel releases it on any exit of the process.
 
-    It is a POSIX record lock (``lockf``), not ``flock``: forked workers must not inherit it, or a run whose launcher
-    was killed would seem alive until its last process has ended.
+    This is a POSIX record lock (``lockf``) instead of ``flock``, since forked workers must not inherit it: otherwise, a
+    run with a killed launcher would seem alive until its last process exits.
 
     Raises:
-        WorldsizeError: a process holds the lock already, or the file system has no locks.
+        WorldsizeError: a process already holds the lock, or the file system does not support locks.
     """
     if _is_own(run_dir):
         raise WorldsizeError(f"the run {run_dir} is being trained by this process. Wait for it.")
@@ -293,30 +314,30 @@ def _refusal(run_dir: Path, error: OSError) -> WorldsizeError:
     if error.errno in (errno.EACCES, errno.EAGAIN):
         return WorldsizeError(f"the run {run_dir} is being trained by another process. Wait for its end, or cancel it.")
     if os.path.lexists(lock := run_dir / _NAME) and not stat.S_ISREG(lock.lstat().st_mode):
-        return WorldsizeError(f"{lock} is no regular file, which no worldsize made. Remove it.")
+        return WorldsizeError(f"{lock} is not a regular file, and not made by worldsize. Remove it.")
     return WorldsizeError(
         f"the run {run_dir} cannot be locked: {error.strerror}. Set run.root to a file system with locks."
     )
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a process holds the run's lock; also True if the file system cannot tell."""
+    """Return whether a process holds the run's lock; True on file systems without locks."""
     if _is_own(run_dir):
         return True
     if not os.path.lexists(run_dir / _NAME):
         return False
     with _file(run_dir) as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: it may be a run of another user
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, since another user's file may be read-only
         except OSError:
             return True
     return False
 
 
 def holder_of(run_dir: Path) -> int | None:
-    """Return the process on this host that holds the run's lock, according to the kernel; None if there is none.
+    """Return the ID of the local process that holds the run's lock, or None if there is none.
 
-    A process id in the run folder could have been written by another user.
+    The ID is from the kernel, since other users could forge one in the run folder.
     """
     if _is_own(run_dir):
         return os.getpid()

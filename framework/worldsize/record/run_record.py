@@ -1,7 +1,7 @@
 """The record of a run in its folder, written only by the process that holds its lock.
 
-Only this module reads and writes ``overrides.yaml`` and ``result.json``, and with :mod:`worldsize.record.manifest`
-``run_manifest.json``; it writes ``config.yaml``, which :mod:`worldsize.config.recorded` reads.
+Only this module accesses ``overrides.yaml`` and ``result.json``, and (with :mod:`worldsize.record.manifest`)
+``run_manifest.json``. It also writes ``config.yaml``, which :mod:`worldsize.config.recorded` reads.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from worldsize.record.run_directory import (
     LATEST,
     RunDirectory,
     check_entries,
+    find_run,
     is_locked,
     last_written,
     run_lock,
@@ -45,7 +46,7 @@ from worldsize.record.run_directory import (
 from worldsize.strict_json import LARGEST, parse
 from worldsize.world.environments import lost_first
 
-if TYPE_CHECKING:  # these import torch, for which those who only look at records do not wait
+if TYPE_CHECKING:  # imports torch, which is too slow for reading records
     from worldsize.core import Outcome
 
 _logger = logging.getLogger(__name__)
@@ -54,71 +55,70 @@ Manifest = Mapping[str, Any]
 
 _KILLED = "it was killed, or its host was lost"
 _NO_DIGEST = "The run has no metrics_digest, since that could equal no other run's."
-_RESERVED_BYTES = 64 << 10  # for a manifest and a result beside the ones that they replace
+_RESERVED_BYTES = 64 << 10  # for a new manifest and result before the old ones are replaced
 
 
 @final
 @dataclass(frozen=True)
 class RunView:
-    """A read-only view of the record of a run."""
+    """A read-only view of a run's record."""
 
     directory: RunDirectory
     manifest: Manifest
 
     @property
     def attempts(self) -> Sequence[Attempt]:
-        """Facts of each attempt, the oldest first."""
+        """Records of all attempts, oldest first."""
         return list(self.manifest["attempts"])
 
     @property
     def exit_reason(self) -> str | None:
-        """Exit reason of the last attempt, or "running"; None before the first."""
+        """Exit reason of the last attempt, or "running"; None before the first attempt."""
         return str(self.attempts[-1]["exit_reason"]) if self.attempts else None
 
     @property
     def failure(self) -> str | None:
-        """Cause of the last attempt's failure, in a line; None: it did not fail."""
+        """One-line description of the last attempt's failure; None if it did not fail."""
         return last_failure(self.attempts)
 
     @property
     def results(self) -> Mapping[str, Any]:
-        """Results of the last attempt; empty until one has ended."""
+        """Results of the last attempt that ended; empty before that."""
         return self.manifest["results"] or {}
 
     @property
     def is_own(self) -> bool:
-        """Whether this user has written the record."""
+        """Whether this user wrote the record."""
         return is_own(self.manifest)
 
     @property
     def job(self) -> str | None:
-        """The last scheduler job of the run.
+        """ID of the run's last scheduler job, if any.
 
         Raises:
-            WorldsizeError: its name could be mistaken for an option of a command.
+            WorldsizeError: the ID is invalid and might be taken for a command-line option.
         """
         jobs = self.manifest.get("jobs")
         name = str(jobs[-1]["id"]) if jobs else None
         if name is not None and not re.fullmatch(r"\w[\w./-]*", name, re.ASCII):
-            raise WorldsizeError(f"{self.directory.manifest} names the job {name!r}, which is no job. Do not trust it.")
+            raise WorldsizeError(f"{self.directory.manifest} names the job {name!r}, an invalid name. Do not trust it.")
         return name
 
 
 def view(path: Path) -> RunView:
-    """Read the run whose folder or manifest is ``path``.
+    """Read the run with this folder or manifest; "last": the most recent one in ``runs``.
 
     Raises:
-        WorldsizeError: its manifest is missing, from a newer worldsize, or was edited.
+        WorldsizeError: the manifest is missing, from a newer worldsize, or was edited.
     """
-    is_manifest = path.name == RunDirectory.MANIFEST or is_file(path)
-    directory = RunDirectory((path.parent if is_manifest else path).resolve())
+    directory = find_run(path)
     return RunView(directory, read_manifest(directory.manifest))
 
 
 def look(directory: RunDirectory) -> RunView:
-    """Read a run that another process may be writing; if it is "running" but not locked, amend it to "killed".
+    """Read a run that may be active; change "running" to "killed" if it is not locked.
 
-    A manifest that cannot be written, for lack of permission or space, is returned unchanged.
+    If the manifest cannot be written, it is returned unchanged.
     """
     manifest = read_manifest(directory.manifest)
     if _says_running(manifest) and not is_locked(directory.path):
@@ -129,32 +129,32 @@ def look(directory: RunDirectory) -> RunView:
 
 
 def create_record(directory: RunDirectory, manifest: Manifest, *, config: str, overrides: str) -> None:
-    """Begin the record of a run whose folder has just been created; the manifest is written last."""
+    """Create the record in a new run folder; the manifest is written last."""
     _reserve(directory)
     write_configuration(directory, config=config, overrides=overrides)
     write_manifest(directory.manifest, {**manifest, "attempts": [], "results": None})
 
 
 def write_configuration(directory: RunDirectory, *, config: str, overrides: str | None = None) -> None:
-    """Write ``config.yaml``, from which processes start, and the command line's overrides."""
+    """Write ``config.yaml``, which processes start from, and command-line overrides."""
     replace_file(directory.config, config.encode())
     if overrides is not None:
         replace_file(directory.overrides, overrides.encode())
 
 
 def write_result(directory: RunDirectory, result: Mapping[str, Any]) -> None:
-    """Write the results of training, which the record includes when the attempt ends; called by rank 0."""
+    """Write rank 0's training results, for the record at the end of the attempt."""
     replace_file(directory.result, f"{json.dumps(result, indent=2)}\n".encode())
 
 
 def read_result(directory: RunDirectory) -> dict[str, Any]:
-    """Read the results of the last attempt, with numbers as computed; the manifest has NaN as text."""
+    """Read the last attempt's results, with NaN as float (the manifest has a string)."""
     result: dict[str, Any] = parse(read_regular(directory.result, at_most=LARGEST), finite=False)
     return result
 
 
 def note_job(directory: RunDirectory, name: str) -> None:
-    """Record that a scheduler runs it as the job ``name``; without the lock, which the job may hold already."""
+    """Record the scheduler job ``name``, without the lock, which the job may already hold."""
     manifest = read_manifest(directory.manifest)
     job = {"id": name, "submitted": formatted(time.time())}
     jobs = [*manifest.get("jobs", ()), job]
@@ -162,36 +162,36 @@ def note_job(directory: RunDirectory, name: str) -> None:
 
 
 def _reserve(directory: RunDirectory) -> None:
-    """Reserve space on the disk with incompressible bytes, unless it is reserved."""
+    """Reserve disk space with incompressible bytes, unless it is already reserved."""
     if not directory.reserve.exists():
         directory.reserve.write_bytes(os.urandom(_RESERVED_BYTES))
 
 
 @final
 class RunRecord:
-    """The record of a run, for its only writer; see :func:`opened`."""
+    """A run's record for its only writer; created by :func:`opened`."""
 
     def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack, scrubber: Scrubber) -> None:
         self.directory, self._scrubber = directory, scrubber
         self._manifest, self._lock, self._own = manifest, lock, is_own(manifest)
         self._version = self._version_on_disk()
-        self._attempt: Attempt | None = None  # the one that this process has begun and not ended
-        self._begun = 0.0  # when it did, by the monotonic clock
+        self._attempt: Attempt | None = None  # running attempt of this process
+        self._begun = 0.0  # its start on the monotonic clock
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest as it was last read or written.
+        """The current manifest.
 
-        It is read again only if another process wrote it, such as one that submitted a job, which needs no lock.
+        It is only read again if another process has changed it without the lock, e.g. to record a submitted job.
         """
         if self._version != (version := self._version_on_disk()):
             self._manifest, self._version = read_manifest(self.directory.manifest), version
-            self._own = self._own and is_own(self._manifest)  # what another user has written since is not adopted
+            self._own = self._own and is_own(self._manifest)  # do not adopt another user's later changes
         return self._manifest
 
     @property
     def attempts(self) -> Sequence[Attempt]:
-        """Facts of each attempt, the oldest first."""
+        """Records of all attempts, oldest first."""
         return list(self.manifest["attempts"])
 
     @property
@@ -201,22 +201,22 @@ class RunRecord:
 
     @property
     def is_own(self) -> bool:
-        """Whether this user has written the record, or has adopted it."""
+        """Whether this user wrote or adopted the record."""
         return self._own
 
     def adopt(self) -> None:
-        """Adopt another user's record, whose code this user has agreed to run; from now on this user signs it."""
+        """Adopt another user's record, after this user agreed to run its code, and sign it."""
         self._own = True
 
     def amend(self, manifest: Manifest, *, config: str, overrides: str, secrets: Mapping[str, str]) -> None:
-        """Record that the run resumes with another configuration, and scrub its ``secrets`` from errors."""
+        """Record a resume with a new configuration; scrub its ``secrets`` from later errors."""
         self._scrubber = process_scrubber(secrets)
         with writing(self.directory):
             write_configuration(self.directory, config=config, overrides=overrides)
             self._write(manifest)
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
-        """Record that an attempt begins, on this host and ``others``, with its ``pinning``; return its number."""
+        """Record an attempt's start on this host and ``others``; return its number."""
         from worldsize.record.metrics import rewind_to_checkpoint
 
         earlier = list(self.attempts)
@@ -227,7 +227,7 @@ class RunRecord:
             earlier[-1] = {**earlier[-1], "lost_host": lost}
         self._attempt, self._begun = attempt, time.monotonic()
         _reserve(self.directory)
-        if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anybody follows the file
+        if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anything reads the file
             attempt["lost_metrics"] = count
             _logger.warning(
                 "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, count, _NO_DIGEST
@@ -239,13 +239,13 @@ class RunRecord:
     def end_attempt(
         self, outcome: Outcome, claim: Callable[[Manifest], Manifest] = lambda manifest: manifest
     ) -> Outcome:
-        """Record the attempt's end and results; return the outcome without secrets.
+        """Record the end and results of the attempt; return the outcome without secrets.
 
-        ``claim`` returns the manifest with what it claims then.
+        ``claim`` takes the manifest and returns it with its final reproducibility level.
         """
         self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
-        if first := outcome.failure:  # it may quote a secret value
+        if first := outcome.failure:  # may contain a secret
             scrubbed = replace(first, cause=self._scrubber.text(first.cause))
             outcome, facts["failure"] = replace(outcome, failure=scrubbed), failure_of(scrubbed)
         if outcome.memberships:
@@ -264,9 +264,10 @@ class RunRecord:
         return outcome
 
     def give_up(self, cause: str, *, unstarted: int = 0) -> None:
-        """Record, if there is space, why the attempt failed here, or ``unstarted`` processes before it.
+        """Record, if possible, that the launching process failed the attempt, and the ``cause``.
 
-        A completed run stays as it is if nothing was started.
+        If an attempt has not been recorded yet, one with ``unstarted`` processes is added. A completed run is not
+        changed if nothing was started.
         """
         if self._attempt is None and self.is_complete:
             return
@@ -298,17 +299,17 @@ class RunRecord:
 
 @contextmanager
 def opened(directory: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> Iterator[RunRecord]:
-    """Open the record of a run for writing. An attempt that was killed is recorded as such.
+    """Open a run's record for writing, and mark a killed attempt as such.
 
-    ``secrets``: those of the plan, whose values are removed from recorded errors.
+    ``secrets`` are the plan's secrets, which are scrubbed from recorded errors.
 
     Raises:
-        WorldsizeError: the run does not exist, or a process holds its lock already.
+        WorldsizeError: the run does not exist, or a process already holds its lock.
     """
     with ExitStack() as lock:
         is_run = is_file(directory.manifest)
         with writing(directory) if is_run else nullcontext():
-            if is_run:  # else the lock would be left in a folder that is no run
+            if is_run:  # otherwise, the lock file would be left in a folder that is not a run
                 lock.enter_context(run_lock(directory.path))
                 check_entries(directory)
             record = RunRecord(directory, _settle(directory), lock, process_scrubber(secrets))
@@ -316,7 +317,7 @@ def opened(directory: RunDirectory, secrets: Mapping[str, str] = MappingProxyTyp
 
 
 def _settle(directory: RunDirectory) -> Manifest:
-    """Return the manifest, amended if it says "running"; the caller holds the lock, so nothing is."""
+    """Read the manifest; change "running" to "killed", since the caller holds the lock."""
     manifest: Manifest = read_manifest(directory.manifest)
     if _says_running(manifest):
         last = min(max(last_written(directory), manifest["attempts"][-1]["start_at"]), LATEST)
@@ -339,14 +340,14 @@ def _with_end(manifest: Manifest, **facts: Any) -> dict[str, Any]:
 
 
 def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
-    """Return rank 0's results, or only the exit reason if there are none, and the checkpoints' digests."""
+    """Return rank 0's results (after a failure, the exit reason) and the checkpoints' digests."""
     from worldsize.checkpoint.format import complete, digest_of
 
     digests = {}
     for path in complete(directory.checkpoints):
         try:
             digests[path.name] = digest_of(path)
-        except CheckpointError as error:  # must not cost the result of a run that did not need it
+        except CheckpointError as error:  # must not lose the results of a run that did not need it
             _logger.warning("%s The record leaves that checkpoint out.", error)
     if outcome.exit_code != 0 or not directory.result.exists():
         return {"exit_reason": outcome.exit_reason, "checkpoints": digests}

@@ -1,7 +1,7 @@
-"""The rules by which the values of buffers after the passes of all logical ranks become one value.
+"""Rules that combine the buffer values of all logical ranks in a step into one value.
 
-Each is a function of the values at the start of the step and after each logical rank's pass, so that processes may
-share the logical ranks in any way. Values that are not summed are sent as bytes, so that nothing rounds them.
+Each rule depends only on the values at the start of the step and after each logical rank's pass, so any assignment of
+logical ranks to processes gives the same result. Values that are not summed are sent as bytes, to avoid rounding.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from worldsize.collectives.group import start
 from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
 from worldsize.collectives.staged import finished
-from worldsize.collectives.step_timer import wait
 from worldsize.core import Concatenated, ConfigError, Dealing
 from worldsize.strategies.declared_buffers import BufferSlot
 
@@ -26,7 +26,7 @@ from worldsize.strategies.declared_buffers import BufferSlot
 @final
 @dataclass(frozen=True)
 class StepShape:
-    """The logical ranks of a step, and which of them are the micro-batches of this process."""
+    """The logical ranks of a step, and those computed by this process as micro-batches."""
 
     logical_ranks: int
     batches: int
@@ -35,27 +35,27 @@ class StepShape:
 
     @staticmethod
     def of(group: ProcessGroup | None, dealing: Dealing, batches: int, logical_ranks: int | None) -> StepShape:
-        """Describe a step of ``batches`` micro-batches here; ``logical_ranks``: None if all have equally many."""
+        """Describe a step with ``batches`` micro-batches here; ``logical_ranks``: total, if uneven."""
         size = dist.get_world_size(group) if group else 1
         return StepShape(logical_ranks or batches * size, batches, group, dealing)
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group."""
+        """The rank of this process in the group."""
         return dist.get_rank(self.group) if self.group else 0
 
     @property
     def size(self) -> int:
-        """Number of processes of the group."""
+        """Number of processes in the group."""
         return dist.get_world_size(self.group) if self.group else 1
 
     @property
     def passes(self) -> int:
-        """Number of passes of each process, where all need equally many: the micro-batches of the one with most."""
+        """Passes per process if all need the same number: the maximum of their micro-batches."""
         return -(-self.logical_ranks // self.size)
 
     def logical_rank(self, batch: int) -> int:
-        """Return the logical rank of micro-batch ``batch`` of this process."""
+        """Return the logical rank of this process's micro-batch ``batch``."""
         return self.rank * self.batches + batch if self.dealing == "block" else self.rank + batch * self.size
 
     def owner(self, logical_rank: int) -> int:
@@ -63,41 +63,41 @@ class StepShape:
         return logical_rank // self.batches if self.dealing == "block" else logical_rank % self.size
 
     def nodes(self) -> dict[int, int]:
-        """Return the local node of the tree of sums to which each micro-batch belongs."""
+        """Map each micro-batch to its local node in the summation tree."""
         if self.dealing == "block":
             return {batch: batch for batch in range(self.batches)}
         tree = Tree(self.logical_ranks, self.size)
         return {leaf: node for node in range(tree.nodes_of(self.rank)) for leaf in tree.leaves(node)}
 
     def total(self, rows: Sequence[Tensor]) -> Tensor:
-        """Sum the nodes of all processes; ``rows`` are the nodes of this one, tensors (n,)."""
+        """Sum the nodes of all processes; ``rows``: the nodes of this process, each (n,)."""
         if self.group is None:
             return sum_level(rows)
         nodes = self.logical_ranks if self.dealing == "block" else Tree(self.logical_ranks, self.size).nodes
         return finished(reduce_ordered(rows, self.group, self.dealing, nodes=nodes))
 
     def reduce_over_ranks(self, tensor: Tensor, largest: bool = False) -> Tensor:
-        """Replace ``tensor``, integers of any shape, by their sum over processes, or by the ``largest``; return it."""
+        """All-reduce integers in place, to their sum or to the ``largest``; return the tensor."""
         if self.group is not None:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            wait(dist.all_reduce(tensor, op, group=self.group, async_op=True))
+            start(dist.all_reduce, tensor, op, group=self.group).wait()
         return tensor
 
 
 class Combination(ABC):
-    """The buffers of one rule during a step."""
+    """Abstract base: the buffers with one rule during a step."""
 
     @abstractmethod
     def add(self, batch: int) -> None:
-        """Note the values after the pass of micro-batch ``batch`` of this process."""
+        """Record the values after the pass of this process's micro-batch ``batch``."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Write the combined values into the buffers, where the values of the step's start are by now."""
+        """Write the combined values into the buffers, which hold the step's initial values by now."""
 
 
 def combinations_of(slots: Sequence[BufferSlot], shape: StepShape) -> list[Combination]:
-    """Make the combinations of ``slots`` with rules; all processes get the same ones in the same order."""
+    """Create the combinations of ``slots``, in the same order on all processes."""
     by_rule: dict[str, list[BufferSlot]] = {}
     for slot in slots:
         by_rule.setdefault(slot.rule if isinstance(slot.rule, str) else "", []).append(slot)
@@ -115,7 +115,7 @@ def combinations_of(slots: Sequence[BufferSlot], shape: StepShape) -> list[Combi
 
 
 class _Changes(Combination):
-    """Abstract: sums the changes of all logical ranks in the fixed tree."""
+    """Abstract base: sums the changes of all logical ranks in the fixed tree."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
         self._shape, self._node = shape, shape.nodes()
@@ -125,7 +125,7 @@ class _Changes(Combination):
             by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
         self._slots = list(by_dtype.values())
         self._places = [[slot.tensor for slot in same] for same in self._slots]
-        self._first = [_flat(places) for places in self._places]  # of each dtype, (n,): few kernels for many buffers
+        self._first = [_flat(places) for places in self._places]  # initial values by dtype, each (n,)
 
     def add(self, batch: int) -> None:
         changes = []
@@ -135,7 +135,7 @@ class _Changes(Combination):
         self._counters[self._node[batch]].add(changes)
 
     def _total(self) -> Tensor:
-        """Return the sum of all changes of all buffers, a tensor (n,)."""
+        """Return the summed changes of all buffers, a tensor (n,)."""
         return self._shape.total([torch.cat(counter.waiting[0]) for counter in self._counters])
 
     def _write(self, changes_n: Tensor) -> None:
@@ -146,7 +146,7 @@ class _Changes(Combination):
             copy_grouped([(place, value.view(place.shape)) for place, value in zip(places, values, strict=True)])
 
     def _change(self, now: Tensor, first: Tensor) -> Tensor:
-        """Return the difference from ``first``; where ``first`` is infinite, return the new value itself."""
+        """Return the difference from ``first``, or the new value where ``first`` is not finite."""
         if not first.is_floating_point():
             return now - first
         return torch.where(now == first, 0, now - first.nan_to_num(0, 0, 0))
@@ -159,7 +159,7 @@ class _Changes(Combination):
 
 @final
 class _Mean(_Changes):
-    """Adds the mean of the changes."""
+    """Adds the mean of the changes to the initial values."""
 
     def finish(self) -> None:
         self._write(self._total() / self._shape.logical_ranks)
@@ -167,7 +167,7 @@ class _Mean(_Changes):
 
 @final
 class _Sum(_Changes):
-    """Adds the sum of the changes; the buffers have the same dtype."""
+    """Adds the sum of the changes to the initial values; all buffers have the same dtype."""
 
     def finish(self) -> None:
         self._write(self._total())
@@ -175,7 +175,7 @@ class _Sum(_Changes):
 
 @final
 class _Same(Combination):
-    """Takes the values after the first micro-batch: torch computes the same ones for all."""
+    """Keeps the values after the first micro-batch, which are equal for all micro-batches."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
         self._slots = slots
@@ -191,12 +191,12 @@ class _Same(Combination):
 
 @final
 class _Equal(Combination):
-    """Takes the values after any micro-batch, after comparing all bits of all logical ranks."""
+    """Keeps the values of a micro-batch, after checking that all logical ranks have equal bits."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
         self._slots, self._shape = slots, shape
         self._first = [slot.tensor for slot in slots]
-        self._least: Tensor | None = None  # bytes of all buffers
+        self._least: Tensor | None = None  # bytewise minimum of all buffers
         self._most: Tensor | None = None
 
     def add(self, batch: int) -> None:
@@ -220,7 +220,7 @@ class _Equal(Combination):
 
 @final
 class _Last(Combination):
-    """Takes the values after the last logical rank of the step."""
+    """Keeps the values after the last logical rank of the step."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
         self._slots, self._shape = slots, shape
@@ -228,28 +228,28 @@ class _Last(Combination):
         self._values = _bytes(self._first)
 
     def add(self, batch: int) -> None:
-        values = [_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)]  # refused by all
+        values = [_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)]  # all ranks raise
         if self._shape.logical_rank(batch) == self._shape.logical_ranks - 1:
             self._values = _bytes(values)
 
     def finish(self) -> None:
         group, owner = self._shape.group, self._shape.owner(self._shape.logical_ranks - 1)
         if group is not None:
-            wait(dist.broadcast(self._values, group=group, group_src=owner, async_op=True))
+            start(dist.broadcast, self._values, group=group, group_src=owner).wait()
         for slot, value in zip(self._slots, _parts(self._values, self._first), strict=True):
             _write(slot, _value_of(value, slot.tensor))
 
 
 @final
 class _Queue(Combination):
-    """Writes the rows of all logical ranks one after the other, see :class:`Concatenated`."""
+    """Appends the rows of all logical ranks in order, see :class:`Concatenated`."""
 
     def __init__(self, slot: BufferSlot, shape: StepShape) -> None:
         assert isinstance(slot.rule, Concatenated)
         self._slot, self._shape, self._dim = slot, shape, slot.rule.dim
         self._first, self._pointer = slot.tensor.clone(), slot.pointer.tensor
         self._start = int(self._pointer)
-        self._rows: dict[int, Tensor] = {}  # by logical rank, (rows, ...)
+        self._rows: dict[int, Tensor] = {}  # new rows (rows, ...) by logical rank
 
     @property
     def _length(self) -> int:
@@ -269,7 +269,7 @@ class _Queue(Combination):
             counts[rank] = len(rows)
         counts = self._shape.reduce_over_ranks(counts)
         ends = counts.cumsum(0).tolist()
-        total, kept = ends[-1], min(ends[-1], self._length)  # the last rows replace earlier ones
+        total, kept = ends[-1], min(ends[-1], self._length)  # later rows overwrite earlier ones
         queue = self._first.movedim(self._dim, 0)
         rows_kd = queue.new_zeros(kept, *queue.shape[1:]).contiguous()
         for rank, rows in self._rows.items():
@@ -286,7 +286,7 @@ class _Queue(Combination):
 
 
 def _value(slot: BufferSlot, first: Tensor) -> Tensor:
-    """Return the value that a forward pass has left in ``slot``, in the shape and dtype of ``first``."""
+    """Return the value of ``slot`` after a forward pass; refuse a new shape or dtype."""
     now = slot.tensor
     if (now.shape, now.dtype) != (first.shape, first.dtype):
         raise ConfigError(
@@ -301,32 +301,32 @@ def _write(slot: BufferSlot, value: Tensor) -> None:
 
 
 def copy_grouped(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair, of any shape, into the first: one kernel for all plain ones of a dtype."""
+    """Copy the second tensor of each pair into the first, with one kernel per dtype."""
     groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for place, value in pairs:
-        place = place.data  # a new version would invalidate autograd's graph
+        place = place.data  # .data keeps the autograd graph valid
         if type(place) is Tensor and type(value) is Tensor:
             places, values = groups.setdefault((place.device, place.dtype, place.layout), ([], []))
             places.append(place)
             values.append(value)
-        else:  # a DTensor takes copies one by one
+        else:  # foreach does not mix DTensors and tensors
             place.copy_(value)
     for places, values in groups.values():
         torch._foreach_copy_(places, values)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the numbers of ``tensors``, of one dtype, as one tensor (n,)."""
+    """Concatenate copies of ``tensors``, of one dtype, into one tensor (n,)."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def _bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the bytes of ``tensors``, uint8 (n,)."""
+    """Concatenate copies of the bytes of ``tensors`` into one tensor, uint8 (n,)."""
     return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 
 def _parts(row_n: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Divide the bytes of all tensors, (n,), among the tensors of ``like``."""
+    """Split the bytes of all tensors (n,) by the sizes of the tensors in ``like``."""
     return torch.split(row_n, [tensor.nbytes for tensor in like])
 
 

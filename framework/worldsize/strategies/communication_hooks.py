@@ -1,7 +1,7 @@
 """DDP communication hooks: hierarchical and compressed gradients, and torch's PowerSGD.
 
-The first two are those of :mod:`worldsize.collectives.reductions`. PowerSGD (Vogels et al. 2019, arXiv 1905.13727) is
-torch's hook, with its memory saved in checkpoints. ``Tiers`` are the process groups of a sum tier by tier.
+Hierarchical and compressed sums use :mod:`worldsize.collectives.reductions`. PowerSGD (Vogels et al. 2019, arXiv
+1905.13727) is torch's hook, with its state saved in checkpoints. ``Tiers`` are the process groups of hierarchical sums.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from worldsize.collectives.group import start
 from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.reductions import all_reduced, hierarchical
 from worldsize.collectives.staged import Phases, Staged, Summation
 from worldsize.collectives.step_timer import phase
 from worldsize.core import StateDict, World
-from worldsize.record.determinism import stream
+from worldsize.seeds import derive_seed
 from worldsize.strategies.ddp_reducers import BucketHook
 
 
 @final
 class CompressedHook(BucketHook):
-    """Computes sums by ``summation`` (None: uncompressed); with ``tiers`` only sums of the last tier.
+    """Sums gradients with ``summation``, or uncompressed if it is None.
 
-    What a message leaves out is added to the next one (error feedback). Random choices follow from the run's ``seed``,
-    the step and the bucket.
+    With ``tiers``, ``summation`` applies only to the last tier. The compression error of a message is added to the
+    next one (error feedback). Random choices depend on the run's ``seed``, the step and the bucket.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class CompressedHook(BucketHook):
         self._step = step
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        flat = bucket.buffer().div_(self._world.size)  # before encoding, since the range of float16 is small
+        flat = bucket.buffer().div_(self._world.size)  # before encoding, to avoid overflow in float16
         return self._staged.add(flat, self._total(flat, bucket), last=bucket.is_last())
 
     def _total(self, flat: Tensor, bucket: GradBucket) -> Phases:
@@ -76,7 +77,7 @@ class CompressedHook(BucketHook):
         if self._summation is None:
             return all_reduced(flat, group)
         error = self._errors.of(bucket, flat.numel(), parameters) if self._errors else None
-        seed = stream(self._seed, "sparse", self._step, bucket)
+        seed = derive_seed(self._seed, "sparse", self._step, bucket)
         return self._summation.total(flat, group, error_n=error, seed=seed)
 
     def settle(self, discarded_pass: Callable[[], None]) -> None:
@@ -95,21 +96,21 @@ class CompressedHook(BucketHook):
 
 @final
 class Errors:
-    """Holds what this rank's messages have left out: float32 (n,), a part of it for each bucket.
+    """This rank's compression errors, float32 (n,), with a slice for each bucket.
 
-    A checkpoint has it in the order of parameters, however DDP forms its buckets. Only where a node divides each bucket
-    over its ranks (``shares``, their number) it is in the order in which buckets have asked for it. ``n`` must be known
-    in advance for checkpoints, so it then leaves room for the padding of as many buckets as there are parameters.
+    The errors are stored in parameter order, regardless of DDP's buckets. If the ranks of a node split each bucket
+    (``shares``: their number), they are instead in the order of the buckets' first use. Checkpoints need a fixed ``n``,
+    which then includes padding for as many buckets as there are parameters.
     """
 
     def __init__(self, module: nn.Module, shares: int) -> None:
         gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
         sizes = [gradient.numel() for gradient in gradients]
-        self._first = dict(zip(map(id, gradients), accumulate([0, *sizes]), strict=False))  # number of each parameter
+        self._first = dict(zip(map(id, gradients), accumulate([0, *sizes]), strict=False))  # offsets by id
         self._is_whole, self._device = shares == 1, gradients[0].device
         self._length = sum(sizes) if self._is_whole else -(-sum(sizes) // shares) + len(gradients)
-        self._undealt: Tensor | None = torch.zeros(self._length, device=self._device)  # None: buckets have all of it
-        self._slots: dict[int, tuple[Tensor, Sequence[tuple[int, Tensor]]]] = {}  # and which numbers its parts are
+        self._undealt: Tensor | None = torch.zeros(self._length, device=self._device)  # None: all assigned
+        self._slots: dict[int, tuple[Tensor, Sequence[tuple[int, Tensor]]]] = {}  # errors by bucket, with their offsets
 
     def kept(self) -> Tensor:
         """Return a copy of all errors, float32 (n,)."""
@@ -121,11 +122,11 @@ class Errors:
         return kept_n
 
     def begin(self, kept_n: Tensor) -> None:
-        """Set the errors to what :meth:`kept` has returned, and forget their assignment to buckets."""
+        """Restore what :meth:`kept` returned, and clear the assignment to buckets."""
         self._undealt, self._slots = kept_n, {}
 
     def of(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the bucket's errors, float32 (length,), to change in place; assigned at the first call."""
+        """Return a bucket's errors, float32 (length,), assigned on first use; changed in place."""
         if bucket not in self._slots:
             self._deal(bucket, length, parameters)
         return self._slots[bucket][0]
@@ -142,17 +143,17 @@ class Errors:
         if dealt + length == self._length:
             if self._undealt.is_cuda:  # a side stream may still read it
                 self._undealt.record_stream(torch.cuda.current_stream(self._device))
-            self._undealt = None  # so that there is one copy
+            self._undealt = None  # keep a single copy
 
 
-_WARM_UP = 2  # passes before torch's hook compresses; they are discarded
+_WARM_UP = 2  # passes before torch's hook starts to compress; they are discarded
 
 
 @final
 class PowerSGDHook(BucketHook):
-    """Sends each gradient matrix as the product of two factors of ``rank`` columns, with error feedback and warm start.
+    """Low-rank gradient compression with error feedback and warm start (PowerSGD of ``rank``).
 
-    With ``tiers``, only sums of the last tier are compressed; the others, such as those inside a node, are exact.
+    With ``tiers``, only the sums of the last tier are compressed; the others, such as within a node, are exact.
     """
 
     def __init__(self, module: DistributedDataParallel, world: World, *, rank: int, tiers: Tiers | None) -> None:
@@ -176,17 +177,16 @@ class PowerSGDHook(BucketHook):
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         for group in self._tiers.inner if self._tiers else ():
             bucket.buffer().div_(dist.get_world_size(group))
-            with phase("communication"):
-                dist.all_reduce(bucket.buffer(), group=group)
+            start(dist.all_reduce, bucket.buffer(), group=group).wait()
         future: Future[Tensor] = powerSGD_hook(self._torch, bucket)
         if bucket.buffer().device.type == "cpu":
             with phase("communication"):
-                future.wait()  # it starts collectives in callbacks, which must not interleave with the next bucket's
+                future.wait()  # its callbacks start collectives that must not interleave with the next bucket's
         return future
 
     def settle(self, discarded_pass: Callable[[], None]) -> None:
         self._torch = self._fresh()
-        for _ in range(_WARM_UP + 1):  # the last pass lays out the memory
+        for _ in range(_WARM_UP + 1):  # the last pass creates the state of each bucket
             discarded_pass()
         layout, self._torch = self._torch, self._fresh()
         self._torch.iter = _WARM_UP
@@ -203,7 +203,7 @@ class PowerSGDHook(BucketHook):
         self._torch.p_memory_dict = layout.p_memory_dict  # recomputed in each step
 
     def state(self) -> StateDict:
-        """Return the errors of all buckets, then the right factors with which the next step begins."""
+        """Return the errors of all buckets, followed by their right factors for the next step."""
         if self._loaded is not None:
             return {"memory": stack_per_rank(self._loaded, self._world)}
         memories = (self._torch.error_dict, self._torch.q_memory_dict)
@@ -213,7 +213,7 @@ class PowerSGDHook(BucketHook):
 
     def load(self, state: StateDict) -> None:
         memory = local_row(state["memory"])
-        self._loaded = memory if memory.any() else None  # all zeros: the run had not begun
+        self._loaded = memory if memory.any() else None  # all zeros if saved before the first step
 
 
 def _cut(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,18 +221,18 @@ def _cut(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _columns(parameter: Tensor, rank: int) -> int:
-    """Return the largest number of elements of the matrix's right factor."""
+    """Return the maximum number of elements of the matrix's right factor."""
     return 0 if parameter.ndim < 2 else parameter[0].numel() * min(rank, *parameter.flatten(1).shape)
 
 
 @final
 @dataclass(frozen=True)
 class Tiers:
-    """Groups of this rank.
+    """Process groups of this rank for hierarchical sums.
 
     Attributes:
-        inner: The ranks of its node, then of each tier up to the last but one those with the same place below.
-        across: Those of the last tier, whose links are the slowest.
+        inner: The ranks of its node; then, per tier except the last, the ranks at its position in the tier below.
+        across: The ranks at its position on the last tier, which has the slowest links.
     """
 
     inner: Sequence[ProcessGroup]
@@ -240,7 +240,7 @@ class Tiers:
 
     @staticmethod
     def of(world: World) -> Tiers | None:
-        """Return the groups of ``world``; None if it is on one node."""
+        """Return the tiers of ``world``, or None if it is on one node."""
         if "node" not in world.groups:
             return None
         named = [group for name, group in world.groups.items() if name.startswith("tier/")]
@@ -249,7 +249,7 @@ class Tiers:
 
     @property
     def shares(self) -> int:
-        """Number of ranks that divide a bucket before it crosses the last tier."""
+        """Number of ranks that split a bucket before it is sent over the last tier."""
         ranks = 1
         for group in self.inner:
             ranks *= dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Compiles the forward and backward passes of a model with torch.compile, and reports what was compiled."""
+"""Compilation of a model's forward and backward passes with torch.compile, with its log."""
 
 from __future__ import annotations
 
@@ -13,55 +13,54 @@ from worldsize.world.scratch import keep_compiled_code
 
 _logger = logging.getLogger(__name__)
 
-_KEPT = 10_000  # compilations that torch remembers
+_KEPT = 10_000  # number of compilations in torch's history
 
 
 def compile_passes(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:
-    """Let torch compile the forward pass of each block that ``recipe`` names, or else of the whole ``model``.
+    """Compile the forward pass of each of ``recipe``'s blocks, or of the whole ``model``.
 
-    Parameters, buffers and hooks stay those of ``model``, so wrappers, checkpoints and shards do not notice. Each pass
-    is compiled when it is first called, and again for inputs of another shape.
+    Parameters, buffers and hooks still belong to ``model``, so wrappers, checkpoints and shards are unaffected. Each
+    pass is compiled on its first call, and again for inputs of a different shape.
 
-    Under deterministic algorithms each shape is compiled by itself. Otherwise torch would generalize a pass when it
-    meets a second shape, and the code of a step would depend on the shapes before it, which a resumed run has not met.
-    For the same reason more shapes than torch keeps are an error there, and not a silent return to eager execution.
+    With deterministic algorithms, each shape is compiled separately. Otherwise torch would generalize a pass at its
+    second shape, and the code of a step would depend on earlier shapes, which differ in a resumed run. For the same
+    reason, exceeding torch's recompile limit is then an error instead of a silent fallback to eager execution.
     """
-    import torch._dynamo  # takes seconds, for which only compiled runs wait
+    import torch._dynamo  # takes seconds to import; only compiled runs need it
     import torch._inductor.config
 
     keep_compiled_code()
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it misses CUDA on machines without
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns about missing CUDA
     torch._dynamo.utils.set_compilation_metrics_limit(_KEPT)
     exact = torch.are_deterministic_algorithms_enabled()
     if exact:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        torch._inductor.config.deterministic = True  # no choice by timing
+        torch._inductor.config.deterministic = True  # no autotuning
     for module in list(recipe.blocks(model)) or [model]:
         forward = torch.compile(module.forward, mode=numerics.compile_mode, dynamic=False if exact else None)
-        module.forward = forward  # not a wrapper, whose name would be in checkpoints
+        module.forward = forward  # a wrapper module would change names in checkpoints
 
 
 def refuse_graphs(numerics: Numerics, *, strategy: str) -> None:
-    """Raise ConfigError if passes are to be recorded as CUDA graphs by a ``strategy`` that gathers parameters."""
+    """Raise ConfigError if a ``strategy`` that gathers parameters would record CUDA graphs."""
     if numerics.records_graphs:
         raise ConfigError(
-            f"compile_mode={numerics.compile_mode} records CUDA graphs, whose memory stays where it is, and {strategy} "
-            "gathers parameters anew in each pass. Set compile_mode=default."
+            f"compile_mode={numerics.compile_mode} records CUDA graphs with fixed addresses, but {strategy} "
+            "gathers parameters into new memory in each pass. Set compile_mode=default."
         )
 
 
 @final
 @dataclass
 class Compilations:
-    """Counts what torch has compiled in this process."""
+    """Tracks torch's compilations in this process."""
 
     _reported: int = 0
 
     def facts(self, *, speaks: bool) -> dict[str, Any]:
-        """Return the number of graphs, their seconds and why any was compiled again; nothing if there is no new one.
+        """Return the graph count, total seconds and recompilation reasons; empty if unchanged.
 
-        What was compiled again since the first call, before which everything is compiled once, is logged if this
-        process ``speaks``.
+        Recompilations after the first report, which covers the initial compilation, are logged if ``speaks``.
         """
         made = _compilations()
         new, self._reported = made[self._reported :], len(made)
@@ -78,7 +77,7 @@ class Compilations:
 
 
 COMPILATIONS = Compilations()
-"""Those of this process since it began."""
+"""Compilations of this process since it started."""
 
 
 def _is_repeated(made: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Distributed data parallel: every rank holds the model, gradients are all-reduced during backward."""
+"""Distributed data parallel: gradients of model replicas are all-reduced during backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    MultiUpdateRecipe,
     Numerics,
     Range,
     Recipe,
@@ -28,7 +27,6 @@ from worldsize.core import (
 from worldsize.core.limits import MEBIBYTES
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.model_replica import CAPABILITIES
-from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
 from worldsize.strategies.optimizer_checks import refuse_unsent
 from worldsize.strategies.reducers import (
@@ -53,15 +51,15 @@ class DDP(Strategy):
     """Torch's DistributedDataParallel (Li et al. 2020, arXiv 2006.15704).
 
     ``reduce``: "flat" is torch's all-reduce, "ordered" gives the same bits at every world size, "hierarchical" sums
-    inside nodes first, so that with G ranks per node 1/G of a rank's bytes cross the network;
-    ``compress``: gradients are sent as "bf16", "fp16", "int8" with error feedback, by "powersgd" of rank
-    ``powersgd_rank`` (Vogels et al. 2019, arXiv 1905.13727), or only some of them: the largest ("topk"), or some that
-    are drawn in each step ("randomk", which may do without ``error_feedback``); with "hierarchical" only across nodes;
-    ``density``: the share of the numbers that "topk" and "randomk" send;
-    ``bucket_mb``: size in MiB of the gradient buckets that are all-reduced as soon as they are full;
-    ``find_unused_parameters``: allow models in which some parameters get no gradient in a step;
-    ``on_failure``: what a dead process means: all start again from the last checkpoint ("restart"), or the others
-    compute its logical ranks from that step on ("heal").
+    within nodes first, so that with G ranks per node only 1/G of each rank's gradient bytes cross the network.
+    ``compress``: send gradients as "bf16", "fp16", "int8" with error feedback, or "powersgd" of rank ``powersgd_rank``
+    (Vogels et al. 2019, arXiv 1905.13727), or send only some elements: the largest ("topk"), or a random subset in
+    each step ("randomk", optionally without ``error_feedback``). With "hierarchical", compress only between nodes.
+    ``density``: the fraction of elements that "topk" and "randomk" send.
+    ``bucket_mb``: size of a gradient bucket in MiB; a bucket is all-reduced as soon as it is full.
+    ``find_unused_parameters``: allow models in which some parameters get no gradient in a step.
+    ``on_failure``: reaction to a dead process: all processes restart from the last checkpoint ("restart"), or the
+    remaining processes take over its logical ranks from that step on ("heal").
     """
 
     reductions = get_args(Reduction)
@@ -85,13 +83,13 @@ class DDP(Strategy):
         if self.reduce == "ordered" and self.compress != "none":
             raise ConfigError(
                 f"strategy.compress={self.compress} {'leaves out' if self._is_sparse else 'rounds off'} other parts of "
-                "sums at each world size, which strategy.reduce=ordered (reproducibility=elastic) forbids. Set "
-                "strategy.compress=none, or another level."
+                "sums at each world size; strategy.reduce=ordered (reproducibility=elastic) forbids that. Set "
+                "strategy.compress=none, or a different level."
             )
         if not self.error_feedback and self.compress != "randomk":
             raise ConfigError(
-                f"strategy.error_feedback=false: what strategy.compress={self.compress} sends is not right on average, "
-                "and what it leaves out would be lost. Set strategy.error_feedback=true, or strategy.compress=randomk."
+                f"strategy.error_feedback=false: strategy.compress={self.compress} is biased; errors would be lost. "
+                "Set strategy.error_feedback=true, or strategy.compress=randomk."
             )
 
     @property
@@ -101,7 +99,7 @@ class DDP(Strategy):
     def check_numerics(self, numerics: Numerics) -> None:
         if self._is_sparse and self.error_feedback and numerics.policy.scales_loss:
             raise ConfigError(
-                f"strategy.compress={self.compress} adds what it leaves out to later gradients, and "
+                f"strategy.compress={self.compress} adds its errors to later gradients, and "
                 f"precision={numerics.precision} scales gradients differently from step to step. Set precision=bf16, "
                 "or strategy.compress=bf16."
             )
@@ -112,7 +110,7 @@ class DDP(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def _check_density(self, cluster: Cluster) -> None:
-        """Refuse messages that are longer than uncompressed ones: a rank gets those of all others, with indices."""
+        """Refuse a density at which gathered values and indices exceed the uncompressed gradients."""
         senders, kind = gathering(cluster, self.reduce)
         if senders * self.density > 1 and senders > 1:
             raise ConfigError(
@@ -122,7 +120,7 @@ class DDP(Strategy):
             )
 
     def check_recipe(self, recipe: Recipe) -> None:
-        if isinstance(recipe, MultiUpdateRecipe) and (self.compress != "none" or self.reduce == "hierarchical"):
+        if recipe.has_several_updates and (self.compress != "none" or self.reduce == "hierarchical"):
             raise ConfigError(
                 f"{type(recipe).__name__} takes several updates a step, whose gradients are not compressed or summed "
                 "by node. Set strategy.compress=none and strategy.reduce=flat (or ordered)."
@@ -143,12 +141,12 @@ class DDP(Strategy):
         scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
         if self.compress == "powersgd" and scalars:
             raise ConfigError(
-                f"strategy.compress=powersgd: {scalars[0]} has no dimension, and torch's hook needs one. Make it "
+                f"strategy.compress=powersgd: {scalars[0]} is a scalar; torch's hook needs a dimension. Make it "
                 "nn.Parameter(torch.ones(1)), or set strategy.compress=int8."
             )
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost | None:
-        """Return the cost of a step; None with PowerSGD, whose bytes depend on the shape of each matrix."""
+        """Return the cost of a step; None with PowerSGD, since it depends on the matrix shapes."""
         if self.compress == "powersgd":
             return None
         return ddp_cost(
@@ -167,12 +165,12 @@ class DDP(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         model = recipe.model().to(world.device)
-        if isinstance(recipe, MultiUpdateRecipe):
-            return whole_multi_update(recipe, context, MultiTrainState.of(recipe, model), self.reduce, self.bucket_mb)
+        if recipe.has_several_updates:
+            return whole_multi_update(recipe, context, TrainState.of(recipe, model), self.reduce, self.bucket_mb)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         heals = self.on_failure == "heal"
         module = replicated(model, world, interruptible=heals, **options) if world.size > 1 else None
-        logical_ranks = context.logical_ranks if heals else None  # else all have equally many
+        logical_ranks = context.logical_ranks if heals else None  # None: the same number on each process
         sums = self._reducer(module or model, context, logical_ranks)
         return SynchronousReplica(
             recipe,
@@ -194,9 +192,9 @@ class DDP(Strategy):
 
 
 def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1, together: int = 1) -> Mapping[str, Role]:
-    """Return the processes of a strategy in which all train, and which may go on without those that die.
+    """Return the roles of a strategy whose processes are all workers and may heal.
 
-    ``block``: those that train one part of the data together; ``together``: those of them that must be on one host.
+    ``block``: number of processes per data-parallel part. ``together``: how many of them must share a host.
     """
     if on_failure == "heal":
         least = cluster.min_processes if block == 1 else whole_blocks(cluster.min_processes, block)

@@ -1,6 +1,6 @@
-"""Mean gradients of models that every rank holds whole: by all-reduce, or with the same bits at every world size.
+"""Mean gradients of unsharded models: all-reduced, or with the same bits at any world size.
 
-The all-reduce is torch's own, or that of a DDP communication hook.
+The all-reduce is either torch's own or a DDP communication hook.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from worldsize.strategies.step_buffers import BufferMean
 
 
 class BucketHook(ABC):
-    """Sums a bucket of DDP's gradients over processes, and may keep state for each bucket until the next step."""
+    """Abstract base: averages DDP's gradient buckets over processes, optionally with state."""
 
     @property
     def has_bucket_memory(self) -> bool:
-        """Whether the hook keeps state for each bucket, so that DDP must form its buckets before the first step."""
+        """Whether each bucket has state, so that DDP must form its buckets before the first step."""
         return False
 
-    def begin(self, step: int) -> None:  # noqa: B027 - most sum in each step alike
-        """Prepare to sum the gradients of ``step``, counted from 1."""
+    def begin(self, step: int) -> None:  # noqa: B027 - most sum the same way in each step
+        """Prepare for the gradients of ``step``, counted from 1."""
 
     @abstractmethod
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return the mean over processes of the bucket's buffer, of the same shape (n,)."""
+        """Return the mean of the bucket's buffer (n,) over processes, of the same shape."""
 
     def settle(self, discarded_pass: Callable[[], None]) -> None:
-        """Run ``discarded_pass``, after which DDP has its final buckets, and lay out the state of each bucket."""
+        """Run ``discarded_pass`` so that DDP finalizes its buckets, and create their state."""
         discarded_pass()
 
     def state(self) -> StateDict:
-        """Return the state that is kept between steps."""
+        """Return the state that persists between steps."""
         return {}
 
-    def load(self, state: StateDict) -> None:  # noqa: B027 - most remember nothing
+    def load(self, state: StateDict) -> None:  # noqa: B027 - most are stateless
         """Load what :meth:`state` returned."""
 
 
 @final
 class GatherHook(BucketHook):
-    """Gathers buckets and sums them everywhere, see :mod:`worldsize.collectives.ordered`: for small models on CPUs."""
+    """Gathers buckets and sums them on every rank (:mod:`.ordered`), for small models on CPUs."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return the mean of the bucket's buffer (n,). Waiting here costs nothing: there is no work left to overlap."""
+        """Return the mean of the bucket's buffer (n,); it blocks, since there is little to overlap."""
         future: Future[Tensor] = Future()
         future.set_result(gathered_mean(bucket.buffer(), self._group))
         return future
@@ -76,11 +76,10 @@ class GatherHook(BucketHook):
 
 @final
 class AllReduceReducer(GradientReducer):
-    """Sums micro-batches in order, and across processes by torch's all-reduce or by ``hook``.
+    """Sums micro-batches in order, then over processes with torch's all-reduce or ``hook``.
 
-    ``module`` is a model, or the DistributedDataParallel around it; only the latter can have a ``hook``.
-    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
-    one.
+    ``module`` is a model or its DistributedDataParallel; ``hook`` requires the latter. ``logical_ranks``: total over
+    all processes, if their shares may differ; None if all have as many as this one.
     """
 
     def __init__(self, module: nn.Module, hook: BucketHook | None = None, *, logical_ranks: int | None = None) -> None:
@@ -119,9 +118,9 @@ class AllReduceReducer(GradientReducer):
         self._buffers.commit()
 
     def _settle(self, backward: Callable[[float], LossRecord]) -> None:
-        """Let DDP rebuild its buckets, as it does after its first pass.
+        """Let DDP rebuild its buckets now, as it does after its first pass.
 
-        With three or more ranks the order of sums depends on the buckets.
+        With three or more ranks, the order of sums depends on the buckets.
         """
         self._is_settled = True
         discarded_pass = partial(self._discard, backward)
@@ -131,12 +130,12 @@ class AllReduceReducer(GradientReducer):
             self._hook.settle(discarded_pass)
 
     def _discard(self, backward: Callable[[float], LossRecord]) -> None:
-        """Run a pass whose gradients are discarded."""
+        """Run a pass and discard its gradients and buffer changes."""
         kept = self._buffers.kept()
         try:
             backward(0.0)
             check_reduced(self._module)
-        finally:  # also where a peer is lost in it
+        finally:  # also if a peer dies during the pass
             kept.restore()
         self._module.zero_grad()
 
@@ -150,13 +149,12 @@ class AllReduceReducer(GradientReducer):
 
 @final
 class OrderedReducer(GradientReducer):
-    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits.
+    """Fixed-tree sums (:mod:`worldsize.collectives.ordered`): same bits at every world size.
 
-    Across processes it is a communication hook: buckets are exchanged while the last backward pass runs. The assignment
-    of parameters to buckets does not matter, since each element is summed separately.
+    Over processes it is a communication hook, which exchanges buckets during the last backward pass. The assignment of
+    parameters to buckets does not affect results, since each element is summed separately.
 
-    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
-    one.
+    ``logical_ranks``: total over all processes, if their shares may differ; None if all have as many as this one.
     """
 
     @property
@@ -172,11 +170,11 @@ class OrderedReducer(GradientReducer):
         self._place = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._buffers = BufferMean(module, group, logical_ranks=logical_ranks)
         self._counters: list[Counter] = []
-        self._presence = Presence(self._parameters)  # in the step in progress
+        self._presence = Presence(self._parameters)  # gradients in the current step
         self._tree = Tree(self._size, self._size)
         if isinstance(module, DistributedDataParallel):
             self._staged = Staged(self._parameters[0].device)
-            own = proxy(self)  # DDP holds the hook in C++, where the garbage collector sees no cycle
+            own = proxy(self)  # DDP holds the hook in C++, where the garbage collector cannot detect cycles
             module.register_comm_hook(None, lambda _, bucket: own._reduce(bucket))
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
@@ -191,7 +189,7 @@ class OrderedReducer(GradientReducer):
                     self._take(node)
                     buffers.add(leaf)
             self._hold_places()
-            losses[last[1]] = backward(batches[last[1]], 1.0)  # runs the hook, if there is one
+            losses[last[1]] = backward(batches[last[1]], 1.0)  # also runs the communication hook, if any
             buffers.add(last[1])
             if self._group is None:
                 self._finish_alone(last[0])
@@ -206,9 +204,9 @@ class OrderedReducer(GradientReducer):
         self._buffers.commit()
 
     def _hold_places(self) -> None:
-        """Give parameters that had a gradient in an earlier pass one that adds nothing, if DDP finds unused ones.
+        """Set gradients from earlier passes of this step to -0.0, if DDP finds unused parameters.
 
-        DDP remembers that they were used, and fails if they have none after the last pass. Adding to -0.0 keeps bits.
+        DDP requires a final gradient for each parameter used in an earlier pass. Adding to -0.0 keeps the bits.
         """
         if not (isinstance(self._module, DistributedDataParallel) and self._module.find_unused_parameters):
             return
@@ -218,7 +216,7 @@ class OrderedReducer(GradientReducer):
 
     def _take(self, node: int) -> None:
         if self._group is None and not any(counter.waiting for counter in self._counters):
-            # without other processes the loss may freeze and unfreeze parameters
+            # in a single process, the loss may freeze and unfreeze parameters
             self._parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             self._presence = Presence(self._parameters)
         self._presence.note()
@@ -232,7 +230,7 @@ class OrderedReducer(GradientReducer):
                 parameter.grad = sum_level(nodes) / self._tree.logical_ranks
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Reduce a bucket: this is the communication hook that DDP calls."""
+        """Reduce a bucket, as DDP's communication hook."""
         return self._staged.add(bucket.buffer(), self._mean(bucket), last=bucket.is_last())
 
     def _mean(self, bucket: GradBucket) -> Phases:
@@ -241,11 +239,11 @@ class OrderedReducer(GradientReducer):
         return torch.div(total, self._tree.logical_ranks, out=bucket.buffer())
 
     def _rows(self, bucket: GradBucket) -> list[Tensor]:
-        """Return this process's nodes of the bucket, tensors (n,); the bucket itself holds the last leaf."""
+        """Return this process's tree nodes for a bucket, each (n,); the bucket has the last leaf."""
         places = [self._place[id(parameter)] for parameter in bucket.parameters()]
         *complete, current = self._counters
         for waiting in current.waiting:
-            if waiting[places[0]].is_complex():  # a bucket has one dtype, and these torch gives no gradients for
+            if waiting[places[0]].is_complex():  # bucket.gradients() lacks complex support
                 bucket.buffer().add_(torch.cat([_real(waiting[place]).flatten() for place in places]))
                 continue
             torch._foreach_add_(bucket.gradients(), [waiting[place] for place in places])
@@ -254,5 +252,5 @@ class OrderedReducer(GradientReducer):
 
 
 def _real(gradient: Tensor) -> Tensor:
-    """Return a complex tensor (...) as real numbers (..., 2), as DDP keeps them in a bucket; others as they are."""
+    """View a complex tensor (...) as real (..., 2), as in DDP's buckets; return others as is."""
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

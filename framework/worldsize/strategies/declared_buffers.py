@@ -1,4 +1,4 @@
-"""The rules that combine the buffers of a model over logical ranks: those of the recipe and of torch's own layers."""
+"""Rules from recipes and torch's layers for combining a model's buffers over logical ranks."""
 
 from __future__ import annotations
 
@@ -18,69 +18,69 @@ from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe
 from worldsize.core.recipe import BUFFER_SUMS
 from worldsize.errors import neighbours
 
-# "same": torch computes it without data, or counts batches; all logical ranks have the same value
+# "same": equal on all logical ranks, since torch computes it without data, or counts batches
 _Known: TypeAlias = BufferRule | Literal["same"] | None
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class BufferSlot:
-    """The place of a saved buffer in its module, where a program may put a new tensor in each step."""
+    """The slot of a saved buffer in its module; user code may assign a new tensor in each step."""
 
     module: nn.Module
     own: str
     name: str
-    """The name in the recipe's model."""
+    """The buffer's name in the recipe's model."""
     rule: _Known
-    """None: undeclared, so that no step may change it."""
+    """None if undeclared: a step must not change the buffer."""
     is_known: bool = False
-    """Whether the rule is that of one of torch's own layers."""
+    """Whether the rule is the built-in one for a torch layer."""
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is in this place now, of any shape."""
+        """The current tensor in this slot, of any shape."""
         tensor = self.module._buffers[self.own]
         assert tensor is not None
         return tensor
 
     @property
     def pointer(self) -> BufferSlot:
-        """The place of the pointer of a queue."""
+        """The slot of a queue's pointer."""
         assert isinstance(self.rule, Concatenated)
         prefix = self.name.removesuffix(self.own)
         return BufferSlot(self.module, self.rule.pointer, f"{prefix}{self.rule.pointer}", None)
 
     @property
     def slots(self) -> Sequence[BufferSlot]:
-        """The places of all tensors that the rule changes."""
+        """The slots of all tensors that the rule changes."""
         return (self, self.pointer) if isinstance(self.rule, Concatenated) else (self,)
 
     def set_tensor(self, tensor: Tensor) -> None:
-        """Put ``tensor``, of any shape, into this place."""
+        """Put ``tensor``, of any shape, into this slot."""
         self.module._buffers[self.own] = tensor
 
 
 @final
 @dataclass(frozen=True)
 class _Declared:
-    """The rules of a recipe for the buffers of one module, by their own names, and the module's name in the model."""
+    """A recipe's rules for the buffers of one module, by local name, with the module's name."""
 
     prefix: str
     rules: Mapping[str, BufferRule]
     trains_apart: bool
 
 
-# by module, since parts of a model that is cut into stages have other names there
+# keyed by module, since names change if a model is split into stages
 _DECLARED: WeakKeyDictionary[nn.Module, _Declared] = WeakKeyDictionary()
 
 
 def declare_buffers(recipe: Recipe, model: nn.Module, *, trains_apart: bool = False) -> None:
-    """Let all reducers of ``model`` or of its parts apply the rules of ``recipe``.
+    """Declare the buffer rules of ``recipe`` to all reducers of ``model`` or its submodules.
 
-    ``trains_apart``: whether other processes train the model, too, without its reducers.
+    ``trains_apart``: whether other processes train the model independently, without its reducers.
 
     Raises:
-        ConfigError: a rule is for no buffer of the model, or for one that it does not suit.
+        ConfigError: a rule does not match a buffer of the model, or does not suit it.
     """
     rules, names = recipe.buffers(model), [name for name, _ in model.named_buffers()]
     for module in model.modules():
@@ -93,7 +93,7 @@ def declare_buffers(recipe: Recipe, model: nn.Module, *, trains_apart: bool = Fa
             where = f"{type(recipe).__name__}.buffers: {pattern!r}"
             if any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(f"{where} has persistent=False, and no checkpoint has it. Leave it out.")
-            raise ConfigError(f"{where} is no buffer of the model{neighbours(pattern, names)}")
+            raise ConfigError(f"{where} is not a buffer of the model{neighbours(pattern, names)}")
         for name in matches:
             _check(recipe, saved, name, rule, trains_apart=trains_apart)
             matched[name] = rule
@@ -108,7 +108,7 @@ def _check(recipe: Recipe, saved: Mapping[str, BufferSlot], name: str, rule: Buf
         raise ConfigError(f"{where} has the unknown rule {rule!r}{neighbours(str(rule), BUFFER_SUMS)}")
     if rule == "mean" and not tensor.is_floating_point():
         raise ConfigError(
-            f'{where} holds {tensor.dtype}, whose mean is no integer. Declare it as "sum", or make it float.'
+            f'{where} holds {tensor.dtype}, and its mean may not be an integer. Declare it as "sum", or make it float.'
         )
     if rule == "sum" and tensor.dtype is torch.bool:
         raise ConfigError(f"{where} holds truth values, and these cannot be added. Make it torch.int64.")
@@ -121,7 +121,7 @@ def _check(recipe: Recipe, saved: Mapping[str, BufferSlot], name: str, rule: Buf
         pointer = saved.get(f"{name.rpartition('.')[0]}.{rule.pointer}".lstrip("."))
         if pointer is None or pointer.tensor.is_floating_point() or pointer.tensor.numel() != 1:
             raise ConfigError(
-                f"{where} is a queue, whose pointer {rule.pointer!r} is no buffer of the same module with one integer. "
+                f"{where} is a queue; its pointer {rule.pointer!r} must be a buffer of its module with one integer. "
                 'Register it, e.g. register_buffer("pointer", torch.zeros(1, dtype=torch.int64)).'
             )
         if not -tensor.ndim <= rule.dim < tensor.ndim:
@@ -129,12 +129,12 @@ def _check(recipe: Recipe, saved: Mapping[str, BufferSlot], name: str, rule: Buf
 
 
 def buffer_slots(model: nn.Module) -> list[BufferSlot]:
-    """Return the saved buffers of ``model``, or of a part of a declared model, each once, in the order of modules."""
+    """Return the saved buffers of a model or submodule, each once, in module order."""
     return list(_slots(model))
 
 
 def trains_apart(model: nn.Module) -> bool:
-    """Return whether other processes train ``model``, too, without its reducers."""
+    """Return whether other processes train ``model`` independently, without its reducers."""
     return model in _DECLARED and _DECLARED[model].trains_apart
 
 
@@ -152,12 +152,12 @@ def _slots(model: nn.Module) -> Iterator[BufferSlot]:
             name = f"{declared.prefix if declared else prefix}.{own}".lstrip(".")
             rule: _Known = rules.get(own, known.get(own))
             if own in pointers:
-                continue  # it moves with its queue
+                continue  # handled with its queue
             yield BufferSlot(module, own, name, rule, is_known=own in known and own not in rules)
 
 
 def _known(module: nn.Module) -> Mapping[str, _Known]:
-    """Return the rules of a layer of torch's own, by the names of its buffers."""
+    """Return the built-in rules for the buffers of a torch layer, by buffer name."""
     if isinstance(module, _NormBase):
         return {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "same"}
     if isinstance(module, _SpectralNorm):
@@ -167,13 +167,13 @@ def _known(module: nn.Module) -> Mapping[str, _Known]:
 
 
 def refuse_unserved_buffers(recipe: Recipe, model: nn.Module) -> None:
-    """Refuse a recipe that declares buffers which its loss changes, for strategies that carry none.
+    """Refuse a recipe with buffer rules, for strategies that do not synchronize buffers.
 
     Raises:
-        ConfigError: it does so.
+        ConfigError: the recipe declares a rule for a buffer.
     """
     for name in recipe.buffers(model):
         raise ConfigError(
-            f"{type(recipe).__name__}.buffers names {name!r}: servers keep parameters alone, so that changes of a "
-            "buffer reach no other worker. Use strategy=ddp, zero or fsdp."
+            f"{type(recipe).__name__}.buffers names {name!r}: servers only keep parameters, so that changes of a "
+            "buffer do not reach other workers. Use strategy=ddp, zero or fsdp."
         )

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: parameters, gradients and optimizer state sharded over ranks (torch's fully_shard)."""
+"""Fully sharded data parallel: parameters, gradients and optimizer state are sharded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from worldsize.collectives.step_timer import connect
+from worldsize.collectives.group import connect
 from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    MultiUpdateRecipe,
     Numerics,
     Range,
     Recipe,
@@ -34,8 +33,7 @@ from worldsize.devices import backend_for
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.deferred.model import DeferredModel
-from worldsize.strategies.model_replica import CAPABILITIES
-from worldsize.strategies.multi_train_state import MultiTrainState
+from worldsize.strategies.model_replica import CAPABILITIES, CallingRoot
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_divided_updates, refuse_unsent
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
@@ -43,7 +41,7 @@ from worldsize.strategies.sharded_reducer import sharded_reducer
 from worldsize.strategies.sharded_steps import carry_assignments, refuse_wrong_updates, step_apart, step_locally
 from worldsize.strategies.step_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.step_hooks import recipe_hooks, refuse_mixing_hooks
-from worldsize.strategies.synchronous import CallingRoot, SynchronousReplica, alone
+from worldsize.strategies.synchronous import SynchronousReplica, alone
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.unit_sharding import cast_inputs, detach_shards, guard_units, shard_units
 from worldsize.strategies.wrapping import (
@@ -55,28 +53,28 @@ from worldsize.strategies.wrapping import (
 )
 
 _REMEDY = "Set strategy.wrap=none, which gathers the whole model for each loss, or use strategy=ddp or zero."
-_WHOLE_AT_MOST = 2**30  # most bytes of gradients that accumulate="auto" keeps unsharded between micro-batches
+_WHOLE_AT_MOST = 2**30  # bytes: the limit up to which accumulate="auto" keeps gradients unsharded
 _Dtype = Literal["fp32", "bf16", "fp16"]
-_MESHES = count()  # torch caches what it knows of a mesh, for all of the same shape and names
+_MESHES = count()  # unique mesh names: torch caches properties of a mesh by its shape and names
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @final
 @dataclass(frozen=True)
 class FSDP(Strategy):
-    """FSDP2 (Zhao et al. 2023, arXiv 2304.11277), which is ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054).
+    """Torch's FSDP2 (Zhao et al. 2023, arXiv 2304.11277), i.e. ZeRO stage 3 (arXiv 1910.02054).
 
-    ``shard``: the ranks that together hold one copy of the model: "all", those of a "node" (hybrid: replicated across
-    nodes), or their number. ``wrap``: the units that are gathered at once: the recipe's "blocks", modules of at least
-    ``wrap_parameters`` by "size", "auto": blocks if the recipe has any, else by size; or "none": the whole model, which
-    a loss may use in any way. ``reshard_after_forward=False`` keeps gathered parameters until the backward pass (ZeRO
-    stage 2). ``param_dtype``: the dtype in which parameters are gathered and used. ``reduce_dtype``: the dtype in which
-    gradients are summed. (None: unchanged; ``numerics.precision`` is autocast, as everywhere.) ``accumulate``: between
-    the micro-batches of a step, gradients are kept "whole" and reduced once, or "sharded" and reduced each time;
-    "auto": sharded if they would take more than 1 GiB. ``reduce="ordered"`` gives the bits of every other strategy at
-    every world size, with either choice. ``on_failure="heal"``: the others go on without a dead process, from copies of
-    its shards in the memory of peers; if their number is no multiple of ``shard``, they make copies of the next larger
-    number of shards that divides it.
+    ``shard``: number of ranks that hold one copy of the model: "all", one "node" (hybrid: replicated across nodes), or
+    an integer. ``wrap``: the units to gather: the recipe's "blocks"; modules of at least ``wrap_parameters`` ("size");
+    blocks if the recipe has any, else by size ("auto"); or the whole model, for losses that use it freely ("none").
+    ``reshard_after_forward=False`` keeps gathered parameters until the backward pass (ZeRO stage 2).
+    ``param_dtype``: dtype of gathered parameters and their computations. ``reduce_dtype``: dtype of gradient
+    reduction. None leaves either unchanged; ``numerics.precision`` is autocast, as in all strategies.
+    ``accumulate``: between the micro-batches of a step, keep gradients "whole" and reduce them once, or keep them
+    "sharded" and reduce them each time; "auto" shards gradients that would take more than 1 GiB unsharded. With either
+    choice, ``reduce="ordered"`` gives the same bits as every other strategy at every world size.
+    ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards in the memory of
+    peers. If ``shard`` does not divide their number, they use the next larger number of shards that does.
     """
 
     supports = CAPABILITIES | {"schedule_free"}
@@ -99,12 +97,12 @@ class FSDP(Strategy):
         if self.on_failure == "heal" and self.accumulate == "sharded" and self.reduce == "ordered":
             raise ConfigError(
                 "strategy.on_failure=heal: strategy.accumulate=sharded cannot have the same bits on any number of "
-                "processes, which reproducibility=elastic promises. Set strategy.accumulate=whole, or "
+                "processes, as reproducibility=elastic requires. Set strategy.accumulate=whole, or "
                 "strategy.on_failure=restart."
             )
 
     def check_recipe(self, recipe: Recipe) -> None:
-        if isinstance(recipe, MultiUpdateRecipe) and self.param_dtype is not None:
+        if recipe.has_several_updates and self.param_dtype is not None:
             raise ConfigError(
                 f"strategy.param_dtype={self.param_dtype}: {type(recipe).__name__} calls parts of its model by itself, "
                 "whose inputs no hook converts. Set strategy.param_dtype=null, and precision=bf16 if it is to be fast."
@@ -138,7 +136,7 @@ class FSDP(Strategy):
         if self.accumulate == "sharded" and not self._may_sum_shards(cluster.processes):
             raise ConfigError(
                 f"strategy.accumulate=sharded cannot have the same bits on {cluster.processes} processes as on one, "
-                "which reproducibility=elastic promises: their number must be a power of two. Set "
+                "as reproducibility=elastic requires: their number must be a power of two. Set "
                 f"cluster.processes={2 ** (cluster.processes.bit_length() - 1)}, or strategy.accumulate=whole."
             )
         if self.cpu_offload and cluster.device == "cpu":
@@ -151,7 +149,7 @@ class FSDP(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def _shard_size(self, processes: int, per_node: int) -> int:
-        """Return the number of shards of a copy; processes that go on without others may not divide as planned."""
+        """Return the number of shards per copy, increased after failures to divide ``processes``."""
         planned: int = {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
         if self.on_failure == "heal":
             return next((size for size in range(planned, processes) if processes % size == 0), processes)
@@ -174,7 +172,7 @@ class FSDP(Strategy):
         return self.accumulate == "sharded"
 
     def _may_sum_shards(self, processes: int) -> bool:
-        """Return whether shards can be added up after each micro-batch; the fixed tree needs 2^k processes for it."""
+        """Return whether shards can be accumulated; the fixed tree requires 2^k processes for that."""
         return self.reduce != "ordered" or (processes.bit_count() == 1 and self.on_failure != "heal")
 
     @property
@@ -201,34 +199,35 @@ class FSDP(Strategy):
         shards = self._accumulates_shards(
             sum(parameter.numel() * parameter.itemsize for parameter in model.parameters()), world.size
         )
-        if isinstance(recipe, MultiUpdateRecipe):
-            sums = sharded_reducer(self.reduce, root, world, copies, takes_one_update=False, accumulates_shards=shards)
-            states = MultiTrainState.of(recipe, model)
-            if any([self._tries_updates(recipe, model, each) for each in states.optimizers]):
-                states = MultiTrainState.of(recipe, model)
-            for optimizer in states.optimizers:
-                step_locally(optimizer)
-                step_apart(optimizer)
-            carry_assignments(model, states.optimizers)
-            return MultiUpdateReplica(recipe, context, train_state=states, reducer=sums, root=root)
-        ranks = context.logical_ranks if self.on_failure == "heal" else None  # else all have equally many
-        sums = sharded_reducer(self.reduce, root, world, copies, accumulates_shards=shards, logical_ranks=ranks)
+        ranks = context.logical_ranks if self.on_failure == "heal" else None  # None: the same number on each process
+        sums = sharded_reducer(
+            self.reduce,
+            root,
+            world,
+            copies,
+            takes_one_update=not recipe.has_several_updates,
+            accumulates_shards=shards,
+            logical_ranks=ranks,
+        )
         state = TrainState.of(recipe, model)
-        if self._tries_updates(recipe, model, state.optimizer):
+        if any([self._tries_updates(recipe, model, each) for each in state.optimizers]):
             state = TrainState.of(recipe, model)
-        step_locally(state.optimizer)
-        step_apart(state.optimizer)
+        for optimizer in state.optimizers:
+            step_locally(optimizer)
+            step_apart(optimizer)
         carry_assignments(model, state.optimizers)
+        if recipe.has_several_updates:
+            return MultiUpdateReplica(recipe, context, train_state=state, reducer=sums, module=root)
         return SynchronousReplica(recipe, context, train_state=state, reducer=sums, logical_ranks=ranks, module=root)
 
     def _tries_updates(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> bool:
-        """Refuse wrong updates; return whether ``optimizer`` has to be made again, see :func:`refuse_wrong_updates`."""
-        if self.reduce == "ordered" or self.on_failure == "heal":  # checked before the start
+        """Run :func:`refuse_wrong_updates` if needed; return whether to recreate ``optimizer``."""
+        if self.reduce == "ordered" or self.on_failure == "heal":  # checked before the run starts
             return False
         return refuse_wrong_updates(recipe, model, optimizer, step_apart)
 
     def _mesh(self, world: World) -> DeviceMesh:
-        """Return the mesh (copies, shards of a copy); the ranks of a copy are consecutive."""
+        """Return the mesh (copies, shards per copy); each copy has consecutive ranks."""
         node = world.groups.get("node")
         per_node = node.size() if node else world.size
         if self.shard == "node" and self.on_failure == "heal":
@@ -240,7 +239,7 @@ class FSDP(Strategy):
 
     def _shard(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh, root: nn.Module) -> None:
         names = mesh.mesh_dim_names or ()
-        # other sums over copies are those of strategies/sharded_reducer.py
+        # otherwise strategies/sharded_reducer.py sums over copies
         plain = mesh.size(0) == 1 or self.reduce == "ordered" or self.on_failure == "heal"
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
@@ -259,7 +258,7 @@ class FSDP(Strategy):
 
 
 def _most_on_a_node(world: World) -> int:
-    """Return the number of ranks on the node that has most of them; all ranks must call it."""
+    """Return the largest number of ranks on one node; all ranks must call it."""
     nodes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     nodes[world.rank] = world.node_rank
     dist.all_reduce(nodes, group=world.group)

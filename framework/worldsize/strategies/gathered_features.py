@@ -1,7 +1,7 @@
-"""Gradients of losses over the features of all logical ranks, see :class:`~worldsize.core.FeatureRecipe`.
+"""Gradients of losses on gathered features, see :class:`~worldsize.core.FeatureRecipe`.
 
-Features are gathered as bytes, and the derivatives of all losses by them are summed in the fixed tree, so that a step
-has the same bits at every number of processes.
+The features of all logical ranks are gathered as bytes. The derivatives of all losses with respect to them are summed
+in the fixed tree, so that a step has the same bits on any number of processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worldsize.collectives.ordered import Counter
 from worldsize.collectives.step_timer import phase
 from worldsize.core import ConfigError, FeatureRecipe, Features, Loss, MicroBatch
 from worldsize.core.recipe_kinds import with_gradients
-from worldsize.record.determinism import seed_generators
+from worldsize.seeds import seed_generators
 from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.loss_record import differentiable
@@ -29,22 +29,22 @@ _Repeated = Callable[[MicroBatch], AbstractContextManager[None]]
 
 @final
 class GatheredFeatures:
-    """The features of a step and the derivatives of its losses by them.
+    """The features of a step, and the derivatives of its losses with respect to them.
 
     Args:
         recipe: The recipe.
-        model: The model that this process computes with.
+        model: The model of this process.
         device: Its device.
-        call: Calls a function that computes with the model; a sharded model gathers its parameters around it.
+        call: Wraps calls that compute with the model; a sharded model gathers its parameters for them.
     """
 
     def __init__(
         self, recipe: FeatureRecipe, model: nn.Module, device: torch.device, call: Callable[[Callable[[], Any]], Any]
     ) -> None:
         self._recipe, self._model, self._device, self._call = recipe, model, device, call
-        self._features: Sequence[Tensor] = ()  # of all logical ranks, in their order
-        self._own: dict[int, Sequence[slice]] = {}  # by the identity of a micro-batch
-        self._gradients: dict[int, Sequence[Tensor | None]] = {}  # the same
+        self._features: Sequence[Tensor] = ()  # of all logical ranks, in order
+        self._own: dict[int, Sequence[slice]] = {}  # rows by the id of a micro-batch
+        self._gradients: dict[int, Sequence[Tensor | None]] = {}  # by the same id
 
     def gather(
         self,
@@ -54,7 +54,7 @@ class GatheredFeatures:
     ) -> None:
         """Prepare :meth:`loss` for the micro-batches of this process; all processes must call it.
 
-        ``dropped``: enters a pass, which :meth:`loss` repeats.
+        ``dropped``: context of a discarded pass, which :meth:`loss` repeats.
         """
         kept = KeptBuffers(buffer_slots(self._model))
 
@@ -81,13 +81,13 @@ class GatheredFeatures:
         self._gradients = self._derivatives(batches, shape, repeated)
 
     def loss(self, batch: MicroBatch) -> Loss:
-        """Return the loss of a micro-batch; its gradient includes the derivatives of all losses by these features."""
+        """Return the loss of ``batch``; its gradient has the terms of all losses on its features."""
         features = self._recipe.features(self._model, batch.data)
         loss = self._loss(batch, self._features)
         return with_gradients(loss, features, self._gradients[id(batch)])
 
     def _computed(self, batches: Sequence[MicroBatch], shape: StepShape, repeated: _Repeated) -> list[Sequence[Tensor]]:
-        """Return the features of each micro-batch; ranks with fewer of them compute one again."""
+        """Return the features of each micro-batch; ranks with fewer micro-batches repeat one."""
         own: list[Sequence[Tensor]] = []
         with torch.no_grad():
             for place in range(shape.passes):
@@ -104,13 +104,13 @@ class GatheredFeatures:
     def _derivatives(
         self, batches: Sequence[MicroBatch], shape: StepShape, repeated: _Repeated
     ) -> dict[int, Sequence[Tensor | None]]:
-        """Return the derivatives of all losses of the step by the features of each micro-batch."""
+        """Return the derivatives of the summed losses with respect to each micro-batch's features."""
         nodes = shape.nodes()
         counters = [Counter() for _ in set(nodes.values())]
         for place, node in nodes.items():
             with repeated(batches[place]):
                 counters[node].add([self._call(partial(self._derivative, batches[place]))])
-        for _ in range(shape.passes - len(batches)):  # others gather the model once more
+        for _ in range(shape.passes - len(batches)):  # other ranks gather the model once more
             with repeated(batches[0]):
                 self._call(partial(self._derivative, batches[0]))
         with phase("communication"):
@@ -124,7 +124,7 @@ class GatheredFeatures:
         }
 
     def _derivative(self, batch: MicroBatch) -> Tensor:
-        """Return the derivative of the loss of ``batch`` by the features of all logical ranks, float32 (n,)."""
+        """Return the loss derivative with respect to all logical ranks' features, float32 (n,)."""
         features = [each.detach().requires_grad_(each.is_floating_point()) for each in self._features]
         trained = [each for each in features if each.requires_grad]
         with torch.enable_grad():
@@ -139,7 +139,7 @@ class GatheredFeatures:
 
 
 def _counts(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.device) -> Tensor:
-    """Return the number of rows of each logical rank in each tensor, int64 (tensors, logical ranks)."""
+    """Return the row counts per tensor and logical rank, int64 (tensors, logical ranks)."""
     counts_kr = torch.zeros(len(own[0]), shape.logical_ranks, dtype=torch.int64, device=device)
     for place, parts in enumerate(own):
         for index, part in enumerate(parts):
@@ -148,7 +148,7 @@ def _counts(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.dev
 
 
 def _gathered(parts: Sequence[Tensor], rows: Sequence[slice], total: int, shape: StepShape) -> Tensor:
-    """Return a tensor (total, ...) with ``parts`` at their ``rows``, and the parts of other processes elsewhere."""
+    """Gather a tensor (total, ...) from all processes' ``parts``, each at its ``rows``."""
     gathered = parts[0].new_zeros(total, *parts[0].shape[1:])
     for part, place in zip(parts, rows, strict=True):
         gathered[place] = part

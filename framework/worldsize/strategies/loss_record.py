@@ -1,6 +1,6 @@
 """Records of the losses of a step's micro-batches, and of the metrics returned with them.
 
-``AgreedLosses`` has the facts about losses on which all ranks agree before their gradients are summed.
+``AgreedLosses`` exchanges properties of losses between ranks before their gradients are summed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from worldsize.collectives.exact import start_all_gather
 from worldsize.core import ConfigError, Loss, LossOutput, World
 from worldsize.strategies.loss_scaling import fp16_share
 
-# names below "train/" that each logged step has already
+# names under "train/" that are reserved in each logged step
 STEP_FIGURES = (
     "loss",
     "lr",
@@ -36,11 +36,11 @@ STEP_FIGURES = (
 @final
 @dataclass(frozen=True, slots=True)
 class LossRecord:
-    """The logged values of one micro-batch, detached.
+    """The detached loss and metrics of one micro-batch.
 
     Attributes:
-        loss: The mean, a scalar in the loss's own dtype; or the sum and its weight, float64 (2,).
-        metrics: Metrics returned with the loss, each float64 (2,): the sum and its count.
+        loss: The mean, a scalar in the loss's dtype; or (sum, weight), float64 (2,).
+        metrics: Metrics returned with the loss, each (sum, count), float64 (2,).
     """
 
     loss: Tensor
@@ -48,7 +48,7 @@ class LossRecord:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether the loss is a sum and its weight."""
+        """Whether the loss is (sum, weight)."""
         return self.loss.ndim == 1
 
     def message(self) -> dict[str, Any]:
@@ -57,19 +57,19 @@ class LossRecord:
 
     @staticmethod
     def from_message(message: Mapping[str, Any]) -> LossRecord:
-        """Build a record from the result of :meth:`message`, in float64 on the CPU."""
+        """Create a record from the result of :meth:`message`, in float64 on the CPU."""
         metrics = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in message["metrics"].items()}
         return LossRecord(torch.tensor(message["loss"], dtype=torch.float64), metrics)
 
     def without_counts(self) -> LossRecord:
-        """Return the record with all sums and counts of its metrics set to 0."""
+        """Return the record with zero sums and counts in its metrics."""
         return LossRecord(self.loss, {name: torch.zeros_like(pair) for name, pair in self.metrics.items()})
 
     def with_counts_of(self, records: Sequence[LossRecord]) -> LossRecord:
-        """Return the record with the summed metrics of ``records`` in place of its own; without records, counts are 0.
+        """Return the record with the summed metrics of ``records``, or zeros if there are none.
 
         Raises:
-            ConfigError: the records name different metrics.
+            ConfigError: the records have different metric names.
         """
         if not records:
             return self.without_counts()
@@ -77,10 +77,10 @@ class LossRecord:
 
 
 def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
-    """Split the result of ``Recipe.loss`` into the scalar whose gradient is taken, and the record to log.
+    """Split the result of ``Recipe.loss`` into the scalar to differentiate and the record.
 
     Raises:
-        ConfigError: a metric's name cannot be logged or is taken, or a metric is not a pair of real scalars.
+        ConfigError: a metric has an invalid or reserved name, or is not a pair of real scalars.
     """
     if isinstance(loss, Tensor):
         return loss, LossRecord(loss.detach())
@@ -93,10 +93,10 @@ def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
 
 
 def trainable(loss: Loss) -> tuple[Tensor, LossRecord]:
-    """Split the result of ``Recipe.loss`` as :func:`differentiable` does, and check that it can be differentiated.
+    """Validate the result of ``Recipe.loss``, and split it like :func:`differentiable`.
 
     Raises:
-        ConfigError: the loss is no loss, not a scalar, or depends on no trained parameter.
+        ConfigError: it is not a scalar loss, or does not depend on any trained parameter.
     """
     output: Any = LossOutput.of(loss).loss
     total = output[0] if isinstance(output, tuple) and len(output) == 2 else output
@@ -113,7 +113,7 @@ def trainable(loss: Loss) -> tuple[Tensor, LossRecord]:
         )
     if not total.requires_grad:
         raise ConfigError(
-            "the recipe's loss for a micro-batch depends on no trained parameter, so that it has no gradient. Compute "
+            "the recipe's loss for a micro-batch depends on no trained parameter, so it lacks a gradient. Compute "
             "it with the model for each micro-batch, outside torch.no_grad() and without detach(); if no sample of a "
             "micro-batch counts, multiply by 0, or return (the sum, a weight of 0)."
         )
@@ -121,13 +121,13 @@ def trainable(loss: Loss) -> tuple[Tensor, LossRecord]:
 
 
 def check_same_form(records: Sequence[LossRecord]) -> None:
-    """Raise ConfigError if some losses are means and others are sums with their weights."""
+    """Raise ConfigError if some losses are means and others are (sum, weight)."""
     if len({record.is_weighted for record in records}) > 1:
         raise forms_differ("in one micro-batch", "in another")
 
 
 def forms_differ(one: str, other: str) -> ConfigError:
-    """Return the error for a loss that is a mean in ``one`` place of a run, and a weighted sum in the ``other``."""
+    """Return the error for a loss that is a mean in ``one`` case and (sum, weight) in ``other``."""
     return ConfigError(
         f"the recipe's loss returned a mean {one}, and (the sum, its weight) {other}. Return the same form each time; "
         "for a micro-batch in which nothing counts that is (a sum of 0 that the model has computed, a weight of 0)."
@@ -139,11 +139,11 @@ def _pair(total: Tensor | float, count: Tensor | float, device: torch.device) ->
 
 
 def _double(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a scalar in float64 on ``device``; a value in CPU memory never makes it wait for a GPU."""
+    """Return a scalar in float64 on ``device``; a CPU value does not wait for a GPU."""
     is_here = not isinstance(value, Tensor) or value.device.type == "cpu"
     if is_here and device.type != "cpu":
         number = float(value.detach() if isinstance(value, Tensor) else value)
-        return torch.full((), number, dtype=torch.float64, device=device)  # a copy would wait
+        return torch.full((), number, dtype=torch.float64, device=device)  # a copy would wait for the GPU
     return torch.as_tensor(value, device=device).detach().double()
 
 
@@ -153,9 +153,7 @@ def _metric(name: str, pair: Any, device: torch.device) -> Tensor:
             f"the recipe's loss names a metric {name!r}. Give it a name of letters, digits and the characters _ . / -."
         )
     if name in STEP_FIGURES:
-        raise ConfigError(
-            f"the recipe's loss names a metric {name!r}, as each logged step names a figure of its own. Rename it."
-        )
+        raise ConfigError(f"the recipe's loss names a metric {name!r}, a name reserved in each logged step. Rename it.")
     if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_real_scalar, pair)):
         raise ConfigError(f"the recipe's loss must give its metric {name!r} as (sum, count), two real scalars.")
     total, count = (x.reshape(()) if isinstance(x, Tensor) else x for x in pair)
@@ -169,20 +167,20 @@ def _is_real_scalar(value: Any) -> bool:
 
 
 def mean_loss(loss: Loss) -> Tensor:
-    """Return the mean loss over the micro-batch, a scalar, for any form that ``Recipe.loss`` may return."""
+    """Return the mean loss of a micro-batch, a scalar, from any result of ``Recipe.loss``."""
     own = LossOutput.of(loss).loss
     return own if isinstance(own, Tensor) else own[0] / own[1]
 
 
 def step_metrics(records: Sequence[LossRecord], names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Stack the metrics of a step's micro-batches, in the form of :class:`StepResult`: float64 (records, 2) each.
+    """Stack the metrics of a step's micro-batches as in :class:`StepResult`: (records, 2).
 
     Args:
-        records: One or more records, one of each micro-batch.
-        names: Names that the metrics must have; None: those of the first micro-batch.
+        records: One or more records, one per micro-batch.
+        names: Required metric names, or None for those of the first micro-batch.
 
     Raises:
-        ConfigError: the names of metrics differ between micro-batches.
+        ConfigError: metric names differ between micro-batches.
     """
     names = sorted(records[0].metrics if names is None else names)
     for record in records:
@@ -192,7 +190,7 @@ def step_metrics(records: Sequence[LossRecord], names: Iterable[str] | None = No
 
 
 def metrics_differ(first: Iterable[str], second: Iterable[str], *, where: str) -> ConfigError:
-    """Return the error for training metrics whose names differ ``where``, in two places of a run."""
+    """Return the error for different names of training metrics; ``where``: e.g. "two steps"."""
     one, other = (", ".join(sorted(names)) or "none" for names in (first, second))
     return ConfigError(
         f"the recipe's loss names different metrics in {where}: {one}; and {other}. "
@@ -202,25 +200,25 @@ def metrics_differ(first: Iterable[str], second: Iterable[str], *, where: str) -
 
 @final
 class AgreedLosses:
-    """Exchanges facts about losses with the other ranks of ``world``; None: this rank's gradients are summed alone."""
+    """Exchanges properties of losses between the ranks of ``world``, unless it is None."""
 
     def __init__(self, world: World | None) -> None:
         self._world = world
-        self._forms: dict[tuple[str, ...], bool] = {}  # whether losses are weighted, by the update
-        self._share: Tensor | None = None  # scale of a summed loss in float16, agreed on for each gradient
+        self._forms: dict[tuple[str, ...], bool] = {}  # whether losses are weighted, by update
+        self._share: Tensor | None = None  # scale of a summed loss in float16, agreed for each gradient
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The group of the ranks whose gradients are summed; None: this rank alone."""
+        """The group over which gradients are summed, or None for this rank alone."""
         return self._world.group if self._world else None
 
     def check_form(self, record: LossRecord, update: Sequence[str] = ()) -> None:
-        """Refuse losses that are means on some ranks and weighted sums on others, which would wait for each other.
+        """Refuse losses that are means on some ranks but weighted sums on others, a deadlock.
 
-        All ranks exchange the form at the first ``update`` of these optimizers; it must then stay the same.
+        All ranks compare the form in the first ``update`` of these optimizers; it must not change afterwards.
 
         Raises:
-            ConfigError: the form differs between ranks, or from that of an earlier step.
+            ConfigError: the form differs between ranks, or from an earlier step.
         """
         key = (*update,)
         if key not in self._forms:
@@ -238,12 +236,12 @@ class AgreedLosses:
             raise forms_differ(f"on rank {forms.index(0)}", f"on rank {forms.index(1)}")
 
     def fp16_share(self, weight: Tensor) -> Tensor:
-        """Return the scale, a scalar, of summed losses in float16 until the gradient is weighed."""
+        """Return the scale, a scalar, of summed float16 losses until the gradient is weighed."""
         if self._share is None:
             self._share = fp16_share(weight, self.group)
         return self._share
 
     def take_share(self) -> Tensor | None:
-        """Return the scale, a scalar, of the gradient that is weighed now, and forget it; None: it was not scaled."""
+        """Pop the scale, a scalar, of the gradient to be weighed, or None if it was not scaled."""
         share, self._share = self._share, None
         return share

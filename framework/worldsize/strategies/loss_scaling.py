@@ -1,8 +1,8 @@
-"""Factors on losses: the weights of micro-batches, and the loss scale of fp16.
+"""Factors applied to losses: the weights of micro-batches, and the loss scale of fp16.
 
-The gradient of a step is that of the sum over all micro-batches, divided by their total weight. A mean of micro-batch
-means would give the tokens of a short micro-batch more weight than those of a long one. Under a loss scale, updates
-that an overflow leaves out are counted.
+The gradient of a step is the gradient of the summed loss over all micro-batches, divided by their total weight. A mean
+of micro-batch means would give more weight to tokens in short micro-batches. With a loss scale, updates that are
+skipped after an overflow are reported.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from worldsize.collectives.group import start
 from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import phase
 from worldsize.core import Dealing
 from worldsize.optimizers.groups import all_parameters
 
@@ -30,12 +30,12 @@ _told: list[bool] = []  # whether this process has logged an overflow
 
 @final
 class LossScaler(torch.amp.GradScaler):
-    """Unscales the gradients of divided parameters apart from others, since no kernel takes both."""
+    """Unscales DTensor gradients separately from others, since kernels cannot mix them."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Return by device whether a gradient there is not finite: 0 or 1, scalars."""
+        """Return, for each device, a scalar 0 or 1: whether a gradient is not finite."""
         parameters, infinite = all_parameters(optimizer), dict[torch.device, Tensor]()
         for is_divided in (True, False):
             part: Any = SimpleNamespace(
@@ -47,15 +47,15 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: bool) -> bool:
-    """Step ``optimizer`` unless its gradient overflows in float16; return whether it was stepped.
+    """Step ``optimizer`` unless its gradient overflows float16; return whether it was stepped.
 
-    Optimizers with ``fused=True`` decide that on the device. On a GPU they count as stepped, since reading the decision
+    Optimizers with ``fused=True`` decide on the device. On a GPU they count as stepped, since reading the decision
     would wait for the device.
 
     Args:
-        scaler: Holds the loss scale, and makes the decision.
-        optimizer: Has gradients that are multiplied by the scale.
-        speaks: Whether to log the first overflow.
+        scaler: Holds the loss scale and checks for overflow.
+        optimizer: The optimizer, with gradients multiplied by the scale.
+        speaks: Whether this process logs the first overflow.
     """
     if not scaler.is_enabled():
         scaler.step(optimizer)
@@ -69,16 +69,16 @@ def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: b
     if not any(stepped) and speaks and not _told:
         _told.append(True)
         _logger.warning(
-            "precision=fp16: a gradient left the range of float16, so that this update is left out and the loss scale "
-            "is divided by %g. Some such steps are usual, above all at the beginning; `skipped` in metrics.jsonl "
-            "counts them, and events.jsonl has their steps. precision=bf16 has none.",
+            "precision=fp16: a gradient overflowed float16, so this update is skipped and the loss scale "
+            "is divided by %g. Some such steps are normal, especially at the beginning; `skipped` in metrics.jsonl "
+            "counts them, and events.jsonl has their steps. precision=bf16 does not overflow.",
             1 / scaler.get_backoff_factor(),
         )
     return any(stepped)
 
 
 def _leaves_out(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer whose ``step`` is called will leave its update out itself, where that is known."""
+    """Return whether a fused optimizer will skip the update itself, as far as known."""
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)  # set by the scaler if the optimizer is fused
     return overflow is not None and overflow.device.type == "cpu" and bool(overflow)
 
@@ -92,15 +92,15 @@ def weight_factor(
 ) -> Tensor:
     """Return the number of micro-batches divided by their total weight.
 
-    It converts the mean over micro-batches of summed gradients to the gradient of the weighted mean. Each rank writes
-    its weights into a table that is zero elsewhere, and all ranks sum the full table in the same order, so that the
-    bits are the same at every world size.
+    The factor converts the mean of summed gradients over micro-batches to the gradient of the weighted mean. Each rank
+    writes its weights to a table with zeros elsewhere, and all ranks sum the full table in the same order, so the
+    factor has the same bits at every world size.
 
     Args:
         weights: Weight of each local micro-batch, scalars.
-        group: Processes whose gradients are summed; None: this one alone.
+        group: Processes over which gradients are summed, or None for this process alone.
         dealing: The assignment of logical ranks to processes.
-        logical_ranks: Those of all processes, which may have different numbers of them; None: all have equally many.
+        logical_ranks: Total over all processes, if their shares may differ; None if all have the same number.
 
     Returns:
         A scalar, float64; 0 if the total weight is 0.
@@ -110,27 +110,25 @@ def weight_factor(
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         all_l = table.new_zeros(logical_ranks or len(weights) * size)
         (all_l.view(size, -1)[rank] if dealing == "block" else all_l[rank::size]).copy_(table)
-        with phase("communication"):
-            dist.all_reduce(all_l, group=group)
+        start(dist.all_reduce, all_l, group=group).wait()
         table = all_l
     total = table.sum()
     return torch.where(total > 0, len(table) / total, 0.0)
 
 
 def fp16_share(weight: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Return a power of two that scales a sum to about its mean, so that its gradients fit in the range of float16.
+    """Return a power of two that scales a sum to about its mean, to fit in float16.
 
     Args:
-        weight: Weight of this process's first micro-batch of a step, a scalar.
-        group: Processes whose gradients are summed, which use the largest weight; None: this one alone.
+        weight: Weight of this process's first micro-batch in a step, a scalar.
+        group: Processes over which gradients are summed, which all use the largest weight; None for this one alone.
 
     Returns:
         A scalar tensor.
     """
     largest = weight.clone()
     if group is not None:
-        with phase("communication"):
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        start(dist.all_reduce, largest, op=dist.ReduceOp.MAX, group=group).wait()
     return torch.exp2(-largest.clamp(min=1).log2().ceil())
 
 

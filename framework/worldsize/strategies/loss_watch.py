@@ -1,8 +1,8 @@
-"""Refuses losses that change parameters or communicate, where the result would depend on the number of processes.
+"""Checks that losses do not change parameters or communicate, for consistent results.
 
-It is seen without touching a kernel: torch counts the changes of each tensor, and every collective of torch's Python
-interface asks for the membership of its group. Writes through ``parameter.data``, which torch does not count, are seen
-in the first step of a process.
+The checks do not affect kernels: torch has a version counter for each tensor, and every collective of torch's Python
+API checks the membership in its group. torch does not count writes through ``parameter.data``; they are detected only
+in a process's first step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from worldsize.core import ConfigError
 
 _PASSED_ON = (
-    __name__,  # torch's functions are called again by _DataUses
+    __name__,  # _DataUses calls torch functions again
     "torch.overrides",
     c10d.__name__,
     funcol.__name__,
@@ -31,11 +31,13 @@ _PASSED_ON = (
     "torch.distributed.nn",
     "torch.autograd",
     "torch.utils",
+    "worldsize.collectives.group",
 )
 _T = TypeVar("_T")
-# callers of a strategy's own collectives, and torch's private packages: its compiler logs the rank
+_RESOLVES = ("_resolve_group", "_resolve_group_name")  # name depends on the torch release
+# packages whose collectives are not the user's; torch._ because its compiler logs the rank
 _OWN = ("torch.distributed.", "torch.nn.parallel.", "torch._", "worldsize.")
-_PROGRAMS = "worldsize.testing."  # its recipes
+_PROGRAMS = "worldsize.testing."  # exception: recipes for tests
 
 
 @final
@@ -43,13 +45,13 @@ class LossWatch:
     """Watches the losses of ``model``.
 
     Args:
-        model: The model, by whose names parameters are named.
+        model: The model, which provides parameter names.
         processes: Number of processes that train it together.
-        logical_ranks: Number of logical ranks of a step.
+        logical_ranks: Number of logical ranks per step.
         ordered: Whether results must not depend on the number of processes.
-        compiles: Whether parts of the model are compiled, and seen by counts alone.
-        has_group: Whether the processes form a group, through which a loss could communicate.
-        passes_over: Number of processes, of these, that compute the passes of a logical rank together.
+        compiles: Whether parts of the model are compiled; only version counters are then checked.
+        has_group: Whether the processes form a group, so that a loss could communicate.
+        passes_over: Number of processes that compute each logical rank's pass together.
     """
 
     def __init__(
@@ -64,14 +66,14 @@ class LossWatch:
         passes_over: int = 1,
     ) -> None:
         self._model, self._root, self._processes, self._passes_over = model, model, processes, passes_over
-        self._is_plain = processes == 1 and logical_ranks == 1  # a plain loop
+        self._is_plain = processes == 1 and logical_ranks == 1  # equivalent to a plain loop
         self._may_communicate = has_group and not ordered and logical_ranks in (1, processes) and passes_over == 1
         self._ordered, self._has_group = ordered, has_group
-        self._data = None if compiles else _DataUses(model)  # in the first step
+        self._data = None if compiles else _DataUses(model)  # only in the first step
         self._held: Sequence[tuple[str, Callable[[], Tensor | None]]] | None = None
 
     def include(self, root: nn.Module) -> None:
-        """Watch parameters, too, that ``root``, a module around the model, gathers."""
+        """Also watch parameters gathered by ``root``, a module around the model."""
         self._root = root
 
     @contextmanager
@@ -79,7 +81,7 @@ class LossWatch:
         """Watch a step's passes, up to the update.
 
         Raises:
-            ConfigError: a loss has changed a parameter or communicated.
+            ConfigError: a loss changed a parameter or communicated.
         """
         if self._is_plain:
             yield
@@ -96,11 +98,11 @@ class LossWatch:
             raise self._changed(name)
 
     def end_step(self) -> None:
-        """End a step, after the first of which writes through ``parameter.data`` are no longer looked for."""
+        """End a step; writes through ``parameter.data`` are checked only in the first one."""
         self._data = None
 
     def reduce(self, run: Callable[[], _T]) -> _T:
-        """Call the ``run`` of a strategy's reducer, whose own collectives are not those of the losses inside it."""
+        """Call ``run`` of the strategy's reducer, which may use collectives."""
         return run()
 
     def _changed(self, name: str) -> ConfigError:
@@ -117,15 +119,15 @@ class LossWatch:
 
     @contextmanager
     def _no_collectives(self) -> Iterator[None]:
-        """Refuse collectives of the program within the context, unless it may communicate.
+        """Refuse collectives of user code within the context, unless the loss may communicate.
 
-        A process that trains alone sees those that the loss leaves out then, where sums are ordered: it answers that
-        there are others, as each of several would, and refuses the question for their number.
+        With ordered sums, a single process also detects collectives that the loss would skip without other processes:
+        it pretends that a group exists, and refuses queries of its size.
         """
         if self._may_communicate or (self._processes == 1 and not self._ordered):
             yield
             return
-        names = [(c10d, "_rank_not_in_group"), (funcol, "_resolve_group")]
+        names = [(c10d, "_rank_not_in_group"), *((funcol, name) for name in _RESOLVES if hasattr(funcol, name))]
         watched = [(module, name, partial(self._checked, getattr(module, name))) for module, name in names]
         changes: list[tuple[Any, str, Any]] = [*watched]
         if self._processes == 1:
@@ -140,7 +142,7 @@ class LossWatch:
                 setattr(module, name, value)
 
     def _checked(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-        """Call ``function``, with which torch begins a collective, unless the program began it."""
+        """Call ``function``, torch's first step of a collective, unless user code called it."""
         self._check_caller()
         return function(*args, **kwargs)
 
@@ -175,7 +177,7 @@ class LossWatch:
 
 
 def bounded_rows(name: str) -> ConfigError:
-    """Return the error for an embedding ``name`` with ``max_norm`` that several processes train."""
+    """Return the error for embedding ``name`` with ``max_norm`` that several processes train."""
     return ConfigError(
         f"{name or 'the model'} has max_norm, by which a forward pass shortens the rows that it looks up: other "
         "processes, which look up other rows, would keep the old ones. Leave max_norm out, and shorten the weight in "
@@ -185,7 +187,7 @@ def bounded_rows(name: str) -> ConfigError:
 
 
 def bounded_embeddings(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Return the embeddings of ``model`` with ``max_norm``, by name."""
+    """Return the embeddings of ``model`` with ``max_norm``, keyed by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -196,7 +198,7 @@ def bounded_embeddings(model: nn.Module) -> Mapping[str, nn.Module]:
 def _counted(
     model: nn.Module, root: nn.Module, *, skips_bounded: bool
 ) -> Iterator[tuple[str, Callable[[], Tensor | None]]]:
-    """Yield how to find each tensor that holds a parameter, with the parameter's name."""
+    """Yield each parameter's name with a function that returns a tensor holding its values."""
     bounded = {id(module.weight) for module in bounded_embeddings(model).values()} if skips_bounded else set()
     places: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -213,14 +215,14 @@ def _counted(
 
 
 def _count(tensor: Tensor | None) -> tuple[int, int] | None:
-    """Return torch's count of the changes of a tensor, of any shape, and its address; None: there is none yet."""
+    """Return a tensor's version counter and storage address, or None if it does not exist yet."""
     if tensor is None:
         return None
     return tensor._version, 0 if isinstance(tensor, DTensor) else tensor.untyped_storage()._cdata
 
 
 def _program_calls(frame: Any) -> str:
-    """Return the function that began a collective, whose frame is ``frame``; empty: it is a strategy's own."""
+    """Return the user function that called a collective, or "" if the strategy called it."""
     caller = ""
     while frame is not None:
         if frame.f_code is LossWatch.reduce.__code__:
@@ -235,7 +237,7 @@ def _program_calls(frame: Any) -> str:
 
 
 class _InitializedMeta(type(c10d.GroupMember)):  # type: ignore[misc]
-    """Lets ``dist.is_initialized`` answer the program that there is a group, where there is none."""
+    """Makes ``dist.is_initialized`` return True to user code, even without a group."""
 
     @property
     def WORLD(cls) -> Any:  # noqa: N802 - torch's name
@@ -245,17 +247,17 @@ class _InitializedMeta(type(c10d.GroupMember)):  # type: ignore[misc]
 
 
 class _Initialized(c10d.GroupMember, metaclass=_InitializedMeta):
-    """Stands for torch's class while a process that trains alone computes a loss."""
+    """Replaces torch's class while a single process computes a loss."""
 
 
 @final
 class _DataUses(TorchFunctionMode):
-    """Keeps what ``parameter.data`` returns, to see whether it is written to."""
+    """Records the results of ``parameter.data``, to detect writes to them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._uses: list[tuple[str, Tensor | None]] = []  # names, and what was returned; None: data was assigned
+        self._uses: list[tuple[str, Tensor | None]] = []  # names and returned tensors, None if data was assigned
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,6 +1,6 @@
-"""Prepares the passes of a model: fewer activations between forward and backward, and linear layers in 8 bits.
+"""Activation checkpointing and offloading, compilation, and 8-bit linear layers of a model.
 
-Activations are recomputed by block, or moved to the host. Layers in 8-bit floating point are torchao's.
+Activations are recomputed by block, or moved to host memory. The 8-bit floating-point layers are torchao's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any, final
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from worldsize.core import ConfigError, Numerics, Recipe
-from worldsize.errors import missing_extra
+from worldsize.errors import require
 from worldsize.strategies.compiled import compile_passes
 from worldsize.strategies.wrapping import sparse_embeddings
 
@@ -33,30 +32,30 @@ _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-_LEAST_BYTES = 2**20  # of a tensor that is worth a copy to the host
+_LEAST_BYTES = 2**20  # minimum size of a tensor to be offloaded
 
 
 def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, device: torch.device) -> None:
-    """Let the passes of ``model`` be in 8 bits, be compiled and keep fewer activations, as ``numerics`` says.
+    """Apply the 8-bit, compilation and activation options of ``numerics`` to ``model``.
 
-    Each block that ``recipe`` names is treated by itself; without blocks, the whole model is compiled and offloaded.
-    Parameters, buffers and hooks stay those of ``model``, so wrappers, checkpoints and shards do not notice.
+    The options apply to each of ``recipe``'s blocks, or if there are none, to the whole model.
+    Parameters, buffers and hooks still belong to ``model``, so wrappers, checkpoints and shards are unaffected.
     """
     modules = list(recipe.blocks(model)) or [model]
     if numerics.policy.has_8_bits:
         use_fp8(recipe, model, device)
-    if numerics.activation_checkpointing == "selective":  # inside, since the compiler plans what it recomputes
+    if numerics.activation_checkpointing == "selective":  # before compiling, since the compiler plans the recomputation
         _wrap(modules, partial(_selective, compiled=numerics.compile))
     if numerics.compile:
         compile_passes(recipe, model, numerics)
-    if numerics.activation_checkpointing == "full":  # around: the same compiled code runs again
+    if numerics.activation_checkpointing == "full":  # after compiling, so that the same code runs again
         _wrap(modules, _recomputed)
     if numerics.activation_offload:
         _wrap(modules, _offloaded)
 
 
 def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves_rows: bool = False) -> None:
-    """Raise ConfigError if activations of ``model`` cannot be recomputed, or to no use; or not computed in 8 bits.
+    """Raise ConfigError if ``model`` cannot use fp8 or activation checkpointing as configured.
 
     ``serves_rows``: whether servers hold the rows of its sparse embeddings.
     """
@@ -68,8 +67,8 @@ def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves
     blocks = list(recipe.blocks(model))
     if not blocks:
         raise ConfigError(
-            f"activation_checkpointing={chosen}: {type(recipe).__name__} names no blocks, and a whole model that is "
-            "computed again at once needs as much memory as before. Define Recipe.blocks, or set "
+            f"activation_checkpointing={chosen}: {type(recipe).__name__} does not name blocks, and recomputing a whole "
+            "model at once needs as much memory as before. Define Recipe.blocks, or set "
             "activation_checkpointing=none."
         )
     for block in blocks:
@@ -80,40 +79,40 @@ def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves
             )
         if chosen == "selective" and numerics.compile and any(isinstance(each, _NormBase) for each in block.modules()):
             raise ConfigError(
-                "activation_checkpointing=selective: a block has a norm with running statistics, which compiled code "
-                "would update twice. Set activation_checkpointing=full, or compile=false."
+                "activation_checkpointing=selective: a block has a norm with running statistics; compiled code "
+                "would update them twice. Set activation_checkpointing=full, or compile=false."
             )
 
 
 def _wrap(modules: Sequence[nn.Module], wrapped: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
     for module in modules:
-        module.forward = wrapped(module, module.forward)  # not a wrapper, whose name would be in checkpoints
+        module.forward = wrapped(module, module.forward)  # a wrapper module would change names in checkpoints
 
 
 def _recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` such that only its inputs are kept; the states of random generators are kept with them."""
+    """Wrap ``forward`` to save only its inputs and random states, and recompute the rest."""
     return partial(checkpoint, forward, use_reentrant=False, context_fn=lambda: (nullcontext(), _buffers_kept(module)))
 
 
 def _selective(module: nn.Module, forward: Callable[..., Any], *, compiled: bool) -> Callable[..., Any]:
-    """Return ``forward`` such that products and attention are kept, and the rest is recomputed."""
+    """Wrap ``forward`` to save results of matrix products and attention, and recompute the rest."""
 
     def contexts() -> _Contexts:
         first, again = create_selective_checkpoint_contexts(kept_operations)  # type: ignore[no-untyped-call]
         return first, _both(_buffers_kept(module), again)
 
-    # the compiler knows these contexts, and no others
+    # the compiler supports only these contexts
     chosen = partial(create_selective_checkpoint_contexts, kept_operations) if compiled else contexts
     return partial(checkpoint, forward, use_reentrant=False, context_fn=chosen)
 
 
 def kept_operations(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return whether selective checkpointing keeps the result of ``operation``.
+    """Return whether selective checkpointing saves or recomputes the result of ``operation``.
 
-    Attention with dropout is recomputed. A second pass that skips it would not advance the random generator, and the
-    operations after it would draw other numbers than in the forward pass.
+    Attention with dropout is recomputed: otherwise the second pass would not advance the random generator for it, and
+    later operations would use different random numbers than in the forward pass.
     """
-    if operation in _overloads(_PRODUCTS):  # each operation of a pass comes by here
+    if operation in _overloads(_PRODUCTS):  # called for each operation of a pass, so it must be fast
         return CheckpointPolicy.MUST_SAVE
     if operation in _overloads(_ATTENTION) and not _dropout(operation, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
@@ -126,7 +125,7 @@ def _overloads(names: tuple[str, ...]) -> frozenset[Any]:
 
 
 def _dropout(operation: Any, args: Sequence[Any], kwargs: Any) -> float:
-    """Return the argument ``dropout_p`` of an operation."""
+    """Return the ``dropout_p`` argument of an operation, or 0 if it has none."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
             given = kwargs.get("dropout_p", argument.default_value)
@@ -144,10 +143,10 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Let a pass that is computed again leave running statistics alone, which the forward pass has updated.
+    """Prevent a recomputed pass from updating running statistics a second time.
 
     Raises:
-        RuntimeError: the pass has changed any other buffer, which would then have changed twice.
+        RuntimeError: the pass changed any other buffer, which would be changed twice per step.
     """
     norms = [each for each in module.modules() if isinstance(each, _NormBase)]
     replaced = [(each, name, buffer) for each in norms for name, buffer in each._buffers.items() if buffer is not None]
@@ -169,7 +168,7 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _offloaded(_: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` such that what it saves for the backward pass waits in the memory of the host."""
+    """Wrap ``forward`` to offload its saved tensors to host memory until the backward pass."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(to_host, from_host):
@@ -179,10 +178,10 @@ def _offloaded(_: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Return the device of ``tensor``, of any shape, and a copy of it in pinned memory of the host.
+    """Return the device of ``tensor``, of any shape, and a copy in pinned host memory.
 
-    Parameters, which stay on the device anyway, and small tensors are not copied. Copies are in the order of the
-    stream, so neither they nor the memory of ``tensor`` are used too early.
+    Parameters, which stay on the device anyway, and small tensors are not copied. Copies are asynchronous but
+    stream-ordered, so neither the copy nor the memory of ``tensor`` is used too early.
     """
     is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     if is_parameter or tensor.device.type == "cpu" or tensor.nbytes < _LEAST_BYTES:
@@ -192,34 +191,33 @@ def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
 
 
 def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
-    """Return the tensor, of any shape, that :func:`to_host` has packed, on its own device."""
+    """Move a tensor packed by :func:`to_host`, of any shape, back to its original device."""
     device, tensor = packed
     return tensor.to(device, non_blocking=True)
 
 
-_MULTIPLE = 16  # of both sizes of a weight, as tensor cores need it
-_LEAST_CAPABILITY = (8, 9)  # of a GPU that multiplies 8-bit numbers
+_MULTIPLE = 16  # both sizes of a weight must be a multiple, as required by tensor cores
+_LEAST_CAPABILITY = (8, 9)  # minimum compute capability for 8-bit products
 
 
 def use_fp8(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
-    """Let linear layers of ``model`` multiply in 8 bits, scaled by the largest number of each tensor.
+    """Compute linear layers of ``model`` in 8 bits, scaled by the absolute maximum per tensor.
 
-    These are the layers in the blocks of ``recipe`` (of the whole model without blocks) whose sizes are multiples of
-    16. Parameters stay as they are, in float32. Devices without such products round to 8 bits and multiply as before.
+    This applies to layers in the blocks of ``recipe`` (in the whole model if there are none) with sizes that are
+    multiples of 16. Parameters stay in float32. Devices without 8-bit products emulate them by rounding the factors.
     """
     emulates = device.type != "cuda" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY
     make = _maker(emulates=emulates)
     for layer in fp8_layers(recipe, model):
-        layer.forward = _Product(layer, make)  # type: ignore[assignment, method-assign]  # no wrapper: it has a name
+        layer.forward = _Product(layer, make)  # type: ignore[assignment, method-assign]  # not a wrapper, as above
 
 
 def check_fp8(recipe: Recipe, model: nn.Module) -> None:
-    """Raise ConfigError if torchao is not installed, or nothing in ``model`` would compute in 8 bits."""
-    if find_spec("torchao") is None:
-        raise missing_extra("precision=fp8", package="torchao", extra="fp8")
+    """Raise ConfigError without torchao, or if ``model`` lacks layers that compute in 8 bits."""
+    require("precision=fp8", "torchao", extra="fp8")
     if not fp8_layers(recipe, model):
         raise ConfigError(
-            f"precision=fp8: {type(recipe).__name__} has no linear layer with both sizes a multiple of {_MULTIPLE} "
+            f"precision=fp8: {type(recipe).__name__} lacks a linear layer with both sizes a multiple of {_MULTIPLE} "
             "in its blocks. Change the sizes, or set precision=bf16."
         )
 
@@ -235,7 +233,7 @@ def _fits(layer: nn.Linear) -> bool:
 
 
 def _maker(*, emulates: bool) -> Callable[[nn.Linear], nn.Module]:
-    """Return a function that makes a layer's 8-bit counterpart; torchao takes seconds to import."""
+    """Import torchao, which takes seconds; return a function that converts a layer to 8 bits."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
@@ -253,7 +251,7 @@ def _maker(*, emulates: bool) -> Callable[[nn.Linear], nn.Module]:
 
 @final
 class _Product:
-    """Replaces the forward pass of ``layer``, whose parameters it uses wherever a strategy puts them."""
+    """The 8-bit forward pass of ``layer``, which shares the parameters of the layer."""
 
     def __init__(self, layer: nn.Linear, make: Callable[[nn.Linear], nn.Module]) -> None:
         self._layer = make(layer)

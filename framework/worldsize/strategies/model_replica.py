@@ -1,6 +1,6 @@
-"""Base class of replicas that hold a whole model, or a shard of each of its tensors, with its optimizers.
+"""Base class of replicas with a model, whole or sharded, and its optimizers.
 
-``ModelFlags`` saves and restores which parts of a model are in training mode and which are frozen.
+``ModelFlags`` saves and restores which submodules are in training mode and which parameters are frozen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from worldsize.core import (
 )
 from worldsize.metrics import MetricCollector
 from worldsize.optimizers.schedule_free import evaluated_weights
-from worldsize.record.determinism import generators_kept, seed_generators
+from worldsize.seeds import keep_generators, seed_generators
 from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import GradientReducer
@@ -36,18 +36,20 @@ from worldsize.strategies.loss_record import AgreedLosses, LossRecord, check_sam
 from worldsize.strategies.loss_scaling import LossScaler, step_scaled, weight_factor
 from worldsize.strategies.loss_watch import LossWatch
 from worldsize.strategies.model_passes import prepare_passes
-from worldsize.strategies.train_state import OptimizedModel, TrainState
+from worldsize.strategies.parameter_changes import GradientHooks
+from worldsize.strategies.train_state import OptimizerPart, TrainState
 
 CAPABILITIES: frozenset[Capability] = frozenset(
     {"state_metrics", "loss_scale", "ema", "multi_update", "features", "compile", "activation_checkpointing"}
 )
-"""What a strategy supports whose replicas are :class:`ModelReplica`, with the same weights after each update."""
+"""Capabilities of strategies with :class:`ModelReplica` and equal weights after each update."""
 _T = TypeVar("_T")
+_Action = Callable[[], Any]
 _Metrics = Mapping[str, tuple[Tensor, ...]]
 
 
 def autocast(device: torch.device, precision: PrecisionName) -> AbstractContextManager[None]:
-    """Return the autocast context of ``device`` for ``precision``; for fp32 it does nothing."""
+    """Return the autocast context for ``precision`` on ``device``; it does nothing for fp32."""
     dtype = PRECISIONS[precision].autocast
     return torch.autocast(device.type, dtype=getattr(torch, dtype)) if dtype else nullcontext()
 
@@ -63,14 +65,14 @@ def collected_metrics(
     """Evaluate ``batches`` without gradients, each with its own random stream.
 
     Args:
-        recipe: The recipe that evaluates a batch.
-        model: The model, or this process's part of it.
+        recipe: The recipe that evaluates batches.
+        model: The model, or this process's shard of it.
         batches: Evaluation batches of this process.
-        device: Device of this process. The states of its random generators are restored afterwards.
-        call: Calls the function that computes with the model.
+        device: Device of this process. Its random generator states are restored afterwards.
+        call: Wraps each call that computes with the model.
     """
     collector = MetricCollector(recipe)
-    with torch.no_grad(), evaluating([model]), generators_kept(device):
+    with torch.no_grad(), evaluating([model]), keep_generators(device):
         for batch in batches:
             seed_generators(batch.seed, device)
             evaluated = partial(recipe.evaluate, model, batch.data)
@@ -78,11 +80,34 @@ def collected_metrics(
     return collector
 
 
-class ModelReplica(Replica):
-    """Abstract base: evaluates, saves and loads a model that this process trains; subclasses define the step.
+@final
+class CallingRoot(nn.Module):
+    """Holds a model, and calls a given function as its forward pass, within the module's hooks.
 
-    With ``sums_alone`` its ``reducer`` sums only the micro-batches of this process, not those of all processes.
-    ``logical_ranks``: those of all processes if these may have different numbers of them.
+    This supports recipes that call submodules of their model directly, in any order. Checkpoints are created from the
+    model itself, so tensor names do not change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._call: Callable[[_Action], Any] | None = None
+
+    def guard(self, call: Callable[[_Action], Any]) -> None:
+        """Call functions given to this module through ``call``."""
+        self._call = call
+
+    def forward(self, action: _Action) -> Any:
+        """Call ``action``, a computation with the model or its submodules."""
+        return action() if self._call is None else self._call(action)
+
+
+class ModelReplica(Replica):
+    """Abstract base: evaluates, saves and loads a trained model; subclasses define the step.
+
+    ``module`` wraps the model; its forward pass calls a function without arguments. If it is a :class:`CallingRoot`,
+    around a sharded model, evaluation runs inside it, too. ``sums_alone``: whether ``reducer`` sums only the
+    micro-batches of this process. ``logical_ranks``: total over all processes, if their shares may differ.
     """
 
     def __init__(
@@ -90,8 +115,9 @@ class ModelReplica(Replica):
         recipe: Recipe,
         context: RunContext,
         *,
-        train_state: OptimizedModel,
+        train_state: TrainState,
         reducer: GradientReducer,
+        module: nn.Module | None = None,
         sums_alone: bool = False,
         logical_ranks: int | None = None,
     ) -> None:
@@ -105,7 +131,7 @@ class ModelReplica(Replica):
         self.scaler = LossScaler(self.world.device.type, enabled=self.numerics.policy.scales_loss)
         self._logical_ranks = logical_ranks
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
-        # the ranks of a mesh with the same data are in other worlds than this one's
+        # this world does not contain mesh ranks with the same data
         divides = reducer.divides_gradients and dist.is_initialized()
         passes_over = dist.get_world_size() // self.world.size if divides else 1
         self._watch = LossWatch(
@@ -119,6 +145,11 @@ class ModelReplica(Replica):
         prepare_passes(recipe, self.model, self.numerics, self.world.device)
         self._steps_begun = 0
         self._agreed = AgreedLosses(None if sums_alone or self.world.size == 1 else self.world)
+        self._module, self._root = module, module if isinstance(module, CallingRoot) else None
+        if module is not None:
+            self._watch.include(module)
+        self._parameters = list(self.model.parameters())  # cached, since parameters() walks over all modules
+        self._hooks = GradientHooks(self._parameters)
 
     @property
     def _group(self) -> ProcessGroup | None:
@@ -130,20 +161,20 @@ class ModelReplica(Replica):
         return collector.reduce(self.world)
 
     def _check_saves(self) -> None:
-        """Refuse, before the second step, optimizers and schedules with values that a checkpoint cannot hold."""
+        """Refuse optimizer and schedule state that checkpoints do not support, before step 2."""
         if self._steps_begun == 1:
             split(self.train_state.state())
         self._steps_begun += 1
 
     def _call(self, action: Callable[[], _T]) -> _T:
-        """Call ``action``, which computes with the model or parts of it."""
-        return action()
+        """Call ``action``, a computation with the model or its submodules."""
+        return action() if self._root is None else self._root(action)
 
     def _autocast(self) -> AbstractContextManager[None]:
         return autocast(self.world.device, self.numerics.precision)
 
     def trained_weights(self) -> Mapping[str, Tensor]:
-        named = self.model.state_dict(keep_vars=True)  # which first makes FSDP reshard gathered parameters
+        named = self.model.state_dict(keep_vars=True)  # also makes FSDP reshard gathered parameters
         return {name: each for name, each in named.items() if isinstance(each, nn.Parameter) and each.requires_grad}
 
     def advance_schedules(self, value: float, *, step: int) -> None:
@@ -166,7 +197,7 @@ class ModelReplica(Replica):
         return {"compiled": compiled} if compiled else {}
 
     def _scaled(self, loss: Tensor, record: LossRecord, scale: float) -> Tensor:
-        """Return the scalar of the backward pass: ``loss`` times ``scale``; sums in float16 are scaled to its range."""
+        """Scale the scalar ``loss`` for its backward pass, and summed losses to the float16 range."""
         if self.scaler.is_enabled() and record.is_weighted:
             loss = loss * self._agreed.fp16_share(record.loss[1])
         return self.scaler.scale(loss if scale == 1 else loss * scale)
@@ -174,9 +205,9 @@ class ModelReplica(Replica):
     def _weighed(
         self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord], update: Sequence[str] = ()
     ) -> Sequence[Tensor]:
-        """Divide the gradient by the total weight if losses are sums; return each record's part of the mean loss.
+        """Weigh gradients if losses are sums; return each record's contribution to the mean loss.
 
-        ``update``: names of the optimizers that step, if a recipe has several.
+        ``update``: names of the optimizers that step, for a recipe with several.
         """
         share = self._agreed.take_share()
         check_same_form(records)
@@ -189,15 +220,15 @@ class ModelReplica(Replica):
         return [record.loss[0] * factor for record in records]
 
     def _stepped(
-        self, parts: Sequence[TrainState], parameters: Sequence[nn.Parameter]
+        self, parts: Sequence[OptimizerPart], parameters: Sequence[nn.Parameter]
     ) -> tuple[Tensor | None, bool, bool]:
-        """Clip the gradient, which is the same on all ranks, and let the optimizers and their schedules step.
+        """Clip the gradient, which is equal on all ranks, and step the optimizers and schedules.
 
-        The caller updates ``scaler`` at the end of the step, as a loop with ``torch.amp.GradScaler`` does.
+        The caller must update ``scaler`` at the end of the step, as with any ``torch.amp.GradScaler``.
 
         Returns:
-            The norm before clipping (None if it is not needed), whether the update was skipped, and whether that was
-            since a gradient overflowed in float16.
+            The norm before clipping (None if not needed), whether the update was skipped, and whether that was due to
+            a gradient overflow in float16.
         """
         self._context.faults.at("step:update")
         norm, skipped, overflowed = None, False, False
@@ -217,16 +248,16 @@ class ModelReplica(Replica):
 
 @final
 class ModelModes:
-    """A snapshot of the training mode of each module of ``models``, in the order of ``modules()``: parents first."""
+    """A snapshot of the training mode of each module in ``models``, parents first."""
 
     def __init__(self, *models: nn.Module) -> None:
         self._modes = [(module, module.training) for model in models for module in model.modules()]
 
     def restore(self) -> None:
-        """Restore the mode of each module, whatever the modes of its parents and children.
+        """Restore the mode of each module, independently of its parents and children.
 
-        ``train`` is called where modes differ, since a program may have overridden it, such as to merge adapters. It
-        also sets the modes of children, some of them shared with other modules, so that all are set once more.
+        ``train`` is called for modules with a different mode, since user code may override it, for example to merge
+        adapters. It also changes the modes of children, so all modes are then set directly.
         """
         for module, mode in self._modes:
             if module.training != mode:
@@ -238,9 +269,9 @@ class ModelModes:
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put ``models`` in evaluation mode within the block; afterwards their modules have their own modes again.
+    """Put ``models`` in evaluation mode within the block, then restore their modes and buffers.
 
-    Buffers have the values from before: each process evaluates other batches.
+    Buffers are restored because each process evaluates different batches.
     """
     modes = ModelModes(*models)
     owners = [module._buffers for model in models for module in model.modules()]
@@ -263,7 +294,7 @@ def evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
 
 @final
 class ModelFlags:
-    """A snapshot of the training modes of all modules of ``model``, and of which parameters require gradients."""
+    """A snapshot of all modules' training modes and all parameters' ``requires_grad`` flags."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -271,7 +302,7 @@ class ModelFlags:
         self._trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def restore(self) -> None:
-        """Restore the flags of the snapshot where they differ."""
+        """Restore flags that differ from the snapshot."""
         self._modes.restore()
         for parameter, requires_grad in self._trained:
             if parameter.requires_grad != requires_grad:

@@ -1,14 +1,13 @@
-"""The replica that trains a recipe with several updates a step, in which all ranks take the same ones.
+"""The replica for a recipe with several updates per step, which are the same on all ranks.
 
 The results of the updates are combined into the result of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -17,54 +16,51 @@ from torch.optim import Optimizer
 from worldsize.collectives.ordered import summation_tree
 from worldsize.collectives.per_rank import make_equal
 from worldsize.collectives.step_timer import phase
-from worldsize.core import ConfigError, MicroBatch, MultiUpdateRecipe, Recipe, Reduction, RunContext, StepResult
+from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, RunContext, StepResult
+from worldsize.optimizers.groups import parameters_of
 from worldsize.strategies.gradient_reducer import GradientReducer, Presence, PresenceExchange
 from worldsize.strategies.loss_record import LossRecord, step_metrics
-from worldsize.strategies.model_replica import ModelFlags, ModelReplica
-from worldsize.strategies.multi_train_state import MultiTrainState, parameters_of
-from worldsize.strategies.parameter_changes import GradientHooks
+from worldsize.strategies.model_replica import CallingRoot, ModelFlags, ModelReplica
 from worldsize.strategies.reducers import BUCKET_MB, update_reducer
 from worldsize.strategies.step_buffers import BufferMean
+from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.update_pass import UpdatePass
 
 
 @final
 class MultiUpdateReplica(ModelReplica):
-    """Runs the recipe's generators, one for each micro-batch, in lockstep from update to update.
+    """Runs the recipe's generators, one per micro-batch, in lockstep from update to update.
 
-    At each update, every micro-batch runs forward to its next ``yield`` and backward, in the order of ``reducer``; then
-    its optimizers step. Only their parameters have gradients. Buffers, such as BatchNorm's statistics, are averaged
-    over logical ranks after each update.
-
-    If the model is sharded, ``root`` is the module around it, which calls a function inside its own hooks.
+    At each update, every micro-batch runs forward to its next ``yield``, then backward, in the order of ``reducer``.
+    Then the optimizers of the update step; only their parameters have gradients. Buffers, such as BatchNorm's
+    statistics, are averaged over logical ranks after each update.
     """
 
     def __init__(
         self,
-        recipe: MultiUpdateRecipe,
+        recipe: Recipe,
         context: RunContext,
         *,
-        train_state: MultiTrainState,
+        train_state: TrainState,
         reducer: GradientReducer,
-        root: nn.Module | None = None,
+        module: CallingRoot | None = None,
         sums_alone: bool = False,
     ) -> None:
-        super().__init__(recipe, context, train_state=train_state, reducer=reducer, sums_alone=sums_alone)
-        self._updates, self._parts, self._root = recipe.micro_batch_updates, train_state.parts, root
-        self._parameters = list(self.model.parameters())
-        self._hooks = GradientHooks(self._parameters)
+        super().__init__(
+            recipe, context, train_state=train_state, reducer=reducer, module=module, sums_alone=sums_alone
+        )
+        self._parts = train_state.parts
         self._size = 1 if self._group is None else self.world.size
-        if root is not None:
-            self._watch.include(root)
         self._buffers = BufferMean(self.model, self._group, self.dealing)
-        self._exchange = PresenceExchange(self._group, self.world.device) if self._group and root is None else None
-        self._stepped_names: set[str] = set()  # of optimizers that have stepped since the loss scale was updated
+        self._exchange = PresenceExchange(self._group, self.world.device) if self._group and module is None else None
+        self._stepped_names: set[str] = set()  # optimizers that have stepped since the last update of the loss scale
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self._check_saves()
         rates = {name: first_rate(part.optimizer) for name, part in self._parts.items()}
         flags = ModelFlags(self.model)
-        passes = [self._begun(batch, flags) for batch in micro_batches]
+        device, names = self.world.device, self._parts
+        passes = [UpdatePass(self.recipe, each, names=names, device=device, flags=flags) for each in micro_batches]
         results: list[UpdateResult] = []
         with self.reducer.updates():
             while (result := self._update(passes, micro_batches)) is not None:
@@ -74,17 +70,12 @@ class MultiUpdateReplica(ModelReplica):
         returned = step_metrics([each.take_metrics() for each in passes])
         return step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
 
-    def _begun(self, batch: MicroBatch, flags: ModelFlags) -> UpdatePass:
-        kind, device = type(self.recipe).__name__, self.world.device
-        begin = partial(self._updates, self.model, batch)
-        return UpdatePass(kind, begin, batch, names=self._parts, device=device, flags=flags)
-
     def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> UpdateResult | None:
-        """Run the next update of the step; return None if there is none."""
+        """Run the next update of the step; return its result, or None if there is none."""
         buffers = self._buffers.begin(len(batches))
         first, *others = self._order(len(batches))
-        self._advance(passes[first])  # the first in every order of sums: it says which update this is
-        if self._group is not None and self.world.device.type == "cpu":  # on a GPU it would wait for the device
+        self._advance(passes[first])  # the first pass in every summation order determines the update
+        if self._group is not None and self.world.device.type == "cpu":  # on a GPU, this would wait for the device
             rates = {name: _group_rates(part.optimizer) for name, part in self._parts.items()}
             passes[first].check_same_on(self.world, rates)
         names = passes[first].update
@@ -95,11 +86,11 @@ class MultiUpdateReplica(ModelReplica):
                 buffers.add(place)
             buffers.finish()
             return None
-        if self._stepped_names.intersection(names):  # GradScaler lets an optimizer step once between its own updates
+        if self._stepped_names.intersection(names):  # GradScaler allows one step per optimizer between its updates
             self._update_scale()
         self._stepped_names.update(names)
         parameters = [parameter for name in names for parameter in parameters_of(self._parts[name].optimizer)]
-        fills = len(batches) * self._size > 1  # all have to sum the same, whether their losses depend on it or not
+        fills = len(batches) * self._size > 1  # all must sum the same parameters, whether their losses use them or not
         places = {id(batch): place for place, batch in enumerate(batches)}
         presence = Presence(parameters)
 
@@ -127,7 +118,7 @@ class MultiUpdateReplica(ModelReplica):
         return self._applied(names, parameters, records)
 
     def _remove_absent(self, parameters: Sequence[nn.Parameter], presence: Presence) -> None:
-        """Remove the zeros that stand for gradients that no rank has."""
+        """Remove zero gradients that fill in for gradients missing on all ranks."""
         present: Sequence[bool] = [index not in presence.absent for index in range(len(parameters))]
         if self._exchange is not None:
             present = self._exchange.present_anywhere(present)
@@ -136,7 +127,7 @@ class MultiUpdateReplica(ModelReplica):
                 parameter.grad = None
 
     def _order(self, batches: int) -> list[int]:
-        """Return the indices of the micro-batches in the order of the summation tree."""
+        """Return the indices of the micro-batches in summation-tree order."""
         tree = summation_tree(batches, self._size, self.dealing)
         return [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
 
@@ -147,11 +138,8 @@ class MultiUpdateReplica(ModelReplica):
         if same_as is not None:
             current.check_same(same_as)
 
-    def _call(self, action: Callable[[], Any]) -> Any:
-        return action() if self._root is None else self._root(action)
-
     def _backward(self, current: UpdatePass, parameters: Sequence[nn.Parameter], scale: float) -> LossRecord:
-        """Add the gradient of the update's loss to ``.grad`` of its parameters; return the record of the loss."""
+        """Add the gradient of the update's loss to ``.grad``; return the record of the loss."""
         self._context.faults.at("step:backward")
         loss, record = current.take_loss()
         scaled = self._scaled(loss, record, scale)
@@ -164,7 +152,7 @@ class MultiUpdateReplica(ModelReplica):
     def _applied(
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]
     ) -> UpdateResult:
-        """Weigh and clip the gradient, and let the optimizers and their schedules step."""
+        """Weigh and clip the gradient, and step the optimizers and schedules."""
         losses = self._weighed(parameters, records, names)
         self._hooks.run(parameters)
         with phase("update"):
@@ -172,7 +160,7 @@ class MultiUpdateReplica(ModelReplica):
         return UpdateResult(names, losses, norm, skipped, step_metrics(records), overflowed)
 
     def _update_scale(self) -> None:
-        """Increase the loss scale, or decrease it if a gradient was not finite, as torch.amp.GradScaler does."""
+        """Update the loss scale if an optimizer has stepped since the last update."""
         if self._stepped_names:
             self.scaler.update()
             self._stepped_names.clear()
@@ -183,24 +171,24 @@ def _group_rates(optimizer: Optimizer) -> list[float]:
 
 
 def refuse_healing_updates(recipe: Recipe) -> None:
-    """Raise ConfigError if ``recipe`` takes several updates a step and its gang is to heal."""
-    if isinstance(recipe, MultiUpdateRecipe):
+    """Raise ConfigError if ``recipe`` takes several updates per step, which cannot heal."""
+    if recipe.has_several_updates:
         raise ConfigError(
-            f"{type(recipe).__name__} takes several updates a step, of which a failure would leave some done. "
+            f"{type(recipe).__name__} takes several updates a step; healing could leave a step with only some of them. "
             "Set strategy.on_failure=restart."
         )
 
 
 def whole_multi_update(
-    recipe: MultiUpdateRecipe,
+    recipe: Recipe,
     context: RunContext,
-    train_state: MultiTrainState,
+    train_state: TrainState,
     reduce: Reduction = "flat",
     bucket_mb: float = BUCKET_MB,
 ) -> MultiUpdateReplica:
-    """Return a replica of a model that every rank of ``context.world`` holds whole, with the weights of rank 0.
+    """Return a replica of an unsharded model on ``context.world``, with rank 0's weights.
 
-    ``bucket_mb`` is the size in MiB of the buckets in which gradients are summed.
+    ``bucket_mb``: size of gradient buckets in MiB.
     """
     model, group = train_state.model, context.world.group
     make_equal(model, group)
@@ -217,9 +205,9 @@ def _fill(parameters: Sequence[nn.Parameter]) -> None:
 @final
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of one update in this process; :class:`StepResult` is that of a step."""
+    """The result of one update in this process; see :class:`StepResult` for a step."""
 
-    names: Sequence[str]  # of the optimizers that took it
+    names: Sequence[str]  # of the optimizers that stepped
     losses: Sequence[Tensor]
     grad_norm: Tensor | None
     skipped: bool
@@ -239,13 +227,13 @@ def step_result(
 
     Args:
         results: Results of the updates, in order.
-        rates: The learning rate of each optimizer when the step began, in the recipe's order.
-        returned: Metrics that the generators returned at their ends, float64 (micro-batches, 2) each.
+        rates: Learning rate of each optimizer at the start of the step, in the recipe's order.
+        returned: Metrics that the generators returned at the end, each float64 (micro-batches, 2).
         kind: Name of the recipe's class.
         step: Number of the step.
 
     Raises:
-        ConfigError: there was no update, or a metric's name is taken.
+        ConfigError: there were no updates, or a metric has a reserved name.
     """
     if not results:
         raise ConfigError(f"{kind}.updates yielded nothing in step {step}. Yield an update in every step.")
@@ -264,15 +252,15 @@ def step_result(
 
 
 def first_rate(optimizer: Optimizer) -> float | None:
-    """Return the learning rate of an optimizer's first group; None if it has none."""
+    """Return the learning rate of an optimizer's first group, or None if it has none."""
     rate: float | None = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)
 
 
 def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return, for each micro-batch, the sum of its losses in the updates.
+    """Return the sum of each micro-batch's losses over the updates.
 
-    It is summed in float64, the dtype of losses from other processes, so that the sum is the same on all of them.
+    Sums are in float64, the dtype of losses received from other processes, so that they are equal on all processes.
     """
     return [torch.stack([loss.double() for loss in own]).sum() for own in zip(*losses, strict=True)]
 
@@ -280,9 +268,9 @@ def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def _metrics(
     results: Sequence[UpdateResult], rates: Mapping[str, float | None], returned: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the metrics of updates and generators, each optimizer's mean loss, and all learning rates but the first.
+    """Return the metrics of updates and generators, mean losses, and additional learning rates.
 
-    The counts of an optimizer that did not step are 0, so that all steps have the same names.
+    Optimizers that did not step have a count of 0, so that all steps have the same metric names.
     """
     metrics: dict[str, Tensor] = {}
     for own_metrics in [*(result.metrics for result in results), returned]:
@@ -291,7 +279,7 @@ def _metrics(
     for name in rates:
         if metrics.keys() & {f"loss/{name}", f"lr/{name}"}:
             raise ConfigError(
-                f"the recipe's updates name a metric loss/{name} or lr/{name}, which each logged step has of the "
+                f"the recipe's updates name a metric loss/{name} or lr/{name}, reserved in each logged step for the "
                 f"optimizer {name!r}. Rename it."
             )
     losses = results[0].losses

@@ -1,7 +1,7 @@
-"""Refuses optimizers that a strategy or a checkpoint cannot carry, by their class or after a trial.
+"""Checks for optimizers that a strategy or checkpoint does not support, by class or trial.
 
-Among these are optimizers that evaluate the loss in their step, several times, by a closure, and optimizers that
-cannot train an embedding with sparse gradients, or not so that a checkpoint can hold them.
+Examples are optimizers whose step evaluates the loss several times through a closure, and optimizers that do not
+support sparse gradients, or keep sparse state for them, which checkpoints cannot store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from worldsize.world.processes import gpus_hidden
 
 _logger = logging.getLogger(__name__)
 
-# torch's own that update each number by itself; none that is derived from them
+# elementwise optimizers of torch, excluding subclasses
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
 _LACKS = "its state_dict() lacks a part of its state, such as a counter:"
@@ -39,18 +39,18 @@ _KEEP = "Keep it in the optimizer's state or param_groups."
 
 
 def updates_apart(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known to update each parameter by itself, and to keep tensors and numbers."""
+    """Return whether an optimizer is known to update each parameter independently."""
     return type(optimizer) in ELEMENTWISE or special(optimizer) == "adamw_8bit"
 
 
 def updates_elements(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, dims: Sequence[int] = (0,)) -> bool:
-    """Return whether parts of each parameter can be updated by themselves, if it is cut along one of ``dims``.
+    """Return whether shards of each parameter along ``dims`` can be updated independently.
 
     Args:
-        recipe: Makes the optimizers.
+        recipe: Creates the optimizers.
         model: Its model, whose tensors may be on the meta device.
-        optimizer: One of them, made before; torch's own ones are not tried.
-        dims: Dimensions along which ranks have parts.
+        optimizer: One of its optimizers; torch's elementwise ones skip the trial.
+        dims: Dimensions along which parameters may be sharded.
     """
     return type(optimizer) in ELEMENTWISE or _updates_parts(OptimizerTrial(recipe, model), dims)
 
@@ -68,12 +68,12 @@ def refuse_divided_updates(
     heals: bool,
     dims: Sequence[int] = (0,),
 ) -> None:
-    """Refuse an optimizer whose updates depend on where ranks cut parameters, if the cuts can move.
+    """Refuse an optimizer whose updates depend on shard boundaries, if these can change.
 
-    With ``reduce="ordered"`` bits must not depend on them, and a gang that ``heals`` moves them during training.
+    With ``reduce="ordered"``, bits must not depend on the boundaries; if the gang ``heals``, they change during a run.
 
     Raises:
-        ConfigError: parts of a parameter are updated differently than the whole.
+        ConfigError: shards of a parameter are updated differently than the whole.
     """
     if (reduce != "ordered" and not heals) or type(optimizer) in ELEMENTWISE:
         return
@@ -98,7 +98,7 @@ def refuse_joint_updates(recipe: Recipe, model: nn.Module, optimizer: Optimizer,
     """Refuse an optimizer whose update of a parameter depends on other parameters.
 
     Raises:
-        ConfigError: it does, for example since it takes a norm of all; the message has the reason ``because``.
+        ConfigError: it does, for example because it uses a global norm; ``because``: the reason for the message.
     """
     if updates_apart(optimizer):
         return
@@ -111,10 +111,10 @@ def refuse_joint_updates(recipe: Recipe, model: nn.Module, optimizer: Optimizer,
 
 
 def refuse_divided_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose ``state_dict()`` has entries that would differ between ranks with other parameters.
+    """Refuse an optimizer with extra ``state_dict()`` entries that would differ between ranks.
 
     Raises:
-        ConfigError: it has one, besides its state and groups.
+        ConfigError: it has such an entry besides ``state`` and ``param_groups``.
     """
     if updates_apart(optimizer):
         return
@@ -124,10 +124,10 @@ def refuse_divided_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer)
 
 
 def refuse_extra_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose ``state_dict()`` has entries besides its state and groups: servers save none.
+    """Refuse an optimizer with additional ``state_dict()`` entries, which servers do not save.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: it has such an entry.
     """
     if updates_apart(optimizer):
         return
@@ -144,10 +144,10 @@ def _unshared(optimizer: Optimizer, because: str) -> str:
 
 
 def refuse_unsaved(recipe: Recipe, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
-    """Refuse an optimizer and a schedule with values, as they are made or after some steps, that no checkpoint holds.
+    """Refuse optimizers and schedules with state that checkpoints do not support.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the state of either has an unsupported value.
     """
     options = [{**group, "params": []} for group in optimizer.param_groups]
     made = {"optimizer": {"param_groups": options}, "schedule": schedule.state_dict() if schedule else {}}
@@ -171,45 +171,45 @@ def refuse_unsaved(recipe: Recipe, model: nn.Module, optimizer: Optimizer, sched
 
 
 def refuse_unsent(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state a process that joins a gang would not have.
+    """Refuse an optimizer whose full state cannot be sent to a replacement process.
 
     Raises:
-        ConfigError: its ``state_dict`` lacks a part.
+        ConfigError: its ``state_dict`` lacks a part of its state.
     """
     if updates_apart(optimizer):
         return
     trial = OptimizerTrial(recipe, model)
     if trial.failure is None and not trial.resumes:
         raise ConfigError(
-            f"{type(optimizer).__name__}: {_LACKS} a process that takes another's place does not get it. {_KEEP} "
+            f"{type(optimizer).__name__}: {_LACKS} a replacement process does not get it. {_KEEP} "
             "Or set strategy.on_failure=restart."
         )
 
 
 def refuse_closures(optimizer: Optimizer) -> None:
-    """Raise ConfigError if ``optimizer``, which no run needs any more, cannot step without a closure.
+    """Raise ConfigError if ``optimizer``, which must not be used afterwards, needs a closure.
 
-    Such a step, for example of LBFGS or of sharpness-aware minimization, repeats the forward and backward pass with
-    other weights. Its state between steps is lists of tensors, which no checkpoint has.
+    With a closure, the step repeats the forward and backward pass with different weights, as in LBFGS and
+    sharpness-aware minimization. LBFGS also keeps lists of tensors, which checkpoints do not support.
     """
     try:
         with gpus_hidden(), without_recipe_hooks(optimizer):
-            optimizer.step()  # without gradients it changes nothing
-    except Exception as error:  # any exception: an optimizer may be the recipe's own
+            optimizer.step()  # without gradients, it does not change weights
+    except Exception as error:  # any exception: the optimizer may be user code
         if re.search(r"\bclosure\b", str(error)) is None:
-            return  # another check, or the first step, explains it
+            return  # another check, or the first step, reports it
         raise ConfigError(
-            f"{type(optimizer).__name__} needs a closure, with which its step computes the loss several times; "
-            "training computes it once for each update, summed over all processes. Use an optimizer that steps by "
-            "gradients alone, such as AdamW or Muon."
+            f"{type(optimizer).__name__} needs a closure, to compute the loss several times per step; "
+            "training computes it once for each update, summed over all processes. Use an optimizer that only "
+            "needs gradients, such as AdamW or Muon."
         ) from None
 
 
 def check_sparse_steps(model: nn.Module, optimizer: Optimizer) -> None:
-    """Let optimizers like this one step once with a sparse gradient, for each group with an embedding of that kind.
+    """Check that each group with a sparse embedding supports sparse gradients.
 
     Raises:
-        ConfigError: it takes none, or it keeps a sparse state, which no checkpoint takes.
+        ConfigError: it does not support sparse gradients, or keeps sparse state, which checkpoints do not support.
     """
     names = {id(embedding.weight): name for name, embedding in sparse_embeddings(model).items()}
     for group in optimizer.param_groups:
@@ -218,9 +218,9 @@ def check_sparse_steps(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def refuse_sparse_sums(model: nn.Module, cluster: Cluster, reduce: Reduction) -> None:
-    """Raise ConfigError if ``model`` has sparse gradients that the processes of ``cluster`` cannot sum.
+    """Raise ConfigError if ``model`` has sparse gradients that cannot be reduced on ``cluster``.
 
-    NCCL sums none, and other sums than torch's flat all-reduce read the numbers of dense buckets.
+    NCCL does not support sparse tensors, and all reductions except torch's flat all-reduce need dense buckets.
     """
     if cluster.processes == 1:
         return
@@ -246,21 +246,21 @@ def _check_group(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> N
         ) from None
     for key in state:
         raise ConfigError(
-            f"{name} has sparse=True, and {kind} as it is set keeps a sparse {key} for it, which no checkpoint takes. "
+            f"{name} has sparse=True, and {kind} keeps a sparse {key} for it, which checkpoints do not support. "
             "Set momentum=0, use SparseAdam or Adagrad, or set sparse=False."
         )
 
 
 def _state_after_step(kind: type[Optimizer], group: Mapping[str, Any]) -> list[str]:
-    """Return the names of what is sparse in the state of an optimizer with the options of ``group`` after one step."""
+    """Return the names of sparse state tensors after one step with the options of ``group``."""
     taken = inspect.signature(kind).parameters
     with torch.device("cpu"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some make sparse tensors that nobody checks
+        warnings.simplefilter("ignore")  # some create unchecked sparse tensors
         rows = nn.Parameter(torch.zeros(2, 1))
         rows.grad = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), (2, 1))
         try:
             made = kind([rows], **{key: value for key, value in group.items() if key in taken and key != "params"})
-        except Exception:  # a class of one's own, that is made in another way
+        except Exception:  # a custom class with a different constructor
             return []
         with gpus_hidden():
             made.step()

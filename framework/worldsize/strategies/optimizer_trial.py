@@ -1,9 +1,9 @@
-"""Tries a recipe's optimizer on small tensors: may a rank update a part of a parameter, or some of all parameters?
+"""Trials of a recipe's optimizer on small tensors, to see whether ranks may update shards.
 
-Where every number is updated by itself, any rank can update any part, with the same bits. A norm over a parameter
-needs all of it, and a norm over all parameters needs all of them. Another trial asks whether entries that an
-optimizer adds to its ``state_dict()`` are the same on ranks with other parameters. ``substituted`` lets a model have
-other parameters while a recipe makes its optimizer for these.
+If updates are elementwise, any rank can update any shard, with the same bits. A norm over a parameter needs the whole
+parameter, and a global norm needs all parameters. A second trial checks whether additional ``state_dict()`` entries
+are the same on ranks with different parameters. ``substituted`` replaces a model's parameters while the recipe creates
+its optimizer.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from worldsize.checkpoint.manifest_tree import split
-from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
-from worldsize.optimizers.groups import all_parameters
-from worldsize.record.determinism import generators_kept
-from worldsize.strategies.multi_train_state import optimizers_of
+from worldsize.core import Recipe, StateDict
+from worldsize.optimizers.groups import all_parameters, optimizers_of
+from worldsize.seeds import keep_generators
 from worldsize.strategies.step_hooks import enclose_steps, without_recipe_hooks
-from worldsize.strategies.train_state import extra_state, load_named_state, named_state, optimizer_of
+from worldsize.strategies.train_state import extra_state, load_named_state, named_state
 from worldsize.world.processes import gpus_hidden
 
-_STEPS = 6  # some algorithms begin with other steps
+_STEPS = 6  # several, since the first steps of some algorithms are special
 _LENGTHS = (11, 7, 3, 3)  # odd, so that vectorized loops have a remainder
-_LENGTH = 37  # of a parameter with one dimension
-_OF_A_KIND = 2  # parameters of a group and a number of dimensions that are tried
-_LR = 1e-2  # the least, so that updates can be seen
+_LENGTH = 37  # length of a one-dimensional parameter
+_OF_A_KIND = 2  # number of parameters to try per group and shape
+_LR = 1e-2  # minimum learning rate, to make updates detectable
 
 
 @final
 @dataclass(frozen=True)
 class OptimizerTrial:
-    """Steps of the recipe's optimizers on small tensors in place of the parameters of ``model``.
+    """Runs the recipe's optimizers on small tensors in place of the parameters of ``model``.
 
-    The model keeps its modules, names, numbers of dimensions and dimensions of length 1, so that the recipe makes the
-    same groups and options.
+    Modules, names, numbers of dimensions and dimensions of length 1 do not change, so that the recipe creates the same
+    groups and options.
     """
 
     recipe: Recipe
@@ -50,7 +49,7 @@ class OptimizerTrial:
 
     @cached_property
     def failure(self) -> str | None:
-        """The error that the trial ended in; None: it did not."""
+        """Description of the error in the trial, or None if there was none."""
         try:
             _ = self.result
         except Exception as error:  # of any kind: optimizers are user code
@@ -58,7 +57,7 @@ class OptimizerTrial:
         return None
 
     def updates_parts(self, dim: int) -> bool:
-        """Return whether two parts of each parameter, cut along ``dim``, are updated as the whole is, bit for bit."""
+        """Return whether two shards of each parameter along ``dim`` get the same bits as the whole."""
         try:
             return all(
                 same(each, part_of(self.result[name], dim, is_second=is_second))
@@ -70,7 +69,7 @@ class OptimizerTrial:
 
     @cached_property
     def joint(self) -> str | None:
-        """A clause for messages if updates of some parameters depend on others; None: they do not."""
+        """A clause for messages if updates of some parameters depend on others, else None."""
         for own in (self._names[::2], self._names[1::2]):
             try:
                 updated = self.updated(own=own)
@@ -82,22 +81,21 @@ class OptimizerTrial:
 
     @cached_property
     def values(self) -> Mapping[str, Tensor]:
-        """The parameters that are tried, of any shapes, by name, before the first step."""
+        """The trial parameters by name, of any shapes, before the first step."""
         return self._drawn(torch.Generator().manual_seed(11))
 
     @cached_property
     def result(self) -> Mapping[str, Tensor]:
-        """The same, of any shapes, after all steps, if they are updated whole and together."""
+        """The trial parameters, of any shapes, after all steps, updated whole and together."""
         return self.updated()
 
     @property
     def states(self) -> Sequence[StateDict]:
-        """The state of each optimizer and its schedule after some steps."""
+        """The state of each optimizer and its schedule after all trial steps."""
         schedules, states = list[LRScheduler | None](), list[StateDict]()
 
         def schedule(optimizer: Optimizer) -> None:
-            is_one = not isinstance(self.recipe, MultiUpdateRecipe)
-            schedules.append(self.recipe.schedule(optimizer) if is_one else None)
+            schedules.append(None if self.recipe.has_several_updates else self.recipe.schedule(optimizer))
 
         def add_state(optimizer: Optimizer) -> None:
             last = schedules[-1]
@@ -111,7 +109,7 @@ class OptimizerTrial:
 
     @property
     def resumes(self) -> bool:
-        """Return whether an optimizer that loads a saved state continues as the saved one would."""
+        """Whether an optimizer with a loaded state continues like the one that saved it."""
         half, states = _STEPS // 2, list[StateDict]()
 
         def save(optimizer: Optimizer) -> None:
@@ -140,14 +138,14 @@ class OptimizerTrial:
         values: Mapping[str, Tensor] | None = None,
         steps: Sequence[int] = range(_STEPS),
     ) -> Mapping[str, Tensor]:
-        """Take all steps, and return the parameters after them, of any shapes.
+        """Take trial steps, and return the parameters after them, of any shapes.
 
         Args:
-            part: Returns the part of a named parameter, or of its gradient, that is updated.
-            own: Names of the parameters that are updated, as a rank does that owns these; None: all that are tried.
-            prepare: Prepares an optimizer for these parts.
+            part: Returns the shard to update of a named parameter or its gradient.
+            own: Names of the parameters to update, as on a rank that owns only these, or None for all trial parameters.
+            prepare: Prepares an optimizer for these shards.
             finish: Called with each optimizer after its last step.
-            values: The parameters before the first step.
+            values: The parameters before the first step, or None for :attr:`values`.
             steps: Indices of the steps.
         """
         small = {name: nn.Parameter(part(name, tensor).clone()) for name, tensor in (values or self.values).items()}
@@ -157,16 +155,16 @@ class OptimizerTrial:
         updated = [small[name] for name in self._names if own is None or name in own]
         generator = torch.Generator().manual_seed(12)
         gradients = [self._drawn(generator) for _ in range(_STEPS)]
-        with generators_kept(), torch.device("cpu"), substituted(self.model, replacements):
+        with keep_generators(), torch.device("cpu"), substituted(self.model, replacements):
             torch.manual_seed(13)
-            optimizers = self._made()
+            optimizers = optimizers_of(self.recipe, self.model).values()
         for optimizer in optimizers:
             _keep(optimizer, small.values())
-            with generators_kept(), torch.device("cpu"):
+            with keep_generators(), torch.device("cpu"):
                 prepare(optimizer)
             _raise_lr(optimizer)
             calls = _restrict(optimizer, updated) if own is not None else None
-            with generators_kept(), torch.device("cpu"), gpus_hidden(), without_recipe_hooks(optimizer):
+            with keep_generators(), torch.device("cpu"), gpus_hidden(), without_recipe_hooks(optimizer):
                 for step in steps:
                     torch.manual_seed(step)
                     for name in self._names if own is None else own:
@@ -179,12 +177,12 @@ class OptimizerTrial:
 
     @cached_property
     def _names(self) -> Sequence[str]:
-        """The parameters that are tried: some of each group and shape."""
+        """Names of the trial parameters: a few per group and shape."""
         parameters = dict(self.model.named_parameters())
         held = [each for each in parameters.values() if not each.is_meta] or parameters.values()
         names = {id(each): name for name, each in parameters.items() if each.requires_grad and each.numel()}
         kinds: dict[Any, list[str]] = {}
-        for number, optimizer in enumerate(self._made()):
+        for number, optimizer in enumerate(optimizers_of(self.recipe, self.model).values()):
             for index, group in enumerate(optimizer.param_groups):
                 for each in group["params"]:
                     if id(each) in names and any(each is other for other in held):
@@ -192,7 +190,7 @@ class OptimizerTrial:
         return [name for names_ in kinds.values() for name in names_[:_OF_A_KIND]]
 
     def _drawn(self, generator: torch.Generator) -> Mapping[str, Tensor]:
-        """Draw a small tensor for each parameter that is tried."""
+        """Generate a small random tensor for each trial parameter."""
         parameters = dict(self.model.named_parameters())
         with torch.device("cpu"):
             return {
@@ -200,19 +198,14 @@ class OptimizerTrial:
                 for name in self._names
             }
 
-    def _made(self) -> Sequence[Optimizer]:
-        if isinstance(self.recipe, MultiUpdateRecipe):
-            return list(optimizers_of(self.recipe, self.model).values())
-        return [optimizer_of(self.recipe, self.model)]
-
 
 def described(error: Exception) -> str:
-    """Return the first sentence of an error."""
+    """Return the type and first sentence of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
 
 
 def part_of(tensor: Tensor, dim: int, *, is_second: bool) -> Tensor:
-    """Return one of two parts of a tensor of any shape, cut at an odd place along ``dim``, if it has one there."""
+    """Return one half of a tensor of any shape, split at an odd index of ``dim`` if possible."""
     if tensor.ndim <= dim or tensor.shape[dim] < 2:
         return tensor
     end = (tensor.shape[dim] // 2) | 1
@@ -220,7 +213,7 @@ def part_of(tensor: Tensor, dim: int, *, is_second: bool) -> Tensor:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape are equal; NaNs are."""
+    """Return whether two tensors of the same shape are equal, including NaNs."""
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -235,14 +228,14 @@ def _without_memory(parameter: Tensor) -> nn.Parameter:
 
 
 def _keep(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Remove all parameters but these from the groups."""
+    """Remove all other parameters from the groups."""
     ids = {id(each) for each in parameters}
     for group in optimizer.param_groups:
         group["params"] = [each for each in group["params"] if id(each) in ids]
 
 
 def _restrict(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[None]:
-    """Let the groups have only ``parameters`` in each step; return a list that has an entry for each of them."""
+    """Restrict each step to ``parameters``; return a list that grows by one entry per step."""
     calls, complete = list[None](), [group["params"] for group in optimizer.param_groups]
     ids = {id(each) for each in parameters}
 
@@ -266,7 +259,7 @@ def _raise_lr(optimizer: Optimizer) -> None:
 
 
 def _module(optimizer: Optimizer) -> nn.Module:
-    """Return a model of the parameters of ``optimizer``, whose names its saved state has."""
+    """Return a module with the parameters of ``optimizer``, to name them in its saved state."""
     return nn.ParameterList(all_parameters(optimizer))
 
 
@@ -281,10 +274,10 @@ def _shapes(state: StateDict) -> Mapping[str, Any]:
 
 @contextmanager
 def substituted(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Let ``model`` have other parameters, of any shapes, within the context; keys: ids of replaced ones.
+    """Replace parameters of ``model``, of any shapes, within the context.
 
-    A recipe's optimizer made within the context is for these, with the groups and options that it has for the model:
-    modules and names are the same.
+    ``replacements`` is keyed by the id of the replaced parameter. Modules and names do not change, so a recipe creates
+    its optimizer for the new parameters with the same groups and options.
     """
     places = [
         (module._parameters, name, parameter)
@@ -301,16 +294,16 @@ def substituted(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> I
             own[name] = parameter
 
 
-_Split = tuple[dict[str, Tensor], Any]  # tensors of any shapes by path, and other values
+_Split = tuple[dict[str, Tensor], Any]  # tensors of any shapes by path, then other values
 
 
 def has_extra_state(trial: OptimizerTrial) -> bool:
-    """Return whether an optimizer adds entries to its ``state_dict()``, besides its state and groups."""
+    """Return whether an optimizer has additional ``state_dict()`` entries."""
     return any(tensors or values for tensors, values in _extra_states(trial))
 
 
 def divides_extra_state(trial: OptimizerTrial) -> bool:
-    """Return whether these entries differ if an optimizer updates some parameters, or parts of them."""
+    """Return whether additional entries differ if only some parameters or shards are updated."""
     if not has_extra_state(trial):
         return False
     names = list(trial.values)

@@ -1,9 +1,9 @@
-"""Parameters that are frozen, unfrozen or hooked while a run trains, and the hooks on their gradients.
+"""Detection of parameters frozen, unfrozen or hooked during a run, and gradient hooks.
 
-A strategy that prepared for other parameters refuses such changes. Hooks that a recipe has registered on parameters
-run once a step, on the gradient of the whole step: autograd would call them for each micro-batch and process with a
-part of the gradient. A hook that clips it would give another result, and one that acts on accumulated gradients would
-act too often.
+Strategies prepare for a fixed set of trained parameters, and refuse changes to it. Hooks that a recipe registers on
+parameters run once per step, with the gradient of the whole step. Autograd would instead call them for each
+micro-batch and process, with a part of the gradient: a hook that clips would give different results, and a hook on
+accumulated gradients would run too often.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from worldsize.strategies.gradient_reducer import listed
 
 
 def hook_count(parameter: Tensor) -> int:
-    """Return the number of hooks on the gradient of ``parameter``, of any shape, by both of torch's methods."""
+    """Return the number of gradient hooks of both kinds on ``parameter``, of any shape."""
     return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Refuse hooks on the gradients of parameters, where no rank has a whole gradient of the step.
+    """Refuse gradient hooks, for strategies in which no rank has a whole gradient of the step.
 
     Raises:
-        ConfigError: a parameter has a hook of ``register_hook`` or ``register_post_accumulate_grad_hook``.
+        ConfigError: a parameter has a hook from ``register_hook`` or ``register_post_accumulate_grad_hook``.
     """
     if names := [name for name, parameter in model.named_parameters() if hook_count(parameter)]:
         raise hooked(names)
 
 
 def hooked(names: list[str]) -> ConfigError:
-    """Return the error for parameters with a hook on a gradient that no process has as a whole."""
+    """Return the error for hooks on gradients that are sharded over processes."""
     return ConfigError(
         f"there is a hook on the gradient of {listed(names)}, and this strategy divides gradients over processes: none "
         "has the whole gradient of a step, which the hook expects. Use strategy=ddp, zero or single, or make the "
@@ -44,7 +44,7 @@ def hooked(names: list[str]) -> ConfigError:
 
 
 def switched(unfrozen: list[str], frozen: list[str]) -> ConfigError:
-    """Return the error for parameters that require gradients now and did not before, or the other way round."""
+    """Return the error for parameters whose ``requires_grad`` has changed."""
     done = f"unfrozen {listed(unfrozen)}" if unfrozen else f"frozen {listed(frozen)}"
     return ConfigError(
         f"training has {done}, and this strategy divides its work by the parameters that require gradients when a run "
@@ -55,9 +55,9 @@ def switched(unfrozen: list[str], frozen: list[str]) -> ConfigError:
 
 @final
 class ParameterChanges:
-    """Compares the parameters of ``model`` with what they were when this object was made.
+    """Detects changes to the parameters of ``model`` since this object was created.
 
-    ``hooks``: whether hooks on gradients are a change, too.
+    ``hooks``: whether new gradient hooks count as changes.
     """
 
     def __init__(self, model: nn.Module, *, hooks: bool) -> None:
@@ -68,10 +68,10 @@ class ParameterChanges:
         self._hooked = [hook_count(each) for each in self._parameters]
 
     def check(self) -> None:
-        """Check all parameters; a look at each takes a fraction of a microsecond.
+        """Check all parameters, in less than a microsecond per parameter.
 
         Raises:
-            ConfigError: a parameter was frozen or unfrozen, or has other hooks.
+            ConfigError: a parameter was frozen or unfrozen, or its hooks changed.
         """
         if [each.requires_grad for each in self._parameters] != self._trained:
             raise self._refrozen()
@@ -86,14 +86,14 @@ class ParameterChanges:
         return switched(unfrozen, frozen)
 
 
-_Hooks = dict[int, Callable[..., Any]]  # torch's, by the key of a handle, which can remove it
+_Hooks = dict[int, Callable[..., Any]]  # torch's hook table, by the key of each removable handle
 
 
 @final
 class GradientHooks:
-    """The hooks of ``register_hook`` and ``register_post_accumulate_grad_hook`` on ``parameters``.
+    """Hooks from ``register_hook`` and ``register_post_accumulate_grad_hook`` on ``parameters``.
 
-    Torch has no public access to them; their two dictionaries are those of torch 2.1 to 2.15.
+    They have no public API in torch; their two private dictionaries exist in torch 2.1 to 2.15.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -101,15 +101,15 @@ class GradientHooks:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Keep autograd from calling hooks inside the context, which may remove hooks.
+        """Suspend hooks within the context; they may be removed meanwhile.
 
         Raises:
-            ConfigError: a hook was registered inside the context, where it was called with parts of a gradient.
+            ConfigError: a hook was registered within the context, and was called with parts of a gradient.
         """
         tables = [table for parameter in self._parameters for table in _tables(parameter) if table]
         kept = [dict(table) for table in tables]
         for table in tables:
-            table.update(dict.fromkeys(table, _do_nothing))  # keeps the keys, by which handles remove hooks
+            table.update(dict.fromkeys(table, _do_nothing))  # keep the keys, which handles use to remove hooks
         try:
             yield
             if any(
@@ -127,7 +127,7 @@ class GradientHooks:
                 table.update({key: hook for key, hook in hooks.items() if key in table})
 
     def run(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Call the hooks of those of ``parameters`` that have a gradient, with it, in the order of a backward pass."""
+        """Call the hooks of those ``parameters`` that have gradients, in backward order."""
         for parameter in reversed(parameters):
             before, after = _tables(parameter)
             if (before or after) and parameter.grad is not None:
@@ -135,7 +135,7 @@ class GradientHooks:
 
 
 def _do_nothing(_: Tensor) -> None:
-    """Stand for a hook that is suspended."""
+    """Stand in for a suspended hook."""
 
 
 def _tables(parameter: Tensor) -> tuple[_Hooks, _Hooks]:
@@ -149,6 +149,6 @@ def _call(parameter: nn.Parameter, before: Sequence[Callable[..., Any]], after: 
         assert gradient is not None
         changed = hook(gradient)
         if changed is not None and changed is not gradient:
-            gradient.copy_(changed)  # in place, since it may be a part of a bucket
+            gradient.copy_(changed)  # in place, since it may be a view of a bucket
     for hook in after:
         hook(parameter)

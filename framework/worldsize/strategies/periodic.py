@@ -1,8 +1,8 @@
-"""Base classes for strategies with workers that train independently and synchronize periodically.
+"""Base classes for strategies with independent workers that synchronize periodically.
 
-A strategy derives from ``PeriodicSyncStrategy`` and makes an ``OuterOptimizer``, which is told of every step and
-decides when workers exchange what. ``Rounds`` schedules the exchange of fragments: all at once, or one after the
-other in the background. Synchronized are parameters, and buffers that can be averaged.
+A strategy derives from ``PeriodicSyncStrategy`` and creates an ``OuterOptimizer``, which is called after every step
+and decides when workers exchange which tensors. ``Rounds`` schedules the exchange of fragments: all at once, or one
+after another in the background. It synchronizes parameters, and buffers that can be averaged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.model_replica import ModelReplica
 from worldsize.strategies.periodic_exchange import Exact, Fragment, mean_of
 from worldsize.strategies.synchronous import alone
-from worldsize.strategies.train_state import OptimizedModel
+from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import refuse_complex
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PeriodicSyncStrategy(Strategy):
-    """Abstract: each worker takes ``inner_steps`` optimizer steps on its part of the batches between exchanges."""
+    """Abstract base: each worker takes ``inner_steps`` optimizer steps between exchanges."""
 
     supports = frozenset({"state_metrics", "loss_scale", "multi_update", "compile", "activation_checkpointing"})
 
@@ -92,43 +92,43 @@ class PeriodicSyncStrategy(Strategy):
         return PeriodicSyncReplica(inner, world, self.outer(recipe, inner.train_state, world))
 
     @abstractmethod
-    def outer(self, recipe: Recipe, train_state: OptimizedModel, world: World) -> OuterOptimizer:
-        """Make the outer optimizer that synchronizes this worker, which trains ``train_state``, with the others."""
+    def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
+        """Create the outer optimizer that synchronizes ``train_state`` with the other workers."""
 
 
 class OuterOptimizer(ABC):
-    """Synchronizes independent workers: it is called after every step, and decides what they exchange, and when."""
+    """Abstract base: synchronizes independent workers, and is called after every step."""
 
     sent_bytes: int = 0
-    """Bytes that each worker has sent in exchanges since the run began."""
+    """Bytes sent per worker in exchanges since the run began."""
 
     @abstractmethod
     def after(self, step: int) -> None:
-        """Make the exchanges that are due after this worker's step number ``step``, counted from 1."""
+        """Run the exchanges that are due after step ``step`` of this worker, counted from 1."""
 
-    def restart(self) -> None:  # noqa: B027 - some keep nothing
-        """Restart from the present model, which has been loaded and is equal on all workers."""
+    def restart(self) -> None:  # noqa: B027 - some are stateless
+        """Restart from the current model, just loaded and equal on all workers."""
 
     def state(self) -> StateDict:
-        """Return the state kept between exchanges, equal on all workers."""
+        """Return the state that persists between exchanges; it is equal on all workers."""
         return {}
 
-    def load(self, state: StateDict) -> None:  # noqa: B027 - some keep nothing
+    def load(self, state: StateDict) -> None:  # noqa: B027 - some are stateless
         """Load what :meth:`state` returned."""
 
 
 @final
 class PeriodicSyncReplica(Replica):
-    """Trains ``inner`` independently, and synchronizes it with the other workers by ``outer``.
+    """Trains ``inner`` independently, and synchronizes it with other workers through ``outer``.
 
-    The saved model and optimizer are means over workers, from which any other strategy can resume. The part
-    ``strategy`` also has each worker's own state, from which the same strategy resumes bit for bit.
+    The saved model and optimizer are means over workers; any other strategy can resume from them. The entry
+    ``strategy`` also has each worker's own state, so that the same strategy resumes bit for bit.
     """
 
     def __init__(self, inner: ModelReplica, world: World, outer: OuterOptimizer) -> None:
         self._inner, self._world, self._outer = inner, world, outer
         self._exact = Exact(world)
-        self._taken = 0  # steps since training began or resumed from a model alone
+        self._taken = 0  # steps since training began, or resumed without worker states
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(micro_batches)
@@ -138,7 +138,7 @@ class PeriodicSyncReplica(Replica):
         return result
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        """Return the metrics of the mean model, so that it does not matter which worker evaluates which batch."""
+        """Evaluate the mean model, so that the assignment of batches to workers does not matter."""
         with self._mean_model():
             return self._inner.evaluate(batches)
 
@@ -167,7 +167,7 @@ class PeriodicSyncReplica(Replica):
         }
 
     def _of_first(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values of worker 0."""
+        """Broadcast ``figures`` from worker 0, and return them."""
         sent = {name: figure.to(self._world.device, copy=True) for name, figure in figures.items()}
         if self._world.group is not None:
             for figure in sent.values():
@@ -177,7 +177,7 @@ class PeriodicSyncReplica(Replica):
     def load(self, state: StateDict) -> None:
         kept = state["strategy"]
         self._taken, self._outer.sent_bytes = kept["taken"], kept["sent_bytes"]
-        if self._taken == 0:  # saved by another strategy, or by another number of workers
+        if self._taken == 0:  # saved by a different strategy or with a different number of workers
             self._inner.load(state)
             self._outer.restart()
             return
@@ -187,7 +187,7 @@ class PeriodicSyncReplica(Replica):
         self._outer.load(kept["outer"])
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the bytes that each worker has sent since the run began, without evaluations and checkpoints."""
+        """Return the bytes sent per worker since the start, excluding evaluation and checkpoints."""
         return {**self._inner.facts(), "sent_bytes": self._outer.sent_bytes}
 
 
@@ -207,16 +207,16 @@ def _copy(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         tensor.copy_(values[name])
 
 
-# learning rate of Nesterov SGD with outer gradients
+# learning rate of the outer optimizer, Nesterov SGD
 OuterRate = Annotated[float, Range(above=0, hint="0.7 is usual, 1 with no momentum averages")]
 OuterMomentum = Annotated[float, Range(least=0, below=1, hint="0.9 is usual")]
 
 
 @final
 class Rounds(OuterOptimizer):
-    """Exchanges fragments in turn, each once in ``inner_steps`` steps.
+    """Exchanges fragments in turn, each once every ``inner_steps`` steps.
 
-    Fragment i is sent after the steps ``offsets[i] + n × inner_steps``; the result is applied ``delay`` steps later.
+    Fragment i is sent after the steps ``offsets[i] + n × inner_steps``, and its mean is applied ``delay`` steps later.
     The second half of the exchange starts after half of the delay.
     """
 
@@ -241,7 +241,7 @@ class Rounds(OuterOptimizer):
             fragment.apply(self._mix)
 
     def _due(self, step: int) -> list[Fragment]:
-        """Return the fragments that are sent after ``step``."""
+        """Return the fragments to send after ``step``."""
         pairs = zip(self._fragments, self._offsets, strict=True)
         return [fragment for fragment, offset in pairs if (step - offset) % self._inner_steps == 0]
 
@@ -258,23 +258,23 @@ class Rounds(OuterOptimizer):
 
 
 def trained_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that an optimizer may change, in their shapes."""
+    """Return the trainable parameters, in their shapes."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def frozen_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the parameters, in their shapes, that no optimizer changes; a recipe may, such as averaged copies."""
+    """Return the frozen parameters; a recipe may still change them, such as averaged copies."""
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
 
 def averaged_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers, in their shapes, that are saved and can be averaged, such as BatchNorm's statistics."""
+    """Return the saved floating-point buffers, such as BatchNorm's statistics, in their shapes."""
     kept = model.state_dict().keys()
     return [buffer for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
 
 
 def averaging_cost(work: Workload, cluster: Cluster, *, every: int) -> Cost:
-    """Return the cost per step of an all-reduce of the parameters once in ``every`` steps, without overlap."""
+    """Return the cost per step of all-reducing parameters every ``every`` steps, not overlapped."""
     sent = 2 * ring_share(cluster.processes) * work.parameter_bytes / every
     seconds = all_reduce_seconds(work.parameter_bytes, cluster) / every
     return Cost(whole_bytes(work), sent, across(cluster, sent), seconds, exposed_seconds=seconds, same=False)

@@ -1,6 +1,6 @@
-"""Averages flat tensors over workers that train independently, and counts the bytes sent.
+"""Averaging of flat tensors over workers that train independently, with the bytes sent.
 
-A ``Fragment`` has the parameters that workers synchronize together, by an outer optimizer step.
+A ``Fragment`` is a group of parameters that workers synchronize together, with an outer optimizer step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from worldsize.collectives.step_timer import started, wait
+from worldsize.collectives.group import start
 from worldsize.core import StateDict, World
 from worldsize.devices import on_device
 
@@ -23,16 +23,16 @@ Begun = Callable[[], Callable[[], Tensor]]
 
 
 class Exchange(ABC):
-    """Averages in at least float32, with the same bits on every worker; a single worker sends nothing."""
+    """Abstract base: averages in at least float32, with the same bits on every worker."""
 
     def __init__(self, world: World) -> None:
         self.group, self.size, self.device = world.group, world.size, world.device
 
     def begin(self, row_n: Tensor) -> Begun:
-        """Start to average ``row_n``, of shape (n,), which may be overwritten.
+        """Start averaging ``row_n`` (n,), which may be overwritten; a single worker sends nothing.
 
-        The first call of the result sends the second half of the exchange; its result waits for the mean (n,). Every
-        worker must make these calls in the same order.
+        Call the returned function to start the second half of the exchange. It returns a function that waits for the
+        mean (n,). All workers must make these calls in the same order.
         """
         return (lambda: lambda: row_n) if self.group is None else self._begin(row_n)
 
@@ -41,18 +41,18 @@ class Exchange(ABC):
 
     @abstractmethod
     def sent(self, numel: int) -> int:
-        """Return the bytes that each worker sends to average ``numel`` float32 numbers."""
+        """Return the bytes that each worker sends to average ``numel`` float32 elements."""
 
 
 @final
 class Exact(Exchange):
-    """An all-reduce in float32, which has no second half."""
+    """Exact averaging by an all-reduce in float32, without a second half."""
 
     def _begin(self, row_n: Tensor) -> Begun:
-        work = started(dist.all_reduce(row_n, group=self.group, async_op=True))
+        work = start(dist.all_reduce, row_n, group=self.group)
 
         def mean() -> Tensor:
-            wait(work)
+            work.wait()
             return row_n.div_(self.size)
 
         return lambda: mean
@@ -62,12 +62,12 @@ class Exact(Exchange):
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Convert ``tensor`` to the dtype of sums, at least float32, in the same shape."""
+    """Convert ``tensor`` to the dtype for sums, at least float32, keeping its shape."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Concatenate ``tensors`` of any shapes to one (n,) on ``device``, at least float32."""
+    """Concatenate ``tensors`` of any shapes into one (n,) on ``device``, in at least float32."""
     return torch.cat([on_device(wide(tensor.detach()).flatten(), device) for tensor in tensors])
 
 
@@ -78,7 +78,7 @@ def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def beside(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Bring those of ``means`` to the host whose tensors of ``like`` are there, with one wait for the device."""
+    """Move means to the CPU if their counterparts in ``like`` are there, with one device sync."""
     places = [place for place, each in enumerate(like) if each.device.type == "cpu" != means[place].device.type]
     if not places:
         return means
@@ -89,7 +89,7 @@ def beside(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def mean_of(tree: Any, exchange: Exchange) -> Any:
     """Return ``tree`` with every floating-point tensor replaced by its mean over workers."""
-    leaves, spec = tree_flatten(tree)  # in the order of keys, since the position of a number affects its rounding
+    leaves, spec = tree_flatten(tree)  # in key order, since the position of an element affects its rounding
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     tensors = [leaves[place] for place in places]
     if tensors:
@@ -103,9 +103,9 @@ def mean_of(tree: Any, exchange: Exchange) -> Any:
 class Fragment:
     """Parameters that workers exchange together, and their last synchronized values.
 
-    ``own`` are this worker's parameters, changed in place. SGD with Nesterov momentum updates the synchronized values
-    by the outer gradient: their difference from each worker's parameters, averaged over workers (DiLoCo, Douillard et
-    al. 2023, arXiv 2311.08105).
+    ``own``: this worker's parameters, changed in place. SGD with Nesterov momentum updates the synchronized values
+    with the outer gradient: their difference from each worker's parameters, averaged over workers (DiLoCo, Douillard
+    et al. 2023, arXiv 2311.08105).
     """
 
     def __init__(self, own: Sequence[Tensor], exchange: Exchange, *, lr: float, momentum: float) -> None:
@@ -115,19 +115,19 @@ class Fragment:
         self._numel = sum(tensor.numel() for tensor in own)
         self._momentum = momentum > 0
         self._begun: Begun | None = None  # the first half of an exchange in flight
-        self._arriving: Callable[[], Tensor] | None = None  # its second half: waits for the mean
+        self._arriving: Callable[[], Tensor] | None = None  # the second half: waits for the mean
         self.restart()
 
     def restart(self) -> None:
-        """Use this worker's parameters, which are equal on all workers, as the synchronized values."""
+        """Reset the synchronized values to this worker's parameters, which are equal on all workers."""
         for agreed, tensor in zip(self._agreed, self._own, strict=True):
             agreed.data.copy_(tensor)
-            if self._momentum:  # SGD itself begins with zeros
+            if self._momentum:  # explicit zeros: SGD itself creates the buffer in its first step
                 self._optimizer.state[agreed] = {"momentum_buffer": wide(tensor.detach()).mul(0)}
         self._begun, self._arriving = None, None
 
     def send(self) -> int:
-        """Start to exchange outer gradients, and return the bytes that this worker sends."""
+        """Start exchanging outer gradients; return the bytes that this worker sends."""
         device = self._exchange.device
         self._begun = self._exchange.begin(flat(self._agreed, device).sub_(flat(self._own, device)))
         return self._exchange.sent(self._numel)
@@ -138,7 +138,7 @@ class Fragment:
             self._arriving, self._begun = self._begun(), None
 
     def _mean(self) -> Tensor | None:
-        """Wait for the outer gradient and return it, a tensor (n,); None: no exchange is in flight."""
+        """Wait for the outer gradient and return it, (n,), or None if no exchange is in flight."""
         self.relay()
         if self._arriving is None:
             return None
@@ -147,7 +147,7 @@ class Fragment:
         return mean_n
 
     def apply(self, mix: float = 0.0) -> None:
-        """Take the outer step, then set parameters to ``mix`` × themselves + (1 − mix) × synchronized values."""
+        """Take the outer step; set parameters to ``mix`` × own + (1 − mix) × synchronized values."""
         if (mean_n := self._mean()) is None:
             return
         self._arriving = None
@@ -159,7 +159,7 @@ class Fragment:
             tensor.detach().copy_(agreed.detach() if mix == 0 else wide(tensor.detach()).lerp(agreed.detach(), 1 - mix))
 
     def state(self, *, in_flight: bool) -> StateDict:
-        """Return the state, equal on all workers. ``in_flight``: including the exchange in flight, which is awaited."""
+        """Return the state, equal on all workers; ``in_flight``: await and add pending exchanges."""
         momentum = [self._optimizer.state[agreed]["momentum_buffer"] for agreed in self._agreed if self._momentum]
         state: StateDict = {"agreed": [agreed.detach() for agreed in self._agreed], "momentum": momentum}
         if not in_flight:
@@ -169,7 +169,7 @@ class Fragment:
         return {**state, "is_coming": mean_n is not None, "incoming": incoming}
 
     def load(self, state: StateDict) -> None:
-        """Load what :meth:`state` returned; a mean that was then in flight has arrived."""
+        """Load what :meth:`state` returned, including a mean that was in flight."""
         for agreed, value in zip(self._agreed, state["agreed"], strict=True):
             agreed.data.copy_(value)
         for agreed, value in zip(self._agreed, state["momentum"], strict=False):

@@ -1,8 +1,7 @@
-"""Makes the gradient reducer for a strategy's options, for recipes with one update a step and with several.
+"""Factories of gradient reducers for unsharded models, with one or several updates per step.
 
-Several updates are reduced without DistributedDataParallel, which sums gradients of one forward pass of the whole
-model, during the backward pass. Here sums begin after the last backward pass of the update. Every rank holds the
-model whole.
+Several updates are reduced without DistributedDataParallel, because it expects one forward pass of the whole model
+and sums its gradients during the backward pass. Here, sums start after the last backward pass of an update.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.ordered import LARGEST, Counter, Tree, gathered_mean, is_small, reduce_ordered, sum_level
+from worldsize.collectives.group import start
+from worldsize.collectives.ordered import LARGEST, Counter, Tree, gathered_mean, reduce_ordered, sum_level
 from worldsize.collectives.reductions import CODECS, Encoded, RandomK, TopKSum
 from worldsize.collectives.staged import Summation, finished
-from worldsize.collectives.step_timer import phase
 from worldsize.core import MicroBatch, Reduction, World
 from worldsize.strategies.communication_hooks import CompressedHook, PowerSGDHook, Tiers
 from worldsize.strategies.ddp_reducers import AllReduceReducer, GatherHook, OrderedReducer
@@ -33,7 +32,7 @@ CompressionKind = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "r
 @final
 @dataclass(frozen=True)
 class Compression:
-    """Describes how gradients are compressed, by the options of :class:`~worldsize.strategies.ddp.DDP`."""
+    """The compression options of :class:`~worldsize.strategies.ddp.DDP`."""
 
     kind: CompressionKind
     powersgd_rank: int
@@ -41,7 +40,7 @@ class Compression:
     error_feedback: bool
 
     def summation(self) -> Summation | None:
-        """Return how a bucket is summed; None: uncompressed."""
+        """Return the compressed sum of a bucket, or None if it is not compressed."""
         if self.kind == "topk":
             return TopKSum(self.density)
         if self.kind == "randomk":
@@ -52,13 +51,13 @@ class Compression:
 def gradient_reducer(
     reduce: Reduction, module: nn.Module, group: ProcessGroup | None, logical_ranks: int | None = None
 ) -> GradientReducer:
-    """Make the reducer of ``module``: a model, or the DistributedDataParallel around it with its ``group``.
+    """Create the reducer of ``module``: a model, or DistributedDataParallel with its ``group``.
 
-    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have equally many.
+    ``logical_ranks``: total over all processes, if their shares may differ; None if all have the same number.
     """
     if reduce == "ordered":
         return OrderedReducer(module, group, logical_ranks)
-    if group and isinstance(module, DistributedDataParallel) and is_small(module, dist.get_world_size(group)):
+    if group and isinstance(module, DistributedDataParallel) and _is_small(module, dist.get_world_size(group)):
         return AllReduceReducer(module, GatherHook(group), logical_ranks=logical_ranks)
     return AllReduceReducer(module, logical_ranks=logical_ranks)
 
@@ -66,19 +65,26 @@ def gradient_reducer(
 def interruptible_reducer(
     reduce: Reduction, module: DistributedDataParallel, world: World, logical_ranks: int | None
 ) -> GradientReducer:
-    """Make a reducer that waits for peers in Python, where it learns of the end of its gang; DDP's own does not."""
+    """Create a reducer that waits for peers in Python, so that waits end when the gang does."""
     assert world.group is not None
-    if reduce == "ordered" or is_small(module, world.size):
+    if reduce == "ordered" or _is_small(module, world.size):
         return gradient_reducer(reduce, module, world.group, logical_ranks)
     return AllReduceReducer(module, CompressedHook(module, world, None, None), logical_ranks=logical_ranks)
+
+
+def _is_small(module: nn.Module, size: int) -> bool:
+    """Return whether gathering gradients from ``size`` ranks is faster than an all-reduce."""
+    gradients = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    on_cpu = all(parameter.device.type == "cpu" for parameter in gradients)
+    return on_cpu and size * sum(parameter.nbytes for parameter in gradients) <= LARGEST
 
 
 def compressed_reducer(
     reduce: Reduction, compression: Compression, module: DistributedDataParallel, world: World, *, seed: int
 ) -> GradientReducer:
-    """Make the reducer over ``world`` that compresses sums; with "hierarchical", only those of the last tier.
+    """Create the reducer with compressed sums over ``world`` ("hierarchical": its last tier).
 
-    ``seed`` is that of the run.
+    ``seed`` is the run's seed.
     """
     tiers = Tiers.of(world) if reduce == "hierarchical" else None
     if compression.kind == "powersgd":
@@ -94,9 +100,9 @@ BUCKET_MB = 25.0
 def update_reducer(
     reduce: Reduction, model: nn.Module, group: ProcessGroup | None, *, bucket_mb: float = BUCKET_MB
 ) -> GradientReducer:
-    """Make the reducer of a recipe with several updates.
+    """Create the reducer of a recipe with several updates.
 
-    ``group``: the ranks with copies of ``model``; None: this rank alone. ``bucket_mb``: MiB that are summed at once.
+    ``group``: the ranks with copies of ``model``, or None for this rank alone. ``bucket_mb``: size of a bucket in MiB.
     """
     kind = OrderedUpdateReducer if reduce == "ordered" else FlatUpdateReducer
     return kind(model, group, bucket_bytes=int(bucket_mb * 2**20))
@@ -104,7 +110,7 @@ def update_reducer(
 
 @final
 class FlatUpdateReducer(GradientReducer):
-    """Sums micro-batches in order, and across processes by torch's all-reduce."""
+    """Sums micro-batches in order, then over processes with torch's all-reduce."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None, *, bucket_bytes: int) -> None:
         self._model, self._group, self._bucket_bytes = model, group, bucket_bytes
@@ -122,15 +128,14 @@ class FlatUpdateReducer(GradientReducer):
         if row_n.device.type == "cpu" and size * row_n.nbytes <= LARGEST:
             gathered_mean(row_n, group)
         else:
-            with phase("communication"):
-                dist.all_reduce(row_n, group=group)
+            start(dist.all_reduce, row_n, group=group).wait()
             row_n.div_(size)
         _for_each_part(row_n, bucket, lambda gradient, mean: gradient.copy_(mean))
 
 
 @final
 class OrderedUpdateReducer(GradientReducer):
-    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`: every world size computes the same bits."""
+    """Fixed-tree sums (:mod:`worldsize.collectives.ordered`): same bits at every world size."""
 
     @property
     def is_ordered(self) -> bool:
@@ -162,7 +167,7 @@ def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
-    """Divide ``tensors`` into runs of one dtype and at most ``most`` bytes; a larger tensor is a run of its own."""
+    """Split ``tensors`` into buckets of one dtype and ``most`` bytes, or a single larger tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -180,7 +185,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _for_each_part(row_n: Tensor, like: Sequence[Tensor], put: Callable[[Tensor, Tensor], object]) -> None:
-    """Call ``put`` with each tensor of ``like`` and its part of ``row_n``, in the tensor's shape."""
+    """Call ``put`` with each tensor of ``like`` and its slice of ``row_n``, in the same shape."""
     parts = torch.split(row_n, [tensor.numel() for tensor in like])
     for tensor, part in zip(like, parts, strict=True):
         put(tensor, part.view_as(tensor))

@@ -1,49 +1,64 @@
-"""A recipe's schedule, advanced after each update or, like ReduceLROnPlateau, by the metric of each evaluation."""
+"""Learning-rate schedules of recipes, advanced after each update or by an evaluation metric."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from worldsize.core import ConfigError, StateDict, Strategy
+from worldsize.core import ConfigError, Recipe, StateDict, Strategy
+from worldsize.errors import neighbours
 
-_METRICS = ("metrics", "metric")  # names by which a schedule's step takes the metric of an evaluation
+_METRICS = ("metrics", "metric")  # names of the metric argument of a schedule's step()
 _EVALUATED = "evaluated_step"
 
 
 @final
 class Schedule:
-    """The schedule ``plain`` that a recipe made.
+    """Wrapper of the schedule ``plain`` that a recipe returned.
 
     Attributes:
-        plain: The schedule.
+        plain: The wrapped schedule.
         needs_metric: Whether it is advanced by the metric of each evaluation instead of after each update.
 
     Raises:
-        ConfigError: it can neither be advanced after an update nor by a metric, or has no state to save.
+        ConfigError: it cannot be advanced after an update or by a metric, or lacks a state to save.
     """
 
     def __init__(self, plain: LRScheduler) -> None:
         self.plain, self.needs_metric = plain, _needs_metric(plain)
-        self._evaluated = 0  # the step whose evaluation has advanced it last
+        self._evaluated = 0  # the step of the last evaluation that advanced it
 
     @staticmethod
-    def of(plain: LRScheduler | None) -> Schedule | None:
-        """Return the schedule; None if the recipe has none."""
-        return None if plain is None else Schedule(plain)
+    def of(recipe: Recipe, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Schedule]:
+        """Create the recipe's schedules, keyed by the names of their optimizers.
+
+        Raises:
+            ConfigError: a schedule's name does not match any optimizer, or matches the wrong one.
+        """
+        schedules, kind = recipe.schedules(optimizers), type(recipe).__name__
+        for name, schedule in schedules.items() if recipe.has_several_updates else ():
+            if name not in optimizers:
+                raise ConfigError(f"{kind}.schedules: no optimizer {name!r}{neighbours(name, optimizers)}")
+            if schedule.optimizer is not optimizers[name]:
+                raise ConfigError(
+                    f"{kind}.schedules: the schedule {name!r} belongs to a different optimizer. Give each schedule the "
+                    "name of its optimizer."
+                )
+        return {name: Schedule(plain) for name, plain in schedules.items()}
 
     def step(self) -> None:
-        """Advance it after an update, unless it waits for a metric."""
+        """Advance the schedule after an update, unless it needs a metric."""
         if not self.needs_metric:
             self.plain.step()
 
     def advance_by(self, value: float, *, step: int) -> None:
-        """Advance it by the metric of the evaluation after ``step``, if it needs one; a second time does nothing.
+        """Advance the schedule by the metric ``value`` evaluated after ``step``, if it needs one.
 
-        An evaluation is repeated if a process is lost in it. Some processes may have completed it before.
+        A second call for a step does nothing: if a process dies during an evaluation, others may have completed it.
         """
         if self.needs_metric and step > self._evaluated:
             advance: Any = self.plain.step
@@ -51,7 +66,7 @@ class Schedule:
             self._evaluated = step
 
     def state_dict(self) -> StateDict:
-        """Return its state."""
+        """Return the state of the schedule."""
         state = self.plain.state_dict()
         return {**state, _EVALUATED: self._evaluated} if self.needs_metric else state
 
@@ -61,9 +76,9 @@ class Schedule:
         self.plain.load_state_dict({key: value for key, value in state.items() if key != _EVALUATED})
 
     def set_rates(self) -> None:
-        """Set the next step's learning rates from the present schedule, which may be longer than the saved one."""
+        """Set the next step's learning rates from the current schedule, not the saved one."""
         plain = self.plain
-        if isinstance(plain, LambdaLR):  # torch's other schedules load their hyperparameters with their state
+        if isinstance(plain, LambdaLR):  # other schedules of torch restore their hyperparameters from their state
             pairs = zip(plain.base_lrs, plain.lr_lambdas, strict=True)
             rates = [base * factor(plain.last_epoch) for base, factor in pairs]
             for group, rate in zip(plain.optimizer.param_groups, rates, strict=True):
@@ -71,12 +86,12 @@ class Schedule:
 
 
 def _needs_metric(plain: Any) -> bool:
-    """Return whether the step of ``plain`` takes a metric."""
+    """Return whether ``plain.step`` takes a metric."""
     name = type(plain).__name__
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(plain, method, None)):
             raise ConfigError(
-                f"schedule returned a {name}, which has no method {method}. Return a schedule of "
+                f"schedule returned a {name} without a method {method}. Return a schedule of "
                 "torch.optim.lr_scheduler, such as LambdaLR."
             )
     needed = [
@@ -95,14 +110,14 @@ def _needs_metric(plain: Any) -> bool:
 
 
 def check_metric(schedules: Sequence[Schedule], strategy: Strategy | None, metric: str | None) -> None:
-    """Raise ConfigError unless the run names a metric (key ``schedule_metric``) exactly if a schedule needs one.
+    """Raise ConfigError unless ``metric`` is given exactly if a schedule needs one.
 
-    ``strategy``: the strategy of the run; None: a plain loop.
+    ``strategy``: the strategy of the run, or None for a plain loop.
     """
     needing = [type(schedule.plain).__name__ for schedule in schedules if schedule.needs_metric]
     if not needing and metric is not None:
         raise ConfigError(
-            f"schedule_metric={metric}: the recipe has no schedule that is advanced by a metric. "
+            f"schedule_metric={metric}: the recipe lacks a schedule that is advanced by a metric. "
             "Set schedule_metric=null, or return one such as ReduceLROnPlateau from schedule."
         )
     if needing and strategy is not None and not strategy.schedules_by_metric:

@@ -1,7 +1,7 @@
-"""Mean gradients of a model sharded by ``fully_shard``: each rank ends with its own shards.
+"""Mean gradients of a model sharded with ``fully_shard``; each rank gets its own shards.
 
-Every pass gathers parameters from all ranks, so that all need equally many in a step. A rank with fewer logical ranks
-than others first computes one of its own for nothing.
+Every pass gathers parameters from all ranks, so all ranks need the same number of passes per step. A rank with fewer
+logical ranks than others first computes an extra pass and discards it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from worldsize.collectives.gather_full import whole
+from worldsize.collectives.group import start
 from worldsize.collectives.ordered import Tree, summation_tree
-from worldsize.collectives.step_timer import phase, wait
-from worldsize.collectives.timed_sharding import time_sharding
+from worldsize.collectives.step_timer import phase
 from worldsize.core import Dealing, MicroBatch, Reduction, World
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer, OrderedSums, aligned_norm
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.step_buffers import BufferMean
-from worldsize.strategies.unit_collectives import OrderedScatters, UnitOrder
+from worldsize.strategies.unit_collectives import OrderedScatters, UnitOrder, time_sharding
 from worldsize.strategies.unit_gradients import ScalarGradients, UnitGradients, scalar_gradients
 
 
@@ -42,18 +42,18 @@ def sharded_reducer(
     accumulates_shards: bool = False,
     logical_ranks: int | None = None,
 ) -> GradientReducer:
-    """Make the reducer of ``model``, sharded if it is an FSDPModule.
+    """Create the reducer of ``model``, a sharded one if it is an FSDPModule.
 
     Args:
         reduce: Order of sums.
-        model: The model; FSDP knows of its copies only if sums are not ordered and ``logical_ranks`` is None.
+        model: The model; FSDP itself sums over copies only if sums are not ordered and ``logical_ranks`` is None.
         world: The ranks that train it.
-        copies: The ranks with the same shards; None: there is one copy.
+        copies: The ranks with the same shards, or None if there is only one copy.
         takes_one_update: Whether a step is one update. The reducer then averages buffers that forward passes change,
             such as BatchNorm's.
-        accumulates_shards: Whether gradients are reduced after each micro-batch. The number of ranks must then be a
-            power of two for the fixed tree, and each has consecutive logical ranks.
-        logical_ranks: Those of all processes, which may have different numbers of them; None: all have equally many.
+        accumulates_shards: Whether gradients are reduced after each micro-batch. The fixed tree then requires a power
+            of two ranks, and gives each rank consecutive logical ranks.
+        logical_ranks: Total over all processes, if their shares may differ; None if all have the same number.
     """
     if not isinstance(model, FSDPModule):
         return gradient_reducer(reduce, model, None)
@@ -80,15 +80,15 @@ def sharded_reducer(
 
 
 def _average(copies: ProcessGroup, shard: Tensor) -> None:
-    """Replace a shard, a tensor (s,), by its mean over copies, with a wait that ends when the gang does."""
+    """Replace a shard (s,) with its mean over copies; the wait ends when the gang does."""
     shard.div_(copies.size())
-    wait(dist.all_reduce(shard, group=copies, async_op=True))
+    start(dist.all_reduce, shard, group=copies).wait()
 
 
 @final
 @dataclass(frozen=True)
 class Units:
-    """The units of a sharded model, of whose parameters ranks may use different ones in a step.
+    """The units of a sharded model; ranks may use different parameters of a unit in a step.
 
     ``order``: checks that all ranks compute the same units.
     """
@@ -98,7 +98,7 @@ class Units:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enter a step; when it ends, parameters that no rank has used have no gradient."""
+        """Enter a step; at its end, parameters unused on all ranks have no gradient."""
         self.gradients.begin()
         with self.order.step():
             yield
@@ -107,9 +107,9 @@ class Units:
 
 @final
 class ReduceScatterReducer(GradientReducer):
-    """Torch's reduce-scatter, once per step: gradients of earlier micro-batches are kept unsharded until then.
+    """Averages with torch's reduce-scatter once per step, from accumulated unsharded gradients.
 
-    With ``accumulates_shards`` it runs after each micro-batch, and shards are added up; copies are summed once per
+    With ``accumulates_shards``, it runs after each micro-batch, and shards are accumulated. Copies are summed once per
     step, unless ranks may have different numbers of ``logical_ranks``.
     """
 
@@ -137,7 +137,7 @@ class ReduceScatterReducer(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         losses = []
         logical_ranks = self._logical_ranks or len(batches) * self._size
-        with self._buffers.step(len(batches)) as buffers, self._units.step():  # sums buffers last
+        with self._buffers.step(len(batches)) as buffers, self._units.step():  # buffers are summed last
             if _is_one_short(batches, logical_ranks, self._size):
                 self._synchronize(last=False)
                 backward(batches[0], 0.0)
@@ -150,7 +150,7 @@ class ReduceScatterReducer(GradientReducer):
         return losses
 
     def _synchronize(self, *, last: bool) -> None:
-        """Set what the next pass sums over ranks; ``last``: no other follows in the step."""
+        """Set how to reduce the next pass over ranks; ``last``: whether it is the last of the step."""
         self._model.set_requires_gradient_sync(last or self._accumulates_shards)
         self._model.set_requires_all_reduce(last)
         self._model.set_is_last_backward(last)
@@ -171,8 +171,8 @@ class ReduceScatterReducer(GradientReducer):
 class OrderedShardReducer(OrderedSums):
     """The fixed tree of :mod:`worldsize.collectives.ordered` as FSDP's reduce-scatter.
 
-    It gives the bits of every other strategy at every world size. With dealing "cyclic", gradients of micro-batches are
-    summed locally and reduced with the last one; with "block", each is reduced, and shards are summed.
+    Gradients have the same bits as with every other strategy and world size. With "cyclic" dealing, micro-batches are
+    summed locally and reduced after the last one; with "block", each one is reduced, and shards are summed.
     """
 
     divides_gradients = True
@@ -201,7 +201,7 @@ class OrderedShardReducer(OrderedSums):
         tree = summation_tree(len(batches), size, "block") if is_block else Tree(logical_ranks, size)
         nodes = tree.nodes_of(0 if is_block else self._world.rank)
         order = [leaf for node in range(nodes) for leaf in tree.leaves(node)]
-        with self._buffers.step(len(batches)) as buffers, self._units.step():  # sums buffers last
+        with self._buffers.step(len(batches)) as buffers, self._units.step():  # buffers are summed last
             if _is_one_short(batches, logical_ranks, size):
                 self._scatters.begin(nodes, 0, logical_ranks=logical_ranks)
                 backward(batches[0], 0.0)
@@ -215,14 +215,14 @@ class OrderedShardReducer(OrderedSums):
                 self._scalars.add(leaf)
                 self._scatters.end_pass(place)
                 if place < len(order):
-                    self._model.zero_grad()  # removes shards of zeros
+                    self._model.zero_grad()  # remove shards of zeros
         self._scalars.finish()
         return [losses[leaf] for leaf in range(len(batches))]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Clip by the norm of full gradients, gathered one at a time, and return it, a scalar.
+        """Clip by the norm of full gradients, gathered one at a time; return the norm, a scalar.
 
-        It has the same bits as the norm of an unsharded model.
+        The norm has the same bits as for an unsharded model.
         """
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         full = (whole(each) if isinstance(each, DTensor) else each for each in gradients)
@@ -231,12 +231,12 @@ class OrderedShardReducer(OrderedSums):
 
 
 def _is_one_short(batches: Sequence[MicroBatch], logical_ranks: int, ranks: int) -> bool:
-    """Return whether other ranks have one more of the ``logical_ranks`` than this one."""
+    """Return whether other ranks have one more logical rank than this one."""
     return len(batches) < -(-logical_ranks // ranks)
 
 
 def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
-    for is_sharded in (True, False):  # torch has no operation that takes both
+    for is_sharded in (True, False):  # torch operations do not mix DTensors and plain tensors
         own = [parameter for parameter in parameters if isinstance(parameter.grad, DTensor) is is_sharded]
         nn.utils.clip_grads_with_norm_(own, limit, norm)
     return norm

@@ -1,4 +1,4 @@
-"""Sharded state: parts that other ranks hold are tensors on the meta device."""
+"""Sharded optimizer state, in which tensors of other ranks are on the meta device."""
 
 from __future__ import annotations
 
@@ -15,34 +15,28 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from worldsize.core import MultiUpdateRecipe, Recipe, StateDict
+from worldsize.core import Recipe, StateDict
 from worldsize.strategies.deferred.fakes import HostFakes
-from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.train_state import OptimizerState, TrainState, load_named_state, named_state
 
 _logger = logging.getLogger(__name__)
 
 
-def meta_state(recipe: Recipe, model: nn.Module) -> StateDict:
-    """Return the unsharded training state of ``model``, with all tensors on the meta device."""
-    return _without_memory(lambda copied: TrainState.of(recipe, copied).state(), model)
-
-
-def multi_meta_states(recipe: MultiUpdateRecipe, model: nn.Module) -> Mapping[str, StateDict]:
-    """Return the unsharded state of each optimizer of ``model`` by name, with all tensors on the meta device."""
+def meta_states(recipe: Recipe, model: nn.Module) -> Mapping[str, StateDict]:
+    """Return the unsharded state of each optimizer of ``model`` by name, on the meta device."""
 
     def states(copied: nn.Module) -> StateDict:
-        return {name: part.optimizer_state() for name, part in MultiTrainState.of(recipe, copied).parts.items()}
+        return {name: part.state() for name, part in TrainState.of(recipe, copied).parts.items()}
 
     return _without_memory(states, model)
 
 
 def _without_memory(state_of: Callable[[nn.Module], StateDict], model: nn.Module) -> StateDict:
-    """Return ``state_of`` a copy of ``model`` without memory, with all tensors on the meta device."""
+    """Return ``state_of`` applied to a memoryless copy of ``model``, on the meta device."""
     try:
         with _AnyValue(), _copied(model, "meta") as copied:
             return _on_meta(state_of(copied))
-    except RuntimeError:  # fused optimizers refuse the meta device
+    except RuntimeError:  # fused optimizers do not support the meta device
         with HostFakes(), _AnyValue(), _copied(model, "cpu") as copied:
             state = state_of(copied)
         return _on_meta(state)
@@ -50,7 +44,7 @@ def _without_memory(state_of: Callable[[nn.Module], StateDict], model: nn.Module
 
 @final
 class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives tensors without memory the value 1: some updates read values, but no shape depends on them."""
+    """Reads all values of memoryless tensors as 1; some updates read values, but not for shapes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,10 +60,10 @@ class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _copied(model: nn.Module, device: str) -> Iterator[nn.Module]:
-    """Give a copy of ``model`` with other tensors on ``device``; or, if it cannot be copied, itself with them."""
+    """Yield a copy of ``model`` with tensors on ``device``, or the model itself if not copyable."""
     try:
         copied = _deep_copy(model, device)
-    except Exception as error:  # any: objects refuse it in their own ways, such as locks, files and generators
+    except Exception as error:  # any exception: objects such as locks, files and generators cannot be copied
         _logger.debug("%s cannot be copied: %s", type(model).__name__, error)
     else:
         yield copied
@@ -105,7 +99,7 @@ def _on_meta(state: StateDict) -> StateDict:
 
 
 def merge_states(full: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``full`` with the values of ``part`` in place of its own, at any depth."""
+    """Return ``full`` with nested values replaced by those in ``part``."""
     return {
         key: merge_states(child, part[key]) if isinstance(child, Mapping) and key in part else part.get(key, child)
         for key, child in full.items()
@@ -115,14 +109,14 @@ def merge_states(full: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, 
 @final
 @dataclass(frozen=True)
 class ShardedOptimizerState(OptimizerState):
-    """The state of an optimizer of which each rank updates, or holds, a part of the parameters."""
+    """The state of an optimizer whose parameters are sharded, or updated by different ranks."""
 
     model: nn.Module
     optimizer: Optimizer
-    full: Mapping[str, Any] = field(repr=False)
-    """The optimizer's state as one rank would hold it, see :func:`meta_state`."""
+    full: StateDict = field(repr=False)
+    """The unsharded optimizer state, see :func:`meta_states`."""
     restricted: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Lets the optimizer's groups have only the parameters of this rank within the context."""
+    """Context that restricts the optimizer's groups to this rank's parameters."""
 
     def state(self) -> StateDict:
         with self.restricted():
@@ -143,7 +137,7 @@ class ShardedOptimizerState(OptimizerState):
             ]
             part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
             load_named_state(self.model, self.optimizer, {**part, "extra": state.get("extra", {})})
-        # torch saves no options for a group without parameters
+        # torch does not save options of groups without parameters
         for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
             group.update(_options(saved))
 

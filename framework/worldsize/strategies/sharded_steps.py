@@ -1,14 +1,12 @@
-"""Steps of optimizers whose parameters are divided over ranks.
+"""Steps of optimizers with sharded parameters.
 
-An optimizer that treats each number by itself updates the shards of a rank as plain tensors. With DTensors, torch
-determines for each operation of the update and each shape how the result is sharded, and passes through Python for
-each call: for small shards this takes longer than the update itself. Where every operation is elementwise the result
-is sharded as the parameter is, and has the same bits. Others are tried first, on small DTensors that are placed as
-the parameters of a model that ranks have parts of.
+Elementwise optimizers update a rank's shards as plain tensors. With DTensors, torch would infer the sharding of the
+result for each operation and shape, with Python overhead per call, which takes longer than the update itself for small
+shards. If every operation is elementwise, the result is sharded like the parameter, and has the same bits. Other
+optimizers are first tried on small DTensors with the placements of the model's parameters.
 
-Weights that a recipe's step hooks assign as ``parameter.data = ...`` are carried to the shards. Many programs write
-their moving averages so (MoCo, BYOL). A DTensor ignores the assignment: the new value goes to the wrapper, while the
-shard behind it stays.
+Values that a recipe's step hooks assign to ``parameter.data`` are copied to the shards. Many programs update moving
+averages in this way (MoCo, BYOL). A DTensor would ignore the assignment: it changes the wrapper, but not the shard.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from worldsize.strategies.optimizer_checks import ELEMENTWISE
 from worldsize.strategies.optimizer_trial import OptimizerTrial, described
 from worldsize.strategies.step_hooks import StrategyHook, enclose_steps, hook_name, recipe_hooks, wrap_recipe_hooks
 
-_LOCAL = tuple(kind for kind in ELEMENTWISE if kind is not Adagrad)  # which makes its state of DTensors, before a step
+_LOCAL = tuple(kind for kind in ELEMENTWISE if kind is not Adagrad)  # Adagrad creates DTensor state when constructed
 
 
 def step_locally(optimizer: Optimizer) -> None:
-    """Let the steps of ``optimizer`` update local shards, if it is one of torch's that are elementwise.
+    """Let ``optimizer`` update local shards, if it is one of torch's elementwise optimizers.
 
-    Its parameters are DTensors before and after each step, and its state is saved and loaded as DTensors. An optimizer
-    with step hooks of the recipe, which may read its parameters or its state, stays as it is.
+    Between steps its parameters are DTensors, and its state is saved and loaded as DTensors. An optimizer with recipe
+    step hooks is left unchanged, as hooks may read its parameters or state.
     """
     is_divided = any(isinstance(parameter, DTensor) and parameter.ndim for parameter in all_parameters(optimizer))
     if type(optimizer) in _LOCAL and is_divided and not recipe_hooks(optimizer):
@@ -45,7 +43,7 @@ def step_locally(optimizer: Optimizer) -> None:
 
 
 def step_apart(optimizer: Optimizer) -> None:
-    """Separate DTensors and plain tensors into different groups during a step, since no kernel takes both."""
+    """Keep DTensors and plain tensors in separate groups during a step, as torch requires."""
     if len({isinstance(parameter, DTensor) for parameter in all_parameters(optimizer)}) < 2:
         return
     groups: list[dict[str, Any]] = []
@@ -61,7 +59,7 @@ def step_apart(optimizer: Optimizer) -> None:
         optimizer.param_groups = groups
         for group, own in zip(groups, parts, strict=True):
             for part in own:
-                group.update({name: value for name, value in part.items() if name != "params"})  # such as counters
+                group.update({name: value for name, value in part.items() if name != "params"})  # e.g. counters
 
     enclose_steps(optimizer, separate, join)
 
@@ -75,7 +73,7 @@ def _separated(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 @final
 class _LocalSteps:
-    """Exchanges the parameters of an optimizer, DTensors, for their shards while it steps."""
+    """Replaces an optimizer's DTensor parameters with their local shards during steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -93,7 +91,7 @@ class _LocalSteps:
 
     def _enter(self) -> None:
         for parameter, shard in self._shards.items():
-            shard.data = parameter._local_tensor  # which FSDP replaces when it first gathers the parameter
+            shard.data = parameter._local_tensor  # FSDP replaces it when it first gathers the parameter
             shard.grad = None if parameter.grad is None else _local_gradient(parameter)
         self._exchange(self._shards)
 
@@ -107,7 +105,7 @@ class _LocalSteps:
             group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
     def _show_sharded(self) -> None:
-        """Replace the plain tensors that are the state of a shard by DTensors that share their memory."""
+        """Replace the state tensors of shards with DTensors that share their memory."""
         state = self._optimizer.state
         for parameter, shard in self._shards.items():
             if shard in state:
@@ -129,7 +127,7 @@ def _shard(parameter: DTensor) -> nn.Parameter:
 
 
 def _local_gradient(parameter: DTensor) -> Tensor:
-    """Return this rank's part of the gradient; with tensor parallelism each rank may have a summand of it."""
+    """Return this rank's shard of the gradient, after redistributing a partial gradient."""
     gradient = parameter.grad
     assert isinstance(gradient, DTensor)
     if gradient.placements != parameter.placements:
@@ -138,14 +136,14 @@ def _local_gradient(parameter: DTensor) -> Tensor:
 
 
 def _sharded(value: Any, parameter: DTensor) -> Any:
-    """Return a tensor of the shape of the local shard as a part of one that is sharded as ``parameter`` is."""
+    """Wrap a tensor with the local shard's shape in a DTensor placed like ``parameter``."""
     if not isinstance(value, Tensor) or value.shape != parameter._local_tensor.shape:
         return value
     return sharded_like(parameter, value)
 
 
 def carry_assignments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Let step hooks assign the data of divided parameters of ``model``; refuse hooks that replace a parameter."""
+    """Let step hooks assign the data of sharded parameters, but not replace a parameter."""
     places = {
         f"{prefix}.{own}".lstrip("."): (module, own)
         for prefix, module in model.named_modules()
@@ -161,7 +159,7 @@ _Places = Mapping[str, tuple[nn.Module, str]]
 
 @final
 class _CarriedHook:
-    """Runs ``hook`` of a recipe; ``places``: the modules of the divided parameters, by the names in the model."""
+    """Runs a recipe's ``hook``; ``places``: (module, name) of sharded parameters, by full name."""
 
     def __init__(self, hook: Callable[..., Any], places: _Places) -> None:
         self._hook, self._places = hook, places
@@ -183,7 +181,7 @@ class _CarriedHook:
 
 @final
 class _Assignments(TorchFunctionMode):
-    """Copies a value that is assigned to the data of a DTensor into its shard."""
+    """Copies values assigned to the data of a DTensor into its shard."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -206,25 +204,25 @@ def _assign(parameter: DTensor, value: Tensor) -> None:
     parameter._local_tensor.copy_(same._local_tensor)
 
 
-_ROUNDING = 1e-2  # relative difference of updates: less if the order of sums differs, more if summands are missing
+_ROUNDING = 1e-2  # relative error of updates: above rounding in sums, below the effect of missing terms
 
 
 def refuse_wrong_updates(
     recipe: Recipe, model: nn.Module, optimizer: Optimizer, prepare: Callable[[Optimizer], None] = lambda _: None
 ) -> bool:
-    """Refuse an optimizer that does not update DTensors as it updates whole tensors; all ranks must call it.
+    """Refuse an optimizer that updates DTensors unlike whole tensors; all ranks must call it.
 
-    Return whether the recipe made other optimizers for a trial. Then it has to make this one again, since a recipe may
-    keep the one that it made last.
+    Return whether a trial ran. The recipe must then create ``optimizer`` again, since it may keep a reference to the
+    optimizer that it created last.
 
     Args:
-        recipe: Makes the optimizers.
-        model: Its model, divided over ranks.
-        optimizer: One of them, for the model; torch's own elementwise ones are not tried.
-        prepare: Prepares an optimizer for the divided model.
+        recipe: Creates the optimizers.
+        model: Its model, sharded over ranks.
+        optimizer: One of its optimizers for the model; torch's elementwise ones skip the trial.
+        prepare: Prepares an optimizer for the sharded model.
 
     Raises:
-        ConfigError: torch lacks an operation that it needs, or its updates are others.
+        ConfigError: torch lacks an operation for DTensors that it needs, or its updates differ.
     """
     if type(optimizer) in ELEMENTWISE or not any(isinstance(each, DTensor) for each in all_parameters(optimizer)):
         return False
@@ -238,7 +236,7 @@ def refuse_wrong_updates(
 
 
 def _difference(trial: OptimizerTrial, model: nn.Module, prepare: Callable[[Optimizer], None]) -> str | None:
-    """Return how updates of DTensors are wrong; None: they are right."""
+    """Return how updates of DTensors are wrong, or None if they are correct."""
     parameters = dict(model.named_parameters())
 
     def placed(name: str, tensor: Tensor) -> Tensor:
@@ -260,7 +258,7 @@ def _difference(trial: OptimizerTrial, model: nn.Module, prepare: Callable[[Opti
 
 
 def _close(actual: Tensor, expected: Tensor, before: Tensor) -> bool:
-    """Compare the changes of a parameter of any shape, up to rounding."""
+    """Compare two updates of a parameter, of any shape, up to rounding."""
     if not expected.numel():
         return True
     change, apart = (expected - before).abs().max(), (actual - expected).abs().max()

@@ -1,4 +1,4 @@
-"""One process, no process group: the reference that every other strategy is compared with."""
+"""Training in one process without a process group: the reference for all other strategies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worldsize.strategies.synchronous import alone
 @final
 @dataclass(frozen=True)
 class Single(Strategy):
-    """Trains in one process. With ``reduce="ordered"``, micro-batches are summed in the tree of logical ranks."""
+    """Train in one process; ``reduce="ordered"`` sums micro-batches in the logical-rank tree."""
 
     supports = CAPABILITIES | {"adamw_8bit", "schedule_free"}
 

@@ -1,4 +1,4 @@
-"""Combines buffers that training changes, such as BatchNorm's statistics, over the logical ranks of a step."""
+"""Combination of buffers that change in training, such as BatchNorm's, over logical ranks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from worldsize.strategies.declared_buffers import BufferSlot, buffer_slots, trai
 
 
 class StepBuffers(ABC):
-    """The buffers of a model during one step."""
+    """Abstract base: the buffers of a model during one step."""
 
     @abstractmethod
     def add(self, batch: int) -> None:
-        """Add the change made by the forward pass of this micro-batch, and restore the values of the step's start.
+        """Record the changes by a micro-batch's forward pass, and restore the initial values.
 
         Raises:
-            ConfigError: it has changed a buffer without a rule.
+            ConfigError: the pass changed a buffer without a rule.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Write the combined values into the buffers, after the last micro-batch of the step.
+        """Write the combined values to the buffers, after the last micro-batch of the step.
 
         Raises:
             ConfigError: a buffer that must be equal on all logical ranks is not.
@@ -39,21 +39,21 @@ class StepBuffers(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the values of the step's start, after a pass that does not count; also after :meth:`finish`."""
+        """Restore the step's initial values, for example after a discarded pass or :meth:`finish`."""
 
 
 @final
 class BufferMean:
     """Combines the saved buffers that training changes over logical ranks, each by its rule.
 
-    Each micro-batch starts from the values at the start of the step. Statistics of norm layers are averaged: the
-    changes are summed in the fixed tree, so that an unchanged buffer keeps its bits. Counts of batches end with their
-    values after one micro-batch: a step counts once. The others have the rules that the recipe declares; a change of
-    one without a rule is refused.
+    Each micro-batch starts from the values at the start of the step. Statistics of norm layers are averaged: their
+    changes are summed in the fixed tree, so that an unchanged buffer keeps its bits. Batch counters get their values
+    after one micro-batch, since a step counts once. Other buffers use the rules that the recipe declares; changes of
+    buffers without a rule are refused.
 
-    ``logical_ranks``: those of all processes, which may have different numbers of them; None: all have as many as this
-    one. If it is given, the gang heals: a step may end before its update and be repeated (:meth:`undo`).
-    ``skips_norms``: whether the statistics of norm layers are left to the caller.
+    ``logical_ranks``: total over all processes, if their shares may differ because the gang heals; a failed step may
+    then be undone and repeated (:meth:`undo`). None if all have as many as this process.
+    ``skips_norms``: whether the caller handles the statistics of norm layers.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class BufferMean:
         self._module = module.module if isinstance(module, DistributedDataParallel) else module
         self._group, self._dealing, self._logical_ranks = group, dealing, logical_ranks
         self._skips_norms = skips_norms
-        self._begun = 0  # steps
-        self._open: StepBuffers | None = None  # of a step that may have to be undone
+        self._begun = 0  # number of steps
+        self._open: StepBuffers | None = None  # buffers of a step that may be undone
 
     @cached_property
     def _slots(self) -> Sequence[BufferSlot]:
-        return buffer_slots(self._module)  # first needed in a step, when all rules are declared
+        return buffer_slots(self._module)  # evaluated in the first step, when all rules are declared
 
     @contextmanager
     def step(self, batches: int) -> Iterator[StepBuffers]:
-        """Combine the buffers over the step inside the context; an error leaves them as they were before."""
+        """Combine buffers over the step within the context; restore them after an error."""
         buffers = self.begin(batches)
         try:
             yield buffers
@@ -93,15 +93,15 @@ class BufferMean:
         return buffers
 
     def kept(self) -> KeptBuffers:
-        """Copy the buffers that a checkpoint holds, to restore them after a pass that does not count."""
+        """Snapshot the saved buffers, to restore them after a discarded pass."""
         return KeptBuffers(self._slots)
 
     def commit(self) -> None:
-        """Keep the values of the step: the update follows."""
+        """Accept the values of the step, before the update."""
         self._open = None
 
     def undo(self) -> None:
-        """Restore the values before a step that ends before its update; only where a gang heals."""
+        """Restore the values from before a step that failed before its update, if the gang heals."""
         if self._open is not None:
             self._open.restore()
             self._open = None
@@ -112,7 +112,7 @@ class BufferMean:
         if is_alone or not self._slots:
             return _UNTOUCHED if self._logical_ranks is None else KeptBuffers(self._slots)
         self._begun += 1
-        compares = self._begun & (self._begun - 1) == 0  # values in steps 1, 2, 4, 8, ...; else the counts of changes
+        compares = self._begun & (self._begun - 1) == 0  # values in steps 1, 2, 4, ..., otherwise only versions
         watched = [_Watched(slot, compares=compares) for slot in self._slots if slot.rule is None]
         if shape.logical_ranks == 1:
             return _CombinedBuffers([], [], watched)
@@ -122,7 +122,7 @@ class BufferMean:
 
 @final
 class _UntouchedBuffers(StepBuffers):
-    """Buffers that need no combining and keep the values of the forward pass."""
+    """Buffers that keep the values from the forward pass, without combining."""
 
     def add(self, batch: int) -> None: ...
 
@@ -136,7 +136,7 @@ _UNTOUCHED = _UntouchedBuffers()
 
 @final
 class KeptBuffers(StepBuffers):
-    """Buffers that need no combining, in a step or pass that may be undone."""
+    """A snapshot of buffers, to undo a step or pass; it does not combine values."""
 
     def __init__(self, slots: Sequence[BufferSlot]) -> None:
         self._held = _held(slots)
@@ -151,7 +151,7 @@ class KeptBuffers(StepBuffers):
 
 @final
 class _Watched:
-    """A buffer without a rule, and its value at the start of the step, or torch's count of its changes."""
+    """A buffer without a rule, with its initial value in the step or its version counter."""
 
     def __init__(self, slot: BufferSlot, *, compares: bool) -> None:
         self._slot, self._tensor = slot, slot.tensor
@@ -159,14 +159,14 @@ class _Watched:
         self._first = self._tensor.clone() if compares else None
 
     def restore(self) -> None:
-        """Restore the value at the start of the step, if it was kept, and count changes from here."""
+        """Restore the initial value if it was kept, and watch for changes from now on."""
         if self._first is not None:
             self._tensor.data.copy_(self._first)
         self._slot.set_tensor(self._tensor)
         self._version = self._tensor._version
 
     def check(self) -> None:
-        """Raise ConfigError if a forward pass has changed the buffer."""
+        """Raise ConfigError if a forward pass changed the buffer."""
         now = self._slot.tensor
         if self._first is not None:
             changed = now is not self._tensor or not _same_bits(now, self._first)
@@ -174,11 +174,11 @@ class _Watched:
             changed = now is not self._tensor or now._version != self._version
         if changed:
             raise ConfigError(
-                f"the loss changes the buffer {self._slot.name}, and has no rule for its values on the logical ranks "
+                f"the loss changes the buffer {self._slot.name}, without a rule for its values on the logical ranks "
                 "of a step. Declare it in Recipe.buffers: "
                 f'{{"{self._slot.name}": "sum"}} for a counter of samples, "mean" for averages over a batch, "equal" '
                 'for a counter of steps, "last", or Concatenated(pointer=...) for a queue. Register it with '
-                "persistent=False if it is a cache, which any process can compute again."
+                "persistent=False if it is a cache that any process can recompute."
             )
 
 
@@ -186,13 +186,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if one.layout is not torch.strided:
-        return True  # changed in place by nothing in torch
+        return True  # torch does not change other layouts in place
     return bool(torch.equal(one, other)) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 @final
 class _CombinedBuffers(StepBuffers):
-    """Buffers ``slots`` that ``combinations`` combine over the step, and others that must not change."""
+    """Buffers in ``slots`` to combine over the step; ``watched``: others that must not change."""
 
     def __init__(
         self, slots: Sequence[BufferSlot], combinations: Sequence[Combination], watched: Sequence[_Watched]
@@ -217,7 +217,7 @@ class _CombinedBuffers(StepBuffers):
         _restore(self._held)
 
 
-_Held = Sequence[tuple[BufferSlot, Tensor, Tensor]]  # places, the tensors there, and copies of them
+_Held = Sequence[tuple[BufferSlot, Tensor, Tensor]]  # slots, their tensors, and copies of these
 
 
 def _held(slots: Sequence[BufferSlot]) -> _Held:

@@ -1,4 +1,4 @@
-"""Costs of a step: of distributed data parallel training, for each way of summing gradients, and of fully sharded."""
+"""Cost models of a training step with data parallelism (all reductions) and full sharding."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from worldsize.collectives.ordered import LARGEST
 from worldsize.core import Cluster, Cost, Reduction, Workload
 from worldsize.devices import backend_for
 
-# bytes relative to float32; those of PowerSGD depend on the shapes of matrices
+# message size relative to float32; PowerSGD's depends on the matrix shapes
 SIZES = {"bf16": 0.5, "fp16": 0.5, "int8": 0.25 + 1 / 1024}
 
 
 def ddp_cost(
     work: Workload, cluster: Cluster, *, reduce: Reduction, compress: str, density: float, bucket_mb: float
 ) -> Cost:
-    """Return the cost of a step whose buckets, of ``bucket_mb`` MiB, are reduced during the backward pass.
+    """Return the cost of a step with buckets of ``bucket_mb`` MiB reduced during backward.
 
-    ``compress`` saves bytes on all links, or with ``reduce="hierarchical"`` only between nodes; ``density`` is the
-    share of the numbers that "topk" and "randomk" send. Small gradients on CPUs are gathered rather than reduced, see
+    ``compress`` saves bytes on all links, or with ``reduce="hierarchical"`` only between nodes. ``density`` is the
+    fraction of elements that "topk" and "randomk" send. Small gradients on CPUs are gathered rather than reduced, see
     :mod:`worldsize.collectives.ordered`.
     """
     sums = _Sums(work.parameter_bytes, cluster, reduce, compress, density)
@@ -57,14 +57,14 @@ def ddp_cost(
 
 
 def is_by_node(cluster: Cluster, reduce: Reduction) -> bool:
-    """Return whether gradients are summed inside nodes first."""
+    """Return whether gradients are summed within nodes first."""
     return reduce == "hierarchical" and cluster.nodes > 1
 
 
 def gathering(cluster: Cluster, reduce: Reduction) -> tuple[int, str]:
-    """Return how many gather from each other what "topk" sends, and what they are: hierarchical sums gather at the top.
+    """Return the number and kind of units that gather "topk" messages.
 
-    Each of them is then one unit of the tier below, for which one rank sends a part.
+    In a hierarchical reduction these are the members of the last tier; within each, a rank sends one part of a message.
     """
     if not is_by_node(cluster, reduce):
         return cluster.processes, "ranks"
@@ -74,7 +74,7 @@ def gathering(cluster: Cluster, reduce: Reduction) -> tuple[int, str]:
 @final
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of ``payload_bytes`` of gradients over the processes of ``cluster``."""
+    """Cost of summing ``payload_bytes`` of gradients over the processes of ``cluster``."""
 
     payload_bytes: float
     cluster: Cluster
@@ -83,7 +83,7 @@ class _Sums:
     density: float
 
     def sent_bytes(self) -> tuple[float, float]:
-        """Return the bytes that a rank sends in a step, and those that leave its node."""
+        """Return the bytes that a rank sends in a step, and the bytes that leave its node."""
         payload, cluster = self.payload_bytes, self.cluster
         if is_by_node(self.cluster, self.reduce):
             return by_node_bytes(payload, cluster, smaller=self._factor)
@@ -94,7 +94,7 @@ class _Sums:
         return sent, exchanged_across_bytes(payload * self._factor, cluster) if self._is_exchanged else sent
 
     def seconds(self, payload_bytes: float) -> float:
-        """Return the seconds to sum ``payload_bytes``, of a bucket or of all gradients."""
+        """Return the seconds to sum ``payload_bytes``, such as a bucket or all gradients."""
         if is_by_node(self.cluster, self.reduce):
             return by_node_seconds(payload_bytes, self.cluster, smaller=self._factor)
         if self._is_small:
@@ -109,7 +109,7 @@ class _Sums:
     def _factor(self) -> float:
         """Bytes sent per byte of an all-reduce in float32.
 
-        A number of "topk" brings an index of as many bytes, and all of them come from each rank rather than their sum.
+        "topk" sends an index of the same size with each value, and gathers the values of all ranks instead of a sum.
         """
         if self.compress == "randomk":
             return self.density
@@ -131,27 +131,27 @@ class _Sums:
 @final
 @dataclass(frozen=True)
 class FSDPSharding:
-    """Properties of a model's sharding on which the cost depends."""
+    """Properties of a model's sharding that affect the cost."""
 
     ranks: int
-    """That hold one copy of the model."""
+    """Number of ranks that hold one copy of the model."""
     reshard_after_forward: bool
     gathered_share: float
-    """Bytes of gathered parameters for each byte of float32."""
+    """Size of gathered parameters relative to float32."""
     scattered_share: float
-    """The same of gradients that are reduce-scattered."""
+    """Size of reduce-scattered gradients relative to float32."""
     cpu_offload: bool
     accumulates_shards: bool = False
-    """Whether gradients are reduced after each micro-batch, not once a step."""
+    """Whether gradients are reduced after each micro-batch instead of once per step."""
 
 
 def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
-    """Return the cost of gathering parameters for the forward pass and, unless kept, for the backward pass of each
-    micro-batch, and of the gradients' reduce-scatter; with several copies they are all-reduced between these.
+    """Return the cost of a step with fully sharded parameters.
 
-    gloo's reduce-scatter is an all-reduce of which most is thrown away (bytes counted at the interface:
-    benchmarks/README.md), and waits for each unit; on GPUs only the first gather and the last reduce-scatter have
-    nothing to hide behind (arXiv 2304.11277, section 3.3).
+    Parameters are gathered for each micro-batch's forward pass and, unless kept, backward pass. Gradients are
+    reduce-scattered, then all-reduced between copies, if there are several. gloo's reduce-scatter is an all-reduce
+    (bytes measured at the interface: benchmarks/README.md), and blocks for each unit. On GPUs, only the first gather
+    and the last reduce-scatter cannot overlap (arXiv 2304.11277, section 3.3).
     """
     payload, size = work.parameter_bytes, sharding.ranks
     on_cpu = backend_for(cluster.backend, cluster.device) == "gloo"
@@ -160,7 +160,7 @@ def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
     gathers, scatters = gathers * turns, scatters * (turns if sharding.accumulates_shards else 1)
     passes = gathers * sharding.gathered_share + scatters * sharding.scattered_share
     inside = spanned(cluster, size)
-    units = work.blocks + 1  # gathered one by one, the rest of the model as one
+    units = work.blocks + 1  # each block, plus the rest of the model
     seconds = passes * units * all_gather_seconds(payload / units, size, inside)
     sent = passes * ring_share(size) * payload
     copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0

@@ -1,10 +1,10 @@
-"""Hooks that an optimizer runs before and after each step: those of a recipe, such as weight averaging, and strategies.
+"""Optimizer step hooks of recipes, such as weight averaging, and of strategies.
 
-torch has no public access to them; this module reads private attributes of torch 2.
+torch does not have a public API to list them, so this module reads private attributes of torch 2.
 
-A recipe's hooks are tried before a run, to see which tensors they compute with. A hook such as one that averages
-weights is anyone's code, and some strategies cannot carry all that it may do: where weights are divided over ranks,
-torch has no operation that takes a part of one and a whole tensor together.
+A recipe's hooks are tried before a run, to find the tensors that they compute with. Hooks are user code, and some
+strategies do not support everything that they may do. For example, if weights are sharded over ranks, torch operations
+do not mix a shard with an unsharded tensor.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from worldsize.core import ConfigError, MultiUpdateRecipe, Recipe
+from worldsize.core import ConfigError, Recipe
 from worldsize.optimizers.groups import named_by
 
 
 @final
 @dataclass(frozen=True)
 class StrategyHook:
-    """A hook that a strategy has added to the recipe's optimizer, and that every step needs."""
+    """A hook that a strategy added to the recipe's optimizer, and that must run in every step."""
 
     run: Callable[[], None]
 
@@ -36,8 +36,8 @@ class StrategyHook:
 
 
 def enclose_steps(optimizer: Optimizer, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-    """Call ``enter`` right before each step of ``optimizer`` and ``leave`` right after it, inside all other hooks."""
-    depth = 0  # if a class and its base class have hooked steps, hooks run twice in a step
+    """Call ``enter`` right before and ``leave`` right after optimizer steps, inside other hooks."""
+    depth = 0  # hooks run twice per step if both a class and its base class have hooked steps
 
     def before() -> None:
         nonlocal depth
@@ -54,13 +54,13 @@ def enclose_steps(optimizer: Optimizer, enter: Callable[[], None], leave: Callab
     optimizer.register_step_pre_hook(StrategyHook(before))
     last = optimizer.register_step_post_hook(StrategyHook(after))
     hooks = optimizer._optimizer_step_post_hooks
-    for key in [key for key in hooks if key != last.id]:  # those that were there run after it
+    for key in [key for key in hooks if key != last.id]:  # earlier hooks run after it
         hooks[key] = hooks.pop(key)
 
 
 @contextmanager
 def without_recipe_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Disable the recipe's hooks within the context, e.g. for the step that torch takes to create optimizer state."""
+    """Disable the recipe's hooks within the context, e.g. for steps that only create state."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     with _without_recipes(before), _without_recipes(after):
         yield
@@ -83,14 +83,14 @@ def refuse_step_hooks(optimizer: Optimizer, *, because: str) -> None:
     """Refuse an optimizer that has step hooks.
 
     Raises:
-        ConfigError: the optimizer has a hook; the message ends with the reason ``because``.
+        ConfigError: the optimizer has a recipe's hook; ``because``: the reason at the end of the message.
     """
     if hooks := recipe_hooks(optimizer):
         raise ConfigError(f"the optimizer has a hook for each step, {hook_name(hooks[0])}, {because}")
 
 
 def wrap_recipe_hooks(optimizer: Optimizer, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace each of the recipe's hooks by what ``wrap`` makes of it."""
+    """Replace each of the recipe's hooks with the result of ``wrap`` for it."""
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         for key, hook in hooks.items():
             if not isinstance(hook, StrategyHook):
@@ -98,28 +98,28 @@ def wrap_recipe_hooks(optimizer: Optimizer, wrap: Callable[[Callable[..., Any]],
 
 
 def recipe_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return what the recipe lets the optimizer run before and after each step, in this order."""
+    """Return the recipe's pre-step hooks, then its post-step hooks."""
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return [hook for hook in hooks if not isinstance(hook, StrategyHook)]
 
 
 def hook_name(hook: Callable[..., Any]) -> str:
-    """Return how a message names ``hook``."""
+    """Return the name of ``hook`` for messages."""
     return getattr(hook, "__qualname__", type(hook).__name__)
 
 
 def refuse_mixing_hooks(recipe: Recipe, model: nn.Module) -> None:
-    """Refuse hooks that compute with weights and whole tensors together, such as an average in a buffer.
+    """Refuse hooks that mix sharded weights with unsharded tensors, such as an average buffer.
 
-    What a hook makes of weights is divided as they are, and passes. A hook that cannot be tried, for example since it
-    asks for the values of tensors, is left to the processes.
+    Tensors that a hook computes from weights are sharded like them, and are allowed. A hook that fails in the trial,
+    for example because it reads tensor values, is not refused here but may fail during training.
 
     Args:
-        recipe: Makes the optimizer and its hooks.
+        recipe: Creates the optimizer and its hooks.
         model: Its model, whose tensors may be on the meta device; the hooks may change them.
 
     Raises:
-        ConfigError: a hook does so.
+        ConfigError: a hook mixes them in one operation.
     """
     for name, tensor in _mixed_operands(recipe, model, list(model.parameters()), _beside):
         buffers = [each for each, buffer in model.named_buffers() if _memory(buffer) == _memory(tensor)]
@@ -127,16 +127,16 @@ def refuse_mixing_hooks(recipe: Recipe, model: nn.Module) -> None:
         raise ConfigError(
             f"the optimizer has a hook for each step, {name}, that computes with weights and {described} together. "
             "Here weights are divided over ranks, and such a tensor is whole on each. Keep it as a frozen parameter, "
-            "nn.Parameter(..., requires_grad=False), which is divided alike; set ema.decay for an average of all "
+            "nn.Parameter(..., requires_grad=False), to divide it alike; set ema.decay for an average of all "
             "weights; or use strategy=ddp or zero."
         )
 
 
 def refuse_hooks_on(tables: Mapping[str, Tensor], recipe: Recipe, model: nn.Module) -> None:
-    """Refuse hooks that compute with ``tables``, weights (rows, dim) by name whose rows are only on servers.
+    """Refuse hooks on ``tables``, weights (rows, dim) by name, with rows only on servers.
 
     Raises:
-        ConfigError: a hook does so.
+        ConfigError: a hook computes with one of them.
     """
     names = {_memory(table): name for name, table in tables.items()}
     for name, table in _mixed_operands(recipe, model, list(tables.values()), _itself):
@@ -147,11 +147,11 @@ def refuse_hooks_on(tables: Mapping[str, Tensor], recipe: Recipe, model: nn.Modu
         )
 
 
-_Find = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]  # among marked tensors and others of an operation
+_Find = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]  # takes the marked and other arguments
 
 
 def _beside(marked: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    return [each for each in others if each.numel() != 1]  # a scalar goes with any
+    return [each for each in others if each.numel() != 1]  # scalars mix with any tensor
 
 
 def _itself(marked: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
@@ -161,14 +161,13 @@ def _itself(marked: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
 def _mixed_operands(
     recipe: Recipe, model: nn.Module, marked: Sequence[Tensor], find: _Find
 ) -> list[tuple[str, Tensor]]:
-    """Try the recipe's hooks, and return what ``find`` takes of their operations, each with the hook's name."""
+    """Try the recipe's hooks; return the operands that ``find`` selects, with hook names."""
     watch, operands = _Watch(marked, find), list[tuple[str, Tensor]]()
     with torch.no_grad(), named_by(model), watch:
-        made: Any = recipe.optimizers(model) if isinstance(recipe, MultiUpdateRecipe) else recipe.optimizer(model)
-        for optimizer in made.values() if isinstance(made, Mapping) else [made]:
+        for optimizer in recipe.optimizers(model).values():
             for hook in recipe_hooks(optimizer):
                 watch.operands = []
-                with suppress(Exception):  # anyone's code; and no parameter has a gradient
+                with suppress(Exception):  # user code, and parameters lack gradients here
                     hook(optimizer, (), {})
                 operands += [(hook_name(hook), tensor) for tensor in watch.operands]
     return operands
@@ -176,16 +175,16 @@ def _mixed_operands(
 
 @final
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Marks what is computed of marked tensors, and shows ``find`` each operation with one of them.
+    """Marks tensors computed from marked ones, and calls ``find`` for each operation with one.
 
-    Tensors count as the same if they share their memory, as views do.
+    Tensors that share memory, such as views, count as the same.
     """
 
     def __init__(self, marked: Sequence[Tensor], find: _Find) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operands: list[Tensor] = []
         self._find = find
-        self._marked: dict[int, Tensor] = {}  # kept, so that no other tensor takes their place in memory
+        self._marked: dict[int, Tensor] = {}  # kept alive, so that their memory is not reused
         self._mark(marked)
 
     def __torch_dispatch__(

@@ -1,7 +1,7 @@
-"""A model with its optimizer and schedule, and their state in the form that checkpoints have, for every strategy.
+"""A model with optimizers and schedules, and their state as saved in checkpoints.
 
-torch.distributed.checkpoint is imported inside functions: it takes as long as torch itself, which commands that only
-compose, show or submit a run need not wait for.
+torch.distributed.checkpoint is imported inside functions because its import takes as long as torch's, and commands
+that only compose, show or submit a run do not need it.
 """
 
 from __future__ import annotations
@@ -11,125 +11,162 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.collectives.per_rank import local, zeros_like
-from worldsize.core import Recipe, StateDict
-from worldsize.errors import CheckpointError
+from worldsize.core import ONE_UPDATE, ConfigError, Recipe, StateDict
+from worldsize.errors import CheckpointError, neighbours
+from worldsize.moved import renamed
 from worldsize.optimizers.counters import attributes_kept, counters_kept
-from worldsize.optimizers.groups import all_parameters, named_by
-from worldsize.optimizers.schedule_free import begin_training, has_begun, is_schedule_free
-from worldsize.record.determinism import drawn_apart
+from worldsize.optimizers.groups import all_parameters, optimizers_of
+from worldsize.optimizers.schedule_free import has_begun, is_schedule_free
 from worldsize.strategies.schedules import Schedule
 from worldsize.strategies.step_hooks import without_recipe_hooks
 from worldsize.world.processes import gpus_hidden
 
 
 class OptimizerState(ABC):
-    """An optimizer's state by the names of the model's parameters, as a single process would hold it."""
+    """Abstract base: unsharded optimizer state, keyed by parameter name."""
 
     @abstractmethod
     def state(self) -> StateDict:
-        """Return the state; tensors that other ranks hold are on the meta device."""
+        """Return the state; tensors held by other ranks are on the meta device."""
 
     @abstractmethod
     def load(self, state: StateDict) -> None:
-        """Load what :meth:`state` returned, under this strategy or another."""
-
-
-class OptimizedModel(Protocol):
-    """A model with one or several optimizers, whose state can be saved and loaded."""
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the model."""
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Return the optimizers, which share no parameter."""
-
-    @property
-    def schedules(self) -> Sequence[Schedule]:
-        """Return the schedules."""
-
-    def state(self) -> StateDict:
-        """Return the state of all, which any world size and strategy can load."""
-
-    def load(self, state: StateDict) -> None:
-        """Load what :meth:`state` returned."""
+        """Load the result of :meth:`state`, from this or any other strategy."""
 
 
 @final
 @dataclass(frozen=True)
-class TrainState:
-    """The model, optimizer and schedule that a recipe trains, on one device."""
+class OptimizerPart:
+    """An optimizer of a model, with its schedule."""
 
     model: nn.Module
     optimizer: Optimizer
-    schedule: Schedule | None
+    schedule: Schedule | None = None
     sharded: OptimizerState | None = None
-    """The optimizer's state if this rank holds a part of it; None: it holds all of it."""
-
-    @staticmethod
-    def of(recipe: Recipe, model: nn.Module) -> TrainState:
-        """Make the optimizer and schedule of ``recipe`` for ``model``."""
-        optimizer = optimizer_of(recipe, model)
-        return TrainState(model, optimizer, Schedule.of(recipe.schedule(optimizer)))
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """The single optimizer."""
-        return (self.optimizer,)
-
-    @property
-    def schedules(self) -> Sequence[Schedule]:
-        """The schedule, if there is one."""
-        return () if self.schedule is None else (self.schedule,)
+    """The optimizer's state if this rank holds only a part of it, else None."""
 
     def state(self) -> StateDict:
-        """Return the state of model, optimizer and schedule, which any world size and strategy can load.
-
-        The optimizer's state is by the names of the model's parameters.
-        """
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer_state(),
-            "schedule": self.schedule.state_dict() if self.schedule is not None else {},
-        }
-
-    def load(self, state: StateDict) -> None:
-        """Load what :meth:`state` returned, and set the learning rates of the next step."""
-        load_weights(self.model, state["model"])
-        self.load_optimizer(state["optimizer"])
-        self.load_schedule(state["schedule"])
-
-    def optimizer_state(self) -> StateDict:
-        """Return the optimizer's state by the names of parameters, as a single process would hold it."""
+        """Return the unsharded optimizer state, keyed by parameter name."""
         return named_state(self.model, self.optimizer) if self.sharded is None else self.sharded.state()
 
-    def load_optimizer(self, state: StateDict) -> None:
-        """Load what :meth:`optimizer_state` returned."""
+    def load(self, state: StateDict) -> None:
+        """Load what :meth:`state` returned."""
         if self.sharded is not None:
             self.sharded.load(state)
             return
         load_named_state(self.model, self.optimizer, state)
 
-    def load_schedule(self, state: StateDict) -> None:
-        """Load the schedule's state, and set the learning rates of the next step."""
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state)
-            self.schedule.set_rates()
+
+@final
+@dataclass(frozen=True)
+class TrainState:
+    """The model that a recipe trains, on one device, with its optimizers and their schedules.
+
+    The states of several optimizers are saved as one state with all parameter groups.
+    """
+
+    model: nn.Module
+    parts: Mapping[str, OptimizerPart]
+    """Each optimizer with its schedule, keyed by the optimizer's name, in the recipe's order."""
+
+    @staticmethod
+    def of(
+        recipe: Recipe,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer] | None = None,
+        sharded: Mapping[str, OptimizerState] = {},
+    ) -> TrainState:
+        """Create the optimizers and schedules of ``recipe`` for ``model``.
+
+        Args:
+            recipe: The recipe.
+            model: Its model.
+            optimizers: Its optimizers by name, if they already exist.
+            sharded: The sharded state, by name, of optimizers that this rank holds only in part.
+        """
+        optimizers = optimizers_of(recipe, model) if optimizers is None else optimizers
+        schedules = Schedule.of(recipe, optimizers)
+        parts = {
+            name: OptimizerPart(model, optimizer, schedules.get(name), sharded.get(name))
+            for name, optimizer in optimizers.items()
+        }
+        return TrainState(model, parts)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of a recipe with one update per step."""
+        return self.parts[ONE_UPDATE].optimizer
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers in the recipe's order."""
+        return [part.optimizer for part in self.parts.values()]
+
+    @property
+    def schedules(self) -> Sequence[Schedule]:
+        """The schedules in the recipe's order."""
+        return [part.schedule for part in self.parts.values() if part.schedule is not None]
+
+    def state(self) -> StateDict:
+        """Return the state of model, optimizers and schedules, for any world size and strategy.
+
+        Optimizer state is keyed by parameter name.
+        """
+        model = self.model.state_dict()  # first, since it reshards the parameters that key optimizer state
+        states = {name: part.state() for name, part in self.parts.items()}
+        extra = {name: state["extra"] for name, state in states.items() if "extra" in state}
+        schedules = {name: part.schedule.state_dict() for name, part in self.parts.items() if part.schedule is not None}
+        return {
+            "model": model,
+            "optimizer": {
+                "state": {name: values for state in states.values() for name, values in state["state"].items()},
+                "param_groups": [group for state in states.values() for group in state["param_groups"]],
+                **({"extra": extra.get(ONE_UPDATE, extra)} if extra else {}),
+            },
+            "schedule": schedules.get(ONE_UPDATE, schedules),
+        }
+
+    def load(self, state: StateDict) -> None:
+        """Load what :meth:`state` returned, and set the learning rates of the next step."""
+        load_weights(self.model, state["model"])
+        is_one = ONE_UPDATE in self.parts
+        optimizers = {ONE_UPDATE: state["optimizer"]} if is_one else self._divided(state["optimizer"])
+        schedules = {ONE_UPDATE: state["schedule"]} if is_one else state["schedule"]
+        for name, part in self.parts.items():
+            part.load(optimizers[name])
+            if part.schedule is not None:
+                if name not in schedules:
+                    raise ConfigError(
+                        f"the checkpoint lacks a state of the schedule {name!r}{neighbours(name, schedules)} "
+                        "Give the recipe the checkpoint's schedules."
+                    )
+                part.schedule.load_state_dict(schedules[name])
+                part.schedule.set_rates()
+
+    def _divided(self, state: StateDict) -> Mapping[str, StateDict]:
+        """Split the saved state by optimizer."""
+        divided, first = dict[str, StateDict](), 0
+        for name, part in self.parts.items():
+            groups = state["param_groups"][first : first + len(part.optimizer.param_groups)]
+            first += len(groups)
+            names = [each for group in groups for each in group["params"]]
+            own = {each: state["state"][each] for each in names if each in state["state"]}
+            divided[name] = {"state": own, "param_groups": groups, "extra": state.get("extra", {}).get(name, {})}
+        return divided
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load the weights of ``model``, without those that are its own tensors and were filled in place."""
+    """Load the weights of ``model``, except tensors that were already filled in place."""
     own = model.state_dict()
     if own.keys() != weights.keys():
-        model.load_state_dict(weights)  # says which are missing
+        model.load_state_dict(weights)  # reports missing names
         return
     others = {name: value for name, value in weights.items() if not _share_memory(own[name], value)}
     model.load_state_dict(others, strict=False)
@@ -139,7 +176,7 @@ def _share_memory(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
     one, other = local(one), local(other)
-    if not (one.layout is other.layout is torch.strided):  # others have no address
+    if not (one.layout is other.layout is torch.strided):  # other layouts lack an address
         return False
     return one.data_ptr() == other.data_ptr() and (one.shape, one.stride(), one.dtype) == (
         other.shape,
@@ -148,42 +185,34 @@ def _share_memory(one: Any, other: Any) -> bool:
     )
 
 
-def optimizer_of(recipe: Recipe, model: nn.Module) -> Optimizer:
-    """Make the optimizer of ``recipe``, whose parameter groups may be chosen by the names that ``model`` has."""
-    with named_by(model), drawn_apart("optimizer"):
-        optimizer = recipe.optimizer(model)
-    begin_training(optimizer)
-    return optimizer
-
-
 def extra_state(optimizer: Optimizer) -> StateDict:
-    """Return the entries that an optimizer adds to its ``state_dict()``, besides its state and groups."""
+    """Return the ``state_dict()`` entries besides ``state`` and ``param_groups``."""
     return {name: value for name, value in optimizer.state_dict().items() if name not in ("state", "param_groups")}
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """Return the optimizer's state by the names of parameters; of those without a step, the initial state.
+    """Return optimizer state by parameter name; initial state for parameters without a step.
 
-    :func:`extra_state` is the entry ``extra``, if there is any.
+    The entry ``extra`` holds :func:`extra_state`, if there is any.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     fresh = not optimizer.state
-    extra = deepcopy(extra_state(optimizer)) if fresh else extra_state(optimizer)  # a probe may change it
+    extra = deepcopy(extra_state(optimizer)) if fresh else extra_state(optimizer)  # the probe step may change it
     with gpus_hidden(), without_recipe_hooks(optimizer):
         if fresh:
             _probe(optimizer)
         options = [{**group} for group in optimizer.param_groups]
         with attributes_kept(optimizer), _weights_kept(optimizer, () if optimizer.state else all_parameters(optimizer)):
             state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
-        if not optimizer.state:  # torch has taken a step to create some, which may have changed options
+        if not optimizer.state:  # torch took a step to create state, which may have changed options
             for saved, group, before in zip(state["param_groups"], optimizer.param_groups, options, strict=True):
                 for each in (saved, group):
                     for name in each.keys() - before.keys():
                         del each[name]
                 group.update(before)
                 saved.update({name: value for name, value in before.items() if name in saved and name != "params"})
-    # some optimizers (Adagrad) also keep state for frozen parameters, which torch ignores when it loads
+    # some optimizers, such as Adagrad, also keep state for frozen parameters, which torch does not load
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     state["state"] = {name: values for name, values in state["state"].items() if name not in frozen}
     if fresh:
@@ -195,7 +224,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
 
 
 def _initial_states(model: nn.Module, optimizer: Optimizer, *, without: Set[str]) -> StateDict:
-    """Return the initial state of each parameter that has had no gradient so far: all but those ``without``."""
+    """Return the initial state of parameters without a gradient so far: all but ``without``."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     named, own = dict(model.named_parameters()), {id(each) for each in all_parameters(optimizer)}
@@ -224,7 +253,7 @@ def _count_from_zero(states: Iterable[dict[str, Any]]) -> None:
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what :func:`named_state` returned; an optimizer that had not stepped is reset.
+    """Load what :func:`named_state` returned; reset the optimizer if it had not stepped.
 
     Raises:
         CheckpointError: the state lacks an entry that the optimizer adds to its ``state_dict()``.
@@ -248,17 +277,17 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
             optimizer.load_state_dict({**each, **deepcopy(dict(extra))})
     if not fresh:
         return
-    if _has_not_stepped(optimizer):  # the initial state of NAdam, Rprop and ASGD is not that after a step
+    if _has_not_stepped(optimizer):  # NAdam, Rprop and ASGD start from a different state than after a probe step
         optimizer.state.clear()
     for key in [key for key, values in optimizer.state.items() if "step" in values and float(values["step"]) == 0]:
-        del optimizer.state[key]  # of a parameter that has had no gradient so far
+        del optimizer.state[key]  # of a parameter without a gradient so far
 
 
 @contextmanager
 def _loads_caught(optimizer: Optimizer) -> Iterator[list[StateDict]]:
-    """Collect the states that are loaded within the context; ``optimizer`` does not get them.
+    """Collect states passed to ``load_state_dict`` within the context, without loading them.
 
-    torch's helper drops extra state, and may take a step, so that counters must be restored before a load.
+    torch's helper drops extra state, and may take a step, so counters must be restored before the actual load.
     """
     caught, own = list[StateDict](), vars(optimizer)
     before = {name: own[name] for name in ("load_state_dict",) if name in own}
@@ -271,9 +300,9 @@ def _loads_caught(optimizer: Optimizer) -> Iterator[list[StateDict]]:
 
 
 def _probe(optimizer: Optimizer, only: Set[int] | None = None) -> None:
-    """Take a step that changes no weight, to create all entries of the state, with zero moments.
+    """Take a step that does not change weights, to create all state entries with zero moments.
 
-    ``only``: the ids of the parameters that it is for; None: all.
+    ``only``: ids of the parameters to step, or None for all.
     """
     parameters = all_parameters(optimizer)
     probed = [each for each in parameters if each.requires_grad and (only is None or id(each) in only)]
@@ -288,7 +317,7 @@ def _probe(optimizer: Optimizer, only: Set[int] | None = None) -> None:
 
 @contextmanager
 def _weights_kept(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Restore ``parameters`` after the context: optimizers that are not torch's may set their rate in each step."""
+    """Restore ``parameters`` afterwards; non-torch optimizers may change the rate in each step."""
     weights = [] if type(optimizer).__module__.startswith("torch.") else list(parameters)
     copies = [each.detach().clone() for each in weights]
     yield
@@ -298,11 +327,15 @@ def _weights_kept(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterato
 
 
 def _has_not_stepped(optimizer: Optimizer) -> bool:
-    """Decide by the step counts, or for SGD by its momentum buffers, since its first step ignores dampening."""
+    """Return whether ``optimizer`` has not stepped, by step counts or (SGD) momentum buffers."""
     if is_schedule_free(optimizer):
         return not has_begun(optimizer)
     states = list(optimizer.state.values())
-    if any(group.get("dampening") for group in optimizer.param_groups):
+    if any(group.get("dampening") for group in optimizer.param_groups):  # not applied in the first step
         buffers = [buffer for state in states if (buffer := state.get("momentum_buffer")) is not None]
         return not any(bool(torch.any(local(buffer) != 0)) for buffer in buffers)
     return bool(states) and all("step" in state and float(state["step"]) == 0 for state in states)
+
+
+def __getattr__(name: str) -> Any:
+    return renamed(__name__, name)

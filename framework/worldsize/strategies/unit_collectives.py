@@ -1,11 +1,11 @@
-"""The collectives of the units of a sharded model: in one order on all ranks, and with sums in the fixed tree.
+"""Collectives of a sharded model's units: order checks, fixed-order sums and timing.
 
-A part of a model that is gathered by itself must be computed by all ranks or by none: otherwise one rank's gather
-would receive what another sends for a different part, and training would go on with a mixture of both. ``UnitOrder``
-checks that all ranks run the collectives in one order, whatever their data are.
+A unit must be computed by all ranks or none. Otherwise a rank's gather could match another rank's gather of a different
+unit, and training would continue with mixed-up data. ``UnitOrder`` checks that all ranks run the collectives in the
+same order, regardless of their data.
 
-``OrderedScatters`` are the fixed tree of :mod:`worldsize.collectives.ordered` as reduce-scatters of a model sharded by
-``fully_shard``.
+``OrderedScatters`` implements the reduce-scatters of ``fully_shard`` with the fixed tree of
+:mod:`worldsize.collectives.ordered`. :func:`time_sharding` times the waits of sharded models.
 """
 
 from __future__ import annotations
@@ -22,48 +22,102 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from worldsize.collectives.group import start
 from worldsize.collectives.ordered import Counter, Tree, sum_level
-from worldsize.collectives.step_timer import started, wait
+from worldsize.collectives.step_timer import mark
 from worldsize.core import ConfigError, Dealing
 
-_END = -1  # the event after the last collective of a step
-_LOSS = -2  # the event after the last collective of a forward pass: others may follow that are of no unit
-_MOST, _STEPS = 2**16, 4  # remember this many events (some megabytes), or this many steps if longer
+_END = -1  # event after the last collective of a step
+_LOSS = -2  # event after the last collective of a forward pass; collectives outside units may follow
+_MOST, _STEPS = 2**16, 4  # limits of the record: events (some megabytes) or steps, whichever is longer
 _Size = Sequence[int | torch.SymInt]
+
+
+def time_sharding(model: nn.Module, device: torch.device, *, copies: bool) -> None:
+    """Time the waits of every unit of ``model``, and let them end when the gang does.
+
+    On the CPU, the collectives of ``fully_shard`` block, so the call is the wait. On CUDA they run on separate streams;
+    PyTorch hooks cannot see the waits between streams, which therefore count toward the phase in which they occur.
+
+    ``copies``: whether gradients are also summed over replicas of the sharded model, as in HSDP.
+    """
+    if device.type != "cpu":
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_TimedGather())
+            module.set_custom_reduce_scatter(_TimedScatter(then_all_reduce=copies))
+            if copies:
+                module.set_all_reduce_hook(lambda _: mark("compute"))  # called after the sum over copies
+
+
+@final
+class _TimedGather(AllGather):
+    def allocate(self, size: _Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> Work | None:
+        work = start(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+@final
+class _TimedScatter(ReduceScatter):
+    def __init__(self, *, then_all_reduce: bool) -> None:
+        self._then_all_reduce = then_all_reduce
+
+    def allocate(self, size: _Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._then_all_reduce:  # the all-reduce follows even for unsharded copies; its hook ends the phase
+            mark("communication")
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> Work | None:
+        work = start(dist.reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
 
 @final
 class UnitOrder:
-    """The order of the collectives of all units of ``model`` in a step, the same on all ranks of ``group``.
+    """Checks that all ranks of ``group`` run the units of ``model`` in the same order.
 
-    In its first step the ranks compare each collective before it runs. Later a rank compares its collectives with those
-    of its own last step, which costs a look-up, and asks the others only where they differ. If these do not differ,
-    they do not answer, so that the wait has half the timeout of the group. After many different orders all begin again.
+    In the first step, ranks compare each collective before it runs. Later, a rank looks up its own earlier steps, and
+    asks the other ranks only about a new order. Ranks with a known order do not answer, so the wait is limited to half
+    the group's timeout. After many different orders, all ranks clear their records and start again.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         self._group = group
         self._names: list[str] = []
-        self._next: dict[int, int] = {}  # the event that follows on a sequence of events, by the hash of that
+        self._next: dict[int, int] = {}  # next event, by the hash of the events before it
         self._is_first = True
         self._is_open = False
         self._sequence = self._count = self._longest = 0
         self._device = torch.device("cpu")
         for name, module in model.named_modules():
             units: list[Any] = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
-            if isinstance(module, FSDPModule) and units:  # all units of a module have the same collectives
+            if isinstance(module, FSDPModule) and units:  # all units of a module share their collectives
                 number, self._device = len(self._names), units[0].device
                 module.set_custom_all_gather(_CheckedGather(units[0]._all_gather_comm, self, 2 * number))
                 module.set_custom_reduce_scatter(_CheckedScatter(units[0]._reduce_scatter_comm, self, 2 * number + 1))
-                self._names.append(name.removeprefix("model.") or "the model")  # in a CallingRoot
+                self._names.append(name.removeprefix("model.") or "the model")  # prefix from CallingRoot
         model.register_forward_hook(self._after_loss)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Check the collectives inside the context, and at its end that no rank has more. Raises :meth:`check`'s error.
+        """Check that all ranks run the same collectives within the context, see :meth:`check`.
 
-        A step that raises an error ends, too: evaluation, and a repeated step, may run other collectives. Within a step
-        it does nothing: an update is part of the step that has several.
+        An error also ends the step, since evaluation or a repeated step may run different collectives. A nested call
+        does nothing: it is for one of several updates in a step.
         """
         if self._is_open:
             yield
@@ -74,7 +128,7 @@ class UnitOrder:
             yield
             self.check(_END)
             self._longest = max(self._longest, self._count - before)
-            self._is_first = len(self._next) > max(_MOST, _STEPS * self._longest)  # alike on all ranks
+            self._is_first = len(self._next) > max(_MOST, _STEPS * self._longest)  # the same on all ranks
             if self._is_first:
                 self._next = {}
         finally:
@@ -84,10 +138,10 @@ class UnitOrder:
         self.check(_LOSS)
 
     def check(self, event: int) -> None:
-        """Check the next collective, twice the unit's index, plus one if it sums gradients. Others wait for the same.
+        """Check that all ranks run ``event`` next: 2 × the unit's index, + 1 if it sums gradients.
 
         Raises:
-            ConfigError: another rank runs a different one.
+            ConfigError: another rank runs a different collective.
         """
         if not self._is_open:
             return
@@ -100,11 +154,11 @@ class UnitOrder:
 
     def _agrees_at_once(self, event: int) -> bool:
         bounds = torch.tensor([event, -event], device=self._device)
-        wait(started(dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group, async_op=True)))
-        return bool((bounds[0] == -bounds[1]).item())  # true of fakes, too
+        start(dist.all_reduce, bounds, op=dist.ReduceOp.MAX, group=self._group).wait()
+        return bool((bounds[0] == -bounds[1]).item())  # also true for fakes
 
     def _agrees(self, event: int) -> bool:
-        """Wait until all ranks have come to the same new event; the store is the one that made their groups."""
+        """Wait until all ranks reach the same new event, using the store that created the groups."""
         store = dist.distributed_c10d._get_default_store()
         key = f"order/{self._group.group_name}/{self._count}/{event}"
         if store.add(key, 1) == self._group.size():
@@ -117,7 +171,7 @@ class UnitOrder:
 
     @property
     def _timeout(self) -> timedelta:
-        """The longest wait of a collective of the group, to which torch gives no public access."""
+        """The group's timeout for collectives, which torch does not expose publicly."""
         backend: Any = self._group._get_backend(self._device)
         timeout: timedelta = backend.options._timeout
         return timeout
@@ -167,9 +221,9 @@ class _CheckedScatter(ReduceScatter):
 
 @final
 class OrderedScatters:
-    """The reduce-scatters of all units of ``model``, in the fixed tree.
+    """Reduce-scatters of all units of ``model`` with the fixed tree.
 
-    ``group``: the ranks that train it; ``copies``: those with the same shards (None: there is one copy).
+    ``group``: the ranks that train it. ``copies``: the ranks with the same shards, or None if there is one copy.
     """
 
     def __init__(
@@ -184,46 +238,46 @@ class OrderedScatters:
             module.set_gradient_divide_factor(1.0)
 
     def begin(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
-        """Begin a step in which this rank adds up its micro-batches in ``nodes`` nodes; without any it adds nothing."""
+        """Begin a step with ``micro_batches`` (0: only discarded passes) in ``nodes`` tree nodes."""
         for scatter in self._scatters:
             scatter.begin(nodes, micro_batches, logical_ranks=logical_ranks)
 
     def end_pass(self, micro_batches: int) -> None:
-        """Record that so many ``micro_batches`` of the step are done; units that were not computed add zeros."""
+        """Set the number of finished ``micro_batches``; units that skipped some will add zeros."""
         for scatter in self._scatters:
             scatter.done = micro_batches
 
     @property
     def kept(self) -> list[Tensor]:
-        """Partial sums, of any shapes, that all units keep between two micro-batches."""
+        """Partial sums, of any shapes, held by all units between micro-batches."""
         return [tensor for scatter in self._scatters for tensor in scatter.kept]
 
 
 @final
 class _OrderedScatter(ReduceScatter):
-    """Sums the gradients of one unit's micro-batches; the last call returns this rank's shard of their mean.
+    """Sums one unit's gradients over micro-batches; the last call outputs this rank's shard.
 
-    If a rank has several nodes of the tree, it computes one after the other. Shards are added up as they arrive;
-    unsharded nodes must all be complete first, since the tree continues across ranks.
+    If a rank has several tree nodes, it computes them in order. Sharded nodes are summed as they are completed;
+    unsharded ones must all be complete first, since the tree continues across ranks.
     """
 
     def __init__(self, exchange: _Exchange, dealing: Dealing) -> None:
         self._exchange, self._sums_shards = exchange, dealing == "block"
-        self._nodes = self._leaves = 1  # this rank's nodes in a step, and the leaves of each
+        self._nodes = self._leaves = 1  # this rank's nodes in a step, and leaves per node
         self._logical_ranks = exchange.ranks
-        self._counter, self._sums = Counter(), list[Tensor]()  # of the node in progress, and of earlier nodes
-        self._taken = 0  # micro-batches of the step so far that are in the sums
+        self._counter, self._sums = Counter(), list[Tensor]()  # of the current node, and of earlier nodes
+        self._taken = 0  # number of micro-batches in the sums so far
         self.done = 0
-        """Micro-batches of the step that have been computed, with this unit or without it."""
+        """Number of computed micro-batches of the step, whether they used this unit or not."""
 
     def begin(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
-        """Begin a step in which this rank adds up its micro-batches in ``nodes`` nodes; without any it adds nothing."""
+        """Begin a step with ``micro_batches`` (0: only discarded passes) in ``nodes`` tree nodes."""
         self._nodes, self._leaves, self._logical_ranks = nodes, micro_batches // nodes, logical_ranks
         self._counter, self._sums, self._taken, self.done = Counter(), [], 0, 0
 
     @property
     def kept(self) -> list[Tensor]:
-        """Sums, of any shapes, of the nodes that are complete, and partial ones of that in progress."""
+        """Sums, of any shapes, of complete nodes, and partial sums of the current node."""
         return [*self._sums, *(tensor for tensors in self._counter.waiting for tensor in tensors)]
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -232,14 +286,14 @@ class _OrderedScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Add the unit's gradients ``input_tensor`` (shards * s,); write this rank's mean to ``output_tensor`` (s,)."""
+        """Add gradients ``input_tensor`` (shards * s,); write the mean to ``output_tensor`` (s,)."""
         if self._leaves == 0:
             output_tensor.zero_()
             return
         gradient = input_tensor.view(group.size(), -1)
         ranks = self._exchange.ranks
         leaf = self._exchange.sum_of_part([gradient], ranks) if self._sums_shards else gradient.clone()
-        for _ in range(self.done - self._taken):  # earlier ones that did not compute the unit
+        for _ in range(self.done - self._taken):  # earlier micro-batches that did not compute the unit
             self._add(torch.zeros_like(leaf))
         self._add(leaf)
         if self._taken < self._nodes * self._leaves:
@@ -258,17 +312,16 @@ class _OrderedScatter(ReduceScatter):
         ((node,),) = self._counter.waiting
         self._counter = Counter()
         if self._sums and self._sums_shards:
-            self._sums[0] += node  # an odd number of nodes is added up from the left
+            self._sums[0] += node  # an odd number of nodes is summed from the left
         else:
             self._sums.append(node)
 
 
 @final
 class _Exchange:
-    """Sums one unit's gradients over the ranks of all copies at once; each rank sums a part of its shard.
+    """Sums one unit's gradients over all copies at once; each rank sums a part of its shard.
 
-    ``group``: all ranks, where those of one copy of the model are consecutive; ``copies``: the ranks with the same
-    shard.
+    ``group``: all ranks, with consecutive ranks for each model copy; ``copies``: the ranks with the same shard.
     """
 
     def __init__(self, group: ProcessGroup, copies: ProcessGroup | None) -> None:
@@ -276,9 +329,9 @@ class _Exchange:
         self.ranks = group.size()
 
     def sum_of_part(self, rows: Sequence[Tensor], nodes: int) -> Tensor:
-        """Return this rank's part of the sum over all ranks of ``rows``, which are nodes of the tree: (shards, s).
+        """Sum the tree nodes of all ranks; return this rank's part of the sum.
 
-        ``nodes``: those of all ranks, which deal them cyclically.
+        ``rows``: this rank's nodes, each (shards, s). ``nodes``: total number of nodes, assigned to ranks cyclically.
         """
         copies = self._copies.size() if self._copies else 1
         shards, length = rows[0].shape
@@ -288,13 +341,13 @@ class _Exchange:
             for copy, piece in enumerate(torch.split(row, size, dim=1)):
                 mine[copy, :, node, : piece.shape[1]] = piece
         theirs_pns = torch.empty_like(mine.flatten(0, 1))
-        wait(dist.all_to_all_single(theirs_pns, mine.flatten(0, 1), group=self._group, async_op=True))
+        start(dist.all_to_all_single, theirs_pns, mine.flatten(0, 1), group=self._group).wait()
         return sum_level(theirs_pns.transpose(0, 1).flatten(0, 1)[:nodes].unbind())
 
     def shard_of(self, part: Tensor) -> Tensor:
-        """Concatenate the parts of all copies to this rank's shard, with padding at its end."""
+        """Gather this rank's shard, with padding at its end, from the parts on all copies."""
         if self._copies is None:
             return part
         shard = part.new_empty(self._copies.size() * len(part))
-        wait(dist.all_gather_into_tensor(shard, part, group=self._copies, async_op=True))
+        start(dist.all_gather_into_tensor, shard, part, group=self._copies).wait()
         return shard

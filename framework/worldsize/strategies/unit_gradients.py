@@ -1,13 +1,13 @@
-"""Completes the gradients of a model sharded by ``fully_shard`` where torch leaves gaps.
+"""Completion of gradients that some ranks lack, for models sharded with ``fully_shard``.
 
-FSDP sums the gradients of a unit that a rank has, so that ranks with different ones would add up those of different
-parameters. Here every rank sums those of all parameters of a unit that it computes, with zeros for missing ones. The
-ranks then exchange which parameters had a gradient on any of them, since an optimizer leaves the others alone. Only a
-rank that lacks one waits for the answer.
+FSDP sums only the existing gradients of a unit, so ranks with gradients of different parameters would mix these up.
+Here, every rank sums gradients for all parameters of a unit that it computes, with zeros for missing ones. Ranks then
+exchange which parameters had a gradient on any rank, since optimizers must skip the others. Only ranks that lack a
+gradient wait for the result.
 
-Parameters that cannot be sharded, since they have no dimensions, have mean gradients of their own.
+Scalar parameters cannot be sharded; their gradients are averaged separately.
 
-All access to FSDP's parameter groups is private; it was tried with torch 2.15.
+All access to FSDP's parameter groups is private; it was tested with torch 2.15.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from worldsize.collectives.group import start
 from worldsize.collectives.ordered import Counter, Tree, reduce_ordered
 from worldsize.collectives.per_rank import zeros_like
 from worldsize.collectives.staged import finished
-from worldsize.collectives.step_timer import wait
 from worldsize.core import Dealing, Reduction
 from worldsize.strategies.gradient_reducer import Presence, PresenceExchange
 from worldsize.strategies.parameter_changes import hook_count, hooked, switched
@@ -35,10 +35,10 @@ from worldsize.strategies.parameter_changes import hook_count, hooked, switched
 
 @final
 class UnitGradients:
-    """The gradients of all units of ``model``, whose ranks are ``group``; a model that is not sharded has none.
+    """Gradients of all units of ``model``, which is sharded over ``group`` or has no units.
 
-    ``one_update``: whether a step is one forward and backward pass of each micro-batch. Otherwise calls of units wait
-    for backward passes of later updates, and a unit without any gradient on a rank is left to FSDP.
+    ``one_update``: whether a step has one forward and backward pass per micro-batch. Otherwise the backward passes of
+    calls may belong to later updates, and units without any gradient on a rank are left to FSDP.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None, *, one_update: bool = True) -> None:
@@ -50,12 +50,12 @@ class UnitGradients:
             _complete_last(state, self._units)
 
     def begin(self, *, counts: bool = True) -> None:
-        """Begin a step; without ``counts``, passes until the next call leave no gradients, and complete none."""
+        """Begin a step; ``counts``: whether gradients until the next call count and are completed."""
         for unit in self._units:
             unit.begin(counts=counts)
 
     def finish(self) -> None:
-        """Remove the gradients that no rank had, once those of the step are summed; all ranks must call it."""
+        """Remove gradients missing on all ranks, after all sums of a step; all ranks must call it."""
         if self._exchange is None:
             return
         present = self._exchange.present_anywhere([each for unit in self._units for each in unit.present])
@@ -68,7 +68,7 @@ class UnitGradients:
 
 
 def _complete_last(state: Any, units: Sequence[_Unit]) -> None:
-    """Complete ``units`` at the end of a backward pass, where FSDP does so with those that have not been."""
+    """Complete remaining ``units`` at the end of a backward pass, before FSDP does."""
     end = state._root_post_backward_final_callback
 
     def complete() -> None:
@@ -84,22 +84,22 @@ def _complete_last(state: Any, units: Sequence[_Unit]) -> None:
 
 
 def _replace(owner: Any, name: str, value: object) -> None:
-    """Replace an attribute of an object of torch, where it offers no hook."""
+    """Replace an attribute of a torch object that does not provide a hook."""
     setattr(owner, name, value)
 
 
 @final
 class _Unit:
-    """One parameter group of FSDP, whose gradients are summed once in a pass.
+    """One parameter group of FSDP; its gradients are summed once per pass.
 
-    A unit that is called several times in a pass is complete after the last of its backward passes alone, and one whose
-    inputs need no gradient at the end of the whole pass.
+    If a unit is called several times in a pass, it is complete only after the last of its backward passes. If its
+    inputs do not need gradients, it is complete only at the end of the whole pass.
     """
 
     def __init__(self, group: Any, *, counts_calls: bool) -> None:
         self._group, self._sum, self._register = group, group.post_backward, group._register_post_backward_hook
         self._end_forward = group.post_forward
-        self._calls = 0  # of the unit in this pass whose backward passes are to come
+        self._calls = 0  # number of calls in this pass with pending backward passes
         self._is_held = self._is_reached = self._counts = False
         self._present = [False] * len(group.fsdp_params)
         self._counts_calls = counts_calls
@@ -109,10 +109,10 @@ class _Unit:
             _replace(group, "post_forward", self._after_forward)
         self.device: torch.device = group.device
         self.is_ending = False
-        """Whether a backward pass ends, after which no gradient comes."""
+        """Whether the backward pass is ending, so that all gradients have arrived."""
 
     def begin(self, *, counts: bool) -> None:
-        """Begin a step, or passes of it that leave no gradients."""
+        """Begin a step, or passes whose gradients do not count."""
         self._counts = counts
         self._present = [not each.sharded_param.requires_grad for each in self._group.fsdp_params]
         self._is_held = self._is_reached = self.is_ending = False
@@ -120,12 +120,12 @@ class _Unit:
 
     @property
     def present(self) -> Sequence[bool]:
-        """Whether each parameter had a gradient here, or needs none."""
+        """Whether each parameter had a gradient on this rank, or does not need one."""
         return self._present
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters, which the optimizer has."""
+        """The sharded parameters, as held by the optimizer."""
         return [each.sharded_param for each in self._group.fsdp_params]
 
     def _after_forward(self, *args: Any) -> Any:
@@ -136,7 +136,7 @@ class _Unit:
         """Compare the gathered parameters, which the loss sees, with the sharded ones.
 
         Raises:
-            ConfigError: the loss has frozen, unfrozen or hooked one.
+            ConfigError: the loss froze, unfroze or hooked a parameter.
         """
         pairs = [(each, each.unsharded_param) for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
         if any(gathered.requires_grad != each.sharded_param.requires_grad for each, gathered in pairs):
@@ -148,17 +148,17 @@ class _Unit:
             raise hooked([each._param_fqn.removeprefix("model.") for each, gathered in pairs if hook_count(gathered)])
 
     def release(self) -> None:
-        """Sum what waits for a call of the unit that has had no backward pass."""
+        """Sum held gradients, if a later call of the unit did not get a backward pass."""
         if self._is_held:
             self._after_backward()
 
     def end_pass(self) -> None:
-        """Forget the calls of this pass."""
+        """Reset the count of calls in this pass."""
         self._calls, self.is_ending = 0, False
 
     def _registered(self, args: Any, kwargs: Any) -> Any:
         made = self._register(args, kwargs)
-        self._calls += made[0] is not args or made[1] is not kwargs  # else no input needs a gradient
+        self._calls += made[0] is not args or made[1] is not kwargs  # unchanged if no input needs a gradient
         return made
 
     def _after_backward(self, *_: object) -> None:
@@ -184,10 +184,13 @@ class _Unit:
             _replace(self._group, "reduce_grads", True)
 
     def _complete(self) -> None:
-        """Sum the gradients over ranks, with zeros for missing ones if the unit was computed in this step."""
+        """Sum gradients over ranks, with zeros for missing ones if the unit ran in this step."""
         self._is_held = False
-        own = [each.unsharded_param for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
-        has = [each.grad is not None for each in own]
+        units = [each for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
+        own = [each.unsharded_param for each in units]
+        # torch 2.11 stores earlier micro-batches' gradients elsewhere if their dtype differs
+        earlier = [getattr(each, "unsharded_accumulated_grad", None) is not None for each in units]
+        has = [each.grad is not None or one for each, one in zip(own, earlier, strict=True)]
         if any(has) or (has and self._is_reached and self._counts_calls):
             self._present = [one or other for one, other in zip(self._present, has, strict=True)]
             for parameter, has_gradient in zip(own, has, strict=True):
@@ -197,28 +200,28 @@ class _Unit:
 
 
 class ScalarGradients(ABC):
-    """Averages the gradients of parameters that every rank holds, over the micro-batches of all ranks in a step.
+    """Abstract base: averages unsharded parameters' gradients over a step's micro-batches.
 
-    A gradient that no micro-batch has stays None.
+    Gradients missing in all micro-batches stay None.
     """
 
     @abstractmethod
     def begin(self, batches: int, logical_ranks: int) -> None:
-        """Begin a step of ``batches`` micro-batches on this rank, of ``logical_ranks`` in all."""
+        """Begin a step of ``batches`` micro-batches on this rank, and ``logical_ranks`` in total."""
 
     @abstractmethod
     def add(self, batch: int) -> None:
-        """Add the gradients that the backward pass of this micro-batch has left."""
+        """Add the gradients after the backward pass of micro-batch ``batch``."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Leave the mean in ``.grad``; all ranks must call it."""
+        """Set ``.grad`` to the mean; all ranks must call it."""
 
 
 def scalar_gradients(
     reduce: Reduction, model: nn.Module, group: ProcessGroup, dealing: Dealing = "cyclic"
 ) -> ScalarGradients:
-    """Make the sums over ``group`` for the parameters of ``model`` that are not sharded."""
+    """Create the averages over ``group`` for unsharded parameters of ``model``."""
     own = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     if not own:
         return _NO_SCALARS
@@ -239,7 +242,7 @@ _NO_SCALARS = _NoScalars()
 
 @final
 class _FlatScalars(ScalarGradients):
-    """Lets autograd add up micro-batches, whose losses are scaled so that the mean over ranks is that of the step."""
+    """Lets autograd accumulate micro-batches, with losses scaled to yield the mean."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         self._tables, self._group = _by_dtype(parameters), group
@@ -251,20 +254,20 @@ class _FlatScalars(ScalarGradients):
     def finish(self) -> None:
         for parameters in self._tables:
             table_2n = _table(parameters)
-            wait(dist.all_reduce(table_2n, group=self._group, async_op=True))
+            start(dist.all_reduce, table_2n, group=self._group).wait()
             present = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
             _set(parameters, table_2n, self._group.size(), present)
 
 
 @final
 class _OrderedScalars(ScalarGradients):
-    """Sums in the fixed tree of :mod:`worldsize.collectives.ordered`, with the bits of every other strategy."""
+    """Fixed-tree sums (:mod:`worldsize.collectives.ordered`): same bits at every world size."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup, dealing: Dealing) -> None:
         self._tables, self._group, self._dealing = _by_dtype(parameters), group, dealing
         self._counters: list[Counter] = []
-        self._presences: list[Presence] = []  # of the gradients of each table in this step
-        self._node: dict[int, int] = {}  # of each micro-batch of this rank
+        self._presences: list[Presence] = []  # gradients of each table in this step
+        self._node: dict[int, int] = {}  # tree node of each micro-batch on this rank
         self._logical_ranks = self._nodes = 1
 
     def begin(self, batches: int, logical_ranks: int) -> None:
@@ -301,7 +304,7 @@ def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _table(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the gradients, and 1 for each that there is: (2, n)."""
+    """Return a table (2, n) of the gradients, and of 1 for existing or 0 for missing ones."""
     table_2n = parameters[0].new_zeros(2, len(parameters))
     for place, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -310,9 +313,9 @@ def _table(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _set(parameters: Sequence[nn.Parameter], total_2n: Tensor, divisor: int, present: Set[int]) -> None:
-    """Set the gradients, those that any micro-batch had, from the sums of :func:`_table`.
+    """Set the gradients that any micro-batch had, from the summed :func:`_table`.
 
-    ``present``: indices of gradients that this rank had; reading the others waits for a GPU.
+    ``present``: indices of gradients that exist on this rank; checking others waits for a GPU.
     """
     for index, (parameter, total, count) in enumerate(zip(parameters, *(total_2n / divisor), strict=True)):
         parameter.grad = total.clone() if index in present or bool(count) else None

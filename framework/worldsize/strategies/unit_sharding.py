@@ -1,9 +1,8 @@
-"""Shards the units of a model by torch's ``fully_shard``, and refuses losses that need their parameters while divided.
+"""Sharding of units with ``fully_shard``, and checks of losses that need whole parameters.
 
-DTensors are detached without asking torch how the result is sharded, which is as the tensor itself is. Torch
-determines that anew for each shape, which takes it more than a millisecond. It detaches each parameter that it
-shards, so that this is most of the time in which a model of many shapes is sharded, and the members of a gang that
-changes shard theirs again and again.
+DTensors are detached without torch's sharding propagation, since the result has the same sharding. For each shape,
+propagation takes more than a millisecond. fully_shard detaches every parameter, so this dominates its time for a model
+with many shapes, and the members of a gang shard their models again after each change.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from worldsize.core import ConfigError, LossOutput, Recipe
-from worldsize.strategies.synchronous import CallingRoot
+from worldsize.strategies.model_replica import CallingRoot
 from worldsize.strategies.wrapping import Wrap, scalars, units
 
 
 def shard_units(
     recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], *, wrap: Wrap, least: int, **options: Any
 ) -> None:
-    """Apply ``fully_shard`` to the units of ``model`` below ``roots``, then to ``roots``, with ``options``."""
+    """Apply ``fully_shard`` with ``options`` to the units below ``roots``, then to ``roots``."""
     mine, options["ignored_params"] = {part for root in roots for part in root.modules()}, scalars(model)
     for module in (*(unit for unit in units(recipe, model, wrap, least) if unit in mine and unit not in roots), *roots):
         if module in roots:
             fully_shard(module, **options)
             continue
         module.register_forward_pre_hook(_join_repeated, prepend=True, with_kwargs=True)
-        fully_shard(module, **options)  # whose hook comes before the one above, and after the one below
+        fully_shard(module, **options)  # its hook runs between the other two
         module.register_forward_pre_hook(_part_repeated, prepend=True, with_kwargs=True)
 
 
 @final
 @dataclass(frozen=True)
 class _Repeated:
-    """Stands for an argument that is the same tensor as argument number ``index``."""
+    """Placeholder for an argument that is the same tensor as argument ``index``."""
 
     index: int
 
@@ -54,10 +53,10 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _part_repeated(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
-    """Replace arguments that are a tensor given before.
+    """Replace repeated tensor arguments with placeholders.
 
-    FSDP makes another tensor of each. A module may ask whether they are one, as torch's attention does, and otherwise
-    its gradients would be added up in another order.
+    FSDP would create a new tensor for each argument. A module may check for identical tensors, as torch's attention
+    does; otherwise its gradients would be accumulated in a different order.
     """
     values, first = [*args, *kwargs.values()], dict[int, int]()
     repeated = False
@@ -81,8 +80,8 @@ def _rebuilt(values: Sequence[Any], count: int, kwargs: Mapping[str, Any]) -> _A
 
 
 def detach_shards() -> None:
-    """Let the DTensors of this process be detached by detaching their shards, from now on."""
-    with suppress(AttributeError):  # another version of torch does it in another place
+    """Make all DTensors in this process detach through their shards from now on."""
+    with suppress(AttributeError):  # other torch versions lack the table
         DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.detach.default] = _detached
 
 
@@ -95,16 +94,16 @@ _MIXED = "mixed torch.Tensor and DTensor"  # in torch's message
 
 
 def guard_units(root: CallingRoot, *, remedy: str, names_uses: bool) -> None:
-    """Refuse a loss that needs parameters while they are divided over ranks, during the pass that does so.
+    """Refuse a loss that needs parameters while they are sharded.
 
-    Such a loss reads a parameter of a unit outside the unit's forward pass, or takes a derivative through a unit.
-    Parameters that FSDP gathers for ``root`` itself are whole as long as the loss is computed.
+    Such a loss reads a parameter of a unit outside the unit's forward pass, or differentiates through a unit.
+    Parameters that FSDP gathers for ``root`` itself are whole during the entire loss computation.
 
     Args:
         root: The module around the sharded model.
         remedy: The end of the message.
-        names_uses: Whether to watch the first call so that the message can name the parameter. Code that is compiled
-            then is compiled once more.
+        names_uses: Whether to watch the first call so that the message can name the parameter. Code compiled during
+            that call is compiled again later.
     """
     model, sharded = root.model, list[Any](root.modules())
     units: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
@@ -117,7 +116,7 @@ def guard_units(root: CallingRoot, *, remedy: str, names_uses: bool) -> None:
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the floating-point inputs of ``model`` to ``dtype``, as a module does that FSDP gathers in it."""
+    """Convert the floating-point inputs of ``model`` to ``dtype``, as FSDP does."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -130,14 +129,14 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
 @final
 class _Guard:
-    """Watches ``units``, and parameters that are ``divided`` over ranks outside of them, by their names."""
+    """Watches ``units`` and sharded parameters (``divided``), both keyed by name."""
 
     def __init__(
         self, units: Mapping[str, nn.Module], divided: Mapping[str, nn.Parameter], *, remedy: str, names_uses: bool
     ) -> None:
         self._remedy, self._is_in_loss = remedy, False
-        self._uses = _Uses(divided) if names_uses else None  # until the first loss has been computed
-        self._leaves: list[Any] = []  # nodes of autograd's graph, which end when nobody keeps them
+        self._uses = _Uses(divided) if names_uses else None  # only for the first loss
+        self._leaves: list[Any] = []  # nodes of the autograd graph, kept alive
         for name, unit in units.items():
             unit.register_forward_hook(partial(self._watch_outputs, name))
             for own, parameter in unit.named_parameters(name):
@@ -151,7 +150,7 @@ class _Guard:
             with uses or nullcontext():
                 returned = action()
             if any(isinstance(each, DTensor) and each.requires_grad for each in _tensors(returned)):
-                raise self._refusal(uses.last if uses else "")  # its backward pass would mix both kinds of tensors
+                raise self._refusal(uses.last if uses else "")  # backward would mix DTensors and plain tensors
             return returned
         except RuntimeError as error:
             if _MIXED not in str(error):
@@ -161,7 +160,7 @@ class _Guard:
             self._is_in_loss = False
 
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        """Refuse a gradient by way of autograd; FSDP itself sets that of a shard."""
+        """Refuse gradients from autograd; FSDP sets the gradients of shards directly."""
 
         def refuse(_: Any) -> None:
             raise self._refusal(name)
@@ -190,13 +189,13 @@ class _Guard:
 
 
 def _tensors(returned: Any) -> list[Any]:
-    """Return what a loss may have returned, one by one."""
+    """Return the tensors in a loss's result."""
     return tree_leaves([each.loss if isinstance(each, LossOutput) else each for each in tree_leaves(returned)])
 
 
 @final
 class _Uses(TorchFunctionMode):
-    """Notes the last parameter, of ``named``, that a function of torch was called with."""
+    """Records the last parameter in ``named`` that was passed to a torch function."""
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs one micro-batch through the updates of a step: a recipe's generator, with its own random stream."""
+"""The pass of one micro-batch through the updates of a step, with its own random stream."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.step_timer import phase
-from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Update, World
+from worldsize.collectives.group import start
+from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Recipe, Update, World
 from worldsize.errors import neighbours
-from worldsize.record.determinism import GeneratorStates, seed_generators
+from worldsize.seeds import GeneratorStates, seed_generators
 from worldsize.strategies.loss_record import LossRecord, differentiable
 from worldsize.strategies.model_replica import ModelFlags
 
@@ -24,7 +24,7 @@ from worldsize.strategies.model_replica import ModelFlags
 @final
 @dataclass(frozen=True)
 class _End:
-    """The end of a generator, with what it returned."""
+    """The end of a generator, with its return value."""
 
     returned: Any
 
@@ -34,40 +34,38 @@ class UpdatePass:
     """Advances the generator of one micro-batch from update to update.
 
     Args:
-        kind: Name of the recipe's class.
-        begin: Returns the generator.
+        recipe: The recipe, which creates the generator.
         batch: The micro-batch.
         names: Names of the recipe's optimizers.
-        device: Device on which it computes.
-        flags: Which parts of the model are frozen or in evaluation mode when the step begins. Changes by the generator
-            apply only to its own pass; other passes of the same process do not see them.
+        device: Device of the computation.
+        flags: Frozen parameters and training modes of the model at the start of the step. The generator's changes to
+            them apply only to its own pass, not to other passes of the process.
     """
 
     def __init__(
         self,
-        kind: str,
-        begin: Callable[[], Any],
+        recipe: Recipe,
         batch: MicroBatch,
         *,
         names: Collection[str],
         device: torch.device,
         flags: ModelFlags,
     ) -> None:
-        self._kind, self._begin, self._batch = kind, begin, batch
+        self._recipe, self._kind, self._batch = recipe, type(recipe).__name__, batch
         self._names, self._device, self._flags = names, device, flags
         self._states: GeneratorStates | None = None  # random states after the last update
         self._updates: Iterator[Update] | None = None
         self.update: tuple[str, ...] = ()
-        """The optimizers for whose update the generator waits, in the recipe's order; empty: it has ended."""
-        self._loss: Loss | None = None  # of that update
-        self._taken: tuple[ReferenceType[Tensor], str] | None = None  # the last loss, and its optimizers
+        """Optimizers of the pending update, in the recipe's order; empty if the generator has ended."""
+        self._loss: Loss | None = None  # loss of the pending update
+        self._taken: tuple[ReferenceType[Tensor], str] | None = None  # the previous loss, and its optimizers
         self._returned: Any = None
 
     def advance(self, call: Callable[[Callable[[], Any]], Any]) -> None:
-        """Run the generator to its next update, or to its end; ``call`` calls functions that compute with the model.
+        """Run the generator to its next update or its end; ``call`` runs functions with the model.
 
         Raises:
-            ConfigError: the recipe returned no generator, or it yielded something else.
+            ConfigError: the recipe did not return a generator, or the generator did not yield an update.
         """
         if self._updates is None:
             seed_generators(self._batch.seed, self._device)
@@ -78,22 +76,22 @@ class UpdatePass:
         self._flags.restore()
         yielded = call(lambda: _next_of(updates))
         self._flags = ModelFlags(self._flags.model)
-        self._states = GeneratorStates.of(self._device)  # other passes, backward passes and optimizers also draw
+        self._states = GeneratorStates.of(self._device)  # others also use the generators meanwhile
         if isinstance(yielded, _End):
             self.update, self._loss, self._returned = (), None, yielded.returned
         else:
             self.update, self._loss = self._checked(yielded)
 
     def close(self) -> None:
-        """Close the generator, which runs its ``finally`` blocks."""
+        """Close the generator, running its ``finally`` blocks."""
         if isinstance(self._updates, Generator):
             self._updates.close()
 
     def take_loss(self) -> tuple[Tensor, LossRecord]:
-        """Return the scalar loss of the update and the record to log, and forget them.
+        """Pop the scalar loss of the update and its record for the log.
 
         Raises:
-            ConfigError: the loss is not a scalar, or depends on no trained parameter.
+            ConfigError: the loss is not a scalar, or does not depend on any trained parameter.
         """
         yielded, self._loss = self._loss, None
         assert yielded is not None, "the generator has ended"
@@ -124,10 +122,10 @@ class UpdatePass:
         self._taken = ref(tensor), names
 
     def take_metrics(self) -> LossRecord:
-        """Return the metrics that the generator returned at its end, and forget them.
+        """Pop the metrics that the generator returned at its end.
 
         Raises:
-            ConfigError: the generator returned something else.
+            ConfigError: the generator did not return metrics.
         """
         returned, self._returned = self._returned, None
         if not isinstance(returned, Mapping | None):
@@ -141,7 +139,7 @@ class UpdatePass:
         """Refuse a sequence of updates that depends on more than the step.
 
         Raises:
-            ConfigError: ``other``, which has advanced as often, is at a different update.
+            ConfigError: ``other``, at the same position, is at a different update.
         """
         if self.update != other.update:
             raise updates_differ(
@@ -149,11 +147,10 @@ class UpdatePass:
             )
 
     def check_same_on(self, world: World, rates: Mapping[str, Sequence[float]]) -> None:
-        """Refuse a sequence, names of metrics or learning rates that differ between ranks; all of them must call it.
+        """Refuse updates, metric names or learning rates that differ between ranks (collective).
 
         Raises:
-            ConfigError: a rank is at a different update, names other metrics with it, or has different learning
-                ``rates``.
+            ConfigError: a rank is at a different update, or has different metric names or learning ``rates``.
         """
         known = list(self._names)
         owners = [name for name, own in rates.items() for _ in own]
@@ -166,8 +163,7 @@ class UpdatePass:
             dtype=torch.float64,
         )
         rows = mine.new_empty(world.size * len(mine))
-        with phase("communication"):
-            dist.all_gather_into_tensor(rows, mine, group=world.group)
+        start(dist.all_gather_into_tensor, rows, mine, group=world.group).wait()
         updates = [tuple(compress(known, row)) for row in rows.view(world.size, -1)[:, : len(known)].tolist()]
         (key, *first), *others = rows.view(world.size, -1)[:, len(known) :].tolist()
         for rank, (other_key, *theirs) in enumerate(others, 1):
@@ -183,23 +179,23 @@ class UpdatePass:
             if other_key != key:
                 raise ConfigError(
                     f"{self._kind}.updates: in step {self._batch.step} rank {rank} names other metrics than rank 0. "
-                    "They may depend on the step alone; a metric that a batch does not have is (0, 0)."
+                    "They may depend only on the step; a metric that a batch lacks is (0, 0)."
                 )
             for owner, one, another in zip(owners, first, theirs, strict=True):
                 if one != another:
                     raise ConfigError(
                         f"{self._kind}.updates: in step {self._batch.step} the learning rate of {owner!r} is {one:g} "
-                        f"on rank 0 and {another:g} on rank {rank}. It may depend on the step alone, not on data or "
+                        f"on rank 0 and {another:g} on rank {rank}. It may depend only on the step, not on data or "
                         "random numbers."
                     )
 
     def _metrics_key(self) -> int:
-        """Return a number for the names of the metrics that come now, which is the same for the same names."""
+        """Return a checksum of the names of the current metrics."""
         said = self._returned if self._loss is None else LossOutput.of(self._loss).metrics
         return zlib.crc32("\n".join(sorted(map(str, said))).encode()) if isinstance(said, Mapping) else 0
 
     def _generator(self) -> Iterator[Update]:
-        updates = self._begin()
+        updates: Any = self._recipe.micro_batch_updates(self._flags.model, self._batch)
         if not hasattr(updates, "__next__"):
             raise ConfigError(
                 f"{self._kind}.updates returned {_described(updates)}, no generator. Write it with "
@@ -236,9 +232,9 @@ def updates_differ(
         kind: Name of the recipe's class.
         step: The step in which sequences differ.
         one: Description of a pass (a micro-batch or rank).
-        its: Optimizers of the next update of ``one``; empty: it has ended.
+        its: Optimizers of the next update of ``one``; empty if it has ended.
         other: Description of a pass with a different update at the same position.
-        has: Optimizers of the next update of ``other``; empty: it has ended.
+        has: Optimizers of the next update of ``other``; empty if it has ended.
     """
     return ConfigError(
         f"{kind}.updates: in step {step} {one} {_next(its)} where {other} {_next(has)}. "

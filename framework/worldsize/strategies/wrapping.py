@@ -1,4 +1,4 @@
-"""Chooses the units of a model that are sharded, gathered and freed at once."""
+"""Selection of a model's units: modules that are sharded, gathered and freed together."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from worldsize.core import ConfigError, Recipe, Reduction
 from worldsize.optimizers.muon import needs_matrices
 
 Wrap = Literal["auto", "blocks", "size", "none"]
-_READ_PARTS = (nn.MultiheadAttention,)  # they read parameters of their parts, whose forward pass nobody calls
+_READ_PARTS = (nn.MultiheadAttention,)  # use parameters of submodules without calling their forward
 
 
 def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.Module]:
-    """Return the recipe's blocks, or modules of at least ``least`` parameters; children come before their parents.
+    """Return the units: the recipe's blocks, or modules with at least ``least`` parameters.
 
-    With ``wrap="none"`` there are none: the model is gathered whole. A module is no unit if another part of the model
-    has one of its parameters, as tied weights are: it would be freed while it is needed.
+    Children come first. With ``wrap="none"`` there are no units: the model is gathered as a whole. A module that shares
+    parameters with others, as with tied weights, is not a unit, since it would be freed while it is needed.
 
     Raises:
-        ConfigError: ``wrap="blocks"``, and the recipe defines no blocks.
+        ConfigError: ``wrap="blocks"``, but the recipe does not define blocks.
     """
     if wrap == "none":
         return []
     blocks = list(dict.fromkeys(recipe.blocks(model)))
     if wrap == "blocks" and not blocks:
-        raise ConfigError(f"{type(recipe).__name__} names no blocks. Define Recipe.blocks, or set strategy.wrap=size.")
+        raise ConfigError(f"{type(recipe).__name__} lacks blocks. Define Recipe.blocks, or set strategy.wrap=size.")
     return _unshared(blocks if blocks and wrap != "size" else by_size(model, least), model)
 
 
 def by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return the smallest modules in ``model`` with at least ``least`` parameters outside of inner units."""
+    """Return the smallest modules with at least ``least`` parameters, excluding inner units."""
     chosen: list[nn.Module] = []
     for child in model.children():
         _collect(child, least, chosen)
@@ -41,11 +41,11 @@ def by_size(model: nn.Module, least: int) -> list[nn.Module]:
 
 
 def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
-    """Count the parameters of ``module`` that are in no unit yet, and append units to ``chosen``."""
+    """Append units of ``module`` to ``chosen``; return the number of parameters outside units."""
     own = sum(parameter.numel() for parameter in module.parameters(recurse=isinstance(module, _READ_PARTS)))
     parts: Iterable[nn.Module] = () if isinstance(module, _READ_PARTS) else module.children()
     left = own + sum(_collect(child, least, chosen) for child in parts)
-    has_forward = type(module).forward is not nn.Module.forward  # a ModuleList or a ParameterDict has none
+    has_forward = type(module).forward is not nn.Module.forward  # false for a ModuleList or ParameterDict
     if left < least or not has_forward or module in chosen:
         return left
     chosen.append(module)
@@ -53,7 +53,7 @@ def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
 
 
 def _unshared(chosen: list[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """Return the modules of ``chosen`` with parameters that no other part of ``model`` has."""
+    """Return the modules of ``chosen`` that do not share parameters with the rest of ``model``."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -68,12 +68,12 @@ def _unshared(chosen: list[nn.Module], model: nn.Module) -> list[nn.Module]:
 
 
 def scalars(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters without dimensions, which cannot be sharded: every rank has them."""
+    """Return the scalar parameters, which cannot be sharded and are on every rank."""
     return {parameter for parameter in model.parameters() if parameter.ndim == 0}
 
 
 def refuse_mixed_dtypes(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> None:
-    """Raise ConfigError if a unit, or the rest of the model, has trained parameters of several dtypes."""
+    """Raise ConfigError if trained parameters of a unit, or of the rest, have several dtypes."""
     taken = scalars(model)
     for unit in (*units(recipe, model, wrap, least), model):
         trained = [pair for pair in unit.named_parameters() if pair[1].requires_grad and pair[1] not in taken]
@@ -93,7 +93,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def refuse_complex(model: nn.Module, *, because: str) -> None:
-    """Raise ConfigError if a parameter is complex; ``because``: the reason, between the name and the remedy."""
+    """Raise ConfigError if a parameter is complex; ``because``: the reason for the message."""
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(
@@ -103,26 +103,26 @@ def refuse_complex(model: nn.Module, *, because: str) -> None:
 
 
 def refuse_scalars(model: nn.Module) -> None:
-    """Raise ConfigError if a stage of a pipeline that is to be sharded may have a parameter without dimensions."""
+    """Raise ConfigError for a scalar parameter, which a pipeline stage cannot shard."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise ConfigError(
-                f"{name} has no dimension, so that it cannot be divided over the parts of the data of a pipeline. Make "
+                f"{name} is a scalar, so it cannot be divided over a pipeline's data-parallel parts. Make "
                 "it nn.Parameter(torch.ones(1)), or set strategy.pipeline=1 or strategy.data=1."
             )
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:
-    """Raise ConfigError if a gradient will be a sparse tensor, which cannot be sharded."""
+    """Raise ConfigError if a gradient would be sparse, which cannot be sharded."""
     for name, module in sparse_embeddings(model).items():
         raise ConfigError(
-            f"{name} is an {type(module).__name__} with sparse=True, whose gradients cannot be sharded. Make it "
-            "dense, or use strategy=parameter_server, which deals its rows to servers, or strategy=ddp."
+            f"{name} is an {type(module).__name__} with sparse=True; its gradients cannot be sharded. Make it "
+            "dense, or use strategy=parameter_server, whose servers share its rows, or strategy=ddp."
         )
 
 
 def refuse_divided_matrices(optimizer: Optimizer) -> None:
-    """Raise ConfigError if an update needs whole matrices, of which ranks would have parts."""
+    """Raise ConfigError if an update needs whole matrices, but ranks would hold shards."""
     if needs_matrices(optimizer):
         raise ConfigError(
             f"{type(optimizer).__name__} makes an update of a whole matrix, and this strategy divides matrices over "
@@ -131,18 +131,18 @@ def refuse_divided_matrices(optimizer: Optimizer) -> None:
 
 
 def refuse_fused(optimizer: Optimizer, reduce: Reduction) -> None:
-    """Raise ConfigError if shards would have other bits than the whole, though sums are the same at any world size."""
+    """Raise ConfigError if fused updates of shards would break bitwise equality."""
     if reduce == "ordered" and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(
-            f"optimizer.fused=true: the fused {type(optimizer).__name__} may round the last numbers of a tensor in "
-            "another way than the others, and this strategy divides tensors at other places on any number of "
+            f"optimizer.fused=true: the fused {type(optimizer).__name__} may round the last numbers of a tensor "
+            "differently from the others, and this strategy divides tensors at other places on any number of "
             "processes. Set optimizer.fused=false (TrainingArguments(optim='adamw_torch')), or use strategy=ddp or "
             "zero, or reproducibility=seeded."
         )
 
 
 def sparse_embeddings(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """Return the embeddings of ``model`` with ``sparse=True`` by name, in its order."""
+    """Return the embeddings of ``model`` with ``sparse=True``, keyed by name, in module order."""
     return {
         name: module
         for name, module in model.named_modules()

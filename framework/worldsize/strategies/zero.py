@@ -1,6 +1,6 @@
-"""ZeRO stage 1: every rank holds the model, and the optimizer state of some parameters.
+"""ZeRO stage 1: every rank holds the whole model, but only a shard of the optimizer state.
 
-With any optimizer, each rank updates its own parameters and receives the others.
+Works with any optimizer: each rank updates its own parameters and receives the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, final
+from typing import Annotated, final
 
 import torch
 import torch.distributed as dist
@@ -19,32 +19,31 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.cluster_cost import across, all_gather_all_seconds, all_reduce_seconds, ring_share
 from worldsize.collectives.cost import bucketed_exposed_seconds
-from worldsize.collectives.step_timer import phase, started, wait
+from worldsize.collectives.group import start
+from worldsize.collectives.step_timer import phase
 from worldsize.core import (
     Cluster,
     Cost,
-    MultiUpdateRecipe,
     Recipe,
     Replica,
     Role,
     RunContext,
+    StateDict,
     Strategy,
     Workload,
     World,
 )
 from worldsize.core.limits import MEBIBYTES
-from worldsize.optimizers.groups import all_parameters
+from worldsize.optimizers.groups import all_parameters, optimizers_of
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.model_replica import CAPABILITIES
-from worldsize.strategies.multi_train_state import MultiTrainState, optimizers_of
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
 from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_joint_updates, refuse_unsent
 from worldsize.strategies.reducers import gradient_reducer, interruptible_reducer
-from worldsize.strategies.schedules import Schedule
-from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state, multi_meta_states
+from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_states
 from worldsize.strategies.step_hooks import enclose_steps
 from worldsize.strategies.synchronous import SynchronousReplica, alone, replicated
-from worldsize.strategies.train_state import TrainState, optimizer_of
+from worldsize.strategies.train_state import TrainState
 
 
 @final
@@ -52,8 +51,8 @@ from worldsize.strategies.train_state import TrainState, optimizer_of
 class ZeRO(Strategy):
     """Sharded optimizer state (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1).
 
-    Gradients are all-reduced as in DDP. On each rank the recipe's optimizer updates its own parameters and sends
-    them to the others. Options: see :class:`~worldsize.strategies.ddp.DDP`.
+    Gradients are all-reduced as in DDP. On each rank, the recipe's optimizer updates only the rank's own parameters,
+    which are then broadcast to the other ranks. For the options, see :class:`~worldsize.strategies.ddp.DDP`.
     """
 
     supports = CAPABILITIES | {"sparse_gradients", "adamw_8bit"}
@@ -88,15 +87,13 @@ class ZeRO(Strategy):
         model = recipe.model().to(world.device)
         if world.size == 1:
             return alone(recipe, model, context, self.reduce)
-        if isinstance(recipe, MultiUpdateRecipe):
-            return whole_multi_update(
-                recipe, context, _multi_sharded(recipe, model, world), self.reduce, self.bucket_mb
-            )
         train_state = _sharded(recipe, model, world)
+        if recipe.has_several_updates:
+            return whole_multi_update(recipe, context, train_state, self.reduce, self.bucket_mb)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         heals = self.on_failure == "heal"
         module = replicated(model, world, interruptible=heals, **options)
-        logical_ranks = context.logical_ranks if heals else None  # else all have equally many
+        logical_ranks = context.logical_ranks if heals else None  # None: the same number on each process
         if heals:
             sums = interruptible_reducer(self.reduce, module, world, logical_ranks)
         else:
@@ -107,22 +104,13 @@ class ZeRO(Strategy):
 
 
 def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
-    full = meta_state(recipe, model)["optimizer"]  # first, since a recipe may keep the optimizer that it made last
-    optimizer = optimizer_of(recipe, model)
-    parts = _owned_state(model, optimizer, world, full)
-    return TrainState(model, optimizer, Schedule.of(recipe.schedule(optimizer)), parts)
-
-
-def _multi_sharded(recipe: MultiUpdateRecipe, model: nn.Module, world: World) -> MultiTrainState:
-    full = multi_meta_states(recipe, model)  # first, since a recipe may keep the optimizers that it made last
+    full = meta_states(recipe, model)  # before the real optimizers, since a recipe may keep the ones it made last
     optimizers = optimizers_of(recipe, model)
     parts = {name: _owned_state(model, each, world, full[name]) for name, each in optimizers.items()}
-    return MultiTrainState.scheduled(recipe, model, optimizers, parts)
+    return TrainState.of(recipe, model, optimizers, parts)
 
 
-def _owned_state(
-    model: nn.Module, optimizer: Optimizer, world: World, full: Mapping[str, Any]
-) -> ShardedOptimizerState:
+def _owned_state(model: nn.Module, optimizer: Optimizer, world: World, full: StateDict) -> ShardedOptimizerState:
     """Restrict the steps of ``optimizer`` to this rank's parameters, and return its state."""
     steps = OwnedSteps(optimizer, world)
     steps.begin()
@@ -130,7 +118,7 @@ def _owned_state(
 
 
 def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:
-    """Return the cost of DDP, plus sending each rank's updated parameters to all others."""
+    """Return the cost of a DDP step plus broadcasting the updated parameters."""
     payload, ranks = work.parameter_bytes, cluster.processes
     sent = 3 * ring_share(ranks) * payload
     gathered = all_gather_all_seconds(payload, cluster)
@@ -146,24 +134,24 @@ def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:
     )
 
 
-_SMALL = 1 << 20  # bytes; up to here parameters are sent together, from a copy
+_SMALL = 1 << 20  # bytes: parameters up to this size are copied into one message
 
 
 @final
 class OwnedSteps:
-    """Lets ``optimizer`` update the parameters that this rank owns, and sends these to the other ranks.
+    """Restricts the steps of ``optimizer`` to this rank's parameters, then broadcasts them.
 
-    It stays the recipe's own object. While it steps, its groups have only this rank's parameters, and no other has a
-    gradient, so that it keeps no state of others. Before and after a step, its groups are complete: schedules and the
-    recipe's hooks see all parameters, equal on all ranks.
+    The recipe's optimizer itself is used. During a step, its groups contain only this rank's parameters, and other
+    parameters have no gradient, so that it creates no state for them. Before and after a step its groups are complete:
+    schedules and the recipe's hooks see all parameters, equal on all ranks.
     """
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer, self._world = optimizer, world
         self._owners = owners([group["params"] for group in optimizer.param_groups], world.size)
         self._whole: list[list[Tensor]] | None = None  # the complete groups, while they are restricted
-        self._gradients: list[tuple[Tensor, Tensor]] = []  # of other ranks' parameters, during a step
-        self._alone = False  # whether a step sends nothing
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # gradients of other ranks' parameters, during a step
+        self._alone = False  # whether steps skip the broadcast
 
     def begin(self) -> None:
         """Restrict every step from now on."""
@@ -171,7 +159,7 @@ class OwnedSteps:
 
     @contextmanager
     def restricted(self) -> Iterator[None]:
-        """Let the groups have only this rank's parameters; steps within the context send nothing."""
+        """Restrict the groups to this rank's parameters, and skip broadcasts, within the context."""
         self._restrict()
         self._alone = True
         try:
@@ -200,7 +188,7 @@ class OwnedSteps:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Send this rank's parameters to the others, and receive theirs; small ones of one owner in one message."""
+        """Broadcast updated parameters from their owners; small ones share a message per owner."""
         messages: dict[tuple[int, object], list[Tensor]] = {}
         for place, each in enumerate(all_parameters(self._optimizer)):
             owner = self._owners.get(id(each))
@@ -210,16 +198,16 @@ class OwnedSteps:
         flights = []
         for (owner, _), parts in messages.items():
             sent = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
-            work = started(dist.broadcast(sent, group=self._world.group, group_src=owner, async_op=True))
+            work = start(dist.broadcast, sent, group=self._world.group, group_src=owner)
             flights.append((work, sent, parts))
         for work, sent, parts in flights:
-            wait(work)
+            work.wait()
             if len(parts) > 1:
                 received = torch.split(sent, [part.numel() for part in parts])
                 torch._foreach_copy_(parts, [own.view(part.shape) for own, part in zip(received, parts, strict=True)])
 
     def _owns(self, parameter: Tensor) -> bool:
-        """Return whether this rank updates ``parameter``; all do if it came to the optimizer later."""
+        """Return whether this rank updates ``parameter``; all ranks update parameters added later."""
         return self._owners.get(id(parameter), self._world.rank) == self._world.rank
 
     def _restrict(self) -> None:
@@ -236,7 +224,7 @@ class OwnedSteps:
 
 
 def owners(groups: Iterable[Iterable[Tensor]], ranks: int) -> dict[int, int]:
-    """Return the rank that owns each parameter, of any shape, by its id: the largest ones first, to the emptiest."""
+    """Assign each parameter, keyed by id, to a rank: largest first, to the least loaded rank."""
     loads, owned = [(0, rank) for rank in range(ranks)], dict[int, int]()
     for group in groups:
         for parameter in sorted(group, key=Tensor.numel, reverse=True):

@@ -1,6 +1,6 @@
-"""Tools with which authors of recipes and plugins test them.
+"""Test tools for authors of recipes and plugins.
 
-Its names are imported when they are first asked for, since they need torch, which other tools here do without.
+Names are imported lazily: they need torch, which other tools in this package do not.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ __all__ = ["PortConfig", "composed", "same_losses"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of ``__all__``."""
+    """Import and return a name in ``__all__``."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from worldsize.testing import port

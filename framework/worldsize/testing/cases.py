@@ -1,4 +1,4 @@
-"""All programs that :class:`~worldsize.testing.contract.StrategyContract` holds strategies to."""
+"""All programs used by :class:`~worldsize.testing.contract.StrategyContract`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What every strategy promises, as tests that an author derives from.
+"""Contract tests for strategies; derive from :class:`StrategyContract` to test your own.
 
     class TestEASGD(StrategyContract):
         strategy = EASGD(period=4)
-        tolerance = 0.05                # its mathematics is not that of one process
+        tolerance = 0.05                # its algorithm differs from a single process's
 
-Processes that serve are started beside those that train, as the strategy's roles say. Each test trains
-:class:`~worldsize.testing.recipes.Chain` on real gloo processes, and compares with a plain PyTorch loop on one process.
+Processes that serve are started in addition to those that train, according to the strategy's roles. Each test trains
+:class:`~worldsize.testing.recipes.Chain` in real gloo processes, and compares with plain PyTorch on one process.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from worldsize.testing.training import (
 )
 from worldsize.world.roles import heals
 
-_Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # and the processes and ports that are left then
+_Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # plus the processes and ports still open afterward
 _ended: dict[tuple[type, int], list[_Ended]] = {}
 _saved: dict[type, tuple[Path, Trained]] = {}
 
 
 class StrategyContract:
-    """Tests of one strategy: derive from this class, and set ``strategy``.
+    """Contract tests for one strategy: derive from this class, and set ``strategy``.
 
     Attributes:
         strategy: The strategy under test.
         sizes: World sizes to train on.
-        local_size: Ranks of a node; None: all are on one node.
-        impossible: World size that the strategy must refuse; None: there is none.
-        tolerance: How much worse the loss after 20 steps and the test error may be than those of one process, relative
-            to them.
-        two_sided: Whether they must not be better by more than that either, as if the algorithm is that of one process.
-        loss_differs: Reason why the algorithm by design does not have the loss of one process; empty: it does. The test
-            then asks only that the loss falls, and is skipped with this reason, which ``pytest -rs`` shows.
-        partners: Strategies that must load its checkpoints and it theirs, at the first of ``sizes``.
-        cases: Programs that it trains as a plain loop does, or refuses.
-        refuses: Names of the ``cases`` that it refuses; None: any that it refuses with a remedy.
+        local_size: Ranks per node. None if all are on one node.
+        impossible: World size that the strategy must refuse. None if every size is possible.
+        tolerance: Maximum relative increase of the loss after 20 steps, and of the test error, over a single process.
+        two_sided: Whether to bound decreases, too, for algorithms equivalent to a single process.
+        loss_differs: Why the algorithm's loss differs by design from a single process, or empty. If set, the test only
+            checks that the loss falls, and is skipped with this reason, shown by ``pytest -rs``.
+        partners: Strategies that must exchange checkpoints with this one, in both directions, at the first of
+            ``sizes``.
+        cases: Programs that the strategy must train like a plain loop, or refuse.
+        refuses: Names of the ``cases`` that it refuses. None to allow any refusal with a remedy.
     """
 
     strategy: ClassVar[Strategy]
@@ -83,20 +83,20 @@ class StrategyContract:
     refuses: ClassVar[Collection[str] | None] = None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run each test that takes ``size`` at every one of ``sizes``."""
+        """Run each test with a ``size`` argument at all ``sizes``."""
         if "size" in metafunc.fixturenames:
             metafunc.parametrize("size", self.sizes)
 
     def run(self, size: int, body: Callable[[RunContext], Any], recipe: Recipe = CHAIN) -> list[Any]:
-        """Call ``body`` on each of ``size`` processes that train ``recipe``, and return their results by rank.
+        """Call ``body`` on ``size`` processes that train ``recipe``; return results by rank.
 
-        Where processes serve beside them, they are called with it too, since :func:`train` lets them serve; where all
-        serve, the one that leads has the only result.
+        Serving processes call ``body`` too, and :func:`train` makes them serve. If all processes serve, only the
+        leader's result is returned.
         """
         return run_in_roles(self.strategy, body, size, local_size=self.local_size)
 
     def _ended(self, size: int) -> list[_Ended]:
-        """Return how training ended on each rank; it runs once for all tests of this process."""
+        """Return the outcome on each rank; training runs once for all tests in this process."""
         key, recipe = (type(self), size), recipe_for(self.strategy)
         if key not in _ended:
             _ended[key] = self.run(
@@ -105,7 +105,7 @@ class StrategyContract:
         return _ended[key]
 
     def _saved(self, folders: pytest.TempPathFactory) -> tuple[Path, Trained]:
-        """Return the checkpoints of 4 steps at the largest size, and their outcome; see :meth:`_ended`."""
+        """Return checkpoints of 4 steps at the largest size, and the outcome; see :meth:`_ended`."""
         if type(self) not in _saved:
             folder, size, recipe = folders.mktemp("saved"), self.sizes[-1], recipe_for(self.strategy)
             ended = self.run(size, lambda context: train(self.strategy, context, 4, folder, save=True, recipe=recipe))
@@ -113,7 +113,7 @@ class StrategyContract:
         return _saved[type(self)]
 
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
-        """Compare with plain PyTorch, up to ``tolerance``, at every size; so do weights that no optimizer changes."""
+        """Compare loss and test error with plain PyTorch at all sizes, also of averaged weights."""
         compare = _comparison(type(self))
         expected = reference(recipe_for(self.strategy))
         for rank, (actual, *_) in enumerate(self._ended(size)):
@@ -130,7 +130,7 @@ class StrategyContract:
     def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(
         self, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
-        """Compare 7 steps with 4, a checkpoint and 3 more, at the largest size."""
+        """Compare 7 steps with 4 steps, a checkpoint and 3 more steps, at the largest size."""
         size, recipe = self.sizes[-1], recipe_for(self.strategy)
         straight = self.run(size, lambda context: train(self.strategy, context, 7, recipe=recipe))[0]
         folder, _ = self._saved(tmp_path_factory)
@@ -141,7 +141,7 @@ class StrategyContract:
         assert_same(resumed.model, straight.model)
 
     def test_its_checkpoint_holds_the_plain_model(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """Compare the saved weights with those in memory after 4 steps at the largest size, by the recipe's names."""
+        """Compare saved weights by name with those in memory, 4 steps, at the largest size."""
         folder, saved = self._saved(tmp_path_factory)
         checkpoint = newest(folder, ALONE)
         assert checkpoint is not None
@@ -149,7 +149,7 @@ class StrategyContract:
         recipe_for(self.strategy).model().load_state_dict(dict(saved.model))
 
     def test_checkpoints_load_under_its_partners_and_theirs_under_it(self, tmp_path: Path) -> None:
-        """Go on under each of ``partners``, and from each of them, at the smallest size."""
+        """Resume from this strategy under each of ``partners`` and vice versa, at the smallest size."""
         size = self.sizes[0]
 
         def trained(strategy: Strategy, folder: Path, *, save: bool) -> Trained:
@@ -172,7 +172,7 @@ class StrategyContract:
     def test_it_trains_what_a_plain_loop_trains_or_refuses_it(self) -> None:
         """Train ``cases``, and compare weights with a plain loop, at the smallest size.
 
-        A strategy with a ``tolerance`` above 0.001, or whose loss differs by design, need only train or refuse them.
+        If ``tolerance`` is above 0.001 or the loss differs by design, weights are not compared.
         """
         ended = outcomes(self.strategy, self.cases, self.sizes[0], local_size=self.local_size)
         wrong = faults(self.cases, ended, exact=self.tolerance <= 1e-3 and not self.loss_differs)
@@ -181,23 +181,23 @@ class StrategyContract:
         assert self.refuses is None or refused == set(self.refuses), f"refused: {sorted(refused)}"
 
     def test_a_wrong_world_size_is_refused_before_anything_starts(self) -> None:
-        """Expect a ConfigError that names the size ``impossible``; None: every size is possible."""
-        if self.impossible is None:  # it runs at every world size
+        """Expect a ConfigError that names the size ``impossible``, unless that is None."""
+        if self.impossible is None:  # all world sizes are supported
             return
         with pytest.raises(ConfigError, match=rf"\b{self.impossible}\b"):
             self.strategy.roles(cluster_of(self.impossible))
 
     def test_several_updates_a_step_are_those_of_one_process(self, tmp_path: Path) -> None:
-        """Compare :class:`~worldsize.testing.recipes.TwoPlayers` with plain PyTorch; resumed, it has the same bits.
+        """Compare :class:`~worldsize.testing.recipes.TwoPlayers` with plain PyTorch, and resume.
 
-        A strategy that does not train such a recipe refuses it before anything starts; one that runs no hooks of
-        optimizers trains it without them.
+        Strategies without support for such recipes must refuse them before any process starts. Those without optimizer
+        hooks train the recipe without them.
         """
         recipe, size = TwoPlayers(), self.sizes[-1]
         try:
             check_trainable(recipe, self.strategy)
         except ConfigError as refusal:
-            assert "several updates a step" in str(refusal)  # noqa: PT017 - it may be refused or not
+            assert "several updates a step" in str(refusal)  # noqa: PT017 - either is allowed
             return
         try:
             check_construction(recipe, self.strategy)
@@ -219,15 +219,15 @@ class StrategyContract:
         assert_same(resumed.model, straight[0].model)
 
     def test_an_average_in_a_buffer_is_that_of_one_process(self, tmp_path: Path) -> None:
-        """Evaluate with an average that a hook of the optimizer keeps in a buffer; resumed, it has the same bits.
+        """Evaluate with an average in a buffer, updated by an optimizer hook, and resume.
 
-        A strategy that does not carry it refuses it before anything starts, with the remedy.
+        Strategies without support for it must refuse it before any process starts, with a remedy.
         """
         recipe, size = AveragedChain(in_buffer=True), self.sizes[-1]
         try:
             check_construction(recipe, self.strategy)
         except ConfigError as refusal:
-            assert "a hook for each step" in str(refusal)  # noqa: PT017 - it may be refused or not
+            assert "a hook for each step" in str(refusal)  # noqa: PT017 - either is allowed
             assert "strategy=ddp" in str(refusal)  # noqa: PT017
             return
         straight = self.run(size, lambda context: train(self.strategy, context, STEPS, recipe=recipe), recipe)
@@ -244,7 +244,7 @@ class StrategyContract:
         assert_same(resumed[0].model, straight[0].model)
 
     def test_a_step_that_ends_before_its_update_changes_nothing(self) -> None:
-        """Interrupt a step of a gang that heals, whose survivors repeat it with the state that they have themselves."""
+        """Interrupt a step, and check that the unchanged state lets survivors repeat it."""
         if not heals(self.strategy.roles(cluster_with(self.strategy, self.sizes[-1]))) or self.strategy.shards_state:
             pytest.skip("no survivor of this strategy repeats a step with its own state")
         recipes = (CountingChain(), CountingChain(whole_numbers=True))
@@ -254,9 +254,9 @@ class StrategyContract:
             assert self.run(size, interrupted) == [[]] * size
 
     def test_values_that_a_recipe_keeps_outlast_restarts_and_healing(self, tmp_path: Path) -> None:
-        """Compare with plain PyTorch, and by bits with a resumed run and, if gangs heal, one that repeats steps.
+        """Compare with plain PyTorch, and bit for bit with resumed and repeated steps.
 
-        A strategy that does not carry the values refuses the recipe before anything starts, with the remedy.
+        Strategies without support for recipe state must refuse the recipe before any process starts, with a remedy.
         """
         if refusal := refused_early(self.strategy, Remembered()):
             assert REMEDY.search(refusal), refusal
@@ -285,7 +285,7 @@ class StrategyContract:
                 assert_same(weights, straight, when=f" after a step that ended at {point!r}")
 
     def test_nothing_is_left_behind(self) -> None:
-        """Expect no child process and no listening port after training."""
+        """Expect no child processes and no listening ports after training."""
         for _, processes, ports in self._ended(self.sizes[0]):
             assert not processes, f"processes {sorted(processes)} were left"
             shown = sorted(ports.values())
@@ -294,7 +294,7 @@ class StrategyContract:
 
 
 def recipe_for(strategy: Strategy) -> Recipe:
-    """Return a recipe that changes weights outside the optimizer; a plain one if ``strategy`` refuses that."""
+    """Return a recipe with weights changed by a hook, or CHAIN if ``strategy`` refuses it."""
     recipe = AveragedChain()
     try:
         check_construction(recipe, strategy)
@@ -304,18 +304,18 @@ def recipe_for(strategy: Strategy) -> Recipe:
 
 
 def _comparison(contract: type[StrategyContract]) -> Callable[[str, float, float, float], None]:
-    """Return how figures are compared with those of one process: may they be better, or not either?"""
+    """Return a one-sided or two-sided comparison with a single process."""
     return assert_close if contract.two_sided else assert_no_worse
 
 
 def assert_close(what: str, actual: float, expected: float, tolerance: float) -> None:
-    """Fail unless the relative difference is at most ``tolerance``."""
+    """Fail if the relative difference exceeds ``tolerance``."""
     difference = abs(actual - expected) / abs(expected)
     assert difference <= tolerance, f"{what} {actual}, on one process {expected}: {difference:.1e} > {tolerance:.1e}"
 
 
 def assert_no_worse(what: str, actual: float, expected: float, tolerance: float) -> None:
-    """Fail if a figure of which less is better exceeds another one by more than ``tolerance``, relative to that."""
+    """Fail if ``actual`` exceeds ``expected`` by a fraction of more than ``tolerance``."""
     difference = (actual - expected) / abs(expected)
     assert difference <= tolerance, (
         f"{what} {actual}, on one process {expected}: worse by {difference:.1e} > {tolerance:.1e}"
@@ -323,7 +323,7 @@ def assert_no_worse(what: str, actual: float, expected: float, tolerance: float)
 
 
 def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, when: str = "") -> None:
-    """Fail unless both have the same names, and every tensor has the same shape and bits."""
+    """Fail unless both have the same names, and all tensors have the same shapes and bits."""
     assert actual.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not different, f"other bits{when}: {', '.join(different)}"

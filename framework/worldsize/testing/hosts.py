@@ -1,8 +1,8 @@
-"""Hosts as network namespaces of this machine: own address, own name, own sshd, links that can be shaped and cut.
+"""Simulate hosts by network namespaces: own address, name, sshd, and links to shape or cut.
 
     python -m worldsize.testing.hosts --rate 200mbit uv run train.py +cluster=ssh cluster.hosts=[h1,h2] ...
 
-runs a command on the first of two such hosts (as root), where ``ssh h2`` leads to the other.
+runs a command on the first of two such hosts (as root), where ``ssh h2`` connects to the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Host h*
 
 
 def missing() -> str | None:
-    """Return why this machine cannot have such hosts; None: it can."""
+    """Return why this machine cannot run such hosts, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     absent = [name for name in ("ip", "tc", "sshd", "ssh", "rsync") if _executable(name) is None]
@@ -56,13 +56,13 @@ def _do(*words: str) -> None:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts h1, h2, ... at 10.77.0.1, 10.77.0.2, ... Methods take a host's number, from 1.
+    """Hosts h1, h2, ... with addresses 10.77.0.1, 10.77.0.2, ...; methods number hosts from 1.
 
     Attributes:
-        folder: Folder with their keys and ``ssh_config``.
-        name: Text that begins the names of their namespaces.
+        folder: Folder with the hosts' keys and ``ssh_config``.
+        name: Prefix of their namespaces.
         count: Number of hosts.
-        racks: Number of racks, of consecutive hosts, each with a switch and an uplink of its own.
+        racks: Number of racks of consecutive hosts; each rack has a switch and an uplink.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class Hosts:
 
     @property
     def ssh(self) -> list[str]:
-        """The words of an ssh command that reaches the hosts by their names."""
+        """The ssh command that reaches the hosts by name, as a list of arguments."""
         return ["ssh", "-F", str(self.folder / "ssh_config")]
 
     def on(self, host: int, words: Sequence[str]) -> list[str]:
@@ -82,7 +82,7 @@ class Hosts:
 
     @property
     def switches(self) -> list[str]:
-        """The namespaces of the racks' switches, then, if there are several, that of the one which joins them."""
+        """The namespaces of the rack switches, then of the core switch if there are several."""
         racks = [f"{self.name}sw{rack or ''}" for rack in range(self.racks)]
         return [*racks, f"{self.name}core"] if self.racks > 1 else racks
 
@@ -91,37 +91,37 @@ class Hosts:
         return self.switches[(host - 1) * self.racks // self.count]
 
     def link(self, host: int, state: str) -> None:
-        """Pull the cable ("down") or plug it in ("up")."""
+        """Disconnect ("down") or connect ("up") a host's link."""
         _do("ip", "-n", self.switch(host), "link", "set", f"p{host}", state)
 
     def shape(self, rate: str, host: int | None = None) -> None:
-        """Bound a host's link, or every one, in both directions; ``rate`` as for tc, e.g. "200mbit"."""
+        """Limit one or all host links in both directions; ``rate`` as for tc, e.g. "200mbit"."""
         for each in [host] if host else range(1, self.count + 1):
             _limit(f"{self.name}h{each}", "eth0", rate)
             _limit(self.switch(each), f"p{each}", rate)
 
     def shape_uplinks(self, rate: str) -> None:
-        """Bound the link of each rack to the others, in both directions."""
+        """Limit the rate of each rack's uplink, in both directions."""
         for rack in range(self.racks):
             _limit(self.switches[rack], "uplink", rate)
             _limit(self.switches[-1], f"r{rack}", rate)
 
     def crossed(self, rack: int) -> int:
-        """Return the bytes that have left a rack, from 0, so far, headers included."""
+        """Return the bytes sent so far on the uplink of a rack, counted from 0, including headers."""
         counter = ["ip", "netns", "exec", self.switches[rack], "cat", "/sys/class/net/uplink/statistics/tx_bytes"]
         return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
 
     def ip(self, host: int, *words: str) -> None:
-        """Run ``ip`` with ``words`` on a host, e.g. to add a rule that drops what comes to a port."""
+        """Run ``ip`` with ``words`` on a host, e.g. to drop packets to a port."""
         _do("ip", "-n", f"{self.name}h{host}", *words)
 
     def sent(self, host: int) -> int:
-        """Return the bytes that have left a host so far, headers included, by its interface's own counter."""
+        """Return the bytes sent so far by a host, including headers, from its interface's counter."""
         counter = self.on(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
         return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
 
     def processes(self, text: str, host: int | None = None) -> list[int]:
-        """Return the ids of processes on one host, or any, whose command line has ``text``."""
+        """Return the ids of processes on one or all hosts with ``text`` in their command line."""
         pids = []
         for each in [host] if host else range(1, self.count + 1):
             listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{each}"], capture_output=True, text=True)
@@ -132,7 +132,7 @@ class Hosts:
         return pids
 
     def kill(self, host: int) -> None:
-        """End every process of a host at once."""
+        """Kill all processes of a host."""
         listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{host}"], capture_output=True, text=True)
         for pid in map(int, listed.stdout.split()):
             with suppress(OSError):
@@ -141,9 +141,9 @@ class Hosts:
 
 @contextmanager
 def running(folder: Path, *, name: str, count: int, racks: int = 1) -> Iterator[Hosts]:
-    """Keep ``count`` hosts up within the block, in ``racks`` racks; needs root.
+    """Run ``count`` hosts in ``racks`` racks within the context. Requires root.
 
-    ``name`` begins the names of their namespaces.
+    ``name``: prefix of their network namespaces.
     """
     hosts = Hosts(folder, name, count, racks)
     try:
@@ -177,7 +177,7 @@ def _connect(hosts: Hosts) -> None:
         _do("ip", "-n", switch, "link", "set", f"p{host}", "master", "bridge", "up")
         _do("ip", "-n", space, "addr", "add", f"10.77.0.{host}/24", "dev", "eth0")
         _do("ip", "-n", space, "link", "set", "eth0", "up")
-        own = Path("/etc/netns", space)  # which `ip netns exec` lays over /etc
+        own = Path("/etc/netns", space)  # mounted over /etc by `ip netns exec`
         own.mkdir(parents=True)
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
         (own / "ssh").mkdir()
@@ -216,7 +216,7 @@ def _asked_for(options: argparse.Namespace, folder: Path) -> AbstractContextMana
 
 
 def main() -> None:
-    """Run a command on the first of several hosts, and end with its exit code."""
+    """Run a command on the first of several hosts, and exit with its exit code."""
     parser = argparse.ArgumentParser(prog="python -m worldsize.testing.hosts", description=__doc__)
     parser.add_argument("--count", type=int, default=2, help="of hosts (default: 2)")
     parser.add_argument("--racks", type=int, default=1, help="that the hosts are in (default: 1)")

@@ -1,10 +1,9 @@
-"""Makes ``plugins.NAME`` and ``recipes.NAME`` importable in tests, as a run imports them; a plugin of pytest.
+"""Pytest plugin that makes ``plugins.NAME`` and ``recipes.NAME`` importable in tests.
 
     [tool.pytest.ini_options]
     addopts = "-p worldsize.testing.importing"
 
-It finds those of the project, those of the folders in ``WORLDSIZE_PLUGINS``, and worldsize's own, wherever it is
-installed.
+Plugins and recipes are found in the project, in the folders in ``WORLDSIZE_PLUGINS``, and in worldsize's installation.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def import_plugins(project: Path | None = None) -> None:
-    """Put the folders that may hold ``plugins/`` and ``recipes/`` on the import path, behind what is there.
+    """Append the folders that may contain ``plugins/`` and ``recipes/`` to the import path.
 
     Args:
-        project: Folder of the project; None: the working directory.
+        project: Folder of the project; by default, the working directory.
     """
     own = [] if project is None else [project.resolve()]
     make_importable([*own, *roots()])
@@ -34,5 +33,5 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make plugins and recipes importable where a ``conftest.py`` names this module in ``pytest_plugins``."""
+    """Make plugins and recipes importable if listed in a conftest's ``pytest_plugins``."""
     import_plugins(config.rootpath)

@@ -1,4 +1,4 @@
-"""Trains through steps that end before their update, restarts and repeated steps, as without them."""
+"""Train with interrupted, repeated and resumed steps, to compare with uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from worldsize.collectives.per_rank import local
 from worldsize.core import BufferRule, FaultPoints, MicroBatch, Recipe, Replica, RunContext, Strategy, TensorStyle
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
+from worldsize.loop.fit import TrainingProgress
 from worldsize.testing.loops import Loop
 from worldsize.testing.recipes import Chain
 from worldsize.testing.training import ALONE, BATCH, SEED, cluster_of
-from worldsize.train.fit import TrainingProgress
 from worldsize.worker.step_memory import SharedStep, StepMemory
 
 _IN_PASSES = ("step:forward", "step:backward", "step:reduce")
@@ -27,11 +27,11 @@ POINTS = (*_IN_PASSES, "step:reduced", "before the update")
 
 
 class InterruptedError(Exception):
-    """The step ends here."""
+    """Raised to interrupt a step."""
 
 
 class Counting(nn.Module):
-    """Counts its passes in a buffer of integers, and passes its input on."""
+    """Identity module that counts its forward passes in an integer buffer."""
 
     calls: Tensor
 
@@ -47,16 +47,16 @@ class Counting(nn.Module):
 
 @dataclass(frozen=True)
 class CountingChain(Chain):
-    """A :class:`Chain` that counts passes and, unless it is ``whole_numbers`` alone, normalizes by batch statistics."""
+    """A :class:`Chain` that counts passes and, unless ``whole_numbers``, has a batch norm."""
 
     whole_numbers: bool = False
 
     def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
-        """Declare the counter: a step counts once."""
+        """Declare that the counter is equal on all ranks."""
         return {"*.calls": "equal"}
 
     def model(self) -> nn.Module:
-        """Return the chain with a counter and perhaps BatchNorm after its first layer."""
+        """Insert a counter, and BatchNorm unless ``whole_numbers``, after the first layer."""
         first, *others = super().model().children()
         own = [Counting()] if self.whole_numbers else [nn.BatchNorm1d(16), Counting()]
         return nn.Sequential(first, *own, *others)
@@ -71,7 +71,7 @@ class FailurePoint(FaultPoints):
     _left: int = 0
 
     def begin(self, batches: int) -> None:
-        """Interrupt the next step, of ``batches`` micro-batches: in the second one, if it has several."""
+        """Interrupt the next step of ``batches`` micro-batches, in its second one if possible."""
         self._left = 2 if batches > 1 and self.point in _IN_PASSES else 1
 
     def enter(self, step: int) -> None: ...
@@ -87,15 +87,15 @@ class FailurePoint(FaultPoints):
 
 
 def changed_by_interruption(strategy: Strategy, context: RunContext, cases: Sequence[tuple[Recipe, int]]) -> list[str]:
-    """Interrupt steps of each recipe with so many logical ranks; return the tensors that are not as they were then.
+    """Interrupt steps of each (recipe, logical ranks) case; return changed tensors' names.
 
-    All ranks must call it and have equally many logical ranks; if these are several, the second one is interrupted.
+    All ranks must call it with the same cases and own equally many logical ranks.
     """
     return [each for recipe, total in cases for each in _changed(strategy, context, recipe, total)]
 
 
 def _changed(strategy: Strategy, context: RunContext, recipe: Recipe, logical_ranks: int) -> list[str]:
-    """Interrupt the second step of a new replica at each of ``POINTS``, and one that follows a load."""
+    """Interrupt step 2 of a new replica at each of ``POINTS``, and once after a load."""
     changed = []
     for point, loads in [*((each, False) for each in POINTS), ("step:reduce", True)]:
         faults = FailurePoint(point)
@@ -107,7 +107,7 @@ def _changed(strategy: Strategy, context: RunContext, recipe: Recipe, logical_ra
             replica.load(replica.state())
         before = {name: tensor.clone() for name, tensor in split(replica.state())[0].items()}
         faults.begin(1 if loads else len(second))
-        if _completes(lambda: replica.step(second)):  # noqa: B023 - it is called at once
+        if _completes(lambda: replica.step(second)):  # noqa: B023 - called immediately
             changed.append(f"{point}: it is not reached")
         after = split(replica.state())[0]
         changed += [
@@ -136,7 +136,7 @@ REMEMBERED_STEPS, _REPEATED = 6, 4
 
 @dataclass(frozen=True)
 class Remembered(Loop):
-    """Weighs the loss of each logical rank by a moving average of its inputs, kept in this object."""
+    """Weights each logical rank's loss by a moving average of its inputs, stored here."""
 
     remembers: ClassVar[bool] = True
     averages: dict[int, float] = field(default_factory=dict, compare=False)
@@ -146,17 +146,17 @@ class Remembered(Loop):
         return {"average": self.averages.get(logical_rank, 0.0)}
 
     def load_state(self, logical_rank: int, state: Mapping[str, float]) -> None:
-        """Replace the average of a logical rank."""
+        """Set the average of a logical rank."""
         self.averages[logical_rank] = state["average"]
 
     def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Return the mean squared error of a micro-batch, a scalar, weighed by the average."""
+        """Return the mean squared error of a micro-batch, a scalar, weighted by the average."""
         rank = batch.logical_rank
         self.averages[rank] = average = 0.5 * self.averages.get(rank, 0.0) + float(batch.data[0].abs().mean())
         return self.loss(model, batch.data) * (1 + average)
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
-        """Divide both layers."""
+        """Shard both layers."""
         return {"0": "column", "2": "row"}
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -169,7 +169,7 @@ class Remembered(Loop):
 
 
 def train_healing(strategy: Strategy, context: RunContext, *, logical_ranks: int) -> Mapping[str, Mapping[str, Tensor]]:
-    """Train with a step that ends at a named point and is repeated; return the weights by name, by the point.
+    """Interrupt and repeat a step at each of ``POINTS``; return weights by point and name.
 
     All ranks must call it; weights are empty except on rank 0.
     """
@@ -178,7 +178,7 @@ def train_healing(strategy: Strategy, context: RunContext, *, logical_ranks: int
 
 
 def remembering_loop(logical_ranks: int) -> Mapping[str, Tensor]:
-    """Train in plain PyTorch, one logical rank of a step after the other, and return the weights by name."""
+    """Train in plain PyTorch, one logical rank after another, and return the weights by name."""
     recipe = Remembered()
     model = recipe.model()
     optimizer = recipe.optimizer(model)
@@ -194,9 +194,9 @@ def remembering_loop(logical_ranks: int) -> Mapping[str, Tensor]:
 
 @final
 class _Survivor:
-    """Trains as a survivor that repeats a step after its end at ``point``.
+    """Trains like a survivor that repeats a step interrupted at ``point``.
 
-    It continues with its own state; where processes hold shards, with a copy from before the step.
+    It continues with its own state, or with a copy from before the step if processes hold shards.
     """
 
     def __init__(self, strategy: Strategy, context: RunContext, point: str) -> None:
@@ -210,7 +210,7 @@ class _Survivor:
         self._shared: SharedStep | None = None
 
     def train(self) -> Mapping[str, Tensor]:
-        """Return the weights at the end."""
+        """Train, and return the final weights."""
         world = self._context.world
         done, state = self._memory.begin(TrainingProgress()), _Copy(self._replica)
         drawn = micro_batches(self._recipe.data("train"), self._order, world.device)
@@ -218,7 +218,7 @@ class _Survivor:
             if step == _REPEATED:
                 self._interrupt(batches)
                 state = state if self._strategy.shards_state else _Copy(self._replica)
-                self._replica = self._made()  # a gang makes others when its members change
+                self._replica = self._made()  # a gang creates new replicas when its members change
                 state.load_into(self._replica)
                 done = self._memory.begin(done)
             self._replica.step(batches)
@@ -246,14 +246,14 @@ class _Survivor:
 
 @final
 class _Copy:
-    """A copy of the state of a replica, as peers of a gang keep it in memory."""
+    """A copy of a replica's state, like the in-memory copies that gang members keep for peers."""
 
     def __init__(self, replica: Replica) -> None:
         tensors, self._values = split(replica.state())
         self._parts = {name: local(tensor).clone() for name, tensor in tensors.items()}
 
     def load_into(self, replica: Replica) -> None:
-        """Load it into a new replica with the same parts of tensors."""
+        """Load the copy into a new replica with the same shards."""
         tensors, _ = split(replica.state())
         for name, tensor in tensors.items():
             local(tensor).copy_(self._parts[name])

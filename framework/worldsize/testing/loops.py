@@ -1,7 +1,7 @@
-"""Small programs with one peculiarity each, which a strategy trains as a plain PyTorch loop does, or refuses.
+"""Small edge-case programs that strategies must train like a plain PyTorch loop, or refuse.
 
-A case is a recipe and a loop in plain PyTorch. Every strategy and plugin is held to all of
-:data:`worldsize.testing.cases.CASES` by :class:`~worldsize.testing.contract.StrategyContract`.
+A case is a recipe and a loop in plain PyTorch. :class:`~worldsize.testing.contract.StrategyContract` tests each
+strategy and plugin with all of :data:`worldsize.testing.cases.CASES`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Reference = Callable[["Case", Sequence[Batch]], Mapping[str, Tensor]]
 @final
 @dataclass(frozen=True)
 class Case:
-    """A program that strategies are tried with.
+    """A program to test strategies with.
 
     Attributes:
-        name: A few words with hyphens, by which tests name it.
-        recipe: The recipe, whose model has the same weights at each call.
+        name: A few hyphenated words, used as the name in tests.
+        recipe: The recipe; its model has the same weights on each call.
         steps: Number of steps to train.
         numerics: Precision and clipping.
-        reference: Trains on whole batches, one for each step, and returns the weights by name; None: a plain loop.
-        apart: Whether a rank may refuse alone, so that the case needs processes of its own.
-        tolerance: Largest difference of a weight from the reference.
+        reference: Trains on whole batches, one per step, and returns the weights by name. None for a plain loop.
+        apart: Whether only some ranks may refuse, so that the case needs separate processes.
+        tolerance: Maximum difference of a weight from the reference.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Case:
     tolerance: float = 2e-5
 
     def expected(self) -> Mapping[str, Tensor]:
-        """Return the weights after plain training on whole batches, by name, in the shapes of the model."""
+        """Return the weights by name, in model shapes, after training with the reference."""
         data, order = self.recipe.data("train"), Order(SEED, BATCH, 1, (0,))
         batches = [
             fetch(data, order.indices(step, 0, len(data)), collate_of(self.recipe)) for step in range(1, self.steps + 1)
@@ -64,14 +64,14 @@ class Case:
 @final
 @dataclass(frozen=True)
 class CaseOutcome:
-    """The end of a case: the trained ``weights`` by name, or a refusal."""
+    """The outcome of a case: the trained ``weights`` by name, or a refusal."""
 
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     refusal: str = ""
 
 
 def plain_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
-    """Train as a PyTorch tutorial does, and return the weights by name, in the shapes of the model."""
+    """Train like a PyTorch tutorial, and return the weights by name, in model shapes."""
     recipe, limit = case.recipe, case.numerics.clip_norm
     model = recipe.model()
     optimizer = recipe.optimizer(model)
@@ -93,7 +93,7 @@ def plain_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
 
 
 def _evaluated(recipe: Recipe, model: nn.Module) -> float:
-    """Return the only metric of the test data."""
+    """Return the recipe's only metric on the test data."""
     data, modes = recipe.data("test"), [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad():
@@ -112,13 +112,12 @@ def outcomes(
     local_size: int | None = None,
     logical_ranks: int | None = None,
 ) -> Mapping[str, CaseOutcome]:
-    """Train each of ``cases`` on ``size`` processes, and return how it ended, by its name.
+    """Train each of ``cases`` on ``size`` processes, and return the outcomes by name.
 
-    Cases share their processes where they can. ``logical_ranks``: those of a step; None: at least two for each
-    data-parallel part.
+    Cases share processes if possible. ``logical_ranks``: number per step; None for at least two per data-parallel rank.
 
     Raises:
-        RuntimeError: a case ended in another error than a ConfigError.
+        RuntimeError: a case raised an error other than ConfigError.
     """
     cluster = cluster_with(strategy, size)
     total = logical_ranks or strategy.data_parallel(cluster) * max(2, strategy.default_micro_batches)
@@ -137,7 +136,7 @@ def outcomes(
 
 
 def refused_early(strategy: Strategy, recipe: Recipe, numerics: Numerics | None = None) -> str:
-    """Return the refusal of ``recipe`` before a process starts; empty: it is not refused."""
+    """Return the message if ``recipe`` is refused before any process starts, else ""."""
     metric = "error" if isinstance(recipe, ByMetric) else None
     try:
         check_trainable(recipe, strategy)
@@ -159,7 +158,7 @@ def _trained(
 
     try:
         ended: dict[str, CaseOutcome] = run_in_roles(strategy, body, size, local_size=local_size)[0]
-    except RuntimeError as failure:  # a rank that refuses alone takes its process along
+    except RuntimeError as failure:  # if only one rank refuses, its process exits too
         (refusal, *_) = [*re.findall(r"^(?:worldsize\.\S*)?ConfigError: (.*)", str(failure), re.MULTILINE), ""]
         if len(cases) > 1 or not refusal:
             raise
@@ -168,7 +167,7 @@ def _trained(
 
 
 def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int, *, apart: bool) -> CaseOutcome:
-    """Train ``case``; a refusal ends the process if others would wait for it, ``apart``."""
+    """Train ``case``. If ``apart``, a refusal raises, since others would wait."""
     run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
     try:
         trained = train(strategy, run, case.steps, recipe=case.recipe)
@@ -180,9 +179,9 @@ def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks:
 
 
 def faults(cases: Sequence[Case], ended: Mapping[str, CaseOutcome], *, exact: bool = True) -> list[str]:
-    """Return a line for each case that neither trains as the plain loop nor is refused with a remedy.
+    """Return a message for each case neither trained like the loop nor refused with a remedy.
 
-    ``exact``: whether weights must be those of the plain loop; otherwise a case need only end.
+    ``exact``: whether to compare weights with the plain loop; otherwise a case need only end.
     """
     lines = []
     for case in cases:
@@ -196,7 +195,7 @@ def faults(cases: Sequence[Case], ended: Mapping[str, CaseOutcome], *, exact: bo
 
 
 def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest difference between tensors of one name and shape; infinite: the names differ."""
+    """Return the largest difference of tensors with equal shapes, or inf if names differ."""
     if actual.keys() != expected.keys():
         return float("inf")
     differences = [(actual[name] - value).abs().double() for name, value in expected.items() if value.numel()]
@@ -205,10 +204,10 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 @dataclass(frozen=True)
 class Loop(Recipe):
-    """Base of recipes whose weights and data follow from formulas; subclasses give the model or the loss."""
+    """Base of recipes with weights and data from formulas; subclasses vary model or loss."""
 
     def net(self) -> nn.Module:
-        """Make the model, of any weights, for inputs (batch, 4) and outputs (batch, 1)."""
+        """Create the model, inputs (batch, 4), outputs (batch, 1); :meth:`model` sets weights."""
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def model(self) -> nn.Module:

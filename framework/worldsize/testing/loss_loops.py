@@ -1,4 +1,4 @@
-"""Small programs whose losses cannot be trained in some micro-batch, or whose gradients come in unusual ways."""
+"""Small programs with untrainable losses in some micro-batches, or with unusual gradients."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from worldsize.testing.loops import Case, Loop
 
 
 def _is_odd(batch: Any) -> bool:
-    """Choose about half of all micro-batches."""
+    """Return True for about half of all micro-batches."""
     return int((batch[0].sum() * 1000).abs()) % 2 == 1
 
 
 class ConstantLoss(Loop):
-    """The loss has no graph in some micro-batches, as where nothing counts."""
+    """The loss has no graph in some micro-batches, as if all labels were masked."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return torch.zeros(()) if _is_odd(batch) else super().loss(model, batch)
 
 
 class LateConstantLoss(Loop):
-    """The loss has no graph in some micro-batches of the third step and later ones."""
+    """From step 3 on, the loss has no graph in some micro-batches."""
 
     def loss_at(self, model: nn.Module, batch: Any, step: int) -> Tensor:
         return torch.zeros(()) if step > 2 and _is_odd(batch) else self.loss(model, batch)
 
 
 class ChangingForm(Loop):
-    """The loss is a mean in some micro-batches, and a sum with its weight in others."""
+    """The loss is a mean in some micro-batches, and (sum, weight) in others."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         mean, weight = super().loss(model, batch), torch.tensor(float(len(batch[0])))
@@ -44,7 +44,7 @@ class ChangingForm(Loop):
 
 
 class Exchanging(Loop):
-    """The loss adds the mean output of all processes where there are others, as programs for DDP do."""
+    """The loss uses the mean output over all processes, as some programs for DDP do."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)
@@ -57,7 +57,7 @@ class Exchanging(Loop):
 
 
 class _Towers(nn.Module):
-    """Encoders of inputs and targets, a predictor that only the loss uses, and the logarithm of a temperature."""
+    """Encoders of inputs and targets, a predictor used only by the loss, and a log temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Towers(nn.Module):
 
 
 class Contrast(FeatureRecipe, Loop):
-    """Contrasts each input with the targets of all samples of the step."""
+    """Contrasts each input with the targets of all samples in the step."""
 
     def net(self) -> nn.Module:
         return _Towers()
@@ -94,7 +94,7 @@ class Contrast(FeatureRecipe, Loop):
 
 
 def _nothing(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
-    """Return no weights: a strategy that trains the case is wrong."""
+    """Return no weights, since no strategy should be able to train the case."""
     return {}
 
 
@@ -111,9 +111,9 @@ _EXPERTS = 6
 
 @dataclass(frozen=True)
 class Experts(Loop):
-    """Samples that each go to one of six experts, more than a micro-batch uses; nothing uses a spare layer.
+    """Routes samples to six experts, more than a micro-batch uses; one layer is unused.
 
-    Weights decay, so that a gradient of zeros is not the same as none.
+    Weight decay distinguishes a zero gradient from a missing one.
     """
 
     def net(self) -> nn.Module:
@@ -135,7 +135,7 @@ class Experts(Loop):
 
 @dataclass(frozen=True)
 class Unfreezing(Loop):
-    """A first layer that trains from the fourth step on, or with ``trains_first`` until then."""
+    """Unfreezes its first layer in step 4, or freezes it then if ``trains_first``."""
 
     trains_first: bool = False
 
@@ -156,7 +156,7 @@ class Unfreezing(Loop):
 
 @dataclass(frozen=True)
 class Hooked(Loop):
-    """Parameters with a hook that clips their gradient, from a step on; see :class:`torch.Tensor` for both kinds."""
+    """Parameters with a gradient-clipping hook of either kind, from the start or a later step."""
 
     accumulated: bool = False
     from_step: int = 0
@@ -194,7 +194,7 @@ def _clip_accumulated(parameter: Tensor) -> None:
 
 
 class PartlyOptimized(Loop):
-    """An optimizer of the last layer alone, though the first one requires gradients."""
+    """The optimizer has only the last layer, although the first one requires gradients."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         assert isinstance(model, nn.Sequential)

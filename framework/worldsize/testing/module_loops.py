@@ -1,4 +1,4 @@
-"""Small programs whose losses use parts of their models, and models with peculiar parts, for strategies to train."""
+"""Small programs with losses on submodules, or models with unusual submodules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worldsize.testing.loops import Case, Loop
 
 
 class Head(nn.Module):
-    """A body and a head, which a program may call by themselves."""
+    """A body and a head that a loss may call separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class Methods(Loop):
-    """Calls methods and parts of the model, and reads one of its attributes."""
+    """Calls methods and submodules of the model, and reads one of its attributes."""
 
     def net(self) -> nn.Module:
         return Head()
@@ -50,7 +50,7 @@ class Methods(Loop):
 
 @dataclass(frozen=True)
 class Items(Loop):
-    """Calls the parts of a sequence one by one."""
+    """Calls the layers of a Sequential one by one."""
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         return F.mse_loss(model[2](model[1](model[0](batch[0]))), batch[1])
@@ -58,11 +58,11 @@ class Items(Loop):
 
 @dataclass(frozen=True)
 class Penalty(Loop):
-    """Adds an L2-SP penalty on all parameters, or on those whose names begin with ``only``."""
+    """Adds an L2-SP penalty on all parameters, or on those with the name prefix ``only``."""
 
     only: str = ""
     first: bool = False
-    """Whether the penalty is computed before the model is called."""
+    """Whether to compute the penalty before the forward pass."""
 
     def net(self) -> nn.Module:
         return Head()
@@ -79,14 +79,14 @@ class Penalty(Loop):
 
 @dataclass(frozen=True)
 class BlockPenalty(Penalty):
-    """Names the parts with penalties as its blocks."""
+    """Uses the penalized submodules as blocks."""
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return [model.body, model.head]
 
 
 class Temperature(nn.Module):
-    """Has parameters without dimensions, and a tiny one."""
+    """Has zero-dimensional parameters, and one with a single element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Temperature(nn.Module):
 
 @dataclass(frozen=True)
 class Scalars(Loop):
-    """Trains parameters without dimensions, by SGD with momentum."""
+    """Trains zero-dimensional parameters with SGD and momentum."""
 
     def net(self) -> nn.Module:
         return Temperature()
@@ -111,7 +111,7 @@ class Scalars(Loop):
 
 
 class TiedEmbedding(nn.Module):
-    """An embedding that is also the weight of the last layer, and a block that is used twice."""
+    """An embedding tied to the last layer's weight, and a block that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,14 +145,14 @@ class TiedWeights(Loop):
 
 @dataclass(frozen=True)
 class TiedBlocks(TiedWeights):
-    """Names the modules with tied weights, and the one that is used twice, as blocks."""
+    """Uses the modules with tied weights, and the shared one, as blocks."""
 
     def blocks(self, model: Any) -> Sequence[nn.Module]:
         return [model.embed, model.middle, model.again, model.head]
 
 
 class Repeated(nn.Module):
-    """Calls one of its parts three times."""
+    """Calls one of its submodules three times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,14 +168,14 @@ class Repeated(nn.Module):
 
 @dataclass(frozen=True)
 class RepeatedPart(Loop):
-    """Trains a model that calls a part several times."""
+    """Trains a model that calls a submodule several times."""
 
     def net(self) -> nn.Module:
         return Repeated()
 
 
 class Attention(nn.Module):
-    """Torch's own transformer layer, over the four inputs as a sequence."""
+    """torch's own transformer layer, with the four inputs as a sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class Transformer(Loop):
-    """Trains torch's own attention, whose kernels read parameters of its parts."""
+    """Trains torch's own attention, whose kernels read the parameters of its submodules."""
 
     def net(self) -> nn.Module:
         return Attention()
@@ -199,7 +199,7 @@ class Transformer(Loop):
 
 @dataclass(frozen=True)
 class InputDerivative(Loop):
-    """Penalizes the derivative by the inputs, as in physics-informed networks."""
+    """Penalizes the derivative with respect to the inputs, as in physics-informed networks."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs = batch[0].clone().requires_grad_(True)
@@ -211,7 +211,7 @@ class InputDerivative(Loop):
 
 @dataclass(frozen=True)
 class Adversarial(Loop):
-    """Trains on inputs that were moved against the gradient, a derivative that is not differentiated again."""
+    """Trains on adversarial inputs, from a gradient that is not differentiated again."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs = batch[0].clone().requires_grad_(True)

@@ -1,6 +1,6 @@
-"""Proves that a recipe trains exactly as the program that it was written after, under each strategy.
+"""Check that a ported recipe trains exactly like the original program, under each strategy.
 
-def original(model, batches):            # the program's own loop, which takes its batches from here
+def original(model, batches):            # the program's own loop, on the given batches
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in batches:
         loss = nn.functional.mse_loss(model(x), y)
@@ -42,8 +42,9 @@ from worldsize.core import (
 )
 from worldsize.data.batches import collate_of
 from worldsize.data.loader import drawn
+from worldsize.loop.averaging import AveragedReplica
 from worldsize.plan.construction import check_construction, check_trainable
-from worldsize.record.determinism import seed_generators, stream
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.testing.port_causes import first_different, loss_causes, shown_difference, weight_difference
 from worldsize.testing.port_runs import (
     PortConfig,
@@ -57,7 +58,6 @@ from worldsize.testing.port_runs import (
     weights_of,
 )
 from worldsize.testing.worlds import gathered, run_in_worlds
-from worldsize.train.averaging import AveragedReplica
 from worldsize.world.scratch import temporary_folder
 
 __all__ = ["PortConfig", "Reference", "composed", "same_losses"]
@@ -72,27 +72,25 @@ def same_losses(
     strategy: Strategy | None = None,
     processes: int = 1,
 ) -> None:
-    """Train ``recipe`` and ``reference`` on the same batches from the same weights, and compare losses, then weights.
+    """Train ``recipe`` and ``reference`` on the same batches; compare losses and weights.
 
     Args:
         recipe: The recipe under test.
-        reference: The original program's loop, a generator ``reference(model, batches)``; or the losses that the
-            original program has logged, one a step.
-
-            It is called in one process with ``recipe.model()`` and an iterator of exactly the micro-batches that the
-            recipe trains on, ``config.micro_batches`` of them a step. It yields the loss of each step, and may return
-            its model, or a state_dict, at its end, in which the averages of ``config.average`` are called
-            ``ema/<name>``. A program that builds a model of its own copies the weights first:
-            ``own.load_state_dict(model.state_dict())``. Whenever it takes a micro-batch, torch's, NumPy's and
-            Python's random generators are seeded as for the recipe, so that both draw the same dropout.
-        config: The length of the training, and how its batches are made.
-        tolerance: Largest difference of two losses, and of two numbers in the weights: absolute below 1, relative
-            above it.
-        strategy: Strategy that trains the recipe; None: a plain loop of this process.
-        processes: Processes under ``strategy``, those that serve among them.
+        reference: The original program's loop, a generator function ``reference(model, batches)``, or the losses logged
+            by the original program, one per step.
+            The generator runs in one process with ``recipe.model()`` and an iterator over exactly the micro-batches
+            that the recipe trains on, ``config.micro_batches`` per step. It must yield the loss of each step. It may
+            return its model or a state_dict at the end, in which the averages of ``config.average`` are named
+            ``ema/<name>``. A program that builds a separate model must copy the weights first:
+            ``own.load_state_dict(model.state_dict())``. Before each micro-batch, the random generators of torch, NumPy
+            and Python are seeded as for the recipe, so that both use the same dropout masks.
+        config: Number of steps, batch size and other settings of the comparison.
+        tolerance: Maximum difference of losses, and of elements of the weights: absolute below 1, relative above.
+        strategy: Strategy to train the recipe with. None for a plain loop in this process.
+        processes: Number of processes under ``strategy``, including those that serve.
 
     Raises:
-        AssertionError: a loss or a tensor of the weights differs; it names the first one, and what explains it.
+        AssertionError: a loss or a weight tensor differs; the message has the first difference and its cause.
     """
     expected = reference_trained(recipe, reference, config)
     if strategy is None:
@@ -107,9 +105,9 @@ def same_losses(
         alone = recipe_trained(recipe, config)
         if _difference(alone, expected, tolerance) is None:
             raise AssertionError(
-                f"{told}\nCause: {name}. A plain loop of one process computes what the reference does. Look for sums "
-                "in another order (a larger tolerance), statistics over a batch, or a mean where loss should return "
-                "a sum and its weight."
+                f"{told}\nCause: {name}. A plain loop of one process computes the same as the reference. Look for sums "
+                "in a different order (a larger tolerance), statistics over a batch, or a mean where loss should "
+                "return a sum and its weight."
             )
         trained = alone
     causes = loss_causes(recipe, reference, config, trained, expected, tolerance)
@@ -117,7 +115,7 @@ def same_losses(
 
 
 def _difference(trained: Trained, expected: Trained, tolerance: float) -> str | None:
-    """Describe where the losses differ first, or else where the weights do; None: they are the same."""
+    """Describe the first difference in the losses, else in the weights, or return None."""
     if (step := first_different(trained.losses, expected.losses, tolerance)) is not None:
         return shown_difference(step, trained.losses[step - 1], expected.losses[step - 1], tolerance)
     if not expected.weights:
@@ -126,19 +124,19 @@ def _difference(trained: Trained, expected: Trained, tolerance: float) -> str | 
 
 
 def composed(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
-    """Build the recipe that ``train.py`` would train with ``overrides``, and the configuration of its steps.
+    """Build the recipe that ``train.py`` would train with ``overrides``, and its PortConfig.
 
-    A step is one micro-batch unless ``logical_ranks`` says otherwise, however many processes the cluster has. So a test
-    holds the recipe's YAML against the program too, such as its learning rate and its batch size:
+    A step is one micro-batch unless ``logical_ranks`` is set, regardless of the cluster's processes. A test can thus
+    compare the recipe's YAML, such as its learning rate and batch size, with the program too:
 
         recipe, config = composed("recipe=sine")
 
     Args:
-        overrides: The words of the command line.
-        steps: Steps to compare, the first of the run; a schedule still has the length of the whole run.
+        overrides: Command-line arguments of ``train.py``.
+        steps: Number of steps to compare, from the start; schedules still have the length of the whole run.
 
     Raises:
-        ConfigError: ``train.py`` would refuse the words.
+        ConfigError: ``train.py`` would refuse the arguments.
     """
     cfg = compose_only(overrides)
     own_batches = has_own_batches(cfg)
@@ -159,11 +157,11 @@ def composed(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
 
 
 def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy, processes: int) -> Trained:
-    """Train ``recipe`` under ``strategy`` on ``processes`` processes of this machine.
+    """Train ``recipe`` under ``strategy`` on ``processes`` local processes.
 
     Raises:
-        ConfigError: the strategy cannot train the recipe or average its weights, needs another number of processes,
-            or the step does not divide over them.
+        ConfigError: the strategy cannot train the recipe or average its weights, needs a different number of processes,
+            or cannot divide the step among them.
     """
     check_trainable(recipe, strategy)
     check_construction(recipe, strategy)
@@ -182,7 +180,7 @@ def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy,
             "strategy that does, such as DDP()."
         )
     with temporary_folder() as scratch:
-        folder = Path(scratch) / "attempt" / "servers"  # as in a run folder: it and its parent are made private
+        folder = Path(scratch) / "attempt" / "servers"  # as in a run folder: the folder and its parent are made private
         folder.mkdir(parents=True)
         strategy.prepare(folder)
         part = _Part(recipe, config, strategy, parts, roles, folder)
@@ -192,7 +190,7 @@ def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy,
 
 @final
 class _Part:
-    """One process's part of a training; it is forked with all that it holds."""
+    """Training in one process; its attributes are inherited by forking."""
 
     def __init__(
         self,
@@ -207,11 +205,11 @@ class _Part:
         self._parts, self._roles, self._folder = parts, roles, folder
 
     def play(self, world: World) -> Trained | None:
-        """Train or serve, as this process's role says; return None if it only serves others."""
+        """Train or serve, according to this process's role; return None if it only serves."""
         return self._serve(world) if self._roles[world.role].serves else self._train(world)
 
     def _train(self, world: World) -> Trained:
-        """Train in a process that agrees with the others after each step."""
+        """Train as one of several ranks, and gather the losses after each step."""
         config = self._seeded(world)
         replica = self._strategy.replica(self._recipe, self._context(world, config))
         if config.average:
@@ -224,7 +222,7 @@ class _Part:
         return trained
 
     def _serve(self, world: World) -> Trained | None:
-        """Serve, and lead the training if the strategy says so; return None unless this process leads."""
+        """Serve, and lead if the strategy requires it; return None if this process does not lead."""
         config = self._seeded(world)
         replica = self._strategy.serve(self._recipe, self._context(world, config))
         if replica is None:
@@ -244,13 +242,13 @@ class _Part:
 
     def _seeded(self, world: World) -> PortConfig:
         """Seed the initial weights, and return the configuration for this process's device."""
-        seed_generators(stream(self._config.seed, "init"), world.device)
+        seed_generators(derive_seed(self._config.seed, "init"), world.device)
         return replace(self._config, device=world.device)
 
 
 @final
 class _Drawn(DataSource):
-    """Draws the micro-batches of a comparison by their numbers."""
+    """Provides the micro-batches of a comparison by step and logical rank."""
 
     def __init__(self, recipe: Recipe, config: PortConfig) -> None:
         self._recipe, self._config = recipe, config

@@ -1,4 +1,4 @@
-"""Lists the usual mistakes of a port: alterations of the recipe's training that may give the reference's losses."""
+"""Typical mistakes in a port: alterations that may explain the reference's losses."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from worldsize.core import LossOutput, MicroBatch, Recipe
 from worldsize.data.batches import collate_of, fetch, is_iterable
-from worldsize.record.determinism import seed_generators
+from worldsize.optimizers.groups import optimizer_of
+from worldsize.seeds import seed_generators
 from worldsize.strategies.model_replica import autocast
-from worldsize.strategies.train_state import optimizer_of
 from worldsize.testing.port_runs import PortConfig, initial_model, steps_of
 
 _DROPOUTS = (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
@@ -27,7 +27,7 @@ _DROPOUTS = (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, 
 
 @final
 class NoDropout(TorchFunctionMode):
-    """Compute every dropout as in evaluation mode, whichever mode the model is in."""
+    """Disables all dropout, whether the model is in training or evaluation mode."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -47,19 +47,19 @@ class NoDropout(TorchFunctionMode):
 @final
 @dataclass(frozen=True)
 class Alteration:
-    """One way in which the reference may train otherwise than the recipe.
+    """One possible difference between the reference and the recipe.
 
     Attributes:
-        cause: The sentence to report if it explains the losses.
-        mean: "all": the sum over the weight of all micro-batches; "means": the mean of the micro-batches' means.
-        divides: Whether gradients are a mean over micro-batches, not their sum.
-        zero_grad: Whether each step begins with gradients of zero.
-        schedule: Whether the rate of a step is its own, that of the next or of the previous one, or always the first.
+        cause: The message to report if it explains the losses.
+        mean: "all": (sum over all micro-batches) / (their weight); "means": the mean of the micro-batches' means.
+        divides: Whether gradients are averaged over micro-batches instead of summed.
+        zero_grad: Whether gradients are zeroed before each step.
+        schedule: Whether a step uses its own learning rate, the next or previous step's, or always the first.
         groups: Changes the optimizer's groups before the first step.
-        clip: Largest norm of the gradient; None: no clipping; "recipe": as configured.
-        dropout: Whether there is dropout.
-        full_batch: Whether the batch of a step is computed at once.
-        shuffled: Whether samples are drawn in the order of the run, not in that of the data set.
+        clip: Maximum gradient norm. None for no clipping, "recipe" for the configured norm.
+        dropout: Whether dropout is enabled.
+        full_batch: Whether to compute the whole batch of a step at once.
+        shuffled: Whether samples are in the order of the run instead of the data set's.
     """
 
     cause: str
@@ -75,7 +75,7 @@ class Alteration:
 
 
 def altered_losses(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
-    """Train ``recipe`` by a plain loop with one alteration, and yield the loss of each step."""
+    """Train ``recipe`` in a plain loop with one alteration, and yield the loss of each step."""
     if alteration.full_batch:
         config = replace(config, micro_batches=1)
     model = initial_model(recipe, config)
@@ -99,14 +99,14 @@ def altered_losses(recipe: Recipe, config: PortConfig, alteration: Alteration) -
 
 def _advance(schedule: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that the optimizer comes first
+        warnings.simplefilter("ignore")  # ignore torch's warning that the optimizer must step first
         schedule.step()
 
 
 def _backward(
     recipe: Recipe, model: nn.Module, step: Sequence[MicroBatch], config: PortConfig, alteration: Alteration
 ) -> float:
-    """Leave the gradient of ``step`` in the parameters, and return its loss."""
+    """Accumulate the gradient of ``step`` in the parameters, and return its loss."""
     sums, weights = [], []
     before = [None if each.grad is None else each.grad.clone() for each in model.parameters()]
     for batch in step:
@@ -128,7 +128,7 @@ def _backward(
 
 
 def _in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of each step in the order in which the data set has its samples."""
+    """Yield the micro-batches of each step in the order of the data set's samples."""
     data, order, collate = recipe.data("train"), config.order(), collate_of(recipe)
     for step in range(1, config.steps + 1):
         places = [torch.tensor(order.positions(step, rank)) % len(data) for rank in order.mine]
@@ -139,7 +139,7 @@ def _in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
 
 
 def alterations(recipe: Recipe, config: PortConfig) -> list[Alteration]:
-    """List what may differ, the most frequent mistakes first."""
+    """List possible alterations, the most frequent mistakes first."""
     several = config.micro_batches > 1
     return [
         *(_of_data(recipe)),
@@ -267,14 +267,14 @@ def _decay_matrices(_: nn.Module, optimizer: Optimizer) -> None:
 def explaining(
     recipe: Recipe, config: PortConfig, losses: Sequence[float], expected: Sequence[float], tolerance: float
 ) -> str | None:
-    """Return the cause whose alteration computes the losses that are ``expected``; None: none of them does.
+    """Return the cause of the alteration that best reproduces the losses ``expected``, or None.
 
     Args:
         recipe: Recipe under test.
-        config: The steps of the comparison.
-        losses: Losses of the recipe as it is.
+        config: Settings of the comparison.
+        losses: Losses of the unaltered recipe.
         expected: Losses of the reference.
-        tolerance: Tolerance of the comparison; an explanation may miss by a hundredth of what is to be explained.
+        tolerance: Tolerance of the comparison; an explanation may be off by up to a hundredth of the difference.
     """
     allowed = max(tolerance, worst(losses, expected) / 100)
     explained: dict[str, float] = {}
@@ -290,7 +290,7 @@ def explaining(
 
 
 def _tried(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
-    """Yield the losses of an alteration; NaN if the recipe or its optimizer cannot be altered so."""
+    """Yield the losses of an alteration, or NaN if it does not apply to the recipe."""
     try:
         yield from altered_losses(recipe, config, alteration)
     except (ValueError, RuntimeError, KeyError, TypeError):
@@ -298,11 +298,11 @@ def _tried(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterat
 
 
 def relative(loss: float, expected: float) -> float:
-    """Return the difference of two losses: absolute if ``expected`` is below 1, relative above it."""
+    """Return the difference of two losses: absolute if ``expected`` is below 1, else relative."""
     difference = abs(loss - expected) / max(1.0, abs(expected))
     return difference if difference == difference else float("inf")
 
 
 def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the largest difference of two series of losses, see :func:`relative`."""
+    """Return the largest difference between two series of losses; see :func:`relative`."""
     return max(map(relative, losses, expected))

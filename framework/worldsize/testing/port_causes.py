@@ -1,4 +1,4 @@
-"""Find out why a recipe's losses differ from the reference's, by training both again under changed conditions."""
+"""Find out why losses differ, by training recipe and reference under changed conditions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import MicroBatch, MultiUpdateRecipe, Recipe
+from worldsize.core import MicroBatch, Recipe
 from worldsize.testing.port_alterations import NoDropout, explaining, relative, worst
 from worldsize.testing.port_runs import (
     PortConfig,
@@ -22,17 +22,17 @@ from worldsize.testing.port_runs import (
 )
 from worldsize.testing.port_updates import different_update, update_causes
 
-_ROUNDING = 1e-5  # relative: what sums of float32 in another order differ by in a few steps
+_ROUNDING = 1e-5  # relative difference of float32 sums in a different order after a few steps
 
 
 def first_different(losses: Sequence[float], expected: Sequence[float], tolerance: float) -> int | None:
-    """Return the first step, from 1, whose losses differ by more than ``tolerance``; None: they are the same."""
+    """Return the first step, from 1, whose losses differ by more than ``tolerance``, or None."""
     pairs = enumerate(zip(losses, expected, strict=True), 1)
     return next((step for step, (loss, other) in pairs if relative(loss, other) > tolerance), None)
 
 
 def shown_difference(step: int, loss: float, expected: float, tolerance: float) -> str:
-    """Return the sentence that says that the losses differ from ``step`` on, and by how much."""
+    """Describe from which ``step`` on the losses differ, and by how much."""
     before = {1: "", 2: " The losses of step 1 are the same."}.get(
         step, f" Those of steps 1 to {step - 1} are the same."
     )
@@ -44,9 +44,9 @@ def shown_difference(step: int, loss: float, expected: float, tolerance: float) 
 
 
 def weight_difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> str | None:
-    """Describe the first tensor of the weights that differs, and by how much; None: all are the same.
+    """Describe the first weight tensor that differs, and by how much, or return None.
 
-    A reference with names of its own is compared in the order of its tensors, if their shapes are the same.
+    If names differ, tensors are compared in order, provided that their shapes match.
     """
     pairs = paired(weights, expected)
     if pairs is None:
@@ -67,7 +67,7 @@ def weight_difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tens
 
 
 def paired(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]] | None:
-    """Pair the tensors of two models by name, or by order if names differ and shapes do not; None: neither fits."""
+    """Pair the tensors of two models by name, else by order if shapes match, else None."""
     if weights.keys() == expected.keys():
         return [(name, tensor, expected[name]) for name, tensor in weights.items()]
     shapes = [[tensor.shape for tensor in model.values()] for model in (weights, expected)]
@@ -78,7 +78,7 @@ def paired(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> lis
 
 
 def _largest(ours: Tensor, theirs: Tensor, tolerance: float) -> float | None:
-    """Return the largest difference of two tensors; None: all numbers are the same up to ``tolerance``."""
+    """Return the largest difference of two tensors, or None if within ``tolerance``."""
     if ours.shape != theirs.shape:
         return float("inf")
     first, second = ours.double(), theirs.double()
@@ -96,18 +96,18 @@ def loss_causes(
     expected: Trained,
     tolerance: float,
 ) -> list[str]:
-    """Return the likely causes for which two trainings differ, a sentence each, the likeliest first.
+    """Explain why two training runs differ: likely causes, one sentence each, most likely first.
 
     Args:
         recipe: Recipe under test.
         reference: The original program's loop, or its losses.
-        config: The steps of the comparison.
-        trained: The recipe's training in a plain loop.
-        expected: The reference's training.
-        tolerance: Largest difference of two losses that count as the same.
+        config: Settings of the comparison.
+        trained: Outcome of the recipe in a plain loop.
+        expected: Outcome of the reference.
+        tolerance: Maximum difference of losses considered equal.
     """
     step = first_different(trained.losses, expected.losses, tolerance)
-    several = isinstance(recipe, MultiUpdateRecipe)  # which no alteration of one update describes
+    several = recipe.has_several_updates  # alterations assume one update per step
     if several and (step is None or (step > 1 and callable(reference))):
         return [_of_updates(config.steps if step is None else step - 1)]
     if step is None:
@@ -131,7 +131,7 @@ def loss_causes(
 
 
 def _wrong_batches(taken: Sequence[int], config: PortConfig) -> str | None:
-    """Return the cause if the reference takes another number of micro-batches a step than there are; else None."""
+    """Return the cause if the reference's micro-batches per step differ, else None."""
     first, wanted = taken[0], config.micro_batches
     if first == 0:
         return (
@@ -147,7 +147,7 @@ def _wrong_batches(taken: Sequence[int], config: PortConfig) -> str | None:
 
 
 def _scaled(losses: Sequence[float], expected: Sequence[float], config: PortConfig) -> str | None:
-    """Return the cause if the reference's losses are the recipe's times one number; else None."""
+    """Return the cause if the losses are a constant multiple of the recipe's, else None."""
     if len(losses) < 2 or 0.0 in losses:
         return None
     factors = [other / loss for loss, other in zip(losses, expected, strict=True)]
@@ -164,7 +164,7 @@ def _scaled(losses: Sequence[float], expected: Sequence[float], config: PortConf
 def _of_first_loss(
     recipe: Recipe, reference: Reference, config: PortConfig, trained: Trained, expected: Trained
 ) -> str:
-    """Return what makes the losses of step 1 differ: the weights, the batch, dropout, or the loss itself."""
+    """Return why losses differ in step 1: weights, batch, dropout, or the loss itself."""
     one = replace(config, steps=1)
     ours, theirs = trained.losses[0], expected.losses[0]
     if reference_trained(recipe, reference, one, model=perturbed(recipe, one)).losses[0] == theirs:
@@ -192,7 +192,7 @@ def _of_first_loss(
 
 
 def perturbed(recipe: Recipe, config: PortConfig) -> nn.Module:
-    """Build the recipe's model with other initial weights."""
+    """Build the recipe's model with different initial weights."""
     model = initial_model(recipe, config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -201,7 +201,7 @@ def perturbed(recipe: Recipe, config: PortConfig) -> nn.Module:
 
 
 def other_batches(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
-    """Draw the micro-batches of later steps, with the random numbers of the first ones."""
+    """Yield the micro-batches of later steps, with the random seeds of the first steps."""
     order = config.order()
     later = islice(steps_of(recipe, replace(config, steps=2 * config.steps)), config.steps, None)
     for number, step in enumerate(later, 1):

@@ -1,4 +1,4 @@
-"""Runs the two trainings that are compared: that of the recipe, and the loop of the original program."""
+"""Run the two sides of a comparison: the recipe, and the loop of the original program."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from worldsize.core.sections import WeightAverage
 from worldsize.data.batches import collate_of
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order, logical_ranks_of
-from worldsize.record.determinism import seed_generators, stream
+from worldsize.loop.averaging import AveragedReplica
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.optimizer_checks import refuse_closures
 from worldsize.strategies.schedules import check_metric
-from worldsize.strategies.synchronous import alone, train_state_of
-from worldsize.train.averaging import AveragedReplica
+from worldsize.strategies.synchronous import alone
+from worldsize.strategies.train_state import TrainState
 
 Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
 
@@ -29,12 +30,12 @@ Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields loss
 @final
 @dataclass(frozen=True)
 class PortConfig:
-    """The steps by which a recipe and the program that it was written after are compared."""
+    """Settings for comparing a recipe with the original program."""
 
     batch_size: int
-    """Samples of one step."""
+    """Samples per step."""
     micro_batches: int = 1
-    """Parts of a step's batch, over which gradients are accumulated; ``logical_ranks`` of a run."""
+    """Micro-batches per step, over which gradients are accumulated; ``logical_ranks`` in a run."""
     steps: int = 20
     seed: int = 0
     """Seed of the initial weights, the order of samples and dropout."""
@@ -42,12 +43,12 @@ class PortConfig:
     """Precision and clipping of the recipe."""
     length_balanced: bool = False
     average: WeightAverage | None = None
-    """The moving average of the recipe's weights, section ``ema`` of a run; None: there is none."""
+    """Moving average of the recipe's weights, section ``ema`` in a run, or None."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Device of both trainings in one process."""
+    """Device for training in this process."""
 
     def order(self, rank: int = 0, size: int = 1, dealing: Dealing = "cyclic") -> Order:
-        """Return the order of samples as process ``rank`` of ``size`` draws them."""
+        """Return the order of samples for process ``rank`` of ``size``."""
         mine = logical_ranks_of(rank, size, self.micro_batches, dealing)
         return Order(self.seed, self.batch_size, self.micro_batches, mine, self.length_balanced)
 
@@ -55,12 +56,12 @@ class PortConfig:
 @final
 @dataclass(frozen=True)
 class Trained:
-    """The outcome of one training.
+    """The outcome of one training run.
 
     Attributes:
         losses: Loss of each step.
-        weights: The model's state by name; empty where it is not known.
-        taken: Micro-batches that had been taken when each loss was yielded; empty for logged losses.
+        weights: The model's state by name; empty if unknown.
+        taken: Number of micro-batches consumed before each loss was yielded; empty for logged losses.
     """
 
     losses: Sequence[float]
@@ -69,30 +70,30 @@ class Trained:
 
 
 def initial_model(recipe: Recipe, config: PortConfig) -> nn.Module:
-    """Build the recipe's model with the initial weights of a run with this seed."""
-    seed_generators(stream(config.seed, "init"), config.device)
+    """Build the recipe's model with the initial weights of a run with the configured seed."""
+    seed_generators(derive_seed(config.seed, "init"), config.device)
     return recipe.model().to(config.device)
 
 
 def steps_of(recipe: Recipe, config: PortConfig, order: Order | None = None) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of each step that one process trains.
+    """Yield this process's micro-batches of each step.
 
     Args:
         recipe: The recipe, for its data.
-        config: The steps of the comparison.
-        order: The order of samples for this process; None: it trains alone.
+        config: Settings of the comparison.
+        order: The order of samples for this process. None for a single process.
     """
     order, data = order or config.order(), recipe.data("train")
     return islice(micro_batches(data, order, config.device, collate=collate_of(recipe)), config.steps)
 
 
 def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
-    """Train ``recipe`` by a plain loop of this process.
+    """Train ``recipe`` in a plain loop in this process.
 
     Raises:
-        ConfigError: such a loop cannot train it.
+        ConfigError: a plain loop cannot train it.
     """
-    unused = train_state_of(recipe, initial_model(recipe, config))
+    unused = TrainState.of(recipe, initial_model(recipe, config))
     check_metric(unused.schedules, None, metric=None)
     for optimizer in unused.optimizers:
         refuse_closures(optimizer)
@@ -106,14 +107,14 @@ def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
 
 
 def context_of(world: World, config: PortConfig) -> RunContext:
-    """Return the context of a process that trains by itself or with others that train."""
+    """Return the context of a process that trains alone or with others."""
     return RunContext(
         world, config.numerics, config.seed, config.steps, workers=world.size, logical_ranks=config.micro_batches
     )
 
 
 def weights_of(replica: Replica, world: World) -> dict[str, Tensor]:
-    """Return the full weights on rank 0, in the model's order and shapes, then averaged ones, named ``ema/<name>``."""
+    """Return full weights, then averages ``ema/<name>``, in model order and shapes, on rank 0."""
     state = replica.state()
     averages = state.get("ema", {}).get("weights", {})
     sharded = {**state["model"], **{f"ema/{name}": average for name, average in averages.items()}}
@@ -122,18 +123,18 @@ def weights_of(replica: Replica, world: World) -> dict[str, Tensor]:
 
 
 def mean_of(losses: Sequence[Tensor] | Sequence[float]) -> float:
-    """Return the mean of a step's losses, which are scalars, or pairs of a sum and a weight of shape (2,)."""
+    """Return the mean of a step's losses, each a scalar."""
     return math.fsum(map(float, losses)) / len(losses)
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copy the tensors of a state_dict, in their shapes, to the CPU."""
+    """Copy the tensors of a state_dict to the CPU, with unchanged shapes."""
     return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 
 @final
 class Batches:
-    """The micro-batches of all steps, one after the other; each begins with the random numbers that are its own."""
+    """Iterator over the micro-batches of all steps; seeds the generators for each one."""
 
     def __init__(self, steps: Iterator[list[MicroBatch]], device: torch.device) -> None:
         self._flat = (batch for step in steps for batch in step)
@@ -158,17 +159,17 @@ def reference_trained(
     model: nn.Module | None = None,
     steps: Iterator[list[MicroBatch]] | None = None,
 ) -> Trained:
-    """Run the original program's loop, or take the losses that it has logged.
+    """Run the original program's loop, or use its logged losses.
 
     Args:
-        recipe: Recipe whose model and batches the program is handed.
+        recipe: Recipe that provides the model and batches.
         reference: The loop, or the losses.
-        config: The steps of the comparison.
-        model: Model to hand over; None: that of the recipe.
-        steps: Micro-batches to hand over; None: those that the recipe trains on.
+        config: Settings of the comparison.
+        model: Model to pass to the loop. None for the recipe's.
+        steps: Micro-batches to pass to the loop. None for the recipe's.
 
     Raises:
-        AssertionError: it yielded fewer losses than there are steps.
+        AssertionError: there are fewer losses than steps.
     """
     if not callable(reference):
         logged = Trained([float(loss) for loss in islice(reference, config.steps)], {})
@@ -176,7 +177,7 @@ def reference_trained(
         return logged
     batches = Batches(steps or steps_of(recipe, config), config.device)
     start = initial_model(recipe, config) if model is None else model
-    seed_generators(stream(config.seed, "init"), config.device)  # a model that the program builds begins as ours did
+    seed_generators(derive_seed(config.seed, "init"), config.device)  # the program may build its model again
     yielded, losses, taken = iter(reference(start, batches)), [], []
     returned = None
     for number in count():
@@ -185,7 +186,7 @@ def reference_trained(
         except StopIteration as end:
             returned = end.value
             break
-        if number == config.steps:  # a program with batches of its own goes on
+        if number == config.steps:  # a program with its own batches continues
             break
         losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
         taken.append(batches.taken)

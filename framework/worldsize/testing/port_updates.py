@@ -1,4 +1,4 @@
-"""Measures, tensor by tensor, how the first update that is not the same in recipe and reference differs."""
+"""Measure, per tensor, how the first different update of recipe and reference differs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from worldsize.core import Recipe
 from worldsize.testing.port_runs import PortConfig, Reference, copied, initial_model, recipe_trained, reference_trained
 
-_SAME = 1e-3  # share of an update by which two of them differ and are the same, in float32
-_FITS = 0.05  # share of a difference that an explanation may leave
+_SAME = 1e-3  # maximum relative difference of updates considered equal, in float32
+_FITS = 0.05  # maximum fraction of a difference that an explanation may leave unexplained
 
 
 @final
@@ -23,9 +23,9 @@ class _Update:
 
     Attributes:
         name: Name in the recipe's model.
-        before: The tensor before the update, of either.
-        ours: What the recipe's update adds.
-        theirs: What the reference's update adds.
+        before: The tensor before the update, in both.
+        ours: The recipe's increment.
+        theirs: The reference's increment.
     """
 
     name: str
@@ -35,17 +35,17 @@ class _Update:
 
     @property
     def differs(self) -> bool:
-        """Whether the two updates are not the same."""
+        """Whether the two updates differ."""
         return _norm(self.ours - self.theirs) > _SAME * max(_norm(self.ours), _norm(self.theirs))
 
     @property
     def factor(self) -> float | None:
-        """The reference's update over the recipe's; None: it has another direction."""
+        """Ratio of the reference's update to the recipe's. None if the directions differ."""
         return _multiple(self.theirs, self.ours)
 
     @property
     def decay(self) -> float | None:
-        """The share of the tensor that the reference takes away beyond the recipe; None: the difference is another."""
+        """Fraction of the tensor that the reference additionally subtracts. None if not a multiple."""
         fit = _multiple(self.ours - self.theirs, self.before)
         return fit if fit is not None and abs(fit) < 1 else None
 
@@ -55,7 +55,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _multiple(tensor: Tensor, of: Tensor) -> float | None:
-    """Return c if ``tensor`` is c times ``of``, up to rounding."""
+    """Return c if ``tensor`` is c times ``of``, up to rounding, else None."""
     square = float((of * of).sum())
     if square == 0.0:
         return None
@@ -64,7 +64,7 @@ def _multiple(tensor: Tensor, of: Tensor) -> float | None:
 
 
 def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> list[str]:
-    """Return sentences on the update before ``step``, whose loss is the first that differs from the reference."""
+    """Explain the update before ``step``, the first step with a different loss."""
     updates = _updates(recipe, reference, config, step - 1)
     where = f"The update of step {step - 1} differs"
     if updates is None:
@@ -79,9 +79,9 @@ def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step
 
 
 def different_update(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> str | None:
-    """Return a sentence that names the tensors in which the update of ``step`` differs.
+    """Return a sentence with the names of the tensors whose update in ``step`` differs.
 
-    Returns None if no tensor differs, or the reference returns no model.
+    Returns None if all updates agree, or the reference does not return a model.
     """
     updates = _updates(recipe, reference, config, step) or []
     different = [update for update in updates if update.differs]
@@ -89,7 +89,7 @@ def different_update(recipe: Recipe, reference: Reference, config: PortConfig, s
 
 
 def _updates(recipe: Recipe, reference: Reference, config: PortConfig, last: int) -> list[_Update] | None:
-    """Return update number ``last`` of each tensor; None: the reference returns no weights of these shapes."""
+    """Return update ``last`` of each tensor, or None without matching reference weights."""
     until = replace(config, steps=last)
     theirs = reference_trained(recipe, reference, until).weights
     ours = recipe_trained(recipe, until).weights
@@ -144,7 +144,7 @@ def _explained(different: Sequence[_Update]) -> str:
 
 
 def _common(values: Sequence[float | None]) -> float | None:
-    """Return the one value that all are, up to rounding; None: they differ."""
+    """Return the common value of ``values``, up to rounding, or None if they differ."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values) or known[0] == 0.0:
         return None

@@ -1,4 +1,4 @@
-"""Defines small recipes that every strategy can train within a second."""
+"""Small recipes that every strategy can train within a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = 16
 class Chain(Recipe):
     """Residual blocks on fixed random data: 101 samples, so that batches straddle epochs.
 
-    The model can be sharded by blocks, divided into tensors and cut into stages.
+    The model supports sharding by blocks, tensor parallelism and pipeline stages.
     """
 
     depth: int = 4
@@ -64,7 +64,7 @@ class Chain(Recipe):
 
 
 class ByMetric(Recipe):
-    """Base of recipes whose schedule is advanced by their only metric, every ``evaluate_every`` steps."""
+    """Base of recipes whose only metric advances the schedule every ``evaluate_every`` steps."""
 
     evaluate_every: ClassVar[int] = 1
 
@@ -73,8 +73,8 @@ class ByMetric(Recipe):
 class AveragedChain(Chain):
     """A :class:`Chain` whose last layer is evaluated with a moving average of its weights.
 
-    The average is a frozen parameter that a hook of the optimizer changes after each step, as many programs do it; with
-    ``in_buffer`` it is a buffer, as others do.
+    The average is a frozen parameter, or a buffer if ``in_buffer``, which an optimizer hook updates after each step.
+    Both are common in practice.
     """
 
     in_buffer: bool = False
@@ -99,12 +99,12 @@ class AveragedChain(Chain):
 
 @dataclass(frozen=True)
 class TwoPlayers(MultiUpdateRecipe):
-    """A player learns the targets of a :class:`Chain`, and to please a critic, which learns to tell both apart.
+    """A player learns the targets of a :class:`Chain`, and to fool a critic of its outputs.
 
-    The critic is updated twice in every third step, a hook clips its weights after each update, unless ``clips`` is
-    false, and its learning rate falls; the player's loss is a sum with its weight. An observer, whose weights decay,
-    learns what the player makes of its inputs from step 10 on: checkpoints of earlier steps have an optimizer that has
-    not stepped. Nothing is drawn at random.
+    The critic is updated twice in every third step, and its learning rate falls. Unless ``clips`` is False, a hook
+    clips its weights after each update. The player's loss is (sum, weight). An observer with weight decay learns the
+    player's output from step 10 on, so that checkpoints of earlier steps have an optimizer that has not stepped.
+    Training is deterministic.
     """
 
     clips: bool = True

@@ -1,4 +1,4 @@
-"""Real runs, for tests of recipes, launchers and loggers, and what a process has left open."""
+"""Real runs for tests of recipes, launchers and loggers, and checks for leaked resources."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from worldsize.moved import renamed
+
 
 @dataclass(frozen=True)
-class Run:
-    """A run that completed."""
+class CompletedRun:
+    """A completed run."""
 
     folder: Path
 
@@ -34,11 +36,11 @@ class Run:
         return metrics
 
 
-def train(*overrides: str, root: Path) -> Run:
-    """Train in the working directory, with the run's folder below ``root``; without a logger unless one is named.
+def train(*overrides: str, root: Path) -> CompletedRun:
+    """Train in the working directory, with runs in ``root``, by default without a logger.
 
     Raises:
-        RuntimeError: the run did not complete; the message has its output.
+        RuntimeError: the run failed; the message has its output.
     """
     name = f"test_{secrets.token_hex(4)}"
     quiet = [] if any(word.startswith("logger=") for word in overrides) else ["logger=none"]
@@ -49,26 +51,26 @@ def train(*overrides: str, root: Path) -> Run:
     if done.returncode:
         raise RuntimeError(f"train {' '.join(overrides)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     (folder,) = root.glob(f"*/{name}")
-    return Run(folder)
+    return CompletedRun(folder)
 
 
-_LISTEN = "0A"  # state of a socket in /proc/net/tcp, proc(5)
+_LISTEN = "0A"  # socket state LISTEN in /proc/net/tcp, see proc(5)
 LOOPBACK = ("127.0.0.1", "::1")
 
 
 def children() -> set[int]:
-    """Return the process ids of this process's children."""
+    """Return the ids of this process's children."""
     task = Path(f"/proc/self/task/{os.getpid()}/children")
     return set(map(int, task.read_text().split()))
 
 
 def listening(*, of_all: bool = False) -> dict[str, tuple[str, int]]:
-    """Return the addresses and ports on which this process listens, each by the inode of its socket.
+    """Return the addresses and ports that this process listens on, by socket inode.
 
-    The inode tells a port of this process from the same port that another process has taken since.
+    The inode distinguishes a port from the same port reopened later by another process.
 
     Args:
-        of_all: Whether to return those of all processes of this machine.
+        of_all: Whether to include all processes of this machine.
     """
     tables = [Path(f"/proc/self/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table]
@@ -87,8 +89,12 @@ def _sockets() -> set[str]:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Parse an address such as "0100007F:1F90": 32-bit words of the host's byte order, and a port."""
+    """Parse an address such as "0100007F:1F90": 32-bit words in host byte order, and a port."""
     host, _, port = text.partition(":")
     words = [bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
     return socket.inet_ntop(family, b"".join(words)), int(port, 16)
+
+
+def __getattr__(name: str) -> Any:
+    return renamed(__name__, name)

@@ -1,4 +1,4 @@
-"""Programs that keep more than parameters: counters, queues, averages of weights, and rows that must stay short."""
+"""Programs with more state than parameters: counters, queues, averages, bounded rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.testing.loops import Case, Loop
 
 
 class _Counting(nn.Module):
-    """A linear layer that counts samples and keeps the last 32 inputs in a ring."""
+    """A linear layer that counts samples and stores the last 32 inputs in a ring buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Counters(Loop):
 
 
 class _Taught(nn.Module):
-    """A student beside a teacher, whose weights are an average of the student's."""
+    """A student and a teacher whose weights are an average of the student's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _Taught(nn.Module):
 
 @dataclass(frozen=True)
 class _Teacher(Loop):
-    """``how`` the teacher follows: "in place", "data" in place, or "assigned"; ``in_loss``, or in a step hook."""
+    """Updates the teacher "in place", by "data" or "assigned", in the loss or in a hook."""
 
     how: str = "in place"
     in_loss: bool = False
@@ -109,7 +109,7 @@ class _Teacher(Loop):
 
 @dataclass(frozen=True)
 class _Clipped(Loop):
-    """Clips weights whenever it computes its loss."""
+    """Clips weights in each computation of the loss."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         with torch.no_grad():
@@ -119,7 +119,7 @@ class _Clipped(Loop):
 
 
 class _Rows(nn.Module):
-    """Looks up rows whose norm is bounded."""
+    """An embedding with bounded row norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Bounded(Loop):
 
 
 def _evaluated_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
-    """Train by a plain loop that ends with an evaluation, whose lookups shorten rows, too."""
+    """Train in a plain loop, then evaluate once, since lookups in evaluation shorten rows, too."""
     recipe = case.recipe
     model = recipe.model()
     optimizer = recipe.optimizer(model)

@@ -1,4 +1,4 @@
-"""Trains a small recipe in the processes of a strategy, and in plain PyTorch, so that the two can be compared."""
+"""Train a small recipe in the processes of a strategy, and in plain PyTorch for comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from worldsize.core import (
     EvaluationBatch,
     EvaluationBatches,
     MicroBatch,
-    MultiUpdateRecipe,
     Recipe,
     Rendezvous,
     Replica,
@@ -41,13 +40,12 @@ from worldsize.core import (
 from worldsize.data.batches import Collate, collate_of, fetch
 from worldsize.data.loader import drawn, evaluation_batches, micro_batches
 from worldsize.data.order import Order, logical_ranks_of
+from worldsize.loop.faults import Heap
+from worldsize.optimizers.groups import optimizers_of
 from worldsize.strategies.loss_record import mean_loss
-from worldsize.strategies.multi_train_state import optimizers_of
-from worldsize.strategies.train_state import optimizer_of
 from worldsize.testing.port_runs import mean_of
 from worldsize.testing.recipes import ByMetric, Chain
 from worldsize.testing.worlds import gathered, run_in_worlds
-from worldsize.train.faults import Heap
 from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.world.roles import role_ranks
 from worldsize.world.scratch import temporary_folder
@@ -56,33 +54,16 @@ Step = Callable[[Batch, int], float]
 
 
 def plain_step(recipe: Recipe, model: nn.Module) -> Step:
-    """Return a function that trains ``model`` by one step, and returns the loss before the update.
+    """Return a function that trains ``model`` for one step and returns the prior loss.
 
-    The function takes a batch and the number of the step, from 1.
+    The function's arguments are a batch and the number of the step, from 1.
     """
-    return _several_updates(recipe, model) if isinstance(recipe, MultiUpdateRecipe) else _one_update(recipe, model)
-
-
-def _one_update(recipe: Recipe, model: nn.Module) -> Step:
-    optimizer = optimizer_of(recipe, model)
-
-    def step(batch: Batch, _: int) -> float:
-        loss = mean_loss(recipe.loss(model, batch))
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return float(loss.detach())
-
-    return step
-
-
-def _several_updates(recipe: MultiUpdateRecipe, model: nn.Module) -> Step:
     optimizers = optimizers_of(recipe, model)
     schedules = recipe.schedules(optimizers)
 
     def step(batch: Batch, number: int) -> float:
         total = 0.0
-        for names, loss in recipe.updates(model, batch, number):
+        for names, loss in recipe.micro_batch_updates(model, MicroBatch(batch, SEED, number)):
             model.zero_grad()
             mean_loss(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
             for name in (names,) if isinstance(names, str) else names:
@@ -98,27 +79,27 @@ def _several_updates(recipe: MultiUpdateRecipe, model: nn.Module) -> Step:
 def evaluate(
     replica: Replica, dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
 ) -> Mapping[str, float]:
-    """Return the metrics of the whole ``dataset``; every sample counts once, however many ranks there are."""
+    """Return the metrics of ``dataset``; each sample counts once at any world size."""
     return replica.evaluate(
         EvaluationBatches(lambda: evaluation_batches(dataset, world, batch_size=batch_size, collate=collate))
     )
 
 
 STEPS, BATCH, SEED = 20, 24, 3
-_TESTED = 5  # samples of a batch of an evaluation
+_TESTED = 5  # samples per evaluation batch
 CHAIN = Chain()
 ALONE = World.alone(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The outcome of :func:`train` or :func:`reference`; it is empty for a process that only served.
+    """The outcome of :func:`train` or :func:`reference`; empty for a process that only served.
 
     Attributes:
-        losses: Loss of each step, the mean over all ranks.
+        losses: Loss of each step, averaged over all ranks.
         error: Error on the test data.
-        model: The model's full state by name, on rank 0; empty on the others.
-        moved: Whether training changed parameters that this rank holds.
+        model: The model's full state by name, on rank 0; empty on other ranks.
+        moved: Whether training changed the parameters held by this rank.
     """
 
     losses: Sequence[float]
@@ -137,16 +118,16 @@ def train(
     perturbed: bool = False,
     recipe: Recipe = CHAIN,
 ) -> Trained:
-    """Train ``strategy`` in this process up to step ``steps``, or serve those that do, as its role says.
+    """Train with ``strategy`` up to step ``steps``, or serve, according to the role.
 
     Args:
-        strategy: Strategy to train under.
-        context: Context of this process; a step has at least as many logical ranks as the strategy defaults to.
+        strategy: Strategy to train with.
+        context: Context of this process; a step has at least the strategy's default number of logical ranks.
         steps: Number of the last step.
-        folder: Folder of checkpoints; training goes on from the newest one in it.
-        save: Whether to save a checkpoint there after the last step.
-        perturbed: Whether to train on a heap in disorder, which must not change a bit.
-        recipe: Recipe to train; a :class:`~worldsize.testing.recipes.ByMetric` is evaluated in between, too.
+        folder: Folder of checkpoints; training resumes from the newest one in it.
+        save: Whether to save a checkpoint to ``folder`` after the last step.
+        perturbed: Whether to train with a perturbed heap layout; results must be bit-identical.
+        recipe: Recipe to train; a :class:`~worldsize.testing.recipes.ByMetric` is also evaluated during training.
     """
     heap, world = Heap(), context.world
     disturb = heap.perturb if perturbed else _nothing
@@ -173,7 +154,7 @@ def train(
     first = _resumed(replica, memory, world, folder)
     before = _held(replica)
     batches = (
-        repeat([])  # of a process that leads those that train: they draw their data themselves
+        repeat([])  # a process that leads does not load data
         if serves
         else micro_batches(recipe.data("train"), order, world.device, first=first, collate=collate_of(recipe))
     )
@@ -208,7 +189,7 @@ def _served(
     folder: Path | None,
     disturb: Callable[[], None],
 ) -> Replica | None:
-    """Serve to the end, or return the replica by which this process leads those that train."""
+    """Serve until the end, or return the replica with which this process leads the training."""
     run = replace(
         context,
         seed=SEED,
@@ -223,7 +204,7 @@ def _served(
 @final
 @dataclass(frozen=True)
 class _Data(DataSource):
-    """The data of :func:`train`, for processes that draw them by themselves."""
+    """The data of :func:`train`, for processes that load their own data."""
 
     recipe: Recipe
     order: Order
@@ -245,7 +226,7 @@ class _Data(DataSource):
 @final
 @dataclass(frozen=True)
 class _Checkpoints(CheckpointSource):
-    """The checkpoints of :func:`train`, for processes that restore by themselves."""
+    """The checkpoints of :func:`train`, for processes that restore their own state."""
 
     folder: Path | None
 
@@ -281,20 +262,20 @@ def cluster_of(size: int, nodes: int = 1) -> Cluster:
 
 
 def cluster_with(strategy: Strategy, workers: int) -> Cluster:
-    """Return the smallest cluster on which ``workers`` processes train, beside those that serve."""
+    """Return the smallest cluster with ``workers`` training processes, besides servers."""
     for size in range(workers, 2 * workers + 9):
         with suppress(ConfigError):
             if strategy.roles(cluster_of(size))["worker"].processes == workers:
                 return cluster_of(size)
-    raise ValueError(f"{strategy} has no cluster with {workers} workers")
+    raise ValueError(f"{strategy} does not fit any cluster with {workers} workers")
 
 
 def run_in_roles(
     strategy: Strategy, body: Callable[[RunContext], Any], workers: int, *, local_size: int | None = None
 ) -> list[Any]:
-    """Call ``body`` in every process of ``strategy``, and return the results of the ``workers`` that train.
+    """Call ``body`` in all processes of ``strategy``; return the results of ``workers``.
 
-    Where all processes serve, the list has only the result of the first, which leads.
+    If all processes serve, the list has only the result of the first one, the leader.
     """
     cluster = cluster_with(strategy, workers)
     roles = strategy.roles(cluster)
@@ -313,7 +294,7 @@ def run_in_roles(
 
 
 def reference(recipe: Recipe = CHAIN) -> Trained:
-    """Train ``recipe`` by plain PyTorch on whole batches, in the documented order of samples."""
+    """Train ``recipe`` in plain PyTorch on whole batches, in the documented order of samples."""
     model, data, order = recipe.model(), recipe.data("train"), Order(SEED, BATCH, 1, (0,))
     losses, step = [], plain_step(recipe, model)
     for number in range(1, STEPS + 1):

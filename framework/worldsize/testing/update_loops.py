@@ -1,4 +1,4 @@
-"""Small programs whose peculiarity is their updates or their optimizers."""
+"""Small programs with unusual updates or optimizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.testing.training import BATCH
 
 @dataclass(frozen=True)
 class SharedLoss(MultiUpdateRecipe):
-    """A :class:`Loop` of which one optimizer updates the matrices and another the rest, by one loss."""
+    """A :class:`Loop` with separate optimizers for matrices and others, and a single loss."""
 
     def model(self) -> nn.Module:
         return Loop().model()
@@ -48,7 +48,7 @@ class SharedLoss(MultiUpdateRecipe):
 
 
 def shared_loss(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
-    """Take one backward pass a step, clip all gradients together, and let both optimizers step.
+    """Train with one backward pass per step, joint clipping, and a step of both optimizers.
 
     ``batches``: inputs (batch, 4) and targets (batch, 1) of each step.
     """
@@ -70,7 +70,7 @@ def shared_loss(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class ByRank(Loop):
-    """A program whose first logical rank adds a term to the loss: the output for a row that every batch ends with."""
+    """The first logical rank adds a loss term: the output for an extra row of each batch."""
 
     def collate(self, samples: list[Any]) -> Batch:
         inputs, targets = default_collate(samples)
@@ -96,9 +96,9 @@ class ByRank(Loop):
 
 @dataclass(frozen=True)
 class Plateau(Loop, ByMetric):
-    """A program whose learning rate falls once an evaluation is not better by half than the best before.
+    """The learning rate falls unless an evaluation halves the best error so far.
 
-    A part of its model stays in evaluation mode.
+    One module of the model stays in evaluation mode.
     """
 
     def net(self) -> nn.Module:
@@ -110,7 +110,7 @@ class Plateau(Loop, ByMetric):
 
 @dataclass(frozen=True)
 class Closures(Loop):
-    """A program whose optimizer computes the loss several times in a step."""
+    """The optimizer computes the loss several times per step."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return torch.optim.LBFGS(model.parameters())
@@ -118,7 +118,7 @@ class Closures(Loop):
 
 @dataclass(frozen=True)
 class ByEpoch(Loop):
-    """A program whose schedule must be told the epoch, as those of timm."""
+    """The schedule needs the epoch, as in timm."""
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
         schedule: Any = _EpochSchedule()
@@ -128,14 +128,14 @@ class ByEpoch(Loop):
 @final
 class _EpochSchedule:
     def step(self, epoch: int) -> None:
-        """Set the rate of ``epoch``."""
+        """Set the learning rate for ``epoch``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load ``state``."""
+        """Do nothing."""
 
 
 UPDATES: Sequence[Case] = (
@@ -149,10 +149,10 @@ UPDATES: Sequence[Case] = (
 
 @final
 class Counting(Optimizer):
-    """Wraps two optimizers, one for matrices and one for the rest, and takes a share of an update in its first steps.
+    """Wraps optimizers for matrices and other parameters, with learning-rate warmup.
 
-    Neither the first one's class nor ``warmup`` is among its defaults. It counts steps in an
-    attribute, and in its options by numbers of NumPy.
+    Neither the class of the first optimizer nor ``warmup`` is in its defaults. It counts steps in an attribute, and in
+    its options as NumPy integers.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], kind: Callable[[Any], Optimizer], warmup: int) -> None:
@@ -164,7 +164,7 @@ class Counting(Optimizer):
         self._warmup, self._taken = warmup, 0
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take a step of both."""
+        """Step both optimizers."""
         self._taken += 1
         for optimizer, group in zip(self._inner, self.param_groups, strict=True):
             optimizer.param_groups, optimizer.state = [group], self.state
@@ -177,9 +177,9 @@ class Counting(Optimizer):
 
 @final
 class Remembering(Optimizer):
-    """Divides its rate by the number of steps, and decays its updates; both are entries of its ``state_dict`` only.
+    """Divides its rate by the step count and decays updates; both only in ``state_dict``.
 
-    ``by_parameter``: whether it also adds the sum of each parameter's gradients.
+    ``by_parameter``: whether to store the sum of each parameter's gradients, too.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1, *, by_parameter: bool = False) -> None:
@@ -200,11 +200,11 @@ class Remembering(Optimizer):
                     each.sub_(group["lr"] * self._decay.max().item() * each.grad / self._taken)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with the two."""
+        """Return the state with these values."""
         return {**super().state_dict(), "taken": self._taken, "decay": self._decay, "sums": [*self._sums.values()]}
 
     def load_state_dict(self, state: Any) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load a :meth:`state_dict`."""
         self._taken, self._decay = state["taken"], state["decay"]
         self._sums = dict(zip(self._sums, state["sums"], strict=True))
         super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
@@ -212,7 +212,7 @@ class Remembering(Optimizer):
 
 @final
 class TrustRatio(Optimizer):
-    """Scales each update to the norm of its parameter, as LARS and LAMB do; with ``jointly`` to that of all."""
+    """Scales updates by parameter norms, like LARS and LAMB; by a joint ratio if ``jointly``."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, *, jointly: bool) -> None:
         super().__init__(params, {"lr": lr})
@@ -232,7 +232,7 @@ class TrustRatio(Optimizer):
 
 @dataclass(frozen=True)
 class Optimized(Loop):
-    """Makes its optimizer by ``make``."""
+    """Creates its optimizer with ``make``."""
 
     make: Callable[[nn.Module], Optimizer] = lambda model: SGD(model.parameters(), lr=0.1)
 

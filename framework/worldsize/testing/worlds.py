@@ -1,4 +1,4 @@
-"""Runs a function on several real gloo processes, and collects what each returned; for tests of strategies."""
+"""Run a function in real gloo processes and collect results, for tests of strategies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.world.scratch import temporary_folder
 from worldsize.world.world import open_world
 
 T = TypeVar("T")
-_FAILING = 5.0  # seconds in which the peers of a process that failed may add their own errors
+_FAILING = 5.0  # seconds for peers of a failed process to report their own errors
 
 
 def run_in_worlds(
@@ -33,14 +33,13 @@ def run_in_worlds(
     tiers: Mapping[str, int] | None = None,
     roles: Mapping[str, Role] | None = None,
 ) -> list[T]:
-    """Run ``body(world)`` on each of ``size`` forked processes of one thread, and return their results by rank.
+    """Run ``body(world)`` in ``size`` forked processes of one thread; return results by rank.
 
-    ``local_size`` processes count as one node (default: all), and ``tiers`` are those of the cluster, by their nodes.
-    ``roles`` says what the processes are, in the order of ranks (default: all train); those that serve are in no
-    process group.
+    ``local_size`` processes form one node (default: all). ``tiers`` are the cluster's tiers, in nodes. ``roles``: roles
+    of the processes in rank order (default: all train); those that serve are not in a process group.
 
     Raises:
-        RuntimeError: a process raised (the tracebacks of all that did, the first one first), or did not answer within
+        RuntimeError: a process raised (the message has all tracebacks, the first one first), or did not answer within
             ``timeout`` seconds.
     """
     nodes = size // (local_size or size)
@@ -61,7 +60,7 @@ def run_in_worlds(
 
 
 def gathered(losses: Iterable[Tensor], world: World) -> list[float]:
-    """Return the losses of all ranks, scalars, those of the first rank first."""
+    """Return the losses of all ranks, scalars, in rank order."""
     mine = list(map(float, losses))
     by_rank: list[Any] = [mine] * world.size
     if world.group is not None:
@@ -92,19 +91,19 @@ def _body(
         with open_world(placement, cluster, roles) as world:
             try:
                 _answer(sender, succeeded=True, result=body(world))
-            except BaseException:  # answered before its connections close, at which others fail
+            except BaseException:  # answer before its connections close, which makes other processes fail
                 _answer(sender, succeeded=False, result=traceback.format_exc())
     except BaseException:
         _answer(sender, succeeded=False, result=traceback.format_exc())
 
 
 def _answer(sender: Connection[bytes, bytes], *, succeeded: bool, result: object) -> None:
-    # pickled by value: the connection's own pickler would share tensors with a process that is about to end
+    # pickled by value: the connection's own pickler would share tensors with an exiting process
     sender.send_bytes(pickle.dumps((succeeded, result)))
 
 
 def _receive_all(connections: Sequence[Connection[bytes, bytes]], timeout: float) -> list[Any]:
-    """Return the results by rank; after a failure the other ranks, which may wait for that one, have little time."""
+    """Return the results by rank; ranks get ``_FAILING`` seconds after a failure elsewhere."""
     results, failures, waiting = dict[int, Any](), list[str](), {each: rank for rank, each in enumerate(connections)}
     while waiting:
         answered = wait(list(waiting), _FAILING if failures else timeout)

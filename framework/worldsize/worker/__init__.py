@@ -1,1 +1,1 @@
-"""One process of a run, from its run folder to its exit code: it trains, serves or examines the cluster."""
+"""One process of a run, which trains, serves or examines the cluster."""

@@ -1,4 +1,4 @@
-"""``python -m worldsize.worker RUN_DIR``: what torchrun, srun or mpirun start."""
+"""``python -m worldsize.worker RUN_DIR``: the entry point for torchrun, srun or mpirun."""
 
 from worldsize.worker.process import main
 

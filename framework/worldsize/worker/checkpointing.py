@@ -1,4 +1,4 @@
-"""Saves during training: the consequence of a failed save, and the history that a checkpoint keeps."""
+"""Saves during training, handling of failed saves, and the history stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 from worldsize.checkpoint.save import Saver
 from worldsize.core import CheckpointFailed, CheckpointSaved, Emit, Evaluated, Event, RunStarted, StateDict, StepDone
 from worldsize.errors import CheckpointError, SaveFailedError
+from worldsize.loop.agreement import Wishes
 from worldsize.record.metrics import last_metrics
-from worldsize.train.agreement import Wishes
 from worldsize.worker.save_interval import SaveInterval
 
 
 @final
 class Checkpointing:
-    """The saves of one attempt; every rank calls the same methods in the same order.
+    """Manages the saves of one attempt; every rank calls the same methods in the same order.
 
-    All ranks learn of the same failures, though not before the same step; nothing that they decide between two saves
-    depends on when.
+    All ranks learn of the same failures, but possibly at different steps, so decisions between two saves do not depend
+    on the time at which a rank learns of a failure.
 
     Args:
         saver: Writes the checkpoints.
-        emit: Takes each event.
-        on_failure: What training does when storage refuses a save.
-        interval: Chooses after which steps saves are due; None: the configuration does.
+        emit: Receives each event.
+        on_failure: What to do if a save fails.
+        interval: Determines further steps to save; None: only the configuration does.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Checkpointing:
     def save(
         self, state: StateDict, *, step: int, facts: Mapping[str, Any], streams: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Wait for the previous save and start the next one, as :meth:`Saver.save` does.
+        """Wait for the previous save and start the next one, see :meth:`Saver.save`.
 
-        ``streams``: uint8 [bytes] each, by name.
+        ``streams``: tensors uint8 (bytes,) by name.
 
         Raises:
-            CheckpointError: the previous save failed, and the next one would, too.
+            CheckpointError: the previous save failed, and so would the next one.
         """
         interval = self._interval
         with interval.saving(step) if interval else nullcontext():
@@ -65,52 +65,52 @@ class Checkpointing:
             self._saver.save(state, step=step, facts=facts, streams=streams)
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Go on after ``step`` with the interval that the facts of its checkpoint name, if any."""
+        """Continue after ``step`` with the save interval in ``facts``, the facts of its checkpoint, if any."""
         if self._interval:
             self._interval.resume(step, facts.get("save_interval") or {})
 
     def begin_step(self) -> None:
-        """Emit the event of the save in flight if it has ended; raise as :meth:`save` does."""
+        """Emit the event of the save in flight if it has ended; raise the same errors as :meth:`save`."""
         self._take(self._saver.ended)
         if self._interval:
             self._interval.begin_step(in_flight=self._saver.is_writing)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a save is due after ``step``, besides those of the configuration."""
+        """Return whether a save is due after ``step``, in addition to the configured ones."""
         return self._interval is not None and self._interval.is_due(step)
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Return a context whose duration is no part of a step's, such as an evaluation's."""
+        """Return a context that excludes its duration from that of the step, such as for an evaluation."""
         return self._interval.uncounted() if self._interval else nullcontext()
 
     def finish(self) -> None:
-        """Wait for the save in flight and emit its event; raise as :meth:`save` does."""
+        """Wait for the save in flight and emit its event; raise the same errors as :meth:`save`."""
         self._take(self._saver.finish)
 
     def close(self) -> None:
-        """End the saver's thread."""
+        """Stop the saver's thread."""
         self._saver.close()
 
     def wishes(self, *, stop: bool = False) -> Wishes:
-        """Return the wishes of this rank: to stop if it is told to or a save failed, and to save if that is overdue."""
+        """Return this rank's requests: stop if requested or after a failed save, and save if a save is overdue."""
         failed = self._on_failure == "stop" and bool(self._failures)
         return Wishes(stop or failed, save=self._interval is not None and self._interval.is_overdue())
 
     def check_stop(self) -> None:
-        """Raise CheckpointError if a run that stops before its end failed.
+        """Raise CheckpointError if a run that stops before its end counts as failed.
 
-        It did if it stops because of a failed save, or if none of this attempt's saves succeeded: with the exit code
-        that means "start me again" it could go round in circles for as long as its disk is full.
+        This is the case if it stops because of a failed save, or if no save of this attempt succeeded. With the exit
+        code for a restart, the run would otherwise restart endlessly while the disk is full.
         """
         if self.wishes().stop:
             first = self._failures[0]
             raise SaveFailedError(first.step, first.reason, first.newest)
         if self._in_a_row and not self._has_saved:
             last = _described(self._failures[-1])
-            raise CheckpointError(f"the run was asked to stop, and nothing of this attempt is saved: {last}")
+            raise CheckpointError(f"the run was stopped on request, but nothing of this attempt is saved: {last}")
 
     def check_end(self, step: int) -> None:
-        """Raise CheckpointError if the save of ``step``, the last one of the run, failed: the trained model is lost."""
+        """Raise CheckpointError if the save of ``step``, the run's last step, failed and the trained model is lost."""
         if self._in_a_row and (last := self._failures[-1]).step == step != last.newest:
             raise CheckpointError(
                 f"training has ended, but its last checkpoint is missing: {_described(last)} Then worldsize resume "
@@ -118,7 +118,7 @@ class Checkpointing:
             )
 
     def failed_saves(self) -> list[dict[str, Any]]:
-        """List the saves of this attempt that failed, for the result."""
+        """List the failed saves of this attempt, for the result."""
         return [{"step": failure.step, "reason": failure.reason} for failure in self._failures]
 
     def _take(self, ended: Callable[[], list[CheckpointSaved]]) -> None:
@@ -144,14 +144,14 @@ def _described(failure: CheckpointFailed) -> str:
 @final
 @dataclass
 class History:
-    """A listener that keeps the values for the result and the checkpoints; ``file``: the run's metrics."""
+    """Listener that collects the values for the result and the checkpoints. ``file``: the run's metrics."""
 
     file: Path
     started: float = field(default_factory=time.perf_counter)
     first: int = 0
     first_step_at: float | None = None  # Unix time
     metrics: Mapping[str, float] = field(default_factory=dict)
-    compiled: Mapping[str, Any] = field(default_factory=dict)  # by torch.compile, in this attempt
+    compiled: Mapping[str, Any] = field(default_factory=dict)  # facts about torch.compile in this attempt
     evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:

@@ -1,26 +1,33 @@
-"""The surroundings of a process in training: its context, its listeners, its limits of waits for data."""
+"""The environment of a training process: its context, resources, listeners, and limits on waits for data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
 from worldsize.checkpoint.format import Checkpoint, read
 from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.save import Saver
 from worldsize.config.settings import Settings
 from worldsize.core import (
     CheckpointSource,
     ConfigError,
     DataSource,
     EvaluationBatch,
+    Event,
     Listener,
     MicroBatch,
     Rendezvous,
     RunContext,
+    RunStarted,
     StateDict,
     StepTiming,
     StopFlag,
@@ -29,6 +36,7 @@ from worldsize.core import (
 from worldsize.data.batches import collate_of, is_iterable
 from worldsize.data.data_wait import Patience
 from worldsize.data.loader import drawn
+from worldsize.loop.before_update import BeforeUpdate
 from worldsize.observe.events import EventLog
 from worldsize.observe.health.files import AlertNews
 from worldsize.observe.subprocess_listeners import SubprocessListeners
@@ -36,9 +44,9 @@ from worldsize.observe.timing import Timing, UnitTimes
 from worldsize.record.metrics import MetricsFile
 from worldsize.record.run_directory import RunDirectory, private
 from worldsize.record.run_record import view
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.world.environments import Placement
-from worldsize.world.meetings import StopVote
 from worldsize.world.processes import Heartbeat, Preemption
 from worldsize.world.roles import role_of
 from worldsize.world.scratch import socket_folder
@@ -46,8 +54,9 @@ from worldsize.world.world import gang_of
 
 
 def context_of(settings: Settings, run: RunDirectory, world: World, placement: Placement, stop: StopFlag) -> RunContext:
-    """Return the context of the process that ``world`` describes."""
-    times = _UnitTiming(settings, run, world)
+    """Return the context of the process described by ``world``."""
+    breakdown = settings.observe.step_breakdown
+    times = _UnitTiming(run, world, every=settings.training.log_every if breakdown else None)
     serves = any(role.serves for role in settings.roles.values())
     return RunContext(
         world,
@@ -56,7 +65,7 @@ def context_of(settings: Settings, run: RunDirectory, world: World, placement: P
         steps=settings.training.steps,
         workers=settings.roles["worker"].processes,
         logical_ranks=settings.logical_ranks,
-        rendezvous=_rendezvous(settings, run, placement) if serves else None,
+        rendezvous=_rendezvous(settings.cluster.timeout, run, placement) if serves else None,
         data=_RunData(settings, world, placement.heartbeat, times),
         checkpoints=_RunCheckpoints(settings, run, replace(world, rank=0, size=1, groups={})),
         faults=settings.faults,
@@ -65,14 +74,14 @@ def context_of(settings: Settings, run: RunDirectory, world: World, placement: P
     )
 
 
-def _rendezvous(settings: Settings, run: RunDirectory, placement: Placement) -> Rendezvous:
+def _rendezvous(timeout: float, run: RunDirectory, placement: Placement) -> Rendezvous:
     sockets = placement.heartbeat.parent if placement.heartbeat else socket_folder()
-    return Rendezvous(private(run.servers(placement.attempt)), placement.address, settings.cluster.timeout, sockets)
+    return Rendezvous(private(run.servers(placement.attempt)), placement.address, timeout, sockets)
 
 
 @final
 class _RunCheckpoints(CheckpointSource):
-    """Reads a checkpoint in this process alone, without its peers."""
+    """Reads checkpoints in this process alone, without communicating with peers."""
 
     def __init__(self, settings: Settings, run: RunDirectory, alone: World) -> None:
         self._settings, self._run, self._alone = settings, run, alone
@@ -93,35 +102,36 @@ class _RunCheckpoints(CheckpointSource):
 
 @final
 class _UnitTiming(StepTiming):
-    """Opens its file only at the first time, so that processes without data or steps write none."""
+    """Opens its file at the first measurement, so that processes without data or steps do not create one."""
 
-    def __init__(self, settings: Settings, run: RunDirectory, world: World) -> None:
-        self._settings, self._run, self._world = settings, run, world
+    def __init__(self, run: RunDirectory, world: World, *, every: int | None) -> None:
+        self._run, self._world, self._every = run, world, every
 
     @cached_property
-    def _times(self) -> UnitTimes:
-        rank = self._world.rank
-        return UnitTimes(Timing(self._run, rank=rank), self._world.device, every=self._settings.training.log_every)
+    def _times(self) -> UnitTimes | None:
+        if self._every is None:
+            return None
+        return UnitTimes(Timing(self._run, rank=self._world.rank), self._world.device, every=self._every)
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Time the wait for data inside the context."""
-        return self._times.drawing() if self._settings.observe.step_breakdown else nullcontext()
+        """Time the wait for data in this block."""
+        return self._times.drawing() if self._times else nullcontext()
 
     def measured(self, step: int) -> AbstractContextManager[None]:
-        return self._times.measured(step) if self._settings.observe.step_breakdown else nullcontext()
+        return self._times.measured(step) if self._times else nullcontext()
 
 
 @final
 class _RunData(DataSource):
-    """Draws data in this process; before the first data of a step, injects its faults and records its number.
+    """Loads data in this process; before the first data of a step, injects the step's faults and records its number.
 
-    A process that never draws, such as a server, has no current step.
+    A process that never loads data, such as a server, does not have a current step.
     """
 
     def __init__(self, settings: Settings, world: World, heartbeat: Path | None, times: _UnitTiming) -> None:
         self._settings, self._world, self._heartbeat, self._times = settings, world, heartbeat, times
         self._order, self._collate = settings.order(0, 1), collate_of(settings.recipe)
-        self._evaluation = EvaluationData(settings)
+        self._evaluation = EvaluationData(settings.recipe, settings.training, settings.evaluation.batches)
 
     @cached_property
     def _train(self) -> Any:
@@ -138,7 +148,7 @@ class _RunData(DataSource):
         if is_iterable(self._train):
             raise ConfigError(
                 "this strategy draws samples by their index; the recipe's training data are a stream. "
-                "Return data with an index, or choose another strategy."
+                "Return data with an index, or choose a different strategy."
             )
         with self._times.drawing():
             return drawn(self._train, self._order, self._world.device, step, logical_rank, self._collate)
@@ -148,14 +158,97 @@ class _RunData(DataSource):
         return self._evaluation.batches(split, step, replace(self._world, rank=part, size=parts, groups={}))
 
 
-_ENDING = 2.0  # seconds that a process needs to end when it waits for nothing
+@final
+class ProcessResources:
+    """Datasets, heartbeat, saver and listeners of a process, which outlive changes of its gang."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run: RunDirectory,
+        heartbeat: Path | None,
+        listeners: list[Listener],
+        preemption: Preemption,
+    ) -> None:
+        self.settings, self.run, self._heartbeat = settings, run, heartbeat
+        self.listeners, self.preemption = listeners, preemption
+        self.before_update = BeforeUpdate()  # called in each step by this process's replicas
+        self._saver: Saver | None = None
+        self._beats: Heartbeat | None = None
+        self._logs_run = False
+        self._started: list[Listener] = []  # listeners that have received RunStarted
+
+    @cached_property
+    def train(self) -> Any:
+        """The recipe's training data."""
+        return self.settings.recipe.data("train")
+
+    @cached_property
+    def evaluation(self) -> EvaluationData:
+        """The evaluation data."""
+        return EvaluationData(self.settings.recipe, self.settings.training, self.settings.evaluation.batches)
+
+    def build(self, world: World) -> None:
+        """Build the datasets now, so that a gang does not have to wait while a new member builds its own."""
+        seed_generators(derive_seed(self.settings.training.seed, "data"), world.device)  # the data may be shuffled
+        assert self.train is not None
+        self.evaluation.build(self.settings.evaluation.splits)
+
+    def saver(self, world: World, group: ProcessGroup | None) -> Saver:
+        """Return the checkpoint writer for the ranks of ``world``, which use ``group`` only for this purpose.
+
+        The writer has the same thread in all memberships, so that an interrupted save ends before the next one starts.
+        """
+        if self._saver is not None:
+            self._saver = self._saver.regrouped(world, group)
+            return self._saver
+        self._saver = Saver(
+            self.run.checkpoints,
+            world,
+            group,
+            keep=self.settings.checkpoint.keep,
+            finite=self.settings.numerics.nonfinite == "stop",
+            owner=self.run.manifest,
+            at=self.settings.faults.at,
+        )
+        return self._saver
+
+    def beats(self, first: int) -> Heartbeat | None:
+        """Return the heartbeat of this process, which started after step ``first``."""
+        if self._beats is None and self._heartbeat is not None:
+            self._beats = Heartbeat(self._heartbeat, first)
+        return self._beats
+
+    def log_run(self) -> None:
+        """Add the listeners of the whole run, once."""
+        if not self._logs_run:
+            self.listeners += global_listeners(self.settings, self.run, self.preemption)
+        self._logs_run = True
+
+    def emit(self, event: Event) -> None:
+        """Send an event to all listeners."""
+        for listener in self.listeners:
+            listener(event)
+
+    def tell_started(self, event: RunStarted, passing: Sequence[Listener]) -> None:
+        """Send RunStarted to new listeners, and to the ``passing`` listeners of the current membership.
+
+        The latter are not stored, since they refer to the membership's replica.
+        """
+        before, self._started = self._started, [*self.listeners]
+        for listener in (*self.listeners, *passing):
+            if not any(listener is told for told in before):
+                listener(event)
+
+
+_ENDING = 2.0  # seconds that a process needs to exit if it does not wait for anything
 
 
 def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
-    """Create the listeners of a process: every training process writes its timing, the first logs global events.
+    """Create the listeners of a process: every training process writes its timing, and the first logs global events.
 
-    If all processes serve, the run's first process leads and logs. In a gang that heals, its first member does, which
-    need not be the first process.
+    If all processes serve, the run's first process leads and logs. In a healing gang the first member logs, which may
+    not be the first process.
     """
     role, rank = role_of(global_rank, settings.roles)
     own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
@@ -166,7 +259,7 @@ def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemp
 
 def global_listeners(settings: Settings, run: RunDirectory, preemption: Preemption) -> list[Listener]:
     """Create the listeners of the whole run."""
-    manifest = view(run.path).manifest  # the manifest's configuration has no secrets
+    manifest = view(run.path).manifest  # the manifest's configuration does not contain secrets
     facts = {"run_id": run.id, "folder": run.path, "config": manifest["config"], "manifest": manifest}
     makers = {
         name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
@@ -180,11 +273,47 @@ def global_listeners(settings: Settings, run: RunDirectory, preemption: Preempti
     return [MetricsFile(run.metrics), EventLog(run.events), loggers]
 
 
-def patience_of(settings: Settings, world: World, preemption: Preemption) -> Patience:
-    """Return the limits of a wait for data; members of a gang that heals have no store in which all could vote."""
-    vote = None if settings.heals else StopVote(world)
+_VOTING = 10.0  # seconds that ranks wait for the others' votes; a rank that is computing does not vote
+_POLL = 0.05  # seconds between two polls
+_STOP, _GO_ON = b"stop", b"go on"
+
+
+@final
+class StopVote:
+    """Vote of the ranks of ``world``, in their rendezvous store, on stopping after the same step."""
+
+    def __init__(self, world: World) -> None:
+        self._size, self._key = world.size, f"stop_vote/{world.role}"
+        self._voted = -1  # last step at which this rank voted
+
+    def passes(self, step: int) -> bool:
+        """Vote to stop after ``step``; return whether all ranks did so in time, with the same result on all ranks."""
+        if self._size == 1:
+            return True
+        if self._voted == step:
+            return False
+        self._voted = step
+        store, key = dist.distributed_c10d._get_default_store(), f"{self._key}/{step}"
+        until = time.monotonic() + _VOTING
+        decision = b""
+        store.add(f"{key}/votes", 1)
+        while not decision:
+            if store.add(f"{key}/votes", 0) >= self._size:
+                decision = store.compare_set(f"{key}/decision", "", _STOP.decode())
+            elif time.monotonic() > until:
+                decision = store.compare_set(f"{key}/decision", "", _GO_ON.decode())
+            elif store.check([f"{key}/decision"]):
+                decision = store.get(f"{key}/decision")
+            else:
+                time.sleep(_POLL)
+        return decision == _STOP
+
+
+def patience_of(timeout: float, world: World, preemption: Preemption, *, heals: bool) -> Patience:
+    """Return the limits on waits for data, without voting in healing gangs, which do not share a store."""
+    vote = None if heals else StopVote(world)
 
     def stops(step: int) -> bool:
         return vote is not None and preemption.is_wanted() and vote.passes(step)
 
-    return Patience(settings.cluster.timeout, speaks=world.rank == 0, stops=stops)
+    return Patience(timeout, speaks=world.rank == 0, stops=stops)

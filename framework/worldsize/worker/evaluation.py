@@ -1,4 +1,4 @@
-"""Evaluates a run's splits as configured."""
+"""Evaluates the configured splits of a run."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from worldsize.checkpoint.format import read
 from worldsize.checkpoint.load import load
 from worldsize.config.schema import TrainingConfig
 from worldsize.config.settings import Settings
-from worldsize.core import EvaluationBatch, EvaluationBatches, Replica, World, metric_key, split_of
+from worldsize.core import EvaluationBatch, EvaluationBatches, Recipe, Replica, World, metric_key, split_of
 from worldsize.data.batches import collate_of, is_iterable
 from worldsize.data.loader import evaluation_batches
-from worldsize.record.determinism import generators_kept, seed_generators, stream
+from worldsize.loop.averaging import evaluate_all
+from worldsize.loop.early_stopping import value_of
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import write_result
-from worldsize.train.averaging import evaluate_all
-from worldsize.train.early_stopping import value_of
+from worldsize.seeds import derive_seed, keep_generators, seed_generators
 
 
 @final
 class EvaluationData:
-    """Loads any part of the evaluation data for any step; a split's data are built at first use."""
+    """Loads any shard of the evaluation data for any step; the data of a split are built on first use."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._recipe, self._training = settings.recipe, settings.training
-        self._batches = settings.evaluation.batches
+    def __init__(self, recipe: Recipe, training: TrainingConfig, batches: int | None) -> None:
+        self._recipe, self._training, self._batches = recipe, training, batches
         self._datasets: dict[str, Any] = {}
 
     def build(self, splits: Sequence[str]) -> None:
-        """Build the data of ``splits`` now instead of at their first evaluation."""
+        """Build the data of ``splits`` now instead of at the first evaluation."""
         for split in splits:
             if split not in self._datasets:
                 self._datasets[split] = self._recipe.data(split)
@@ -49,7 +48,7 @@ class EvaluationData:
             batch_size=self._training.evaluate_batch_size,
             collate=collate_of(self._recipe),
             drawn=self._batches,
-            seed=stream(self._training.seed, f"evaluation/{split}", step),
+            seed=derive_seed(self._training.seed, f"evaluation/{split}", step),
         )
 
     def first_batch(self, split: str, part: World) -> Iterator[EvaluationBatch]:
@@ -63,18 +62,18 @@ class EvaluationData:
 
 
 def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, part: World) -> None:
-    """Evaluate one batch of each split, so that an evaluation that cannot succeed fails before the first step.
+    """Evaluate one batch of each split, so that errors in the evaluation show up before the first step.
 
-    Nothing remains of it: generators, buffers and modes are those from before. A stream is left out, since its position
-    would move. Nothing is compiled, since that would depend on the shapes of evaluation batches.
+    Afterwards generators, buffers and modes are the same as before. Streams are skipped, since their position would
+    change. Nothing is compiled, since that would depend on the shapes of evaluation batches.
 
     Raises:
-        ConfigError: the evaluation has no metric of a name that the run goes by.
+        ConfigError: the evaluation lacks a metric that the run needs.
     """
     splits = settings.evaluation.splits
     tried = [split for split in splits if not data.is_stream(split)]
     metrics: dict[str, float] = {}
-    with generators_kept(part.device), torch.compiler.set_stance("force_eager"):
+    with keep_generators(part.device), torch.compiler.set_stance("force_eager"):
         for split in tried:
             own = replica.evaluate(EvaluationBatches(partial(data.first_batch, split, part), split))
             metrics |= {metric_key(split, name): value for name, value in own.items()}
@@ -84,7 +83,7 @@ def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, p
     if rule := settings.early_stopping:
         followed["early_stopping.metric"] = rule.metric
     for key, name in followed.items():
-        is_average = settings.average is not None and str(name).startswith("ema/")  # the replica has none yet
+        is_average = settings.average is not None and str(name).startswith("ema/")  # no average exists yet
         if name is not None and len(tried) == len(splits) and not is_average:
             value_of(metrics, name, key=key)
 
@@ -92,7 +91,7 @@ def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, p
 def evaluate_splits(
     replica: Replica, data: EvaluationData, splits: Sequence[str], *, step: int, part: World
 ) -> Mapping[str, float]:
-    """Evaluate ``replica`` on each of ``splits``, and its average if it has one; metrics by :func:`metric_key`."""
+    """Evaluate ``replica``, and its average if any, on all ``splits``; return metrics keyed by :func:`metric_key`."""
 
     def evaluated() -> Mapping[str, float]:
         metrics: dict[str, float] = {}
@@ -105,9 +104,9 @@ def evaluate_splits(
 
 
 def advance_schedules(replica: Replica, training: TrainingConfig, metrics: Mapping[str, float], *, step: int) -> None:
-    """Advance schedules that need a metric by those of the evaluation after ``step``, if it is a regular one.
+    """Advance schedules that depend on a metric, if ``metrics`` are from a regular evaluation after ``step``.
 
-    The last evaluation of a run may not be one: a longer run does not have it.
+    The evaluation at the end of a run may not be regular, since a longer run would not have it.
     """
     if training.schedule_metric is not None and step % training.evaluate_every == 0:
         value = value_of(metrics, training.schedule_metric, key="schedule_metric")
@@ -122,8 +121,9 @@ def evaluate_alone(settings: Settings, run: RunDirectory, world: World, replica:
     if replica.step_reached is None:
         replica.load(load(checkpoint, replica.state()))
     splits = settings.evaluation.splits
-    seed_generators(stream(settings.training.seed, "data"), world.device)  # as where the data set of a run is made
-    metrics = evaluate_splits(replica, EvaluationData(settings), splits, step=checkpoint.step, part=part)
+    seed_generators(derive_seed(settings.training.seed, "data"), world.device)  # as for the datasets in training
+    data = EvaluationData(settings.recipe, settings.training, settings.evaluation.batches)
+    metrics = evaluate_splits(replica, data, splits, step=checkpoint.step, part=part)
     if leads or world.rank == 0:
         write_result(run, {"metrics": dict(metrics)})
     replica.close(complete=True)

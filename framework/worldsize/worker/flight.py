@@ -1,4 +1,4 @@
-"""Watches for a hang: whoever waits for others for long has every process write what it waits for and its stacks."""
+"""Detects hangs: after a long wait, all processes write their stacks and pending collectives."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from typing import Any, final
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from worldsize.collectives.peer_waits import PEER_WAIT
+from worldsize.collectives.group import PEER_WAIT
 from worldsize.devices import backend_names
 from worldsize.record.flight import collectives_file, flight_file, keep_flight_file
 
 _logger = logging.getLogger(__name__)
 
-_SHARE = 0.6  # of the time-out after which a collective, or a wait for a message, counts as hung
-_POLLS = 20  # in the time of a time-out
-_QUICKEST, _SLOWEST = 0.1, 10.0  # seconds between two polls
-_RECORDS = 16  # most hangs that one process writes of, as a server may outlive any number of them
-_SETTLES = 0.5  # seconds after which a collective that has completed is noted as such
+_SHARE = 0.6  # fraction of the timeout after which a collective, or a wait for a message, counts as hung
+_POLLS = 20  # polls per timeout
+_QUICKEST, _SLOWEST = 0.1, 10.0  # minimum and maximum seconds between two polls
+_RECORDS = 16  # maximum number of hangs that a process records, since a server may survive many hangs
+_SETTLES = 0.5  # seconds that torch may need to record the completion of a collective
 
 
 @contextmanager
 def hangs_watched(
     log: Path, asked: Path, *, attempt: int, timeout: float, counts: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Watch this process within the context; it writes a file beside its ``log`` if its gang hangs.
+    """Watch this process in the block; if its gang hangs, the process writes a file next to its ``log``.
 
-    It yields a function to call when the process joins another gang: collectives that it has begun before are no sign.
+    The context yields a function to call when the process joins a different gang; it ignores earlier collectives.
 
-    Torch's flight recorder keeps the last collectives (``TORCH_FR_BUFFER_SIZE``, set in world/); its own dump is a
-    pickle, so this reads it as JSON.
+    torch's flight recorder stores the last collectives (``TORCH_FR_BUFFER_SIZE``, set in world/). Its own dump is a
+    pickle, so this module reads the JSON form.
 
     Args:
         log: Log of this process.
-        asked: File by which the first process that waits asks the others of its run, in the same attempt.
+        asked: File that the first waiting process touches to alert the other processes of its attempt.
         attempt: Number of the attempt.
-        timeout: Time after which a collective fails, in seconds.
-        counts: Whether to leave the numbers of its collectives beside its ``log`` at the end.
+        timeout: Time limit of a collective, in seconds.
+        counts: Whether to write the numbers of its collectives next to its ``log`` at the end.
     """
-    with suppress(OSError):  # the folder is gone, or the disk is full
+    with suppress(OSError):  # the folder was deleted, or the disk is full
         keep_flight_file(log)
     with suppress(OSError):
         collectives_file(log).unlink()
@@ -66,23 +66,23 @@ class _HangWatch(threading.Thread):
         super().__init__(name="hang watch", daemon=True)
         self.ended = threading.Event()
         self._log, self._asked = log, asked
-        self._asked_before = self._asked_at()  # others of the attempt may have asked before this process came
+        self._asked_before = self._asked_at()  # requests from before the start of this process do not count
         self._attempt, self._timeout = attempt, timeout
-        self._since = 0  # time in ns at which the process has joined its gang
-        self._told = 0  # time in ns of its last record: what has waited since before then is part of the same hang
+        self._since = 0  # time in ns when the process joined its gang
+        self._told = 0  # time in ns of its last record; earlier waits belong to the recorded hang
         self._counted = collectives_file(log) if counts else None
         self._main = threading.main_thread().ident
 
     def begin(self) -> None:
-        """Leave out the collectives that this process has begun so far, whose gang is no more."""
+        """Ignore the collectives that this process has started so far, since their gang is gone."""
         self._since = time.time_ns()
 
     def count(self, *, until: float = 0.0) -> None:
-        """Leave the numbers of this process's collectives once, if they are wanted, and it is in a group.
+        """Write the numbers of this process's collectives once, if requested and if it is in a group.
 
-        ``until``: monotonic time until which it waits for threads of torch that have yet to note a completed one.
+        ``until``: monotonic time until which to wait for torch's threads to record completed collectives.
         """
-        path, self._counted = self._counted, None  # what hangs counts as completed once it has failed
+        path, self._counted = self._counted, None  # only once, since a failed collective would count as completed later
         if path is not None and dist.is_initialized():
             with suppress(OSError, KeyError, ValueError):
                 while any(begun != ended for begun, ended in _counts().values()) and time.monotonic() < until:
@@ -92,7 +92,7 @@ class _HangWatch(threading.Thread):
     def run(self) -> None:
         pause = min(max(self._timeout / _POLLS, _QUICKEST), _SLOWEST)
         records = 0
-        with suppress(OSError, KeyError, ValueError):  # no room, no folder; or another torch, whose record is another
+        with suppress(OSError, KeyError, ValueError):  # full disk, deleted folder, or a torch with a different format
             while records < _RECORDS and not self.ended.wait(pause):
                 entries = _collectives()
                 waiting = [each for each in entries if not each["retired"] and each["time_created_ns"] > self._since]
@@ -102,18 +102,18 @@ class _HangWatch(threading.Thread):
                         self._ask()
                     keep_flight_file(self._log)
                     flight_file(self._log).write_text(json.dumps(self._record(entries, waiting)))
-                    self.count()  # it may be killed while it hangs
+                    self.count()  # now, since it may be killed during the hang
                     self._told, records = time.time_ns(), records + 1
 
     def _is_asked(self) -> bool:
-        """Return whether another process has asked since the last call; several may ask because of the same hang."""
+        """Return whether a new request arrived since the last call, ignoring further requests for the same hang."""
         before, self._asked_before = self._asked_before, self._asked_at()
         return self._asked_before != before and time.time_ns() - self._told > _SHARE / 2 * self._timeout * 1e9
 
     def _hangs(self, waiting: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether this process has waited for long for one of its collectives, or for a message.
+        """Return whether this process has been waiting too long for a collective or a message.
 
-        What it waited for in its last record does not count.
+        Collectives and messages in its last record do not count.
         """
         now, awaited = time.time_ns(), PEER_WAIT.open()
         begun = [each["time_created_ns"] for each in waiting]
@@ -122,14 +122,14 @@ class _HangWatch(threading.Thread):
         return (now - oldest) / 1e9 > _SHARE * self._timeout
 
     def _ask(self) -> None:
-        """Ask all processes to write what they do; say so if the run need not end, as after a wait for a message."""
+        """Request a record from all processes; if waiting for a message, log it, since the run may continue."""
         self._asked.touch()
         if awaited := PEER_WAIT.open():
-            text = "this process has waited for %s for %.3g s; what each process does is beside its log (*.flight.json)"
+            text = "this process has waited for %s for %.3g s; see *.flight.json beside each process's log"
             _logger.warning(text, *awaited)
 
     def _asked_at(self) -> int:
-        """Return the time in ns at which a process has asked the others last; 0: none has."""
+        """Return the time of the last request in ns; 0 if there is none."""
         with suppress(OSError):
             return self._asked.stat().st_mtime_ns
         return 0
@@ -148,23 +148,23 @@ class _HangWatch(threading.Thread):
 
 
 def _collectives() -> list[Mapping[str, Any]]:
-    """Return what the flight recorder has kept, oldest first; nothing if the process is in no group."""
+    """Return the entries of the flight recorder, oldest first; empty if the process is not in a group."""
     try:
         entries: list[Mapping[str, Any]] = _recorded().get("entries", []) if dist.is_initialized() else []
-    except ValueError:  # the group was destroyed in between: the gang has other members from now on
+    except ValueError:  # the group was destroyed in between, because the membership changed
         return []
     return entries
 
 
 def _counts() -> dict[str, list[int]]:
-    """Return how many collectives this process has begun and completed in each group since it joined.
+    """Return the numbers of collectives that this process has started and completed in each group.
 
-    What torch calls the last completed one may be an earlier one, whose thread has noted its end after those of others.
+    They do not rely on torch's last completed collective, since its threads may record completions out of order.
     """
     record = _recorded()
     pending = {
         str(each["pg_id"]): int(each["collective_seq_id"])
-        for each in reversed(record.get("entries", []))  # the oldest of a group is the last here, and stays
+        for each in reversed(record.get("entries", []))  # the dict retains the oldest entry per group
         if not each["retired"] and not each["is_p2p"]
     }
     begun = {group: int(each["last_enqueued_collective"]) for group, each in record.get("pg_status", {}).items()}

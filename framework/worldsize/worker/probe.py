@@ -25,33 +25,33 @@ from worldsize.plan.doctor.findings import ONE_HOST, units, write_facts
 from worldsize.world.environments import Placement
 from worldsize.world.world import device_of
 
-_FIRST, _COPIED = 1 << 20, 1 << 26  # bytes of a message, and of a copy
-_GATHERED = 1 << 25  # largest bytes of a ring's message: about a bucket of DDP
-_SECONDS = 0.15  # seconds that a measured message should take
+_FIRST, _COPIED = 1 << 20, 1 << 26  # bytes per trial message, and per copy
+_GATHERED = 1 << 25  # maximum bytes per ring message, about one DDP bucket
+_SECONDS = 0.15  # target duration of a measured message, in seconds
 _REPEATS, _MESSAGES = 3, 50
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The effort of measuring one edge: largest bytes of a message, and how many there are."""
+    """Effort for measuring one edge: maximum bytes per message, and number of messages."""
 
     largest: int
     repeats: int
-    of_times: Callable[[Sequence[float]], float] = min  # the time that counts
+    of_times: Callable[[Sequence[float]], float] = min  # combines the times of all messages
 
 
 _THOROUGH, _SHORT = Effort(1 << 26, _REPEATS), Effort(1 << 23, 1)
-_SHARED = Effort(1 << 26, _REPEATS, statistics.fmean)  # the best of hosts that take turns would be more than they share
-_GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring
+_SHARED = Effort(1 << 26, _REPEATS, statistics.fmean)  # the minimum would overestimate a link shared by several hosts
+_GATHER_SECONDS, _GATHERS = 0.1, 20  # target seconds, and repeats, of a ring
 
-Turn = tuple[int, int] | None  # the edge (from, to) in which one measures while others measure theirs; None: it waits
+Turn = tuple[int, int] | None  # edge (source, target) that a member measures in this round; None: wait
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A measured link from rank to rank: the time of ``size`` bytes, and the median time of a message of eight bytes.
+    """A measured link between two ranks: the time for ``size`` bytes, and the median time of an 8-byte message.
 
-    On tier "device" it is a copy of ``size`` / 2 bytes, which are read and written.
+    On tier "device", it is a copy of ``size`` / 2 bytes, which are both read and written.
     """
 
     tier: str
@@ -63,7 +63,7 @@ class Edge:
 
 
 def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
-    """Write this process's device to the findings, before it waits for any other process."""
+    """Write this process's device to the findings, before waiting for other processes."""
     device = device_of(placement, cluster)
     write_facts(
         findings, f"rank_{placement.rank:05d}", {**_who(placement), "device": _identity(device), "joined": False}
@@ -73,14 +73,14 @@ def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
 def probe(
     world: World, placement: Placement, cluster: Cluster, transport: Transport, findings: Path, *, pairs: bool
 ) -> int:
-    """Measure together with all other processes; the first writes the result. Return the exit code."""
+    """Measure together with all other processes, and return the exit code; the first process writes the result."""
     who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)
     own = [_copies(world)]
     for tier, turns in schedule(units(cluster), world.rank, pairs=pairs):
         own += _measure(world, tier, turns, _SHARED if tier in _uplinks(cluster.tiers) else _THOROUGH)
     rings = _rings(world)
-    gathered: list[Any] | None = [None] * world.size if world.rank == 0 else None  # of all pairs, no other needs them
+    gathered: list[Any] | None = [None] * world.size if world.rank == 0 else None  # only rank 0 needs all pairs
     if world.size > 1:
         dist.gather_object([asdict(edge) for edge in own], gathered)
     else:
@@ -91,9 +91,9 @@ def probe(
 
 
 def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, Any]]:
-    """Measure links from each node to the one ``distance`` nodes after it; return the same edges on all ranks.
+    """Measure the link from each node to the node ``distance`` after it; return the same edges on all ranks.
 
-    This takes a second or two, longer if a link has less than 20 Mbit/s.
+    This takes one or two seconds, or longer if a link has less than 20 Mbit/s.
     """
     node, place = divmod(world.rank, per_node)
     edges = ring(world.size // per_node, node, distance)
@@ -110,12 +110,12 @@ def _who(placement: Placement) -> dict[str, Any]:
 
 
 def _identity(device: torch.device) -> str | None:
-    """Return an identity of a device that does not depend on its number, to detect devices used twice."""
+    """Return an identifier that does not depend on the device index, to detect devices used twice; None if unknown."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _measure(world: World, tier: str, turns: Iterable[Turn], effort: Effort) -> list[Edge]:
-    """Measure the edges of this rank, while all others measure theirs; they have as many turns."""
+    """Measure this rank's edges while the other ranks, which have equally many turns, measure theirs."""
     edges_measured = []
     for turn in turns:
         if world.size > 1:
@@ -128,15 +128,16 @@ def _measure(world: World, tier: str, turns: Iterable[Turn], effort: Effort) -> 
 
 
 def schedule(sizes: Mapping[str, int], rank: int, *, pairs: bool) -> list[tuple[str, list[Turn]]]:
-    """Plan each tier: a ring of the ranks of each node, then of the nodes of each rack, then of the racks.
+    """Plan the turns on each tier: a ring over the ranks of each node, the nodes of each rack, and the racks.
 
-    All units of a tier measure at once. Beyond nodes, all ranks of a node or a rack send together, each to the rank in
-    the same place; an uplink of several nodes is measured a second time, by the ranks of one of them alone.
+    All units of a tier measure concurrently. Above the node tier, all ranks of a node or rack send together, each to
+    the rank with the same local index. An uplink shared by several nodes is measured a second time, by the ranks of
+    only one node.
 
     Args:
-        sizes: Ranks of a unit of each tier, the innermost first; the last has all.
-        rank: The rank whose turns are returned.
-        pairs: Whether to measure, beyond nodes, between every two nodes of a rack, and every two racks.
+        sizes: Number of ranks per unit of each tier, innermost first; a unit of the last tier has all ranks.
+        rank: The rank whose turns to return.
+        pairs: Whether to measure all pairs of nodes in a rack, and all pairs of racks, instead of rings.
     """
     (node, per_node), *_ = sizes.items()
     below, tiers = 1, list[tuple[str, list[Turn]]]()
@@ -153,14 +154,14 @@ def schedule(sizes: Mapping[str, int], rank: int, *, pairs: bool) -> list[tuple[
 
 
 def _uplinks(tiers: Mapping[str, int]) -> list[str]:
-    """Return the tiers whose links several nodes share, of those between a node and the network."""
+    """Return the tiers, above the innermost tier between nodes, whose links are shared by several nodes."""
     return [*tiers, "network"][1:]
 
 
 def ring(members: int, own: int, distance: int = 1) -> list[Turn]:
-    """Return the turns of member ``own`` of a ring, in which each sends to the one ``distance`` after it."""
+    """Return the turns of member ``own`` in a ring in which each member sends to the one ``distance`` after it."""
     common = math.gcd(members, distance)
-    length = members // common  # of each of the rings into which it falls apart
+    length = members // common  # the ring splits into ``common`` rings of this length
     if length < 2:
         return []
     steps = pow(distance // common, -1, length)
@@ -173,9 +174,9 @@ def ring(members: int, own: int, distance: int = 1) -> list[Turn]:
 
 
 def tournament(members: int, own: int) -> list[Turn]:
-    """Return the turns of member ``own`` where each two meet in one of the rounds, and send one after the other.
+    """Return the turns of member ``own`` in a round-robin tournament, in which each pair sends in both directions.
 
-    All others meet in pairs at the same time, by the circle method; if their number is odd, one pauses in each round.
+    Rounds follow the circle method, with disjoint pairs. With an odd number of members, one pauses in each round.
     """
     even = members + members % 2
     turns: list[Turn] = []
@@ -202,7 +203,7 @@ def _sent(world: World, tier: str, target: int, effort: Effort) -> Edge:
         dist.send(payload, target)
         dist.recv(answer, target)
 
-    send(few)  # connects
+    send(few)  # establishes the connection
     latency = statistics.median(_timed(world, lambda: send(few)) for _ in range(_MESSAGES)) / 2
     first = _timed(world, lambda: send(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device)))
     size = int(min(max(_SECONDS * _FIRST / first, _FIRST), effort.largest))
@@ -228,11 +229,11 @@ def _echo(world: World, source: int, repeats: int) -> None:
 
 
 def _rings(world: World) -> dict[str, dict[str, float]]:
-    """Measure, by tier, the bandwidth of a link while all rings of the tier are busy.
+    """Measure the bandwidth of a link on each tier while all rings of the tier are busy.
 
-    The tiers are the rings inside the nodes, and one ring over all ranks, of which one edge leaves each node. If there
-    are tiers in between, they are the rings of each tier, which share the links of the nodes or racks that they join.
-    The figures are named like the fields of a Link; the latency is not among them.
+    The tiers are the rings inside nodes, and one ring over all ranks with one edge out of each node. With intermediate
+    tiers, the rings of each tier replace the latter; they share the links of the nodes or racks that they connect. The
+    results have the names of the fields of Link, except for the latency.
     """
     everyone, inside = world.groups.get("all"), world.groups.get("node")
     if everyone is None:
@@ -254,9 +255,9 @@ def _rings(world: World) -> dict[str, dict[str, float]]:
 
 
 def _ring(world: World, ring: ProcessGroup, everyone: ProcessGroup) -> dict[str, float]:
-    """Measure the rounds of an all-gather: the time of a few bytes, and the bandwidth of many.
+    """Measure the rounds of an all-gather: their duration for a few bytes, and their bandwidth for many.
 
-    Both are means, since a step waits for slow rounds too, and those of the slowest of the rings that are busy at once.
+    Both are means, since a step also waits for slow rounds, and are taken from the slowest of the concurrent rings.
     """
     rounds = ring.size() - 1
 
@@ -267,7 +268,7 @@ def _ring(world: World, ring: ProcessGroup, everyone: ProcessGroup) -> dict[str,
     gap = seconds(8, _GATHERS)
     first = torch.tensor(seconds(_FIRST // ring.size(), _REPEATS), device=world.device)
     dist.all_reduce(first, group=ring)
-    dist.all_reduce(first, dist.ReduceOp.MAX, group=everyone)  # all must send the same number
+    dist.all_reduce(first, dist.ReduceOp.MAX, group=everyone)  # all must send the same number of bytes
     size = int(min(_GATHER_SECONDS * _FIRST / (rounds * float(first)), _GATHERED / ring.size()))
     slowest = torch.tensor([-gap, size / seconds(size, _REPEATS)], dtype=torch.float64, device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MIN, group=everyone)
@@ -275,9 +276,10 @@ def _ring(world: World, ring: ProcessGroup, everyone: ProcessGroup) -> dict[str,
 
 
 def _incast(world: World, group: ProcessGroup, parts: int, bandwidth: float) -> float:
-    """Measure the share of ``bandwidth`` left in an all-to-all; at full bandwidth it takes :data:`_GATHER_SECONDS`.
+    """Measure the fraction of ``bandwidth`` that remains in an all-to-all.
 
-    ``parts``: how many of its messages leave a node or rack; in other groups there are as many at the same time.
+    At full bandwidth, the all-to-all takes :data:`_GATHER_SECONDS`. ``parts``: number of messages that leave a node or
+    rack, including those of concurrent groups.
     """
     part = int(min(_GATHER_SECONDS * bandwidth / parts, _GATHERED / group.size()))
     theirs, mine = (_bytes(world, part * group.size()) for _ in range(2))
@@ -290,7 +292,7 @@ def _bytes(world: World, size: int) -> Tensor:
 
 
 def _mean(world: World, action: Callable[[], Any], times: int) -> float:
-    action()  # connects
+    action()  # establishes the connection
     return statistics.fmean(_timed(world, action) for _ in range(times))
 
 

@@ -1,4 +1,4 @@
-"""Runs one process of a run, from its folder to a World and its training: ``python -m worldsize.worker RUN_DIR``."""
+"""Runs one process of a run, given the run folder: ``python -m worldsize.worker RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,27 +27,26 @@ from worldsize.data.data_wait import DataWaitError
 from worldsize.devices import backend_names
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.files import read_regular
+from worldsize.healing.groups import Connections
+from worldsize.healing.loop import HealingMember
+from worldsize.healing.loop_state import GangHooks, LoopState
+from worldsize.healing.membership import MembershipChannel, is_from_gone_peer
+from worldsize.loop.averaging import AveragedReplica
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
 from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transport_warning, write
-from worldsize.record.determinism import seed_generators, stream
 from worldsize.record.redaction import Scrubber, process_scrubber
 from worldsize.record.run_directory import RunDirectory, make_folder_of, writing
 from worldsize.record.run_record import opened
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.deferred.model import state_follows
 from worldsize.strict_json import LARGEST, parse
-from worldsize.train.averaging import AveragedReplica
-from worldsize.train.before_update import BeforeUpdate
-from worldsize.worker.carried import Carried
-from worldsize.worker.context import context_of, listeners_of
+from worldsize.worker.context import ProcessResources, context_of, listeners_of
 from worldsize.worker.evaluation import evaluate_alone
 from worldsize.worker.flight import hangs_watched
-from worldsize.worker.healing import HealingMember
 from worldsize.worker.probe import introduce, probe
 from worldsize.worker.training import Training
 from worldsize.world.environments import Placement, placement
-from worldsize.world.meetings import Connections
-from worldsize.world.membership import MembershipChannel, is_from_gone_peer
 from worldsize.world.processes import PIPE, Preemption, ask_the_driver, leave_hangups, name_process
 from worldsize.world.roles import role_of
 from worldsize.world.world import check_size, open_world
@@ -55,15 +55,15 @@ _logger = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY = (
     "The GPU's memory is full. Set more logical_ranks (smaller micro-batches), precision=bf16, "
-    "activation_checkpointing=full, strategy=fsdp, or more processes; `worldsize plan` says what fits."
+    "activation_checkpointing=full, strategy=fsdp, or more processes; `worldsize plan` lists the options that fit."
 )
 
 
 def main() -> None:
-    """Run a process that torchrun, srun or mpirun has started, or one that CUDA refused after its fork."""
+    """Run a process started by torchrun, srun or mpirun, or re-executed because CUDA does not work after a fork."""
     show_messages()
     run = RunDirectory(Path(sys.argv[1]).resolve())
-    watched = "WORLDSIZE_ATTEMPT" in os.environ  # a launching process keeps the record, and told the place
+    watched = "WORLDSIZE_ATTEMPT" in os.environ  # a launching process writes the record, and has set the placement
     try:
         config = OmegaConf.load(run.config)
         place = placement(os.environ, "torchrun" if watched else str(OmegaConf.select(config, "cluster.environment")))
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _inherited_channel(timeout: float) -> MembershipChannel | None:
-    """Return the channel of a gang that heals, if this process had one when CUDA refused it."""
+    """Return the channel of a healing gang, if this process had one before it was re-executed for CUDA."""
     if (descriptor := os.environ.pop(PIPE, None)) is None:
         return None
     os.set_inheritable(int(descriptor), False)
@@ -92,7 +92,7 @@ def _inherited_channel(timeout: float) -> MembershipChannel | None:
 
 
 def _recorded(run: RunDirectory, place: Placement) -> int:
-    """Run the first rank of a run without a launching process, and keep the record of this attempt.
+    """Run the first rank of a run without a launching process, and record this attempt.
 
     Raises:
         WorldsizeError: the record cannot be opened or written.
@@ -112,7 +112,7 @@ def _recorded(run: RunDirectory, place: Placement) -> int:
 
 
 def _first_failure(run: RunDirectory, begun: int) -> Failure | None:
-    """Return the first error that a process has left since ``begun``; errors about lost peers come last."""
+    """Return the first error that a process recorded since ``begun``; errors about lost peers come last."""
     failures = list[tuple[bool, Failure]]()
     for file in (run.path / "logs").rglob("*.error.json"):
         with suppress(OSError, ValueError, KeyError):
@@ -126,32 +126,33 @@ def _first_failure(run: RunDirectory, begun: int) -> Failure | None:
 def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | None = None) -> int:
     """Run this process's role until the run ends; return the exit code.
 
-    An error is also written next to the process's log. ``channel`` tells a process of a gang that heals of its members.
+    Errors are also written next to the process's log. ``channel`` announces the members of a healing gang.
     """
     settings, listeners = None, list[Listener]()
     ask_the_driver()
-    clean = process_scrubber({})  # before the settings take the secrets out of the environment
+    clean = process_scrubber({})  # before read_settings() removes the secrets from the environment
     try:
         settings = read_settings(run)
         check_size(placement, settings.roles)
         if settings.run.examine:
             return _examine(settings, run, placement)
-        if settings.run.evaluates is not None:
-            return _play(settings, run, placement, [], Preemption([]), None)  # signals end it
+        if settings.run.evaluates is not None:  # signals end an evaluation
+            return _play(ProcessResources(settings, run, placement.heartbeat, [], Preemption([])), placement, None)
         preemption = Preemption(settings.checkpoint.signals)
         name_process(placement.rank)
         with _health_watched(settings, run, placement):
             listeners = listeners_of(settings, run, placement.rank, preemption)
-            return _play(settings, run, placement, listeners, preemption, channel)
+            resources = ProcessResources(settings, run, placement.heartbeat, listeners, preemption)
+            return _play(resources, placement, channel)
     except BaseException as error:
         _write_error(run, _error_file(run, placement, settings), error, clean)
-        for listener in listeners:  # after the error is written, since a logger may be slow
+        for listener in listeners:  # only after writing the error, since a logger may be slow
             listener(RunFailed(clean.text(f"{type(error).__name__}: {error}")))
         raise
 
 
 def _health_watched(settings: Settings, run: RunDirectory, placement: Placement) -> AbstractContextManager[object]:
-    """Watch this node if no launching process does, as for processes that torchrun, srun or mpirun has started."""
+    """Monitor this node's health unless a launching process does; there is none under torchrun, srun or mpirun."""
     limits, has_launcher = settings.observe.watched, placement.heartbeat is not None
     if limits is None or has_launcher or placement.local_rank:
         return nullcontext()
@@ -162,11 +163,11 @@ def _error_file(run: RunDirectory, placement: Placement, settings: Settings | No
     with suppress(ConfigError):
         if settings is not None:
             return run.error(*role_of(placement.rank, settings.roles))
-    return run.error("process", placement.rank)  # the role of this process is unknown
+    return run.error("process", placement.rank)  # its role is unknown
 
 
 def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scrubber) -> None:
-    """Write an error, which may quote a secret value, without such values."""
+    """Write an error to ``path`` with secret values removed."""
     text = f"{error}\n" if isinstance(error, WorldsizeError) else traceback.format_exc()
     if isinstance(error, torch.OutOfMemoryError):
         text += f"{_OUT_OF_MEMORY}\n"
@@ -185,42 +186,37 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(message.split())}".rstrip(".")
 
 
-def _play(
-    settings: Settings,
-    run: RunDirectory,
-    placement: Placement,
-    listeners: list[Listener],
-    preemption: Preemption,
-    channel: MembershipChannel | None,
-) -> int:
+def _play(resources: ProcessResources, placement: Placement, channel: MembershipChannel | None) -> int:
+    settings, run = resources.settings, resources.run
     settings.determinism.apply(settings.cluster.device)
-    _listen(settings, run, placement)
+    _listen(settings.cluster.backend, run, placement)
     with open_world(placement, settings.cluster, settings.roles) as world, ExitStack() as stack:
-        seed_generators(stream(settings.training.seed, "init"), world.device)
+        seed_generators(derive_seed(settings.training.seed, "init"), world.device)
         settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
-            return _heal(settings, run, world, placement, listeners, preemption, channel)
-        _audit(settings, run, world, placement, listeners)
+            return _heal(resources, world, placement, channel)
+        _audit(settings, run, world, placement, resources.listeners)
         stack.enter_context(_hangs_watched(settings, run, placement))
-        carried = Carried(settings, placement.heartbeat)
-        with _beginning(settings, run, world, carried):
-            replica = _replica(settings, context_of(settings, run, world, placement, preemption))
+        state, context = _beginning(settings, run, world)
+        with context:
+            replica = _replica(settings, context_of(settings, run, world, placement, resources.preemption))
         if replica is None:
             return 0
         if settings.run.evaluates is not None:
             evaluate_alone(settings, run, world, replica, settings.run.evaluates)
             return 0
-        listeners = listeners or listeners_of(settings, run, 0, preemption)  # it replaces a failed leader
-        return Training(settings, run, world, replica, listeners, preemption, carried).run()
+        if not resources.listeners:  # this process replaces a failed leader
+            resources.listeners = listeners_of(settings, run, 0, resources.preemption)
+        return Training(resources, settings, world, replica, state, GangHooks()).run()
 
 
-def _beginning(settings: Settings, run: RunDirectory, world: World, carried: Carried) -> AbstractContextManager[None]:
-    """Return a context for making the replica, in which no weights are made that are then loaded."""
+def _beginning(settings: Settings, run: RunDirectory, world: World) -> tuple[LoopState, AbstractContextManager[None]]:
+    """Return the initial state, and a context for creating the replica without weights that will be loaded anyway."""
     if settings.run.evaluates is not None:
-        return state_follows()
-    if settings.roles[world.role].serves:  # it loads what it serves by itself
-        return nullcontext()
-    return carried.beginning(run, world)
+        return LoopState(), state_follows()
+    if settings.roles[world.role].serves:  # a server loads its own state
+        return LoopState(), nullcontext()
+    return LoopState().begin(settings, run, world)
 
 
 def _hangs_watched(
@@ -234,50 +230,46 @@ def _hangs_watched(
     return hangs_watched(log, asked, attempt=placement.attempt, timeout=cluster.timeout, counts=cluster.debug)
 
 
-def _heal(
-    settings: Settings,
-    run: RunDirectory,
-    world: World,
-    placement: Placement,
-    listeners: list[Listener],
-    preemption: Preemption,
-    channel: MembershipChannel | None,
-) -> int:
-    """Train in a gang that goes on without those of its members that die."""
+def _heal(resources: ProcessResources, world: World, placement: Placement, channel: MembershipChannel | None) -> int:
+    """Train in a healing gang, which continues without failed members."""
     if channel is None:
         raise ConfigError(
-            "strategy.on_failure=heal: nothing tells this process which others live. Start the run with worldsize on "
+            "strategy.on_failure=heal: this process cannot find out which others live. Start the run with worldsize on "
             "this machine (cluster=laptop or node), or set strategy.on_failure=restart."
         )
+    run = resources.run
 
-    def make_replica(
-        settings: Settings, world: World, before_update: BeforeUpdate, connections: Connections
-    ) -> Replica:
+    def make_replica(settings: Settings, world: World, connections: Connections) -> Replica:
         joined()
-        _audit(settings, run, world, placement, listeners)
-        seed_generators(stream(settings.training.seed, "init"), world.device)
-        context = context_of(settings, run, world, placement, preemption)
-        context = replace(context, before_update=before_update, making_groups=lambda: connections)
+        if world.rank == 0:
+            resources.log_run()
+        _audit(settings, run, world, placement, resources.listeners)
+        seed_generators(derive_seed(settings.training.seed, "init"), world.device)
+        context = context_of(settings, run, world, placement, resources.preemption)
+        context = replace(context, before_update=resources.before_update, making_groups=lambda: connections)
         replica = _replica(settings, context)
         assert replica is not None
         return replica
 
-    with _hangs_watched(settings, run, placement) as joined:
-        return HealingMember(settings, run, placement, channel, listeners, preemption).run(world, make_replica)
+    with _hangs_watched(resources.settings, run, placement) as joined:
+        resources.build(world)
+        settings, train = resources.settings, partial(Training, resources)
+        member = HealingMember(settings, run, placement, channel, make_replica, train, emit=resources.emit)
+        return member.run(world)
 
 
 def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:
-    """Join the run as usual, and measure instead of training."""
-    Preemption([])  # signals end it
+    """Join the run as usual, but measure instead of training."""
+    Preemption([])  # signals end the examination
     introduce(placement, settings.cluster, run.findings)
-    _listen(settings, run, placement)
+    _listen(settings.cluster.backend, run, placement)
     with open_world(placement, settings.cluster, settings.roles) as world:
         transport = audit(world, settings.cluster, os.environ, _nccl_log(run, placement))
         return probe(world, placement, settings.cluster, transport, run.findings, pairs=settings.run.examine == "pairs")
 
 
-def _listen(settings: Settings, run: RunDirectory, placement: Placement) -> None:
-    if "nccl" in backend_names(settings.cluster.backend) and "NCCL_DEBUG" not in os.environ:
+def _listen(backend: str, run: RunDirectory, placement: Placement) -> None:
+    if "nccl" in backend_names(backend) and "NCCL_DEBUG" not in os.environ:
         log = _nccl_log(run, placement)
         make_folder_of(log, run)
         os.environ.update(listen_to_nccl(log.parent, attempt=_attempt(placement)))
@@ -292,17 +284,16 @@ def _nccl_log(run: RunDirectory, placement: Placement) -> Path:
 
 
 def _attempt(placement: Placement) -> int | None:
-    """Return the number of the attempt if a launching process counts; torchrun, srun and mpirun tell none."""
+    """Return the number of the attempt; None under torchrun, srun and mpirun."""
     return placement.attempt if placement.heartbeat is not None else None
 
 
 def _audit(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, listeners: Sequence[Listener]
 ) -> None:
-    """Determine which transport the gang uses; its first rank records it, and tells if it is not the declared one.
+    """Determine the gang's transport; the first rank records it, and warns if it is not the declared transport.
 
-    In a gang that heals each membership does so, since each has connections of its own: what is known in the last one
-    is recorded.
+    A healing gang repeats this in each membership, because connections are new; the last result is recorded.
     """
     if world.size < 2 or settings.roles[world.role].serves:
         return
@@ -316,7 +307,7 @@ def _audit(
 
 
 def _replica(settings: Settings, context: RunContext) -> Replica | None:
-    """Return the replica that this process trains; serve until the end and return None if it is a server."""
+    """Return the replica that this process trains; in a server, serve until the end and return None."""
     serves = settings.roles[context.world.role].serves
     if serves:
         return settings.strategy.serve(settings.recipe, context)

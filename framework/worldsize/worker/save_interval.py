@@ -1,4 +1,4 @@
-"""Chooses when the next checkpoint is due under ``checkpoint.every=auto``."""
+"""Chooses the interval between checkpoints for ``checkpoint.every=auto``."""
 
 from __future__ import annotations
 
@@ -12,37 +12,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from worldsize.config.settings import Settings
-from worldsize.core import Emit, SaveIntervalChanged
+from worldsize.core import Cluster, Emit, SaveIntervalChanged
 from worldsize.plan.finish import chosen_seconds, longest_seconds, mtbf_seconds
 from worldsize.record.attempt import Attempt
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import view
 
-_FIRST = 10  # steps before the first save of a run whose failures are declared, or that has failed
-_NEVER = 2**62  # steps before that of other runs: they save once it is overdue
-_GROWTH = 4  # largest factor between two intervals, since the first costs and steps are not typical
-_REMEMBERED = 8  # saves whose mean cost counts
-_CHANGED = 1.5  # factor from which a new interval is told
+_FIRST = 10  # steps before the first save, if the run has failed or its failure rate is declared
+_NEVER = 2**62  # the same for other runs, which save once a save is overdue
+_GROWTH = 4  # maximum factor between two intervals, since the first costs and steps are not typical
+_REMEMBERED = 8  # number of newest saves in the mean cost
+_CHANGED = 1.5  # minimum factor between two intervals for an event
 
 
 @final
 class SaveInterval:
-    """The interval between two saves with which saves and lost steps together cost least, at most ten minutes.
+    """The save interval that minimizes the cost of saves and lost steps, usually at most ten minutes.
 
-    What a save costs is measured on every rank. Before each save the ranks agree on the interval that follows it, from
-    the largest of their figures. It is longer than ten minutes if saves would take more than 1 % of the time.
+    Every rank measures the cost of a save. Before each save, the ranks agree on the next interval, based on the largest
+    measurements of any rank. It exceeds ten minutes if saves would otherwise take more than 1 % of the time.
 
     Args:
-        group: A group of the ranks that save, in which nothing else is in flight when :meth:`agree` is called (None:
-            one process).
+        group: Group of the saving ranks, without other work in flight when :meth:`agree` is called; None: one process.
         mtbf: Returns the expected seconds between two failures, given the failures and the seconds of the run so far.
-        emit: Takes the event of a changed interval.
-        failures: Failures of the run before this attempt; it is enough that one rank knows them.
-        seconds: Duration of the run before this attempt; it is enough that one rank knows it.
-        declared: Whether the time between failures was declared. Without it, and until the run has failed, the first
+        emit: Receives the event when the interval changes.
+        failures: Number of failures of the run before this attempt; only one rank needs it.
+        seconds: Duration of the run before this attempt; only one rank needs it.
+        declared: Whether the time between failures was declared. Otherwise, and until the run has failed, the first
             save waits until it is overdue, so that short runs save only at their end.
-        clock: Returns seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -60,13 +58,13 @@ class SaveInterval:
         self._failures, self._start, self._declared = failures, clock() - seconds, declared
         self._costs = _SaveCosts(clock)
         self.steps = self._told = _FIRST if declared else _NEVER
-        self._newest = (0, clock())  # step and time of the newest save, or those at which the attempt began
-        self._complete = (*self._newest, self.steps)  # the same of the newest complete one, and the steps after it
+        self._newest = (0, clock())  # step and time of the newest save, or of the start of the attempt
+        self._complete = (*self._newest, self.steps)  # the same for the newest complete save, and the next interval
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Go on after ``step`` with what a checkpoint recorded, or a gang before; with neither, begin anew.
+        """Continue after ``step`` with the facts of a checkpoint or a previous gang, if any.
 
-        All ranks call it. The interval is shortened if failures since then are reason to.
+        All ranks must call it. The interval is shortened if failures since then justify it.
         """
         self._newest = (int(facts.get("newest", step)), self._clock() - float(facts.get("since", 0.0)))
         if facts:
@@ -76,9 +74,9 @@ class SaveInterval:
         self._complete = (*self._newest, self.steps)
 
     def handed_on(self) -> dict[str, Any]:
-        """Return what a gang with other members goes on with: the newest save, the interval and its costs so far.
+        """Return the facts for the next membership: the newest save, the interval and the costs so far.
 
-        A save that is in flight does not count: with a member it may have lost its part, and then is due again.
+        A save in flight does not count, since it may be lost with a member and then is due again.
         """
         newest, saved_at, steps = self._complete
         cost, step_seconds = self._costs.mean(), self._costs.step_seconds
@@ -86,7 +84,7 @@ class SaveInterval:
         return {"newest": newest, "steps": steps, **times}
 
     def facts(self) -> dict[str, Any]:
-        """Return the interval, the mean cost of a save and the seconds of a step, once all of them are known."""
+        """Return the interval, the mean cost of a save and the seconds per step; empty until all are known."""
         cost, step_seconds = self._costs.mean(), self._costs.step_seconds
         return (
             {"steps": self.steps, "save_seconds": cost, "step_seconds": step_seconds} if cost and step_seconds else {}
@@ -97,20 +95,20 @@ class SaveInterval:
         return step - self._newest[0] >= self.steps
 
     def is_overdue(self) -> bool:
-        """Return whether this rank finds that the next save is overdue; it follows once all ranks do."""
+        """Return whether the next save is overdue on this rank; the run saves once it is overdue on all ranks."""
         return self._clock() - self._newest[1] >= longest_seconds(self._costs.mean())
 
     def begin_step(self, *, in_flight: bool) -> None:
-        """Count the step that has ended, and note that the next one begins while a save is, or is not, in flight."""
+        """Record the duration of the previous step, and whether a save is in flight during the next one."""
         self._costs.begin_step(in_flight=in_flight)
 
     def uncounted(self) -> AbstractContextManager[None]:
-        """Return a context whose duration is no part of a step, such as an evaluation's."""
+        """Return a context that excludes its duration from that of the step, such as for an evaluation."""
         return self._costs.uncounted()
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Measure how long the save of ``step`` holds up training."""
+        """Measure how long the save of ``step`` delays training."""
         began = self._clock()
         with self._costs.saving():
             yield
@@ -122,19 +120,19 @@ class SaveInterval:
             self._complete = (*self._newest, self.steps)
 
     def agree(self, step: int) -> None:
-        """Choose, with all ranks, the steps from this save, of ``step``, to the next one."""
+        """Choose, together with all ranks, the number of steps from the save of ``step`` to the next save."""
         self._costs.end_interval()
         self.steps *= _GROWTH
         self._choose(step)
 
     def _choose(self, step: int) -> None:
-        """Choose the best interval of at most the present steps, with all ranks."""
+        """Choose the best interval, together with all ranks, up to the current number of steps."""
         mine = (self._costs.mean(), self._costs.step_seconds, self._failures, self._clock() - self._start)
         figures = torch.tensor(mine, dtype=torch.float64)
         if self._group is not None:
             dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group)
         cost, step_seconds, failures, seconds = figures.tolist()
-        if not (cost and step_seconds):  # nothing was saved yet
+        if not (cost and step_seconds):  # no save yet
             self.steps = min(self.steps, _FIRST) if failures else self.steps
             return
         mtbf = self._mtbf(int(failures), seconds)
@@ -145,9 +143,9 @@ class SaveInterval:
             self._emit(SaveIntervalChanged(step, self.steps, self.steps * step_seconds, save_seconds=cost, mtbf=mtbf))
 
 
-def save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | None, *, emit: Emit) -> SaveInterval:
-    """Return the rule for the saves of an attempt, with what the run's record says of earlier ones."""
-    cluster, attempts = settings.cluster, view(run.path).attempts
+def save_interval(cluster: Cluster, run: RunDirectory, group: ProcessGroup | None, *, emit: Emit) -> SaveInterval:
+    """Return the save interval of an attempt, based on the earlier attempts in the record."""
+    attempts = view(run.path).attempts
     return SaveInterval(
         group,
         lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
@@ -159,32 +157,32 @@ def save_interval(settings: Settings, run: RunDirectory, group: ProcessGroup | N
 
 
 def _is_failure(attempt: Attempt) -> bool:
-    """Whether it failed after its first step, or was killed: the record of the latter does not say when."""
+    """Return whether an attempt failed after its first step or was killed; a killed attempt's record lacks the time."""
     reason = attempt["exit_reason"]
     return reason == "killed" or (reason == "failed" and attempt["first_step_at"] is not None)
 
 
 @final
 class _SaveCosts:
-    """Measures what saves cost: for how long they hold up training, and how much slower they make other steps."""
+    """Measures the cost of saves: how long they delay training, and how much they slow down other steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.step_seconds = 0.0  # mean of a step while no save is in flight; 0: not known yet
+        self.step_seconds = 0.0  # mean duration of a step without a save in flight; 0 if not known yet
         self._saves: deque[float] = deque(maxlen=_REMEMBERED)
-        self._quiet, self._busy = _Steps(), _Steps()  # while no save is in flight, and while one is
+        self._quiet, self._busy = _Steps(), _Steps()  # steps without and with a save in flight
         self._in_flight = False
-        self._began: float | None = None  # time at which the step in progress began; None: none has begun
-        self._is_warm = False  # whether a step has ended: the first one is slower than all others
+        self._began: float | None = None  # start time of the step in progress; None before the first step
+        self._is_warm = False  # whether the first step, which is slower than others, has ended
 
     def recall(self, save_seconds: float, step_seconds: float) -> None:
-        """Begin with the figures of an earlier attempt."""
+        """Start with the measurements of an earlier attempt."""
         if save_seconds:
             self._saves.append(save_seconds)
         self.step_seconds = step_seconds
 
     def mean(self) -> float:
-        """Return the mean cost of the newest saves, in seconds; 0: nothing was saved yet."""
+        """Return the mean cost of the newest saves, in seconds; 0 before the first save."""
         return sum(self._saves) / len(self._saves) if self._saves else 0.0
 
     def begin_step(self, *, in_flight: bool) -> None:
@@ -213,13 +211,13 @@ class _SaveCosts:
         self._saves.append(self._clock() - began)
 
     def end_interval(self) -> None:
-        """Take the steps since the last save for the usual ones from now on."""
+        """Use the steps since the last save as the new baseline."""
         if self._quiet.number:
             self.step_seconds = self._quiet.mean()
             self._quiet = _Steps()
 
     def _count_slower_steps(self) -> None:
-        """Add to the cost of the newest save the time by which steps were slower while it was written."""
+        """Add the slowdown of steps during the newest save to its cost."""
         usual = self._quiet.mean() if self._quiet.number else self.step_seconds
         if usual and self._saves:
             self._saves[-1] += max(0.0, self._busy.seconds - self._busy.number * usual)

@@ -1,4 +1,4 @@
-"""Finds slow ranks and links during training, and can move the run away from their hosts."""
+"""Detects slow ranks and links during training, and can exclude their hosts from the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from worldsize.world.world import places
 
 @final
 class SlowHostWatch:
-    """A listener that judges the times of all ranks, and emits :class:`Straggling` events.
+    """Listener that compares the times of all ranks, and emits :class:`Straggling` events.
 
-    Every rank of ``world`` must create one, since the first one asks for the places of the others. ``peers`` are groups
-    of ranks with equal work. ``exclude`` is called with the host of each slow rank or link; None: the run keeps it.
-    ``health`` says what is wrong with a host, given its name and the global rank of a process that runs on it.
+    Every rank of ``world`` must create one, since the first rank gathers the hosts and devices of the others. ``peers``
+    are groups of ranks with equal work. ``exclude`` is called with the host of each slow rank or link; None: the run
+    keeps the host. ``health`` describes problems of a host, given its name and the global rank of a process on it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SlowHostWatch:
                 self._report(step, self._stragglers.judge(step, splits))
 
     def measure_links(self, done: StepDone) -> None:
-        """Measure the links between hosts, together with all other ranks, if long waits call for it."""
+        """Measure the links between hosts, together with all other ranks, if waits are unusually long."""
         if self._links and self._links.is_due(done):
             edges = network_edges(self._world, self._links.per_node, self._links.distance)
             slow = self._links.judge(measured(edges, self._links.per_node)["network"])

@@ -1,4 +1,4 @@
-"""Holds the state of training beside the replica: sums of training metrics, and the recipe's own values."""
+"""Training state other than the replica's: accumulated training metrics, and the recipe's own state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from worldsize.config.shape import check_resumes
 from worldsize.core import ConfigError, Recipe, Strategy, World, saves_state
 from worldsize.data.order import Order
 from worldsize.data.stream_state import decode, encode
-from worldsize.train.fit import TrainingProgress
-from worldsize.train.training_metrics import by_logical_rank
+from worldsize.loop.fit import TrainingProgress
+from worldsize.loop.training_metrics import by_logical_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ _logger = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class SharedStep:
-    """The part of a step that every process of a gang that heals keeps, since others may die.
+    """Values of a step that every process of a healing gang stores, since others may die.
 
     Attributes:
-        metrics: Sums and counts of training metrics since the last logged step, by name, of all logical ranks.
-        recipe: The recipe's state of each logical rank, encoded; empty if it saves none.
+        metrics: Sums and counts of training metrics since the last logged step, by name, for all logical ranks.
+        recipe: The recipe's encoded state for each logical rank; empty if it does not have a state.
     """
 
     metrics: Mapping[str, list[list[float]]]
@@ -43,34 +43,34 @@ class StepMemory:
 
     Args:
         recipe: The recipe.
-        world: The processes that train.
-        part: This process's place among the data-parallel parts.
+        world: The training processes.
+        part: This process's data-parallel rank and size.
         order: The data order of this process.
-        exact: The reproducibility mode if it promises bits.
+        exact: The reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """
 
     def __init__(self, recipe: Recipe, world: World, part: World, order: Order, *, exact: str | None = None) -> None:
         self._recipe, self._world, self._part, self._exact = recipe, world, part, exact
         self.order = order
         self.has_state = saves_state(recipe)
-        """Whether the recipe has a state of its own."""
+        """Whether the recipe has its own state."""
         self._kind = type(recipe).__name__
-        self._shared: Mapping[int, bytes] | None = None  # this process's part of the last shared states
+        self._shared: Mapping[int, bytes] | None = None  # this process's states in the last call of share()
 
     def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
-        """Gather this process's sums of training metrics (logical ranks, 2) of all; every rank must call it."""
+        """Gather all processes' sums of training metrics (logical ranks, 2); every rank must call it."""
         ranks, parts = self.order.logical_ranks, self._part.size
         return by_logical_rank(sums, self.order.mine, self._world, logical_ranks=ranks, parts=parts)
 
     def own_metrics(self, by_rank: Mapping[str, list[list[float]]]) -> dict[str, Tensor]:
-        """Return this process's sums, float64 (logical ranks, 2), of those that :meth:`metrics_of_all` gathered."""
+        """Return this process's sums, float64 (logical ranks, 2), from the result of :meth:`metrics_of_all`."""
         mine = list(self.order.mine)
         rows = {name: torch.tensor(pairs, dtype=torch.float64) for name, pairs in by_rank.items()}
-        fits = all(len(pairs) == self.order.logical_ranks for pairs in rows.values())  # otherwise the sums begin at 0
+        fits = all(len(pairs) == self.order.logical_ranks for pairs in rows.values())  # otherwise, sums restart at 0
         return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
 
     def share(self, sums: Mapping[str, Tensor]) -> SharedStep:
-        """Gather what all processes keep of the step; every rank must call it.
+        """Gather the values of the step that all processes store; every rank must call it.
 
         ``sums``: this process's sums of training metrics, float64 (logical ranks, 2) by name.
         """
@@ -81,7 +81,7 @@ class StepMemory:
         return SharedStep(self.metrics_of_all(sums), recipe)
 
     def check_shared(self) -> None:
-        """Raise ConfigError if the recipe has changed its state since :meth:`share`: a process could lose that."""
+        """Raise ConfigError if the recipe's state has changed since :meth:`share`, since the change could be lost."""
         if self._shared and self._encoded() != self._shared:
             raise ConfigError(
                 f"{self._kind} has changed its state after the losses of a step, in a hook of the optimizer or in "
@@ -90,9 +90,9 @@ class StepMemory:
             )
 
     def begin(self, first: TrainingProgress) -> TrainingProgress:
-        """Restore what every process keeps of the last step, or let each keep it from now on; every rank must call it.
+        """Restore the shared values of the last step, or share them for the first time; every rank must call it.
 
-        ``first`` is returned with the sums of this process, float64 (logical ranks, 2) by name.
+        Returns ``first`` with the sums of this process, float64 (logical ranks, 2) by name.
         """
         shared: SharedStep | None = first.shared
         if shared is None:
@@ -101,14 +101,14 @@ class StepMemory:
         return replace(first, metrics=self.own_metrics(shared.metrics))
 
     def states(self) -> dict[str, Tensor]:
-        """Return the recipe's states of this process's logical ranks for a checkpoint, uint8 [bytes] each."""
+        """Return the recipe's states for this process's logical ranks, uint8 (bytes,) each, for a checkpoint."""
         return {f"{RECIPE_STATES}/{rank}": _tensor(state) for rank, state in self._encoded().items()}
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Restore the recipe's state from a checkpoint, saved by any number of processes.
+        """Restore the recipe's state from a checkpoint, which may come from any number of processes.
 
         Raises:
-            ConfigError: it was saved with a different number of logical ranks, or has no state that is needed.
+            ConfigError: the checkpoint has a different number of logical ranks, or lacks a required state.
         """
         if self._world.rank == 0 or self._exact:
             check_resumes(self._recipe, checkpoint.step, exact=self._exact)
@@ -116,7 +116,7 @@ class StepMemory:
         saved = {name.removeprefix(prefix) for name in checkpoint.tensors if name.startswith(prefix)}
         if not saved or not self.has_state:
             if self.has_state and self._world.rank == 0:
-                _logger.warning("%s has no state of %s, which begins anew", checkpoint.path, self._kind)
+                _logger.warning("%s lacks a state of %s: it starts from the beginning", checkpoint.path, self._kind)
             return
         if saved != {str(rank) for rank in range(self.order.logical_ranks)}:
             raise ConfigError(
@@ -139,7 +139,7 @@ class StepMemory:
 
 
 def writes_states(strategy: Strategy, world: World) -> bool:
-    """Return whether this process writes the states of its logical ranks: no rank before it has the same ones."""
+    """Return whether this process writes its logical ranks' states, being the first of its data-parallel rank."""
     part = strategy.data_rank(world)
     return all(strategy.data_rank(replace(world, rank=rank)) != part for rank in range(world.rank))
 

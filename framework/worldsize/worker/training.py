@@ -1,10 +1,10 @@
-"""Trains in one process: resumes, trains, saves, and records how training ended."""
+"""Training in one process: resumes, trains, saves, and records the result."""
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,94 +22,99 @@ from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Event, Listener, MicroBatch, Replica, RunEnded, RunStarted, StepDone, World
 from worldsize.data.batches import collate_of, is_iterable
 from worldsize.data.loader import micro_batches
+from worldsize.data.order import epoch_length
 from worldsize.data.streams import TrainingStream
 from worldsize.data.worker_loader import AutoWorkers
+from worldsize.healing.loop_state import GangHooks, LoopState
+from worldsize.loop.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.observe.health.files import why_host_is_slow
 from worldsize.observe.timing import peak_device_bytes, traced
-from worldsize.record.determinism import seed_generators, state_digest, stream, tensor_digests
+from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.record.metrics import evaluations, last_step, metrics_digest
-from worldsize.record.run_directory import RunDirectory, make_folder_of
+from worldsize.record.run_directory import make_folder_of
 from worldsize.record.run_record import write_result
-from worldsize.train.fit import LoopCallbacks, TrainingProgress, fit
-from worldsize.worker.carried import Carried
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.worker.checkpointing import Checkpointing, History
-from worldsize.worker.context import patience_of
+from worldsize.worker.context import ProcessResources, patience_of
 from worldsize.worker.evaluation import advance_schedules, evaluate_splits, try_evaluation
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.worker.throughput import Throughput
 from worldsize.worker.uneven_streams import UnevenStreams
-from worldsize.world.processes import PREEMPTED, Heartbeat, Preemption
+from worldsize.world.processes import PREEMPTED, Heartbeat
 from worldsize.world.world import threads_per_process
 
-_Examination = Callable[[StepDone], None]  # of all ranks together, at a logged step
-_StreamStates = Callable[[int], dict[str, Tensor]]  # given a step that has just been taken
+_Examination = Callable[[StepDone], None]  # called on all ranks at a logged step
+_StreamStates = Callable[[int], dict[str, Tensor]]  # returns the states after a step, given its number
 
 
 @final
 class Training:
-    """One process's part of a run, from its newest checkpoint to its end.
+    """One process's training, from the newest checkpoint to the end of the run.
 
-    If its role is to serve, it leads: other processes draw the data and compute the steps.
+    A process whose role serves leads: other processes load the data and compute the steps.
     """
 
     def __init__(
         self,
+        resources: ProcessResources,
         settings: Settings,
-        run: RunDirectory,
         world: World,
         replica: Replica,
-        listeners: Sequence[Listener],
-        preemption: Preemption,
-        carried: Carried,
+        state: LoopState,
+        hooks: GangHooks,
     ) -> None:
-        self._carried = carried
+        self._resources, self._state, self._hooks, run = resources, state, hooks, resources.run
         self._leads = settings.roles[world.role].serves
         self._settings, self._run, self._replica = settings, run, replica
         self._world = world = replace(world, rank=0, size=1) if self._leads else world
-        part = _part(settings, world)
+        self._part = part = world if self._leads else settings.data_part(world)
         order = settings.order(part.rank, part.size, replica.dealing)
         self._memory = StepMemory(settings.recipe, world, part, order, exact=settings.determinism.exact_mode)
-        self._preemption = preemption
+        self._preemption = resources.preemption
         self._history = History(run.metrics)
         self._watch: SlowHostWatch | None = None
         if settings.observe.step_breakdown and world.size > 1:
             exclude = self._exclude if settings.excludes_slow else None
             health = partial(why_host_is_slow, run, per_node=settings.cluster.processes_per_node)
             self._watch = SlowHostWatch(world, settings.peers(), emit=self._emit, exclude=exclude, health=health)
-        self._listeners: list[Listener] = [*listeners, self._history, *([self._watch] if self._watch else [])]
+        self._own: list[Listener] = [self._history, *([self._watch] if self._watch else [])]
         group = world.groups.get(f"checkpoint/{world.role}")
-        saver = carried.saver(run, world, group)
-        is_auto = settings.checkpoint.every == "auto"
-        carried.interval = save_interval(settings, run, group, emit=self._emit) if is_auto else None
-        on_failure = settings.checkpoint.on_failure
-        self._checkpoints = Checkpointing(saver, emit=self._emit, on_failure=on_failure, interval=carried.interval)
+        is_auto, on_failure = settings.checkpoint.every == "auto", settings.checkpoint.on_failure
+        self._interval = save_interval(settings.cluster, run, group, emit=self._emit) if is_auto else None
+        self._checkpoints = Checkpointing(
+            resources.saver(world, group), emit=self._emit, on_failure=on_failure, interval=self._interval
+        )
+
+    @property
+    def state(self) -> LoopState:
+        """The state with which to continue in a different membership."""
+        return replace(self._state, saves=self._interval.handed_on() if self._interval else {})
 
     def run(self) -> int:
-        """Train to the end, or until the run should stop; return the exit code."""
-        steps, replica, carried = self._settings.training.steps, self._replica, self._carried
-        first, checkpoint = (carried.progress, None) if carried.progress else self._resume()
+        """Train to the end, or until a request to stop; return the exit code."""
+        steps, replica, saves = self._settings.training.steps, self._replica, self._state.saves
+        first, checkpoint = (self._state.progress, None) if self._state.progress else self._resume()
         if self._settings.heals:
             first = self._memory.begin(first)
-        carried.note(first)
-        carried.copy(first)
-        started = RunStarted(self._run.id, steps, *carried.log.known(first))
-        own: list[Listener] = [self._history, *([self._watch] if self._watch else [])]
-        carried.log.tell_started(started, self._listeners, passing=own)
-        if (missing := carried.log.missing) and missing.step > last_step(self._run.metrics):
-            self._emit(missing)
-            carried.log.step = missing.step
+        self._note(first)
+        self._hooks.copy(first)
+        log = self._state.log
+        self._resources.tell_started(RunStarted(self._run.id, steps, *log.known(first)), passing=self._own)
+        if log.missing and log.missing.step > last_step(self._run.metrics):
+            self._emit(log.missing)
+            self._state = replace(self._state, log=replace(self._state.log, step=log.missing.step))
         self._recall(first)
-        self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {"save_interval": carried.saves})
-        beats = carried.beats(first.step)
+        self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {"save_interval": saves})
+        beats = self._resources.beats(first.step)
         last = self._fit(first, checkpoint, beats)
         if beats:
             beats.step(last.step)
         self._checkpoints.finish()
         if last.step < steps and last.stopped_early is None:
             self._checkpoints.check_stop()
-            carried.finish()
+            self._hooks.finish()
             self._checkpoints.close()
             self._emit(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
@@ -118,17 +123,17 @@ class Training:
         if summary := use_full(replica.state()["model"], self._world, partial(self._result, last=last)) or {}:
             write_result(self._run, summary)
         if self._settings.heals and self._world.group is not None:
-            dist.barrier(group=self._world.group)  # until here, others take the place of one that dies
-        carried.finish()
-        self._checkpoints.close()  # not earlier: whoever takes the place of one that dies may save again
+            dist.barrier(group=self._world.group)  # until here, others replace a failed process
+        self._hooks.finish()
+        self._checkpoints.close()  # not earlier, since the replacement of a failed process may save again
         self._emit(RunEnded(last.step, "completed", summary))
         replica.close(complete=True)
         return 0
 
     def _recall(self, first: TrainingProgress) -> None:
-        """Send the first rank's recorded evaluations to all ranks, if early stopping depends on them."""
+        """Broadcast the recorded evaluations from the first rank if early stopping depends on them."""
         if self._settings.early_stopping and first.step:
-            done = first.step if first.evaluated else first.step - 1  # those after it are repeated
+            done = first.step if first.evaluated else first.step - 1  # later evaluations are repeated
             logged = [list[Any](evaluations(self._run.metrics, until=done) if self._world.rank == 0 else ())]
             if self._world.group is not None:
                 dist.broadcast_object_list(logged, group=self._world.group, group_src=0)
@@ -140,11 +145,14 @@ class Training:
 
     def _emit(self, *events: Event) -> None:
         for event in events:
-            is_new = self._carried.log.is_new(event)
+            is_new = self._state.log.is_new(event)
             if isinstance(event, StepDone) and is_new:
-                self._carried.log.last = event
-            for listener in self._listeners[0 if is_new else self._listeners.index(self._history) :]:
+                self._state = replace(self._state, log=replace(self._state.log, last=event))
+            for listener in [*(self._resources.listeners if is_new else ()), *self._own]:
                 listener(event)
+
+    def _note(self, progress: TrainingProgress) -> None:
+        self._state = replace(self._state, progress=progress)
 
     def _exclude(self, host: str) -> None:
         """Save and stop, so that the run continues without ``host``."""
@@ -153,13 +161,13 @@ class Training:
         self._preemption.want()
 
     def _resume(self) -> tuple[TrainingProgress, Checkpoint | None]:
-        """Load the checkpoint from which training begins, if there is one, and return it."""
-        settings, replica, checkpoint = self._settings, self._replica, self._carried.checkpoint
-        if self._leads:  # not earlier: its servers may have gone on meanwhile
+        """Load the initial checkpoint, if any; return the progress and the checkpoint."""
+        settings, replica, checkpoint = self._settings, self._replica, self._state.checkpoint
+        if self._leads:  # not earlier, since the servers may have continued meanwhile
             checkpoint = newest(self._run.checkpoints, self._world, allow_older=settings.checkpoint.allow_older)
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
         step, metrics = replica.step_reached, self._memory.own_metrics(facts.get("training_metrics", {}))
-        if step and (checkpoint is None or step != checkpoint.step):  # a server took over, and went on since then
+        if step and (checkpoint is None or step != checkpoint.step):  # a server took over and continued
             return TrainingProgress(step, facts["skipped"], evaluated=not settings.loop.evaluates(step)), checkpoint
         if checkpoint is None:
             if settings.initial and step is None:
@@ -176,10 +184,12 @@ class Training:
     def _fit(
         self, first: TrainingProgress, checkpoint: Checkpoint | None, heartbeat: Heartbeat | None
     ) -> TrainingProgress:
-        settings, world, part = self._settings, self._world, _part(self._settings, self._world)
+        settings, world, part = self._settings, self._world, self._part
         batches, streams, examine_data = self._data(first.step, checkpoint)
-        throughput = Throughput(settings, world)
-        data, splits = self._carried.evaluation, settings.evaluation.splits
+        is_drawn = not self._leads and not is_iterable(self._resources.train)
+        epoch_samples = epoch_length(self._resources.train) if is_drawn else None
+        throughput = Throughput(settings, world, epoch_samples=epoch_samples)
+        data, splits = self._resources.evaluation, settings.evaluation.splits
         if not self._leads:
             data.build(splits)
             if first.step == 0:
@@ -200,11 +210,11 @@ class Training:
             ends_early=self._ends_early,
             wishes=lambda: self._checkpoints.wishes(stop=self._preemption.is_wanted()),
             at=settings.faults.at,
-            progressed=self._carried.note,
-            logged=self._carried.copy,
+            progressed=self._note,
+            logged=self._hooks.copy,
             examine=partial(_each, [self._watch.measure_links if self._watch else _ignore, examine_data]),
             share=self._memory.share if settings.heals else None,
-            before_update=self._carried.before_update,
+            before_update=self._resources.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
         watched = settings.faults.within(self._watched(throughput.counting(batches), first.step, heartbeat), first.step)
@@ -226,15 +236,15 @@ class Training:
     def _data(
         self, first: int, checkpoint: Checkpoint | None
     ) -> tuple[Iterable[list[MicroBatch]], _StreamStates, _Examination]:
-        """Return the batches of the steps after ``first``, the position of their stream after each, and its checks.
+        """Return the batches of the steps after ``first``, their stream's states, and its checks.
 
-        A process that leads draws none.
+        For a leading process the batches are empty.
         """
         if self._leads:
             return repeat([]), _no_states, _ignore
         settings, world, states, examine = self._settings, self._world, _no_states, _ignore
-        seed_generators(stream(settings.training.seed, "data"), world.device)  # the data set may draw its order
-        train = self._carried.train
+        seed_generators(derive_seed(settings.training.seed, "data"), world.device)  # the dataset may be shuffled
+        train = self._resources.train
         if is_iterable(train):
             if settings.heals:
                 raise ConfigError(
@@ -247,8 +257,13 @@ class Training:
             examine = UnevenStreams(train, world).examine
             if self._writes_states:
                 states = train.states
-        workers, collate = _data_workers(settings, self._emit, world.rank), collate_of(settings.recipe)
-        patience = patience_of(settings, world, self._preemption)
+        workers: int | AutoWorkers | str = settings.training.data_workers
+        if not isinstance(workers, int):
+            workers = AutoWorkers(
+                threads_per_process(settings.cluster.processes_per_node), tell=self._emit, rank=world.rank
+            )
+        collate = collate_of(settings.recipe)
+        patience = patience_of(settings.cluster.timeout, world, self._preemption, heals=settings.heals)
         batches = micro_batches(
             train, self._memory.order, world.device, first=first, workers=workers, collate=collate, patience=patience
         )
@@ -264,7 +279,7 @@ class Training:
             if heartbeat:
                 heartbeat.step(done)
             self._checkpoints.begin_step()
-            self._carried.begin_step(done)
+            self._hooks.begin_step(done)
             self._memory.check_shared()
             yield step
 
@@ -306,17 +321,6 @@ class Training:
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
             **({"failed_saves": failed} if (failed := self._checkpoints.failed_saves()) else {}),
         }
-
-
-def _part(settings: Settings, world: World) -> World:
-    """Return this process's place among the data-parallel parts; one that leads is alone."""
-    return world if settings.roles[world.role].serves else settings.data_part(world)
-
-
-def _data_workers(settings: Settings, tell: Callable[[Event], None], rank: int) -> int | AutoWorkers:
-    if settings.training.data_workers != "auto":
-        return settings.training.data_workers
-    return AutoWorkers(threads_per_process(settings.cluster.processes_per_node), tell=tell, rank=rank)
 
 
 def _no_states(step: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Reads a process's place in the run from its launcher's environment variables. No other module reads them."""
+"""Reads a process's rank and host from environment variables; no other module does."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below the kernel's ephemeral ports
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one process among all processes of a run, as its launcher assigned it.
+    """Ranks, rendezvous and host of one process, as assigned by its launcher.
 
     Attributes:
-        rank: Rank among all processes of the run, from 0.
-        world_size: Number of processes of the run.
-        local_rank: Rank on its host, from 0.
-        local_world_size: Number of processes on its host.
-        store: Rendezvous of the ranks, an ``init_method`` of torch.distributed.
-        attempt: Number of this attempt of the run, from 1.
-        heartbeat: File in which the process reports its progress.
-        starts: How often this process alone was restarted.
+        rank: Global rank in the run, from 0.
+        world_size: Number of processes in the run.
+        local_rank: Rank on this host, from 0.
+        local_world_size: Number of processes on this host.
+        store: Rendezvous of the ranks, an ``init_method`` for torch.distributed.
+        attempt: Number of this attempt at the run, from 1.
+        heartbeat: Path of the process's progress file.
+        starts: Number of times that this process alone was restarted.
         address: Address at which other hosts reach this host.
-        node: Index of this host in the run, from 0; None: it follows from the rank, since all hosts have as many.
+        node: Index of this host in the run, from 0. None if it can be derived from the rank (equally filled hosts).
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Placement:
         return self.rank // self.local_world_size if self.node is None else self.node
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables from which :func:`placement` reads this place, with torchrun's names."""
+        """Return environment variables for :func:`placement`, with torchrun's names."""
         numbers = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         names = dict(zip(_TORCHRUN, map(str, numbers), strict=True))
         beat = {"WORLDSIZE_HEARTBEAT": str(self.heartbeat)} if self.heartbeat else {}
@@ -67,9 +67,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class Node:
-    """One of the ``count`` hosts of a run. ``first``: address of the host of rank 0, None if there is only one.
+    """One of ``count`` hosts; ``first`` is the address of rank 0's (None for a single host).
 
-    ``absent``: names of the last hosts, if they are not there when a gang that heals goes on after a loss.
+    ``absent`` has the names of the last hosts if they are missing when a healing gang continues after a loss.
     """
 
     rank: int = 0
@@ -79,12 +79,12 @@ class Node:
 
     @property
     def expected(self) -> range:
-        """The ranks of the other hosts that are there."""
+        """Node ranks of the other hosts that are present."""
         return range(1, self.count - len(self.absent))
 
 
 def port_of(name: str, attempt: int = 1) -> int:
-    """Derive a port from the run's name, the same on all its nodes and different for each attempt."""
+    """Derive a port from the run's name and attempt, identical on all nodes."""
     return _FIRST_PORT + zlib.crc32(f"{name}/{attempt}".encode()) % _PORTS
 
 
@@ -92,14 +92,14 @@ def port_of(name: str, attempt: int = 1) -> int:
 
 
 def placement(environ: Environ, kind: str = "auto") -> Placement:
-    """Read this process's place in the run; a process started alone is rank 0 of 1.
+    """Read this process's placement; a process without a launcher is rank 0 of 1.
 
-    ``kind`` is "torchrun", "openmpi", "slurm" (tasks of srun) or "alone"; "auto" takes the innermost: torchrun inside
-    Slurm is torchrun. ``WORLDSIZE_STORE`` (a torch.distributed init method) takes precedence over MASTER_ADDR and
+    ``kind`` is "torchrun", "openmpi", "slurm" (srun tasks) or "alone". "auto" selects the innermost launcher, such as
+    torchrun inside Slurm. ``WORLDSIZE_STORE`` (a torch.distributed init method) takes precedence over MASTER_ADDR and
     MASTER_PORT.
 
     Raises:
-        ConfigError: variables are missing, are no numbers, or contradict each other.
+        ConfigError: variables are missing, are not numbers, or contradict each other.
     """
     if kind == "auto":
         kind = next((name for name, (present, _) in _KINDS.items() if present(environ)), "alone")
@@ -117,7 +117,7 @@ def _torchrun(environ: Environ) -> Placement:
     agents, tasks = environ.get("GROUP_WORLD_SIZE"), environ.get("SLURM_NTASKS")
     if "SLURM_STEP_ID" in environ and agents is not None and tasks is not None and agents != tasks:
         raise ConfigError(
-            f"srun has started {tasks} torchrun (SLURM_NTASKS), each of which counts {agents} of them "
+            f"srun has started {tasks} torchrun (SLURM_NTASKS), and each counts {agents} of them "
             f"(GROUP_WORLD_SIZE): the run would be started more than once. Give torchrun --nnodes={tasks} and a "
             "--rdzv-endpoint, or set cluster.environment=torchrun if this is meant."
         )
@@ -144,11 +144,11 @@ def _slurm(environ: Environ) -> Placement:
 _KINDS: Mapping[str, tuple[Callable[[Environ], bool], Callable[[Environ], Placement]]] = {
     "torchrun": (lambda environ: any(name in environ for name in _TORCHRUN), _torchrun),
     "openmpi": (lambda environ: _OPENMPI[0] in environ, _openmpi),
-    # inside a step of srun; the batch script of a job has SLURM_PROCID, too
+    # inside an srun step; SLURM_PROCID alone is not enough, since a job's batch script has it, too
     "slurm": (lambda environ: "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ, _slurm),
     "alone": (lambda environ: True, _alone),
 }
-ENVIRONMENTS = tuple(_KINDS)  # allowed values of ``cluster.environment``, besides "auto"
+ENVIRONMENTS = tuple(_KINDS)  # allowed values for ``cluster.environment``, in addition to "auto"
 
 
 def _placed(numbers: list[int], store: str, *rest: Any) -> Placement:
@@ -162,7 +162,7 @@ def _placed(numbers: list[int], store: str, *rest: Any) -> Placement:
 
 
 def _store(environ: Environ, job: str) -> str:
-    """Return the default rendezvous: the first host, at a port derived from the job."""
+    """Return the rendezvous; by default, the first host at a port derived from the job."""
     if "WORLDSIZE_STORE" in environ:
         return environ["WORLDSIZE_STORE"]
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
@@ -180,18 +180,18 @@ def node(
     *,
     spare_nodes: int = 0,
 ) -> Node:
-    """Read this host's place from Kubernetes (an indexed job), SkyPilot or Slurm (one task per node).
+    """Read this node's rank from Kubernetes (indexed job), SkyPilot or Slurm (a task per node).
 
-    Otherwise it is the only host. ``WORLDSIZE_NODE_RANK``, ``WORLDSIZE_NODES`` and ``WORLDSIZE_FIRST`` take precedence.
-    Slurm's hosts are ordered by ``topology``, of which they must make the ``tiers``, without the last ``spare_nodes``.
+    Without any of these, it is the only host. ``WORLDSIZE_NODE_RANK``, ``WORLDSIZE_NODES`` and ``WORLDSIZE_FIRST`` take
+    precedence. Slurm's hosts are ordered by ``topology``; all but the last ``spare_nodes`` must form the ``tiers``.
 
     Raises:
-        ConfigError: variables are missing, are no numbers, or contradict each other or the topology.
+        ConfigError: variables are missing, are not numbers, or contradict each other or the topology.
     """
     if "WORLDSIZE_NODES" in environ:
         own = "WORLDSIZE_NODE_RANK" if "WORLDSIZE_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
         rank, count = _numbers(environ, (own, "WORLDSIZE_NODES"))
-        rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # of hosts whose job counts them from 0
+        rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # for hosts in a job of their own that counts from 0
         absent = tuple(filter(None, environ.get("WORLDSIZE_ABSENT", "").split(",")))
         if len(absent) >= count:
             raise ConfigError(f"WORLDSIZE_ABSENT names {len(absent)} of {count} nodes, and one must be there.")
@@ -237,7 +237,7 @@ def first_host(names: str) -> str:
 
 
 def _expanded_counts(text: str) -> list[int]:
-    """Expand Slurm's "2(x3),1" to [2, 2, 2, 1]."""
+    """Expand Slurm's task counts: "2(x3),1" becomes [2, 2, 2, 1]."""
     pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in pairs for _ in range(int(times or 1))]
 
@@ -252,7 +252,7 @@ _JOB = {
 
 
 def job_of(environ: Environ) -> dict[str, Any] | None:
-    """Describe the scheduler's job that this process belongs to, for the manifest."""
+    """Describe this process's scheduler job for the manifest; None without a scheduler."""
     if "SKYPILOT_TASK_ID" in environ:  # unchanged after a recovery
         return {"scheduler": "skypilot", "id": environ["SKYPILOT_TASK_ID"]}
     if "SLURM_JOB_ID" not in environ:
@@ -261,28 +261,28 @@ def job_of(environ: Environ) -> dict[str, Any] | None:
     return {"scheduler": "slurm", **facts, "requeues": int(environ.get("SLURM_RESTART_COUNT", "0"))}
 
 
-# ---------------------------------------------------------------- what else is read
+# ---------------------------------------------------------------- other variables
 
 
 def host_name(environ: Environ) -> str:
-    """Return the name by which the scheduler knows this host."""
+    """Return the scheduler's name for this host, by default its host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def lost_first(environ: Environ) -> str | None:
-    """Return the name of the first host of the attempt before, if it was lost and another one leads instead."""
+    """Return the first host of the previous attempt if it was lost and replaced as the leader."""
     return environ.get("WORLDSIZE_LOST_FIRST") or None
 
 
 def image_of(environ: Environ) -> str | None:
-    """Return the name of the container image that this process runs in, if whoever started it has told."""
+    """Return the name of this process's container image, if its launcher has set it."""
     return environ.get("WORLDSIZE_IMAGE") or None
 
 
 def meeting_name(run_id: str, environ: Environ) -> str:
-    """Return the name from which ranks derive their rendezvous port; it changes when a scheduler restarts the run.
+    """Return the name that determines the rendezvous port; it changes at a requeue.
 
-    Remaining processes of the previous start may still hold the old port.
+    Leftover processes of the previous start may still hold the old port.
     """
     return run_id + environ.get("SLURM_RESTART_COUNT", "")
 
@@ -306,13 +306,13 @@ def _number(environ: Environ, name: str) -> int:
 
 
 def plugin_folders(environ: Environ) -> list[Path]:
-    """Return the folders in ``WORLDSIZE_PLUGINS``, which are separated as in PATH."""
+    """Return the folders listed in ``WORLDSIZE_PLUGINS``, which uses the same separator as PATH."""
     return [Path(entry) for entry in environ.get("WORLDSIZE_PLUGINS", "").split(pathsep) if entry]
 
 
 def withheld_secrets(environ: MutableMapping[str, str]) -> list[tuple[list[str | int], Any]]:
-    """Take secret values of the configuration, which are in no file, from ``WORLDSIZE_SECRETS``, and remove it.
+    """Pop secret configuration values, which are in no file, from ``WORLDSIZE_SECRETS``.
 
-    Child processes do not inherit it.
+    Child processes do not inherit the variable. Returns pairs of a configuration key path and its value.
     """
     return [(keys, value) for keys, value in json.loads(environ.pop("WORLDSIZE_SECRETS", "[]"))]

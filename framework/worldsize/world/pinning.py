@@ -1,6 +1,6 @@
-"""Pins each process to the cores and memory next to its GPU, or to a part of the machine of its own.
+"""Pins processes to cores and memory near their GPUs, or to exclusive shares of these.
 
-Which cores, GPUs and InfiniBand adapters are close to each other is read from the kernel.
+The kernel reports the NUMA nodes of cores, GPUs and InfiniBand adapters.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from worldsize.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 
-_PREFERRED = 1  # MPOL_PREFERRED of set_mempolicy(2): other memory is taken once this is full
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # numbers of the system call
+_PREFERRED = 1  # MPOL_PREFERRED of set_mempolicy(2): fall back to other nodes when this one is full
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # system call numbers
 
 
 @final
 @dataclass(frozen=True)
 class Pin:
-    """The place of one process on its machine.
+    """Cores, memory and nearby devices assigned to one process.
 
     Attributes:
-        cores: Logical processors that it and its threads may run on.
+        cores: Logical processors on which the process and its threads may run.
         numa: NUMA node of its memory.
-        gpu: PCI address of its GPU; None: it has none.
-        adapters: InfiniBand and RoCE adapters at the same NUMA node, which NCCL finds by itself.
+        gpu: PCI address of its GPU; None if it has no GPU.
+        adapters: InfiniBand and RoCE adapters at the same NUMA node, for information; NCCL finds them by itself.
     """
 
     cores: frozenset[int]
@@ -45,7 +45,7 @@ class Pin:
     adapters: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the pin as plain values."""
         near = {"adapters": list(self.adapters)} if self.adapters else {}
         return {"cores": shortened(self.cores), "numa": self.numa, **({"gpu": self.gpu} if self.gpu else {}), **near}
 
@@ -57,17 +57,17 @@ class Pin:
 @final
 @dataclass(frozen=True)
 class Pins:
-    """The places of the processes of a machine by local rank; without any they are not pinned, for a ``reason``."""
+    """Pins of a machine's processes by local rank; if empty, ``reason`` says why."""
 
     processes: tuple[Pin, ...] = ()
     reason: str = ""
 
     def of(self, local_rank: int) -> Pin | None:
-        """Return the place of a process; one that joined later has none."""
+        """Return the pin of a process; None if not pinned, such as one that joined later."""
         return self.processes[local_rank] if local_rank < len(self.processes) else None
 
     def describe(self) -> dict[str, Any]:
-        """Return them as plain values, for the manifest."""
+        """Return the pins, or the reason for their absence, as plain values for the manifest."""
         if not self.processes:
             return {"reason": self.reason}
         return {"processes": [{"local_rank": rank, **pin.describe()} for rank, pin in enumerate(self.processes)]}
@@ -76,25 +76,25 @@ class Pins:
 def plan_pins(
     pinning: Pinning, machine: MachineTopology, *, usable: Set[int], processes: int, gpus: Sequence[str] = ()
 ) -> Pins:
-    """Decide where the processes of this machine run.
+    """Assign cores and memory to the run's processes on this machine.
 
-    "numa": on all cores of a NUMA node, that of its GPU if it has one. "exclusive": on an equal part of these, which no
-    other process of the run has. "auto": as "numa" if there are several NUMA nodes, and each gets as many processes,
-    unless somebody has bound this process already.
+    "numa" gives a process all cores of one NUMA node, preferably its GPU's. "exclusive" gives it an equal share of
+    these cores, without overlap with other processes. "auto" acts as "numa" on a machine with several NUMA nodes
+    that get equally many processes (or whose GPUs are known), unless this process is already bound to some cores.
 
     Args:
         pinning: The value of ``cluster.pin``.
-        machine: The machine.
-        usable: Logical processors that this process may run on.
-        processes: Number of processes of the run on this machine.
-        gpus: PCI addresses of their GPUs by local rank; empty if they train on CPUs.
+        machine: The machine's topology.
+        usable: Logical processors on which this process may run.
+        processes: Number of the run's processes on this machine.
+        gpus: PCI addresses of the GPUs, indexed by local rank; empty for training on CPUs.
 
     Raises:
-        ConfigError: not "auto", and there are fewer GPUs than processes; "exclusive", and fewer physical cores.
+        ConfigError: fewer GPUs than processes (except for "auto"), or fewer physical cores for "exclusive".
     """
     nodes = {number: own & usable for number, own in machine.numa.items() if own & usable}
     if pinning == "none" or not nodes:
-        return Pins(reason="cluster.pin=none" if pinning == "none" else "the kernel does not say which cores there are")
+        return Pins(reason="cluster.pin=none" if pinning == "none" else "the kernel does not report the cores")
     if pinning == "auto" and (reason := _why_not(machine, nodes, usable, processes, gpus)):
         return Pins(reason=reason)
     if reason := _too_few(gpus, processes):
@@ -111,7 +111,7 @@ def plan_pins(
 def _why_not(
     machine: MachineTopology, nodes: Mapping[int, Set[int]], usable: Set[int], processes: int, gpus: Sequence[str]
 ) -> str:
-    """Return why "auto" leaves the processes to the kernel; empty if it pins them."""
+    """Return the reason why "auto" does not pin the processes; empty if it pins them."""
     if usable < machine.cores:
         return f"this process is bound to cores {shortened(usable)} of {shortened(machine.cores)} already"
     if len(nodes) == 1:
@@ -119,7 +119,7 @@ def _why_not(
     if reason := _too_few(gpus, processes):
         return reason
     if gpus and any(machine.gpus.get(gpu) not in nodes for gpu in gpus):
-        return "the kernel does not say to which NUMA nodes the GPUs belong"
+        return "the kernel does not report the NUMA nodes of the GPUs"
     if not gpus and processes % len(nodes):
         return f"{processes} processes do not divide over {len(nodes)} NUMA nodes"
     return ""
@@ -130,7 +130,7 @@ def _too_few(gpus: Sequence[str], processes: int) -> str:
 
 
 def _homes(machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]) -> list[int]:
-    """Return the NUMA node of each process: that of its GPU if it is known, else neighbouring ranks share one."""
+    """Return each process's NUMA node: its GPU's, or one shared by neighboring ranks."""
     order = sorted(nodes)
     spread = [order[rank * len(order) // processes] for rank in range(processes)]
     known = [machine.gpus.get(gpu) for gpu in gpus] or [None] * processes
@@ -140,7 +140,7 @@ def _homes(machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: i
 def _shares(
     machine: MachineTopology, nodes: Mapping[int, frozenset[int]], homes: Sequence[int]
 ) -> list[frozenset[int]]:
-    """Divide the physical cores of each NUMA node over its processes, in order of their ranks."""
+    """Split the physical cores of each NUMA node among its processes, in rank order."""
     shares = dict[int, frozenset[int]]()
     for home in set(homes):
         ranks = [rank for rank, own in enumerate(homes) if own == home]
@@ -159,12 +159,12 @@ def _shares(
 
 
 def pins_here(cluster: Cluster, environ: Mapping[str, str], *, machine: MachineTopology | None = None) -> Pins:
-    """Decide where the processes of this machine run, before they are started.
+    """Plan the pins of this machine's processes before they start.
 
-    ``machine``: its topology; None: it is read from the kernel.
+    ``machine`` is the machine's topology; None reads it from the kernel.
 
     Raises:
-        ConfigError: they cannot be pinned as ``cluster.pin`` asks.
+        ConfigError: the processes cannot be pinned as ``cluster.pin`` requires.
     """
     if cluster.pin == "none":
         return Pins(reason="cluster.pin=none")
@@ -177,28 +177,28 @@ FEW_CPUS = "Ask for more (with Slurm: cluster.cpus_per_task), or lower cluster.t
 
 
 def few_cpus(cluster: Cluster, usable: int) -> str:
-    """Describe that a node's processes may run on only ``usable`` CPUs; empty if these are enough for them."""
+    """Describe the shortage if a node's processes need more than ``usable`` CPUs, else ""."""
     if usable >= cluster.cpus_per_node:
         return ""
     return f"{cluster.processes_per_node} processes need {cluster.cpus_per_node} CPUs and may run on {usable}"
 
 
 def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launcher: bool) -> Pin | None:
-    """Pin this process, one of several on this machine, as ``cluster.pin`` asks; return its place, None: not pinned.
+    """Pin this process according to ``cluster.pin``; return its pin, None without one.
 
-    A process that trains on a GPU has chosen it by now. One that has no launcher of worldsize, but torchrun, srun or
-    mpirun, and that is bound to some cores, stays there: they may have given other cores to the others.
+    Call this after a process has selected its GPU. If torchrun, srun or mpirun bound this process to some cores, keep
+    that binding: they may have bound the other processes to other cores.
 
     Raises:
-        ConfigError: it cannot be pinned.
+        ConfigError: this process cannot be pinned.
     """
     if cluster.pin == "none":
         return None
     machine, usable = read_topology(), os.sched_getaffinity(0)
-    if cluster.pin == "auto" and len(machine.numa) == 1:  # CUDA need not be asked
+    if cluster.pin == "auto" and len(machine.numa) == 1:  # avoid querying CUDA
         return None
     if not has_launcher and usable < machine.cores:
-        text = "cluster.pin=%s: this process stays on cores %s, to which what has started it has bound it"
+        text = "cluster.pin=%s: this process stays on cores %s, as bound by its parent process"
         _logger.info(text, cluster.pin, shortened(usable))
         return None
     gpus = cuda_gpus(processes) if cluster.device == "cuda" else []
@@ -209,9 +209,9 @@ def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launch
 
 
 def visible_gpus(machine: MachineTopology, environ: Mapping[str, str], processes: int) -> list[str]:
-    """Guess the PCI addresses of the GPUs of this machine by local rank, before CUDA is there to ask.
+    """Predict the PCI addresses of this machine's GPUs by local rank, without starting CUDA.
 
-    GPUs of one model are numbered in the order of their addresses; CUDA_VISIBLE_DEVICES may choose among them.
+    CUDA numbers GPUs of one model by address; CUDA_VISIBLE_DEVICES may select a subset of them.
     """
     addresses = [*machine.gpus]
     chosen = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -221,9 +221,9 @@ def visible_gpus(machine: MachineTopology, environ: Mapping[str, str], processes
 
 
 def cuda_gpus(processes: int) -> list[str]:
-    """Return the PCI addresses of the GPUs of the processes of this machine, as CUDA numbers them.
+    """Return the PCI addresses of this machine's GPUs by local rank, in CUDA's order.
 
-    Where each process sees its own alone, as with ``srun --gpus-per-task=1``, the others count as near the same one.
+    If each process sees only its own GPU, as with ``srun --gpus-per-task=1``, return that address for all processes.
     """
     import torch
 
@@ -233,9 +233,9 @@ def cuda_gpus(processes: int) -> list[str]:
 
 
 def apply_pin(pin: Pin) -> None:
-    """Restrict this process, its threads and its later children to the cores, and let them prefer the memory."""
-    for thread in Path("/proc/self/task").iterdir():  # also those that CUDA has started
-        with suppress(OSError):  # it has ended
+    """Bind this process, its threads and later children to the pin's cores and memory."""
+    for thread in Path("/proc/self/task").iterdir():  # including threads that CUDA started
+        with suppress(OSError):  # the thread has exited
             os.sched_setaffinity(int(thread.name), pin.cores)
     if not _prefer_memory(pin.numa):
         _logger.info("set_mempolicy is not allowed here: memory comes from wherever its first user runs")
@@ -243,9 +243,9 @@ def apply_pin(pin: Pin) -> None:
 
 
 def _prefer_memory(node: int) -> bool:
-    """Let the kernel take memory from the NUMA node as long as it has some; return whether it agrees.
+    """Prefer memory of NUMA node ``node``; return whether the kernel accepts that.
 
-    Containers often forbid it; then memory still comes from the node of the core that touches it first.
+    Containers often forbid this. Memory then comes from the node of the core that first touches it.
     """
     number = _SET_MEMPOLICY.get(platform.machine())
     if sys.platform != "linux" or number is None:
@@ -257,20 +257,20 @@ def _prefer_memory(node: int) -> bool:
     return code == 0
 
 
-_NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # PCI vendor; classes of GPUs with and without a display
+_NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # PCI vendor ID; PCI classes of GPUs with and without a display
 
 
 @final
 @dataclass(frozen=True)
 class MachineTopology:
-    """A machine.
+    """A machine's cores, NUMA nodes, GPUs and network adapters.
 
     Attributes:
-        cores: Its logical processors that are online.
-        numa: The logical processors of each NUMA node that has some, by its number.
-        physical: The lowest logical processor of the same physical core, by logical processor.
-        gpus: NUMA nodes of its GPUs by PCI address, in the order of the addresses; None: the kernel does not know.
-        adapters: NUMA nodes of its InfiniBand and RoCE adapters by name; None: the kernel does not know.
+        cores: Logical processors that are online.
+        numa: Logical processors by NUMA node number; nodes without processors are omitted.
+        physical: Maps each logical processor to the lowest-numbered one on the same physical core.
+        gpus: NUMA nodes of the GPUs by PCI address, sorted by address; None if unknown to the kernel.
+        adapters: NUMA nodes of the InfiniBand and RoCE adapters by name; None if unknown to the kernel.
     """
 
     cores: frozenset[int]
@@ -281,9 +281,9 @@ class MachineTopology:
 
 
 def read_topology(root: Path = Path("/")) -> MachineTopology:
-    """Read the topology of the machine whose ``/sys`` is below ``root``.
+    """Read the machine's topology from ``/sys`` below ``root``.
 
-    Where the kernel says nothing, as in some containers, all processors are one NUMA node.
+    If the kernel does not report NUMA nodes, as in some containers, all processors form one node.
     """
     system, devices = root / "sys/devices/system", root / "sys/bus/pci/devices"
     cores = frozenset(listed(_text(system / "cpu/online")))
@@ -316,19 +316,19 @@ def _text(path: Path) -> str:
 
 
 def _numa_node(device: Path) -> int | None:
-    """Return the NUMA node of a PCI device; None: the kernel does not know it, which it writes as -1."""
+    """Return a PCI device's NUMA node; None if unknown (-1 in the kernel)."""
     text = _text(device / "numa_node")
     return int(text) if re.fullmatch(r"\d+", text, re.ASCII) else None
 
 
 def listed(text: str) -> list[int]:
-    """Expand the kernel's "0-3,8" to [0, 1, 2, 3, 8]."""
+    """Expand the kernel's list format: "0-3,8" becomes [0, 1, 2, 3, 8]."""
     spans = re.findall(r"(\d+)(?:-(\d+))?", text)
     return [number for first, last in spans for number in range(int(first), int(last or first) + 1)]
 
 
 def shortened(numbers: Iterable[int]) -> str:
-    """Write numbers as the kernel does: "0-3,8"."""
+    """Format numbers in the kernel's list format, such as "0-3,8"."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:

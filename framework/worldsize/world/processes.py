@@ -1,9 +1,9 @@
-"""The life of a process of a run: forking, death with its parent, signals and heartbeats.
+"""Process lifecycle: forking, parent-death signals, signal handling and heartbeats.
 
-Imports and memory are prepared so that forked children share them. The life of a child ends with its parent's, so that
-no orphan is left behind. The first signal that asks a process to end sets a flag on which all ranks agree; a second one
-ends the process. Heartbeats are a few numbers in shared memory that the launching process can read after a rank's
-death. Imports no torch; :func:`will_fork` replaces functions of torch and keeps state in this module.
+Imports and memory are prepared so that forked children share them. Children are killed when their parent dies, so that
+they cannot become orphans. The first termination signal sets a flag that all ranks agree on; a second one ends the
+process. Heartbeats are a few numbers in a memory-mapped file, so the launching process can read them after a rank has
+died. This module does not import torch at the top level; :func:`will_fork` patches torch and keeps its state here.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from typing import final
 _logger = logging.getLogger(__name__)
 
 _COUNTS = "_cuda_getDeviceCount"
-_ASK = (_COUNTS, "_cuda_init")  # functions of torch._C after which forked processes cannot use CUDA
+_ASK = (_COUNTS, "_cuda_init")  # functions of torch._C; once called, forked processes cannot use CUDA
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-PIPE = "WORLDSIZE_PIPE"  # environment variable with the descriptor of the pipe that a process has handed to itself
-_askers: list[str] = []  # the place in the code that called one of them first, in this process or one that forked it
+PIPE = "WORLDSIZE_PIPE"  # environment variable: descriptor of the pipe that a process passes to itself across exec
+_askers: list[str] = []  # file and line of the first call to a function in _ASK, in this process or an ancestor
 
 
 def will_fork() -> None:
-    """Keep this process fit to be forked: it makes no OpenMP pool, and notes who asks CUDA's driver."""
+    """Prepare for forking: avoid an OpenMP pool, record the first call to the CUDA driver."""
     import torch
 
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def will_fork() -> None:
 def _note_askers() -> None:
     import torch
 
-    asked = {name: getattr(torch._C, name) for name in _ASK if hasattr(torch._C, name)}  # in builds with CUDA
+    asked = {name: getattr(torch._C, name) for name in _ASK if hasattr(torch._C, name)}  # CUDA builds only
     for name, ask in asked.items():
         setattr(torch._C, name, partial(_noted, ask, asked))
     if _COUNTS in asked:
@@ -58,9 +58,9 @@ def _note_askers() -> None:
 
 
 def _count_in_child(owner: int, ask: Callable[[], object], noted: Callable[[], object]) -> object:
-    """Count the GPUs by the driver, in a child if this process is the ``owner``, so that it can fork others.
+    """Count the GPUs with the driver; process ``owner`` uses a child, to stay forkable.
 
-    Torch counts MIG devices so, and all GPUs where NVML is missing, as in some containers.
+    Torch uses the driver to count MIG devices, or any GPUs if NVML is missing, as in some containers.
     """
     count = _child_count(ask, tuple(map(os.environ.get, _VISIBLE))) if os.getpid() == owner else None
     return noted() if count is None else count
@@ -78,12 +78,12 @@ def _child_count(ask: Callable[[], object], visible: tuple[str | None, ...]) -> 
         count = answer.read()
     os.waitpid(child, 0)
     if count == b"0" and "libcuda." in Path("/proc/self/maps").read_text():
-        return None  # a library has started CUDA in this process, so that the driver refuses the child
+        return None  # a library started CUDA in this process, so the driver rejects the child
     return int(count) if count else None
 
 
 def _noted(ask: Callable[[], object], asked: Mapping[str, Callable[[], object]]) -> object:
-    """Note who asks first, and put torch's functions back."""
+    """Record the caller, restore torch's original functions, and call ``ask``."""
     import torch
 
     for name, function in asked.items():
@@ -95,18 +95,18 @@ def _noted(ask: Callable[[], object], asked: Mapping[str, Callable[[], object]])
 
 
 def leave_bad_fork(program: Sequence[str], pipe: int | None = None) -> None:
-    """Replace this forked process by ``program`` if the one that forked it had asked CUDA's driver before.
+    """Replace this forked process with ``program`` if its parent called the CUDA driver.
 
-    CUDA refuses such a process. The new program keeps its number, its environment and its pipes, by which the forking
-    process learns of its end. ``pipe``: the descriptor of a further pipe; the environment variable PIPE holds it.
+    CUDA cannot be used in such a process. The new program keeps the process ID, environment and pipes, so the parent
+    still notices its exit. It inherits the descriptor ``pipe``, too, and finds its number in the variable PIPE.
     """
     import torch
 
     if not torch.cuda._is_in_bad_fork():
         return
     _logger.warning(
-        "CUDA was asked before this process was forked, by %s: it starts again by itself, which takes some seconds. "
-        "Ask in Recipe.model, not where a module is imported.",
+        "CUDA was called before this process was forked, by %s: it restarts by itself, within some seconds. "
+        "Call it in Recipe.model, not where a module is imported.",
         _askers[0] if _askers else "a library",
     )
     for entry in Path("/proc/self/fd").iterdir():
@@ -122,19 +122,19 @@ def leave_bad_fork(program: Sequence[str], pipe: int | None = None) -> None:
 
 
 def ask_the_driver() -> None:
-    """Let torch ask CUDA's driver for GPUs in a process that is not forked again before it uses them.
+    """Let torch query the CUDA driver, in a process that will not fork before using GPUs.
 
-    ``import worldsize`` makes torch ask NVML instead. Each step of an optimizer asks, and each time without a GPU torch
-    then searches for NVML's library, which takes 0.1 ms.
+    ``import worldsize`` makes torch query NVML instead. Every optimizer step makes this query, and on a host without a
+    GPU torch then searches for the NVML library each time, which takes 0.1 ms.
     """
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
 
 
 @contextmanager
 def ready_to_fork() -> Iterator[None]:
-    """Freeze the garbage collector, so that processes forked inside neither scan nor copy imported objects."""
-    import torch._dynamo  # every optimizer imports it before its first step, and that takes a second
-    import torch.distributed.checkpoint.state_dict  # noqa: F401 - whoever loads or hands over a state needs it
+    """Freeze the garbage collector, so that forked processes do not scan or copy imports."""
+    import torch._dynamo  # optimizers import it before their first step, which takes a second
+    import torch.distributed.checkpoint.state_dict  # noqa: F401 - needed to load or transfer a state
 
     gc.freeze()
     try:
@@ -145,10 +145,10 @@ def ready_to_fork() -> Iterator[None]:
 
 @contextmanager
 def gpus_hidden() -> Iterator[None]:
-    """Hide NVIDIA's and AMD's GPUs from torch within the context, for a step of an optimizer on the CPU.
+    """Hide NVIDIA and AMD GPUs from torch in this context, for an optimizer step on the CPU.
 
-    Most optimizers of torch ask for the current stream of a GPU that is there, which starts CUDA: processes that are
-    forked from this one later could not use it. Where CUDA has been started, nothing is hidden.
+    Most torch optimizers request the current stream of an available GPU, which initializes CUDA and makes it unusable
+    in processes forked later. Does nothing if CUDA is already initialized.
     """
     import torch
 
@@ -167,79 +167,69 @@ def gpus_hidden() -> Iterator[None]:
                 os.environ[name] = value
 
 
-RANK_NAME = re.compile(r"rank (\d+)", re.ASCII)  # what a process of a run is called by the kernel
+RANK_NAME = re.compile(r"rank (\d+)", re.ASCII)  # kernel's name for a process of a run, see name_process
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens (prctl(2), Linux)."""
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel signal this process when its creating thread exits (prctl(2), Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the request took effect
         os._exit(1)
 
 
 def name_process(rank: int) -> None:
-    """Call this process "rank 3" where the kernel lists it (top, ps, /proc/PID/comm), and what it forks, too."""
+    """Name this process and its children "rank 3", as shown by top, ps and /proc/PID/comm."""
     with suppress(OSError):  # not on Linux
         Path("/proc/self/comm").write_text(f"rank {rank}")
 
 
-PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the run has saved and can be started again
+PREEMPTED = 75  # EX_TEMPFAIL in sysexits.h: the run saved a checkpoint and can be resumed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_SAME = (
-    1.0  # seconds within which a repeated signal is a duplicate, sent by the scheduler and forwarded by the launcher
-)
+_SAME = 1.0  # seconds in which a repeated signal is a duplicate (sent by the scheduler and forwarded by the launcher)
 
 
 def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals without SIGHUP if this process ignores it, as under nohup."""
+    """Return ``numbers``, without SIGHUP if this process ignores it, as under nohup."""
     return [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
 def leave_hangups() -> None:
-    """Leave SIGHUP to the launching process, by a handler: SIG_IGN stands for nohup."""
+    """Ignore SIGHUP with an empty handler (SIG_IGN means nohup); the launcher handles it."""
     for number in handled([signal.SIGHUP]):
         signal.signal(number, _leave)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Do nothing about a signal."""
-
-
-def note(seen: list[int], number: int) -> None:
-    """Append a signal to those seen. SIGHUP and one other count as one: a single shutdown may send both."""
-    if seen == [signal.SIGHUP]:
-        seen[:] = [number]
-    elif number != signal.SIGHUP or not seen:
-        seen.append(number)
+    """Handle a signal by doing nothing."""
 
 
 @final
 class Preemption:
-    """Installs handlers for the signals ``names`` in this process; the others of SIGNALS keep their default action."""
+    """Installs handlers for the signals ``names``; the other SIGNALS keep their default action."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._since: dict[int, float] = {}
         for number in handled(signal.Signals[name] for name in names):
             signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher has blocked them until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocked them until now
 
     def is_wanted(self) -> bool:
-        """Return whether this process has received a signal; the other ranks may not know of it yet."""
+        """Return whether this process has received a signal; other ranks may not have yet."""
         return bool(self._since)
 
     def seconds_left(self, grace: float) -> float:
-        """Return the seconds left of ``grace`` seconds, counted from the first signal to this process."""
+        """Return how many of the ``grace`` seconds since this process's first signal are left."""
         return grace - (time.monotonic() - min(self._since.values())) if self._since else grace
 
     def want(self) -> None:
-        """Request the end as if a signal had been received."""
+        """Request preemption, as if a signal had been received."""
         self._since.setdefault(0, time.monotonic())
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP and self._since:
-            return  # as in :func:`note`
+            return  # a shutdown may send SIGHUP after other signals
         if time.monotonic() - self._since.setdefault(number, time.monotonic()) > _SAME:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -250,10 +240,10 @@ _FORMAT = struct.Struct("=qqqd")
 
 @dataclass(frozen=True)
 class Beat:
-    """The progress of a process.
+    """Progress of a process.
 
-    ``step`` is in progress (0: none yet), ``first`` is the step after which the process began, and ``done`` the last
-    completed step. ``at`` is the Unix time in seconds at which it completed its first step (0.0: none).
+    ``step`` is the step in progress (0 if none yet), ``first`` the last step before the process started, and ``done``
+    the last completed step. ``at`` is the Unix time in seconds of its first completed step (0.0 if none).
     """
 
     step: int
@@ -264,7 +254,7 @@ class Beat:
 
 @final
 class Heartbeat:
-    """Records the progress of this process, in about 1 µs per step: writing to mapped memory needs no system call."""
+    """Records progress in mapped memory: about 1 µs per step, without a system call."""
 
     def __init__(self, path: Path, first: int) -> None:
         with path.open("w+b") as file:
@@ -274,20 +264,20 @@ class Heartbeat:
         self.step(first)
 
     def step(self, done: int) -> None:
-        """Record that steps up to ``done`` are complete and the next one begins."""
+        """Record that step ``done`` is complete and the next step starts."""
         if done > self._first and self._at == 0.0:
             self._at = time.time()
         _FORMAT.pack_into(self._memory, 0, done + 1, self._first, done, self._at)
 
 
 def write_beat(path: Path, beat: Beat) -> None:
-    """Write the record of a process on another host, for :func:`read_beat`."""
-    with suppress(OSError):  # the folder has been removed
+    """Write the progress that a remote host reported for a process, for :func:`read_beat`."""
+    with suppress(OSError):  # the folder was removed
         path.write_bytes(_FORMAT.pack(beat.step, beat.first, beat.done, beat.at))
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Return the last record of a process; None if it wrote none."""
+    """Return the last recorded progress of a process; None if it has not recorded any."""
     try:
         beat = Beat(*_FORMAT.unpack(path.read_bytes()))
     except (OSError, struct.error):

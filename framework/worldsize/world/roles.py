@@ -1,4 +1,4 @@
-"""Assigns roles to processes, by their global rank."""
+"""Maps global ranks to roles and hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from worldsize.core import ConfigError, Plan, Role
 
 
 def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
-    """Return the global ranks of each role: consecutive, in the order of ``roles``."""
+    """Return the global ranks of each role; they are consecutive, in the order of ``roles``."""
     ranks, start = {}, 0
     for name, role in roles.items():
         ranks[name] = range(start, start + role.processes)
@@ -17,36 +17,36 @@ def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
 
 
 def heals(roles: Mapping[str, Role]) -> bool:
-    """Return whether processes go on without those of their gang that die."""
+    """Return whether the remaining processes of a gang continue after some of its processes die."""
     return any(role.restart == "heal" for role in roles.values())
 
 
 def block_of(roles: Mapping[str, Role]) -> int:
-    """Return how many processes train one part of the data together; those of a gang that heals come in such blocks."""
+    """Return the number of processes per data shard; healing gangs have a multiple of it."""
     return max(role.block for role in roles.values())
 
 
 def together_of(roles: Mapping[str, Role]) -> int:
-    """Return how many processes of a block must be on one host."""
+    """Return how many processes of a block must share a host."""
     return max(role.together for role in roles.values())
 
 
 def whole_blocks(processes: int | None, block: int) -> int:
-    """Return so many processes, or 1, rounded up to whole blocks."""
+    """Return ``processes`` (None counts as 1), rounded up to a multiple of ``block``."""
     return -(-(processes or 1) // block) * block
 
 
 def fewest(roles: Mapping[str, Role]) -> int:
-    """Return the least number of processes, in whole blocks, with which a gang that heals goes on."""
+    """Return the minimum number of processes of a healing gang, in whole blocks."""
     healing = [role for role in roles.values() if role.restart == "heal"]
     return max(whole_blocks(role.min_processes, role.block) for role in healing)
 
 
 def place_of(global_rank: int, plan: Plan) -> tuple[int, int]:
-    """Return the node of a process, and its rank on that node.
+    """Return the node and the local rank of a process.
 
-    Those of the plan and of spare nodes are in the order of the nodes. Of those that join later each node gets as many
-    as must be on one host, in turn; in a gang that does not heal they are all on the first node.
+    Initial and spare ranks are numbered node by node. Ranks that join later are assigned to the nodes round-robin, in
+    groups that must share a host (see :func:`together_of`); if the gang does not heal, all go to the first node.
     """
     cluster, per_node = plan.cluster, plan.cluster.processes_per_node
     later = global_rank - cluster.all_nodes * per_node
@@ -58,14 +58,14 @@ def place_of(global_rank: int, plan: Plan) -> tuple[int, int]:
 
 
 def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
-    """Return the role of a process and its rank in that role.
+    """Return a process's role and its rank in that role.
 
-    A process with a rank beyond the plan joined later, in the last role. Raises ConfigError if that role cannot grow.
+    A rank beyond the plan joined the last role later. Raises ConfigError if that role cannot grow.
     """
     ranks = role_ranks(roles)
     for name, members in ranks.items():
         if global_rank in members:
             return name, global_rank - members.start
     if not roles[name].serves and roles[name].restart != "heal":
-        raise ConfigError(f"rank {global_rank} has no role in a run of {members.stop} processes.")
+        raise ConfigError(f"rank {global_rank} does not belong to a role in a run of {members.stop} processes.")
     return name, global_rank - members.start

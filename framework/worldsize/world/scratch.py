@@ -1,8 +1,8 @@
-"""Private temporary folders that are removed with their process, and this user's cache folder.
+"""Private temporary folders, removed when their process exits, and the cache folder.
 
-The names of temporary folders contain the host, process id and start time of that process. The next command can
-therefore distinguish the folders of a killed process from those of a living one, and removes them. The cache folder
-holds everything that can be made again.
+The name of a temporary folder contains its process's host, ID and start time. The next command can therefore
+distinguish folders of killed processes from those in use, and removes the former. The cache folder holds everything
+that can be recreated.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from pathlib import Path
 from worldsize.errors import ConfigError
 
 PREFIX = "worldsize_"
-_LONGEST = 103  # bytes of the path of a Unix socket, on the strictest system
-_IN_FOLDER = 72  # of these for the names of the private folder and of a socket in it
-_LEAST_BYTES = 64 << 10  # free space, for heartbeats and the like
+_LONGEST = 103  # maximum bytes in the path of a Unix socket, on the strictest system
+_IN_FOLDER = 72  # bytes of _LONGEST reserved for the names of the private folder and of a socket in it
+_LEAST_BYTES = 64 << 10  # minimum free space, for heartbeats and other small files
 
 
 def private_folder(parent: Path | None = None, *, prefix: str = PREFIX) -> Path:
-    """Make a folder that only this user can enter, by default in the system's folder for temporary files.
+    """Create a folder that only this user can access, by default in the temporary directory.
 
-    The caller removes it. If it does not, it is removed when this process exits; if the process is killed,
-    :func:`leftovers` lists it.
+    The caller should remove the folder. Otherwise it is removed when this process exits; if the process is killed,
+    :func:`leftovers` lists the folder.
 
     Raises:
-        ConfigError: the system's folder has no room.
+        ConfigError: the disk with the temporary directory is full.
     """
     pid = os.getpid()
     name = f"{prefix}{_process_space()}_{pid}_{_start_of(pid)}_"
     if parent is None and is_full(Path(tempfile.gettempdir())):
         raise ConfigError(
-            f"{tempfile.gettempdir()}, the folder for temporary files, has no room. Set TMPDIR to one that has."
+            f"{tempfile.gettempdir()}, the folder for temporary files, is full. Set TMPDIR to one with free space."
         )
     folder = Path(tempfile.mkdtemp(prefix=name, dir=parent))  # mode 0700
     atexit.register(_remove_own, folder, pid)
@@ -48,15 +48,15 @@ def private_folder(parent: Path | None = None, *, prefix: str = PREFIX) -> Path:
 
 
 def socket_folder() -> Path:
-    """Make a private folder for Unix sockets, elsewhere than in TMPDIR if their paths would be too long there."""
+    """Create a private folder for Unix sockets, outside TMPDIR if its path is too long."""
     return private_folder(short_folder())
 
 
 def short_folder() -> Path | None:
-    """Return a folder for sockets; None: that for temporary files is short enough for their paths.
+    """Return a folder for sockets; None if the one for temporary files is short enough.
 
     Raises:
-        ConfigError: no other can be written.
+        ConfigError: those paths are too long, and none of the alternative folders is writable.
     """
     folder = Path(tempfile.gettempdir())
     if len(os.fsencode(folder)) <= _LONGEST - _IN_FOLDER:
@@ -74,13 +74,13 @@ def full_folder(other: Path) -> str | None:
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the disk with ``folder`` has no room for small files."""
+    """Return whether the disk that holds ``folder`` lacks space for small files."""
     return shutil.disk_usage(folder).free < _LEAST_BYTES
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a private folder that is removed when the context ends."""
+    """Create a private folder that is removed when the context exits."""
     folder = private_folder()
     try:
         yield folder
@@ -89,7 +89,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def leftovers(parent: Path | None = None, *, prefix: str = PREFIX) -> list[Path]:
-    """List this user's private folders whose processes ran on this host and have ended."""
+    """List this user's private folders left by processes that ran on this host and have exited."""
     if _start_of(os.getpid()) is None:  # processes are invisible here
         return []
     with suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
@@ -111,9 +111,9 @@ def _remove_own(folder: Path, pid: int) -> None:
 
 
 def _process_space() -> str:
-    """Name the PID namespace: a boot of a host, or a container.
+    """Return an identifier of the PID namespace: one boot of a host, or one container.
 
-    Several of these may share a folder for temporary files.
+    Several namespaces may share a folder for temporary files.
     """
     facts = [platform.node()]
     with suppress(OSError):
@@ -122,11 +122,11 @@ def _process_space() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since the boot (0: not on Linux); None if it is dead."""
+    """Return a process's start in clock ticks since boot (0 if not on Linux); None if dead."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)
-        except PermissionError:  # a process of another user
+        except PermissionError:  # another user's process
             return 0
         except (ProcessLookupError, OverflowError):
             return None
@@ -142,15 +142,15 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """Return ``worldsize`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``; it may not exist yet."""
+    """Return ``worldsize`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "worldsize"
 
 
 def keep_compiled_code() -> None:
-    """Let torch's compiler keep its code in :func:`cache_folder`, for all processes of this user, not in ``/tmp``.
+    """Let torch.compile cache its code in :func:`cache_folder`, instead of in ``/tmp``.
 
     Raises:
-        ConfigError: others can write there, and torch runs what it finds.
+        ConfigError: the folder belongs to another user, or others can write to it; torch would run their code.
     """
     if _COMPILED in os.environ:
         return
@@ -159,7 +159,7 @@ def keep_compiled_code() -> None:
     facts = folder.stat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise ConfigError(
-            f"{folder}, which keeps compiled code, belongs to somebody else or may be written by others. Remove it, or "
-            f"name another folder with {_COMPILED}."
+            f"{folder} keeps compiled code, but belongs to another user or may be written by others. Remove it, or "
+            f"choose a different folder with {_COMPILED}."
         )
     os.environ[_COMPILED] = str(folder)

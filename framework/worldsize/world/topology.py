@@ -1,6 +1,6 @@
-"""The network between hosts: the interface that leads to another host, and the tree of switches.
+"""The network between hosts: local interfaces and routes, and the tree of switches.
 
-The switches (racks, pods, rails) are read from Slurm's topology.conf or a YAML file.
+The tree of switches (racks, pods, rails) is read from Slurm's topology.conf or a YAML file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from worldsize.devices import backend_names
 from worldsize.errors import ConfigError
 from worldsize.files import read_regular
 
-TIERS = ("rack", "pod", "hall")  # names of what has no other: the switches next to the hosts, those above, ...
-_LARGEST_FILE = 1 << 26  # bytes
+TIERS = ("rack", "pod", "hall")  # default names for the levels of switches, starting next to the hosts
+_LARGEST_FILE = 1 << 26  # maximum bytes
 _MOST_HOSTS = 1_000_000
 _WORD = re.compile(r'(\w+)=("[^"]*"|\S+)')
 _PART = re.compile(r"\[([^\[\]]*)\]")
@@ -33,11 +33,11 @@ _PART = re.compile(r"\[([^\[\]]*)\]")
 @final
 @dataclass(frozen=True)
 class Topology:
-    """The switches above each host.
+    """The tree of switches above the hosts.
 
     Attributes:
-        paths: By host: the names of the switches between the outermost and the host, the outermost first.
-        is_spread: Whether hosts are taken from the switches in turn, rather than those below one switch together.
+        paths: Maps each host to the names of the switches above it, outermost first.
+        is_spread: Whether to pick hosts from the switches round-robin, instead of grouping hosts by switch.
     """
 
     paths: Mapping[str, tuple[str, ...]]
@@ -45,12 +45,12 @@ class Topology:
 
     @staticmethod
     def read(path: Path, *, is_spread: bool = False) -> Topology:
-        """Read a file: YAML if it ends in ``.yaml`` or ``.yml``, else Slurm's topology.conf.
+        """Read a topology from YAML (``.yaml``, ``.yml``) or otherwise a topology.conf.
 
-        In YAML a switch is a key. Below it are other switches, or hosts: a list, or text such as "node[01-16]".
+        In YAML, each key is a switch. Its value has further switches, or hosts as a list or text ("node[01-16]").
 
         Raises:
-            ConfigError: it cannot be read, or describes no tree.
+            ConfigError: the file cannot be read, or does not describe a tree.
         """
         try:
             text = read_regular(path, at_most=_LARGEST_FILE).decode()
@@ -63,7 +63,7 @@ class Topology:
             raise ConfigError(f"cluster.topology={path}: {error}") from error
 
     def ordered(self, hosts: Sequence[str]) -> list[str]:
-        """Return ``hosts`` so that those below one switch are neighbours, or taken in turn; the first stays the first.
+        """Return ``hosts`` by switch, or round-robin if ``is_spread``; the first stays first.
 
         Raises:
             ConfigError: a host is not in the tree.
@@ -77,7 +77,7 @@ class Topology:
         return sorted(hosts, key=lambda host: [places[self._path(host)[:n]] for n in range(len(self._path(host)) + 1)])
 
     def _in_turn(self, hosts: Sequence[str], depth: int) -> list[str]:
-        """Take a host below each switch of a level in turn, each time from another one of those below that."""
+        """Order hosts round-robin over the switches at ``depth``, recursively."""
         below: dict[str | None, list[str]] = {}
         for host in hosts:
             path = self._path(host)
@@ -88,9 +88,9 @@ class Topology:
         return [host for turn in zip_longest(*parts) for host in turn if host is not None]
 
     def sizes(self, hosts: Sequence[str]) -> list[int]:
-        """Return how many of ``hosts`` are below one switch, for each level that divides them, the innermost first.
+        """Return the ``hosts`` per switch at each level that divides them, innermost first.
 
-        A level is left out if it has all hosts below one switch, one host below each, or not equally many.
+        A level is omitted if one switch has all hosts, if each switch has one host, or if the counts differ.
 
         Raises:
             ConfigError: a host is not in the tree.
@@ -104,7 +104,7 @@ class Topology:
         return sorted({*several})
 
     def check(self, hosts: Sequence[str], tiers: Mapping[str, int]) -> None:
-        """Raise ConfigError unless the switches above ``hosts``, which are in order, make these ``tiers``."""
+        """Raise ConfigError unless ``hosts`` form these ``tiers`` (numbers of hosts by name)."""
         sizes, around = self.sizes(hosts), self._hosts_around(hosts)
         fitting = {name for name, count in tiers.items() if count in sizes or (around and around <= count)}
         if missing := [f"{name}={count}" for name, count in tiers.items() if name not in fitting]:
@@ -114,7 +114,7 @@ class Topology:
             )
 
     def _hosts_around(self, hosts: Sequence[str]) -> int | None:
-        """Return how many hosts are below the innermost switch above all of ``hosts``; None if there is none."""
+        """Count the hosts below the innermost switch of all ``hosts``; None without one."""
         paths = [self._path(host) for host in hosts]
         depth = sum(1 for _ in takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False)))
         return sum(path[:depth] == paths[0][:depth] for path in self.paths.values()) if depth else None
@@ -122,26 +122,26 @@ class Topology:
     def _path(self, host: str) -> tuple[str, ...]:
         name = host.rpartition("@")[2]
         if name not in self.paths:
-            raise ConfigError(f"cluster.topology names no switch above the host {name}. Add it, or leave it out.")
+            raise ConfigError(f"cluster.topology lacks a switch above the host {name}. Add it, or leave it out.")
         return self.paths[name]
 
 
 def tier_names() -> Iterator[str]:
-    """Yield the names of tiers that a file makes: rack, pod, hall, tier4, ..., the innermost first."""
+    """Yield names for tiers of a topology file, innermost first: rack, pod, hall, tier4, ..."""
     yield from TIERS
     yield from (f"tier{number}" for number in count(len(TIERS) + 1))
 
 
 def expanded(hosts: str) -> list[str]:
-    """Expand Slurm's list of hosts, such as "gpu[03-05,7],cpu1", to their names.
+    """Expand a Slurm host list, such as "gpu[03-05,7],cpu1", to host names.
 
     Raises:
-        ValueError: a bracket is not closed, a range is none, or there are more than a million hosts.
+        ValueError: a bracket is unmatched, a range is invalid, or there are more than a million hosts.
     """
     names: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", hosts):
         if word in "[]":
-            raise ValueError(f"{hosts!r} has a bracket that has no other")
+            raise ValueError(f"{hosts!r} has an unmatched bracket")
         pieces = _PART.split(word)
         choices = [list(_range(piece)) if odd % 2 else [piece] for odd, piece in enumerate(pieces)]
         if len(names) + math.prod(map(len, choices)) > _MOST_HOSTS:
@@ -151,12 +151,12 @@ def expanded(hosts: str) -> list[str]:
 
 
 def _range(text: str) -> Iterator[str]:
-    """Yield the numbers of "03-05,7", with as many digits as they are written with."""
+    """Yield the numbers in a list such as "03-05,7", zero-padded as written."""
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if not 0 <= int(last) - int(first) < _MOST_HOSTS:
-            raise ValueError(f"{part!r} is no range of numbers")
+            raise ValueError(f"{part!r} is not a range of numbers")
         yield from (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
 
 
@@ -182,7 +182,7 @@ def _once(hosts: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, t
 
 
 def _of_slurm(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Read the lines of topology.conf: a switch (or a block) with its hosts, or with the switches below it."""
+    """Yield hosts and their switches from topology.conf, a switch or block per line."""
     above: dict[str, str] = {}
     hosts: dict[str, list[str]] = {}
     for line in re.sub(r"\\\n", " ", text).splitlines():
@@ -215,10 +215,10 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
 
 
 def address_towards(host: str) -> str:
-    """Return the IPv4 address of this host's interface that routes to ``host``. Nothing is sent.
+    """Return this host's IPv4 address on the route to ``host``, without sending anything.
 
     Raises:
-        OSError: the name is unknown, or there is no route.
+        OSError: ``host`` cannot be resolved, or has no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
@@ -226,15 +226,15 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has this IPv4 address; None: no interface has it."""
+    """Return the name of the interface with this IPv4 address; None if there is none."""
     return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
 
 
 def missing_interfaces(named: str, backend: str) -> list[str]:
-    """Return the interfaces in ``named`` that this host lacks; ``named`` is a list in the syntax of ``backend``.
+    """Return the interfaces listed in ``named``, in ``backend``'s syntax, that this host lacks.
 
-    Gloo takes comma-separated names. NCCL, also beside gloo, takes comma-separated prefixes; a leading "=" makes them
-    exact names, and a leading "^" excludes them.
+    Gloo accepts comma-separated names. NCCL, even combined with gloo, accepts comma-separated prefixes; a leading "="
+    makes them exact names, and a leading "^" excludes them.
     """
     there = [name for _, name in socket.if_nameindex()]
     if "nccl" not in backend_names(backend):
@@ -253,11 +253,11 @@ def _address(interface: str) -> str | None:
         try:
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
         except OSError:
-            return None  # the interface has no IPv4 address
+            return None  # the interface lacks an IPv4 address
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
-    """Return this host's interfaces that have an IPv4 address: the address, and the speed in bits/s if known."""
+    """Return address and speed (bit/s, None if unknown) of each interface with IPv4."""
     named = [name for _, name in socket.if_nameindex()]
     return {name: {"address": address, "speed": _speed(name)} for name in named if (address := _address(name))}
 
@@ -271,10 +271,10 @@ def _speed(interface: str) -> float | None:
 
 
 def variables(backend: str, interface: str | None, hca: str | None = None) -> dict[str, str]:
-    """Return the environment variables that bind collectives to ``interface``, and NCCL to the adapters ``hca``.
+    """Return variables that bind collectives to ``interface``, and NCCL to adapters ``hca``.
 
-    Gloo is bound with every backend: processes agree on checkpoints through it. In a run with NCCL, whose lists gloo
-    does not read, it uses the first interface of this host that NCCL may use.
+    Gloo is bound for every backend, since processes coordinate checkpoints through it. Gloo does not support NCCL's
+    list syntax, so in a run with NCCL it uses the first of this host's interfaces that NCCL may use.
     """
     uses_nccl = "nccl" in backend_names(backend)
     of_gloo = _first_of_nccl(interface) if interface and uses_nccl else interface
@@ -284,15 +284,15 @@ def variables(backend: str, interface: str | None, hca: str | None = None) -> di
 
 
 def _first_of_nccl(named: str) -> str | None:
-    """Return the first interface with an IPv4 address in a list in NCCL's syntax; None: this host has none."""
+    """Return the first interface with IPv4 that an NCCL list allows; None without one."""
     allowed = [name for name in interfaces() if _allows(named, name)]
     return named if named in allowed else next(iter(allowed), None)
 
 
 def _allows(named: str, name: str) -> bool:
-    """Return whether the list ``named``, in NCCL's syntax, includes the interface ``name``."""
+    """Return whether the list ``named``, in NCCL's syntax, allows the interface ``name``."""
     listed = named.lstrip("^=").split(",")
     is_listed = name in listed if "=" in named[:2] else name.startswith(tuple(listed))
     if named.startswith("^"):
-        return not is_listed and not name.startswith(("lo", "docker"))  # which NCCL does not take unless they are named
+        return not is_listed and not name.startswith(("lo", "docker"))  # NCCL uses these only if named
     return is_listed

@@ -1,19 +1,17 @@
-"""Opens the World of a process: its threads, device, and process groups by role, node and local rank."""
+"""Sets up the World of a process: threads, device, and process groups."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.devices import device_count
@@ -21,104 +19,43 @@ from worldsize.world.environments import Placement, host_name
 from worldsize.world.pinning import pin_process
 from worldsize.world.roles import heals, role_of, role_ranks
 
-# Up to this many ranks gloo connects all pairs when a group is made, with a store message for each pair. In a gang that
-# begins with more it connects two ranks when they first communicate.
+# Up to this many ranks, gloo connects all pairs when a group is created, at the cost of a store message per pair. In a
+# larger initial gang, it connects two ranks when they first communicate.
 _ALL_CONNECTED, _CONNECTS_LATE = 32, "TORCH_GLOO_LAZY_INIT"
 
 
 @contextmanager
 def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]) -> Iterator[World]:
-    """Join the run: set device, cores and threads, and make the process groups, which are destroyed at the end.
+    """Join the run: set device, cores, threads and process groups; leave these on exit.
 
-    A run of one process makes no process group.
+    A run with one process does not use process groups.
 
     Raises:
-        ConfigError: the number of processes that the launcher started is not that of the plan.
+        ConfigError: the launcher started a different number of processes than planned.
     """
     check_size(placement, roles)
     _let_torch_record(debug=cluster.debug)
     device, threads = device_of(placement, cluster), threads_per_process(placement.local_world_size)
-    has_launcher = placement.heartbeat is not None  # one of worldsize
+    has_launcher = placement.heartbeat is not None  # launched by worldsize
     pin = pin_process(
         cluster, local_rank=placement.local_rank, processes=placement.local_world_size, has_launcher=has_launcher
     )
     torch.set_num_threads(cluster.threads or min(threads, len(pin.cores) if pin else threads))
     gang = gang_of(roles)
-    if len(gang) > _ALL_CONNECTED:  # once, before there are threads that read the environment
+    if len(gang) > _ALL_CONNECTED:  # before any thread reads the environment
         os.environ.setdefault(_CONNECTS_LATE, "1")
-    # one that heals is joined when its members are known
+    # a healing gang is joined later, when its members are known
     if len(gang) > 1 and placement.rank in gang and not heals(roles):
         _join(placement, cluster, device, gang)
     yield world_of(placement, cluster, roles, device)
-    # not after an error: it could wait for peers that will never arrive, and the error must be raised
+    # not after an error: this could wait forever for peers, and the error would not be raised
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def regrouped(world: World, members: Sequence[int], cluster: Cluster, store: Store, *, copies: bool = False) -> World:
-    """Leave the process groups of ``world`` and join those of the processes ``members``, all of which must call it.
-
-    Args:
-        world: The place of this process until now.
-        members: Global ranks of the processes that train together from now on, ascending.
-        cluster: The machines.
-        store: The rendezvous of these members, which no others have used; the caller keeps it alive.
-        copies: Whether there is a group "copies/" of the role, too, in which members send each other copies of shards.
-
-    Returns:
-        The place of this process among the members: its rank is its place in the list.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        _forget_meshes()
-    rank, groups = members.index(world.global_rank), dict[str, ProcessGroup]()
-    if len(members) > 1:
-        timeout = timedelta(seconds=cluster.timeout)
-        dist.init_process_group(
-            cluster.backend,
-            store=store,
-            rank=rank,
-            world_size=len(members),
-            timeout=timeout,
-            device_id=world.device if world.device.type == "cuda" else None,
-        )
-        everyone = range(len(members))
-        groups = {name: _group(everyone, everyone, timeout) for name in ("all", world.role)}
-        own = dist.new_group(list(everyone), timeout, backend="gloo")
-        groups[f"checkpoint/{world.role}"] = cast("ProcessGroup", own)
-        if world.device.type != "cpu":
-            own = dist.new_group(list(everyone), timeout, backend="gloo")
-            groups[f"host/{world.role}"] = cast("ProcessGroup", own)
-        if copies:
-            own = dist.new_group(list(everyone), timeout, backend="gloo")
-            groups[f"copies/{world.role}"] = cast("ProcessGroup", own)
-    return replace(world, rank=rank, size=len(members), world_size=len(members), groups=groups)
 
 
 def connects_late() -> bool:
-    """Return whether groups of gloo connect two ranks when they first communicate, not all when they are made."""
+    """Return whether gloo groups connect two ranks only when they first communicate."""
     return os.environ.get(_CONNECTS_LATE, "0").lower() in {"1", "y", "yes", "t", "true"}
-
-
-def _forget_meshes() -> None:
-    """Clear torch's caches of operations on DTensors, which keep the meshes of groups that are destroyed."""
-    if "torch.distributed.tensor" not in sys.modules:  # importing it takes long
-        return
-    with suppress(ImportError, AttributeError):  # another version of torch has other caches
-        from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, _sharding_prop
-
-        # what torch.distributed.tensor.debug does, which takes long to import
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
-        torch._C._clear_DTensor_sharding_propagator_cache()
-        _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
-        _redistribute._gen_transform_infos.cache_clear()
-        _redistribute.clear_redistribute_planner_cache()
-        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-
-
-def existing_groups() -> list[ProcessGroup]:
-    """Return all process groups of this process."""
-    return [*dist.distributed_c10d._world.pg_map]
 
 
 def world_of(
@@ -129,10 +66,10 @@ def world_of(
     *,
     host_backend: str = "gloo",
 ) -> World:
-    """Return the World of this process on ``device``, with groups of the processes that it trains with.
+    """Return the World of this process on ``device``, including its process groups for training.
 
-    All members of the default process group must call it; a process that is alone has none.
-    ``host_backend`` is the backend of the group with which ranks coordinate checkpoints.
+    All members of the default process group must call this; a single process does not have such a group.
+    ``host_backend`` is the backend of the groups in which ranks coordinate on the host, such as for checkpoints.
     """
     timeout = timedelta(seconds=cluster.timeout)
     groups = _groups(placement, roles, timeout, host_backend, device) if dist.is_initialized() else {}
@@ -142,16 +79,13 @@ def world_of(
 
 
 def gang_of(roles: Mapping[str, Role]) -> list[int]:
-    """Return the global ranks of the processes that train, which form process groups."""
+    """Return the global ranks of the training processes, which form process groups."""
     ranks = role_ranks(roles)
     return [rank for name, role in roles.items() if not role.serves for rank in ranks[name]]
 
 
 def check_size(placement: Placement, roles: Mapping[str, Role]) -> None:
-    """Raise ConfigError unless the launcher started as many processes as the roles need.
-
-    A process with a higher rank joined later, in a role that can grow.
-    """
+    """Raise ConfigError unless the launcher started as many processes as the roles need."""
     planned = sum(role.processes for role in roles.values())
     if placement.world_size != planned:
         raise ConfigError(
@@ -161,15 +95,16 @@ def check_size(placement: Placement, roles: Mapping[str, Role]) -> None:
 
 
 def threads_per_process(local_world_size: int) -> int:
-    """Return the number of usable cores divided by the processes of the node; at least 1."""
+    """Return the number of usable cores per process on this node, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
 def device_of(placement: Placement, cluster: Cluster) -> torch.device:
-    """Return the device of this process; an accelerator, chosen by local rank, becomes the current one."""
+    """Return this process's device; an accelerator (by local rank) becomes the current one."""
     if cluster.device == "cpu":
         return torch.device("cpu")
-    index = 0 if device_count(cluster.device) == 1 else placement.local_rank  # srun --gpus-per-task=1 shows one to each
+    index = 0 if device_count(cluster.device) == 1 else placement.local_rank  # as with srun --gpus-per-task=1
+
     device = torch.device(cluster.device, index)
     if cluster.device == "cuda":
         torch.cuda.set_device(device)
@@ -179,13 +114,13 @@ def device_of(placement: Placement, cluster: Cluster) -> torch.device:
 
 
 def _let_torch_record(*, debug: bool) -> None:
-    """Set what torch reads when the first process group is made."""
+    """Set the environment variables that torch reads when it creates the first process group."""
     if debug:
         os.environ.update(NCCL_DEBUG="INFO", TORCH_DISTRIBUTED_DEBUG="INFO")
         dist.set_debug_level_from_env()
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # collectives that torch's flight recorder keeps
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # number of collectives in torch's flight recorder
     for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):  # NCCL's watchdog reads the second
-        os.environ.setdefault(name, "0")  # its dump is a pickle; see worker/flight.py
+        os.environ.setdefault(name, "0")  # the dump is a pickle; see worker/flight.py
 
 
 def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
@@ -219,13 +154,13 @@ def _world(
 def _groups(
     placement: Placement, roles: Mapping[str, Role], timeout: timedelta, host_backend: str, device: torch.device
 ) -> dict[str, ProcessGroup]:
-    # every rank must create each of these groups, members or not
+    # every rank must create each of these groups, even if it is not a member
     training = role_ranks({name: role for name, role in roles.items() if not role.serves})
     everyone = range(sum(len(members) for members in training.values()))
     groups = {"all": _group(everyone, everyone, timeout)}
     for name, members in training.items():
         groups[name] = _group(members, everyone, timeout)
-        # a thread writes checkpoints while training uses the role's own group
+        # a separate group, since a thread writes checkpoints while training uses the role's group
         own = dist.new_group(list(members), timeout, backend=host_backend)
         groups[f"checkpoint/{name}"] = cast("ProcessGroup", own)
         if device.type != "cpu":
@@ -246,7 +181,7 @@ def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessG
 
 
 def _tier_groups(placement: Placement, tiers: Mapping[str, int], timeout: timedelta) -> dict[str, ProcessGroup]:
-    """Return this rank's group of each tier: the ranks of one unit that have the same place in the units below."""
+    """Return this rank's group per tier: same unit, same index in the next smaller units."""
     everyone, below = range(placement.world_size), placement.local_world_size
     units = {name: nodes * placement.local_world_size for name, nodes in tiers.items()}
     groups = {}
@@ -261,13 +196,13 @@ def _tier_groups(placement: Placement, tiers: Mapping[str, int], timeout: timede
 def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
-    return cast("ProcessGroup", dist.new_group(list(members), timeout))  # a placeholder if this rank is no member
+    return cast("ProcessGroup", dist.new_group(list(members), timeout))  # a placeholder on non-members
 
 
 def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
-    """Return the group of ``members``, created only by its members, since a world has one such group per node.
+    """Return a group that only ``members`` create; a world has one such group per node.
 
-    All ranks must create the same number of groups in this way, since torch names groups by a counter.
+    All ranks must create equally many groups this way, since torch names groups by a counter.
     """
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
@@ -275,11 +210,11 @@ def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGr
 
 
 def places(world: World) -> Callable[[int], tuple[str, str]]:
-    """Let the other ranks of this role know the place of this one; all of them must call it.
+    """Publish this rank's host and device; all ranks of the role must call this.
 
     Returns:
-        A function that returns the host (by its scheduler's name) and the device of a rank. Nothing is exchanged until
-        it is called.
+        A function from a rank to its host (the scheduler's name) and device. It waits until that rank has published
+        them.
     """
     mine = host_name(os.environ), str(world.device)
     if not dist.is_initialized():

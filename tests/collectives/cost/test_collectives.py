@@ -95,7 +95,7 @@ def test_the_uplink_of_a_rack_carries_what_its_clients_send_to_servers_elsewhere
     assert served_seconds(1e8, range(2, 8), [0, 1], cluster) == pytest.approx(4 * 1e8 / 1e8)
     # a server in each rack: those 4 send half of their bytes over the uplink of their rack
     assert served_seconds(1e8, [2, 3, 4, 5, 6, 7], [0, 4], cluster) == pytest.approx(4 * 0.5e8 / 1e8)
-    # the node with a server hears of all 6 clients, and its own link is the slowest if the uplink is faster
+    # the node with a server serves all 6 clients; with a faster uplink, its own link is the slowest
     fast = replace(cluster, links={**links, "network": Link(1e10, 0.0)})
     assert served_seconds(1e8, range(2, 8), [0, 1], fast) == pytest.approx(6 * 1e8 / 1e9)
 

@@ -1,4 +1,4 @@
-"""Learn a sample's number from any source, and write down which samples each step sees."""
+"""Learn a sample's number from any source, and log the samples of each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.data.source import Source
 @final
 @dataclass(frozen=True)
 class EverySource(Recipe):
-    """A line through the numbers of the samples; each process writes what it sees into a file of ``seen``."""
+    """Fits a line to the samples' numbers; each process logs the samples it sees to a file in ``seen``."""
 
     source: Source
     seen: str
@@ -44,7 +44,7 @@ class EverySource(Recipe):
 
     def loss_at(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
         with (Path(self.seen) / str(os.getpid())).open("a") as file:
-            file.write(json.dumps([step, torch.initial_seed(), batch.tolist()]) + "\n")  # that of the logical rank
+            file.write(json.dumps([step, torch.initial_seed(), batch.tolist()]) + "\n")  # the logical rank's seed
         return nn.functional.mse_loss(model(features(batch)).squeeze(1), batch / 50)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
@@ -58,7 +58,7 @@ def features(numbers: Tensor) -> Tensor:
 
 
 def number_of(sample: Any) -> int:
-    """Return the number that a sample of any of the formats holds; of tokens, the first one."""
+    """Return the number in a sample of any format; for tokens, the first one."""
     if isinstance(sample, Tensor):
         return int(sample[0])
     if "tokens" in sample:

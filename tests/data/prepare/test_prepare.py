@@ -1,4 +1,4 @@
-"""Token shards have the tokens of a plain loop over the tokenizer, whatever processes made them and were killed."""
+"""Token shards match a plain loop over the tokenizer, whatever processes made them or were killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = 4000  # bytes of text in a shard
 
 
 def texts(count: int, seed: int) -> list[str]:
-    """Return texts of which some are empty, some span lines, and some are longer than a shard."""
+    """Return texts: some are empty, some span lines, and some are longer than a shard."""
     chooser = random.Random(seed)
     words = ["Wörter", "of", "several\nlines", "数", "\u2028", "longer", "x"]
     lengths = [chooser.choice([0, 1, 5, 40, 200]) for _ in range(count - 1)]
@@ -53,7 +53,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, rows: Mapping[str, Sequence
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory, rows: Mapping[str, Sequence[str]]) -> Path:
-    """A tokenizer.json of 300 tokens, with padding and truncation, which texts of a corpus must not get."""
+    """A tokenizer.json of 300 tokens, with padding and truncation that must not apply to texts of a corpus."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -67,7 +67,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory, rows: Mapping[str, Seque
 
 
 def read(folder: Path) -> list[list[int]]:
-    """Return the documents of a folder of shards, as its format says."""
+    """Return the documents of a folder of shards, read by the format's definition."""
     documents = []
     for tokens in sorted(folder.glob("tokens_*.npy")):
         starts = numpy.load(folder / tokens.name.replace("tokens", "documents"), mmap_mode="r")
@@ -123,12 +123,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def killed(preparation: Preparation, folder: Path, *, after: int) -> bool:
-    """Prepare in processes that are killed in place of replacing a file once more; return whether they were.
+    """Prepare in processes that are killed before they replace one file more; return whether they were.
 
     Args:
         after: Files that they have replaced by then, together.
     """
-    count, replace = mmap.mmap(-1, 1), Path.replace  # memory that is shared with what is forked
+    count, replace = mmap.mmap(-1, 1), Path.replace  # memory shared with forked processes
 
     def counted(path: Path, target: Any) -> Path:
         if count[0] == after:
@@ -160,7 +160,7 @@ def test_a_preparation_that_is_killed_at_any_point_goes_on_and_ends_with_the_sam
         kills += 1
         preparation.write(folder, processes=2)
         assert contents(folder) == contents(tmp_path / "whole")
-    # the request and the manifest; of each shard three files of its piece, of which two are put in their places
+    # the request and the manifest; per shard, three files of its piece, two of them moved into place
     assert kills == 2 + 5 * len(expected["shards"])
 
 
@@ -180,9 +180,9 @@ def test_a_folder_with_other_shards_or_files_is_left_as_it_is(corpus: Path, toke
     made = plain.write(tmp_path / "a", processes=1)
     assert plain.write(tmp_path / "a", processes=1) == made
     before = contents(tmp_path / "a")
-    with pytest.raises(ConfigError, match="has token shards of another tokenizer; nothing was changed"):
+    with pytest.raises(ConfigError, match="has token shards that differ in tokenizer; nothing was changed"):
         Preparation([corpus], Tokenizer(str(tokenizer))).write(tmp_path / "a", processes=1)
-    with pytest.raises(ConfigError, match="another inputs"):
+    with pytest.raises(ConfigError, match="differ in inputs"):
         Preparation([corpus / "b"], Tokenizer("bytes")).write(tmp_path / "a", processes=1)
     assert contents(tmp_path / "a") == before
     with pytest.raises(ConfigError, match="has other files"):
@@ -190,11 +190,11 @@ def test_a_folder_with_other_shards_or_files_is_left_as_it_is(corpus: Path, toke
 
 
 BAD = {
-    "row.jsonl": (b'{"text": "ok"}\n{"text": oh}\n', "byte 15: the line is no JSON"),
+    "row.jsonl": (b'{"text": "ok"}\n{"text": oh}\n', "byte 15: the line is not JSON"),
     "field.jsonl": (b'{"text": "ok"}\n{"texts": "oh"}\n', "byte 15: no field 'text'; did you mean 'texts'?"),
     "null.jsonl": (b'{"text": "ok"}\n{"text": null}\n', "byte 15: field 'text' is null"),
-    "list.jsonl": (b'{"text": "ok"}\n[1]\n', "byte 15: the line is no JSON object"),
-    "number.jsonl": (b'{"text": "ok"}\n{"text": 5}\n', "byte 15: field 'text' is no text but int"),
+    "list.jsonl": (b'{"text": "ok"}\n[1]\n', "byte 15: the line is not a JSON object"),
+    "number.jsonl": (b'{"text": "ok"}\n{"text": 5}\n', "byte 15: field 'text' is not text but int"),
     "half.jsonl": (b'{"text": "ok"}\n{"text": "\\ud800"}\n', "byte 15: field 'text' is not UTF-8"),
     "latin.jsonl": (b'{"text": "ok"}\n{"text": "\xe4h"}\n', "byte 25: it is not UTF-8"),
 }
@@ -254,7 +254,7 @@ def test_the_command_says_what_it_made_and_refuses_with_a_remedy(
     assert "tokens (uint8) of" in out
     for more, said in (
         (["--tokenizer", str(tmp_path / "no.json")], "cannot be loaded"),
-        (["--end", "x"], "has no token to put after a document"),
+        (["--end", "x"], "lacks an end-of-document token"),
     ):
         monkeypatch.setattr(sys, "argv", [*words, *more])
         with pytest.raises(SystemExit) as stopped:

@@ -1,4 +1,4 @@
-"""Damaged files are named with the byte at which they are damaged, or skipped and counted."""
+"""Damaged files are reported with the byte offset of the damage, or skipped and counted."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_line_that_is_no_json_is_named_with_its_file_and_byte(tmp_path: Path, 
     broken = source("json_lines", path)
     assert [broken[0], broken[2]] == [{"id": 0}, {"id": 2}]
     place = path.read_bytes().index(b"2}")
-    message = f"{path}, byte {place}: the line is no JSON: .*Mend the file, or set on_error=skip of the data"
+    message = f"{path}, byte {place}: the line is not JSON: .*Mend the file, or set on_error=skip of the data"
     with pytest.raises(SampleError, match=message):
         broken[1]
 
@@ -60,7 +60,7 @@ def test_a_line_that_is_no_json_is_named_with_its_file_and_byte(tmp_path: Path, 
 def test_a_line_that_python_cannot_hold_is_no_json_either(line: bytes, tmp_path: Path, source: Damaged) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"id": 0}\n' + line + b"\n")
-    with pytest.raises(SampleError, match=f"{path}, byte 1[01]: the line is no JSON"):
+    with pytest.raises(SampleError, match=f"{path}, byte 1[01]: the line is not JSON"):
         source("json_lines", path)[1]
 
 
@@ -84,7 +84,7 @@ def test_skipping_takes_a_good_sample_and_is_counted_and_logged(
 def test_a_file_of_bad_samples_alone_is_an_error_though_they_may_be_skipped(tmp_path: Path, source: Damaged) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("bad\n" * 3)
-    with pytest.raises(SampleError, match="byte 4.*nothing can stand in for it"):
+    with pytest.raises(SampleError, match="byte 4.*Samples after it are bad too and cannot stand in for it"):
         source("json_lines", path, on_error="skip")[1]
 
 
@@ -94,9 +94,9 @@ def test_a_missing_column_is_named_with_its_neighbour(files: Callable[[str], Pat
     (folder / "b.jsonl").write_text("\n".join([*lines, '{"id": 1}', "[1]"]))
     chosen = source("json_lines", folder, columns=["text"])
     assert chosen[3] == {"text": rows()[3]["text"]}
-    with pytest.raises(SampleError, match=r"b.jsonl, byte \d+: there is no column 'text'. Known: id"):
+    with pytest.raises(SampleError, match=r"b.jsonl, byte \d+: no column 'text'. Known: id"):
         chosen[SAMPLES]
-    with pytest.raises(SampleError, match=r"b.jsonl, byte \d+: the line is no object"):
+    with pytest.raises(SampleError, match=r"b.jsonl, byte \d+: the line is not an object"):
         chosen[SAMPLES + 1]
 
 
@@ -106,7 +106,7 @@ def test_a_missing_column_of_a_table_is_named_before_anything_is_read(
 ) -> None:
     folder = files(name)
     assert source(name, folder, columns=["text"])[3] == {"text": rows()[3]["text"]}
-    with pytest.raises(ConfigError, match=r"byte \d+: there is no column 'txt'; did you mean 'text'. Known: id, text"):
+    with pytest.raises(ConfigError, match=r"byte \d+: no column 'txt'; did you mean 'text'. Known: id, text"):
         len(source(name, folder, columns=["txt"]))
 
 
@@ -115,7 +115,7 @@ def test_a_column_that_the_second_file_lacks_is_named_with_that_file(
 ) -> None:
     folder = files("parquet")
     parquet.write_table(pyarrow.table({"id": [1]}), folder / "b.parquet")
-    with pytest.raises(ConfigError, match=r"b.parquet, byte \d+: there is no column 'text'. Known: id"):
+    with pytest.raises(ConfigError, match=r"b.parquet, byte \d+: no column 'text'. Known: id"):
         len(source("parquet", folder, columns=["text"]))
 
 
@@ -230,7 +230,7 @@ def test_a_folder_without_images_and_files_without_lines_are_no_data(tmp_path: P
     with pytest.raises(ConfigError, match="no image is in this folder"):
         len(source("images", tmp_path))
     (tmp_path / "a.jsonl").write_text("\n \r\n")
-    with pytest.raises(ConfigError, match="a.jsonl, byte 0: there is no sample"):
+    with pytest.raises(ConfigError, match="a.jsonl, byte 0: there are no samples"):
         len(source("json_lines", tmp_path / "a.jsonl"))
     with pytest.raises(ConfigError, match="or no file in it that ends with .jsonl or .ndjson or .json"):
         len(source("json_lines", tmp_path / "cat"))
@@ -323,7 +323,7 @@ def test_a_dataset_whose_split_is_not_there_names_those_that_are(tmp_path: Path,
     with pytest.raises(ConfigError, match="no split is chosen. Known: test, train"):
         len(source("hf_datasets", tmp_path / "set"))
     shutil.rmtree(tmp_path / "set")
-    with pytest.raises(ConfigError, match=r"set/state.json: there is no such file"):
+    with pytest.raises(ConfigError, match=r"set/state.json: no such file"):
         len(source("hf_datasets", tmp_path / "set"))
 
 
@@ -333,13 +333,13 @@ def test_a_file_that_is_replaced_or_written_to_before_it_is_opened_is_named(
 ) -> None:
     folder = files(name)
     path = [path for path in sorted(folder.iterdir()) if path.suffix != ".json"][-1]
-    assert len(source(name, folder)) == SAMPLES  # there is an index, so that no file is opened for one
+    assert len(source(name, folder)) == SAMPLES  # with an index, no file needs to be opened for one
     replaced, changed = source(name, folder), source(name, folder)
     assert len(replaced) == SAMPLES
     copy = path.with_name("copy")
     shutil.copy2(path, copy)
     copy.replace(path)
-    with pytest.raises(SampleError, match=f"{path}, byte .*another file has taken its place.*Start again"):
+    with pytest.raises(SampleError, match=f"{path}, byte .*the file was replaced.*Start again"):
         replaced[SAMPLES - 1]
     assert len(changed) == SAMPLES
     assert len(changed.files) == 2

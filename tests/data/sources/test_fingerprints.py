@@ -1,4 +1,4 @@
-"""A fingerprint reads what it needs and no more, and believes a manifest that the files beside it fit."""
+"""A fingerprint reads only the bytes it needs, and trusts a manifest that matches the files beside it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_of_a_large_remote_file_only_the_hashed_parts_come(tmp_path: Path, cache
         remote = JsonLines(f"{server.url}/a.jsonl", cache=cache)
         assert remote.fingerprint() == JsonLines(str(path), cache=cache).fingerprint()
         assert (len(server.ranges), server.sent) == (PARTS, PARTS * PART)
-        len(remote)  # the index needs all of it, which is kept
+        len(remote)  # the index needs the whole file, and the cache keeps it
         asked = len(server.ranges)
         assert remote.fingerprint() == JsonLines(str(path), cache=cache).fingerprint()
         assert len(server.ranges) - asked < PARTS // 2  # those parts that straddle two blocks
@@ -90,7 +90,7 @@ def prepared(tmp_path: Path) -> Path:
     [
         (lambda folder: numpy.save(folder / "documents_00000.npy", [0, 5, 29]), "00000.npy: .* 144 bytes.*152"),
         (lambda folder: numpy.save(folder / "documents_00001.npy", [0, 5]), "00001.npy: .* no bytes.*144"),
-        (lambda folder: (folder / "documents_00000.npy").unlink(), "there are no bytes|has no file documents"),
+        (lambda folder: (folder / "documents_00000.npy").unlink(), "has no bytes|has no file documents"),
     ],
 )
 def test_boundaries_that_the_manifest_does_not_list_are_named(

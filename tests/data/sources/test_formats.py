@@ -1,4 +1,4 @@
-"""Samples of every format are what the format's own library reads, wherever the files are and whoever reads."""
+"""Samples of every format match the format's own library, wherever the files are and in any reader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ each_format = pytest.mark.parametrize("name", FORMATS)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """``written(name)`` is a folder with the files of a format, which no test changes."""
+    """``written(name)`` is a folder with the files of a format; tests do not change it."""
     folders: dict[str, Path] = {}
 
     def write(name: str) -> Path:
@@ -141,6 +141,6 @@ def test_the_fingerprint_changes_with_the_data_alone(name: str, tmp_path: Path) 
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    if name == "images":  # of which 16 are looked into
+    if name == "images":  # 16 of them are inspected
         path.unlink()
     assert opened(name, folders[1], tmp_path / "cache").fingerprint()["sha256"] != first["sha256"]

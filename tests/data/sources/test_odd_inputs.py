@@ -1,4 +1,4 @@
-"""What is no data of a source is refused in words, where a plan can know it: by the fingerprint, or by the length."""
+"""Invalid data of a source is refused with a message, in the plan if possible: by its fingerprint or length."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def source(kind: str, path: Any, tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("x{5..3}.npy", r"the range \{5..3\} counts down, and names no file. Write \{3..5\}"),
+        ("x{5..3}.npy", r"the range \{5..3\} counts down and is empty. Write \{3..5\}"),
         ("", "data.path is empty. Name a file"),
         ([], "data.path is an empty list. Name a file"),
-        ("/a**b/c", "it cannot be opened: .*Check the path|there is no such file"),
+        ("/a**b/c", "it cannot be opened: .*Check the path|no such file"),
         ("~nobody-of-this-name/x", "it cannot be opened: .*Check the path"),
         ("nothing://x/y", "it cannot be opened: Protocol not known: nothing. Check the path"),
         ("http://", "it cannot be opened: .*Check the path"),
@@ -59,13 +59,13 @@ def test_a_path_of_no_file_is_refused(kind: str, path: Any, message: str, tmp_pa
 @pytest.mark.parametrize("kind", ["images", "hf_datasets"])
 @pytest.mark.parametrize("path", ["", [], "~nobody-of-this-name/x", "nothing://x/y", "http://", "hf://x"])
 def test_a_path_of_no_folder_is_refused(kind: str, path: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="data.path|it cannot be opened|there is no such file"):
+    with pytest.raises(ConfigError, match="data.path|it cannot be opened|no such file"):
         source(kind, path, tmp_path).fingerprint()
 
 
 def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(ConfigError, match="it is no regular file"):
+    with pytest.raises(ConfigError, match="it is not a regular file"):
         len(source("json_lines", str(tmp_path), tmp_path))
 
 
@@ -73,7 +73,7 @@ def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> Non
 def test_boundaries_without_tokens_are_refused(kind: str, tmp_path: Path) -> None:
     numpy.save(tmp_path / "documents_00000.npy", numpy.array([0, 5]))
     for ask in ASKED:
-        with pytest.raises(ConfigError, match=r"documents_00000.npy says where documents end, and no file of their"):
+        with pytest.raises(ConfigError, match=r"documents_00000.npy holds document boundaries, and the file of their"):
             ask(source(kind, str(tmp_path), tmp_path))
 
 
@@ -85,9 +85,9 @@ def test_boundaries_of_any_whole_numbers_ascend_or_are_refused(kind: str, dtype:
     good = source(kind, str(tmp_path), tmp_path)
     assert {int(owner) for sample in good for owner in sample["documents"]} >= {0}
     for bounds, message in (
-        ([0, 15, 5, 20], "documents_00000.npy: document 1 begins at token 15 and ends at 5. Prepare the folder anew"),
-        ([5, 15, 20], "documents_00000.npy does not say .*: the first one begins at token 5"),
-        ([], "documents_00000.npy does not say .*: it is empty"),
+        ([0, 15, 5, 20], "documents_00000.npy: document 1 begins at token 15 and ends at 5. Prepare the folder again"),
+        ([5, 15, 20], "documents_00000.npy is not a file of document boundaries: the first one begins at token 5"),
+        ([], "documents_00000.npy is not a file of document boundaries: it is empty"),
     ):
         numpy.save(tmp_path / "documents_00000.npy", numpy.array(bounds, dtype=dtype))
         for ask in ASKED[1:]:
@@ -104,23 +104,23 @@ def test_too_few_tokens_for_a_sample_are_refused(kind: str, tmp_path: Path) -> N
 
 
 def test_data_of_no_sample_have_no_order() -> None:
-    with pytest.raises(ConfigError, match="the data have no samples. Check the path"):
+    with pytest.raises(ConfigError, match="the data set is empty. Check the path"):
         epoch_length([])
-    with pytest.raises(ConfigError, match="the data have no samples. Check the path"):
+    with pytest.raises(ConfigError, match="the data set is empty. Check the path"):
         Order(0, 2, 1, (0,)).indices_in([], 1, 0)
 
 
 @pytest.mark.parametrize("misspelt", [{"weight": 1}, {"weight": 1, "source": {"length": 3}}])
 def test_a_misspelt_source_that_is_added_to_a_mixture_names_its_neighbour(misspelt: Any, tmp_path: Path) -> None:
     books = {"weight": 1, "source": source("tokens", str(tmp_path), tmp_path)}
-    with pytest.raises(ConfigError, match=r"data.sources.boks has no source; did you mean 'books'\? Known: books\."):
+    with pytest.raises(ConfigError, match=r"data.sources.boks lacks a source; did you mean 'books'\? Known: books\."):
         mixture({"books": books, "boks": misspelt})
 
 
 @pytest.mark.parametrize("header", [b"{'shape': (((", b"{" * 40, b"\x00" * 9, b"{'shape': (-3,)}"])
 def test_a_damaged_header_of_numbers_is_refused(header: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header.ljust(117) + b"\n")
-    with pytest.raises(ConfigError, match=r"a.npy is no .npy file"):
+    with pytest.raises(ConfigError, match=r"a.npy is not an .npy file"):
         len(source("tokens", str(tmp_path), tmp_path))
 
 
@@ -129,7 +129,7 @@ def test_a_manifest_with_odd_shards_is_refused(shard: Any, tmp_path: Path) -> No
     numpy.save(tmp_path / "tokens_00000.npy", numpy.arange(9, dtype=numpy.uint8))
     tokenizer = {"name": "bytes", "sha256": "", "vocabulary": 256}
     (tmp_path / "manifest.json").write_text(json.dumps({"tokenizer": tokenizer, "sha256": "", "shards": [shard]}))
-    with pytest.raises(ConfigError, match="is no manifest of worldsize prepare, or is damaged"):
+    with pytest.raises(ConfigError, match="is not a manifest of worldsize prepare, or is damaged"):
         source("tokens", str(tmp_path), tmp_path).fingerprint()
 
 
@@ -158,7 +158,7 @@ ODD_SETS: dict[str, dict[str, str]] = {
 def test_a_damaged_description_of_a_data_set_is_named(name: str, tmp_path: Path) -> None:
     for file, text in ODD_SETS[name].items():
         (tmp_path / file).write_text(text)
-    with pytest.raises(ConfigError, match=r"(dataset_dict|state)\.json.*(Save the data set anew|Bring the file again)"):
+    with pytest.raises(ConfigError, match=r"(dataset_dict|state)\.json.*(Save the data set again|Copy the file again)"):
         HfDataset(str(tmp_path), cache=Cache(str(tmp_path / "cache"))).fingerprint()
 
 
@@ -202,7 +202,7 @@ def test_a_prepared_folder_that_is_damaged_is_no_success(
 
 
 def test_what_was_left_out_before_stops_a_preparation_that_leaves_out_nothing(prepared: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="prepared with --on-error skip, which left out 1 documents"):
+    with pytest.raises(ConfigError, match="prepared with --on-error skip, leaving out 1 documents"):
         preparation(tmp_path, "stop").write(prepared, processes=1)
     assert preparation(tmp_path, "skip").write(prepared, processes=1)["skipped"] == 1
 
@@ -218,13 +218,13 @@ def test_pieces_that_leave_out_documents_are_made_anew_by_one_that_stops(
         patched.setattr("worldsize.data.preparation._sealed", stop)
         with pytest.raises(KeyboardInterrupt):
             preparation(tmp_path, "skip").write(tmp_path / "out", processes=1)
-    with pytest.raises(WorldsizeError, match="byte 16: the line is no JSON.*--on-error skip"):
+    with pytest.raises(WorldsizeError, match="byte 16: the line is not JSON.*--on-error skip"):
         preparation(tmp_path, "stop").write(tmp_path / "out", processes=1)
-    next((tmp_path / "out" / ".pieces").glob("piece_*")).write_text("{")  # it is made anew
+    next((tmp_path / "out" / ".pieces").glob("piece_*")).write_text("{")  # it is rebuilt
     assert preparation(tmp_path, "skip").write(tmp_path / "out", processes=1)["documents"] == 1
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(ConfigError, match="text.jsonl cannot be made: File exists. Name another folder"):
+    with pytest.raises(ConfigError, match="text.jsonl cannot be created: File exists. Choose a different folder"):
         preparation(tmp_path, "stop").write(tmp_path / "text.jsonl", processes=1)

@@ -1,4 +1,4 @@
-"""Options of sources: what is decoded, which columns, in which form, how many decoded parts are kept."""
+"""Options of sources: decoding, columns, output form, and the number of decoded parts kept."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_function_changes_samples(tmp_path: Path) -> None:
 def test_lines_are_divided_by_newlines_alone_wherever_blocks_of_the_scan_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blank lines, lines longer than a block, no newline at the end, and what str.splitlines divides at."""
+    """Blank lines, lines longer than a block, no final newline, and separators of str.splitlines."""
     text = (
         '\n\n  \n"a\u2028b"\n \t\r\n  1  \r\n'
         + '"'
@@ -192,7 +192,7 @@ def test_values_outside_the_range_are_no_samples(name: str, tmp_path: Path) -> N
     (tmp_path / "files").mkdir()
     FORMATS[name].write(tmp_path / "files")
     source = opened(name, tmp_path / "files", tmp_path / "cache")
-    assert sum(1 for _ in source) == SAMPLES  # Python iterates by index until there is none
+    assert sum(1 for _ in source) == SAMPLES  # Python iterates by index until an IndexError
 
 
 def test_a_rank_has_no_memory_in_the_number_of_samples(tmp_path: Path) -> None:
@@ -200,17 +200,17 @@ def test_a_rank_has_no_memory_in_the_number_of_samples(tmp_path: Path) -> None:
     lines = 1_000_000
     (tmp_path / "a.jsonl").write_bytes(b'{"x":1}\n' * lines)
     cache = Cache(folder=str(tmp_path / "cache"))
-    assert len(JsonLines(str(tmp_path / "a.jsonl"), cache=cache)) == lines  # which makes the index
+    assert len(JsonLines(str(tmp_path / "a.jsonl"), cache=cache)) == lines  # this builds the index
     tracemalloc.start()
     source = JsonLines(str(tmp_path / "a.jsonl"), cache=cache)
     assert source.__getitems__([lines - 1, 0, lines // 2]) == [{"x": 1}] * 3
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 6e6  # of which 4 MiB are read to see that the index is whole
+    assert peak < 6e6  # including 4 MiB read to check that the index is complete
 
 
 def _pictures(folder: Path, data: bytes) -> None:
-    """Write one picture, named as a PNG, as each source of images has it."""
+    """Write one picture, named as a PNG, in the layout of each image source."""
     (folder / "images").mkdir()
     (folder / "images" / "a.png").write_bytes(data)
     with tarfile.open(folder / "a.tar", "w") as archive:
@@ -240,10 +240,10 @@ def test_images_reach_the_decoders_of_formats_that_are_allowed_and_no_others(nam
         sample = opened(name, tmp_path / place, tmp_path / "cache", **options, **more)[0]
         return sample["png" if name == "webdataset" else "image"]
 
-    with pytest.raises(SampleError, match=r"it is no image of JPEG, PNG, .*if data.image_formats names them"):
+    with pytest.raises(SampleError, match=r"it is not an image in JPEG, PNG, .*list other formats in data"):
         first()
     assert first(image_formats=["PNG", "PCX"]).size == (3, 2)
-    with pytest.raises(ConfigError, match="Pillow has no format 'PXC'; did you mean 'PCX'"):
+    with pytest.raises(ConfigError, match="Pillow cannot read 'PXC'; did you mean 'PCX'"):
         first(image_formats=["PXC"])
 
 

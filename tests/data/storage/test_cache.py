@@ -1,4 +1,4 @@
-"""The cache of remote blocks stays within its capacity, whoever fills it, and is never in the way of reading."""
+"""The cache of remote blocks stays within its capacity with any number of writers, and never blocks reading."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_blocks_unused_for_longest_are_removed(tmp_path: Path) -> None:
     now = time.time()
     for number in range(9):  # block 0 was used last, 8 first
         os.utime(paths[str(number)], (now - 100 - number, now - 100 - number))
-    read(blocks, 7, never)  # which is a use
+    read(blocks, 7, never)  # this counts as a use
     for number in range(9, 12):
         read(blocks, number)
     left = {int(name) for name in kept(tmp_path)}
@@ -79,7 +79,7 @@ def _fill(folder: str, first: int, capacity: int) -> None:
 
 
 def test_the_capacity_bounds_what_several_processes_keep_together(tmp_path: Path) -> None:
-    """Each may exceed it by 1/32 until one of them looks."""
+    """Each writer may exceed it by 1/32 until one of them checks."""
     capacity, processes = 64 * BLOCK, 4
     context = multiprocessing.get_context("fork")
     started = [context.Process(target=_fill, args=(str(tmp_path), 100 * each, capacity)) for each in range(processes)]
@@ -91,7 +91,7 @@ def test_the_capacity_bounds_what_several_processes_keep_together(tmp_path: Path
         for path in (tmp_path / "blocks").rglob("*") if (tmp_path / "blocks").exists() else ():
             try:
                 sizes.append(path.stat().st_size if path.is_file() else 0)
-            except FileNotFoundError:  # removed while one looks
+            except FileNotFoundError:  # removed during the check
                 continue
         most = max(most, sum(sizes))
     for each in started:
@@ -153,6 +153,6 @@ def test_blocks_that_others_remove_are_fetched_again(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        WorldsizeError, match="cannot be made: Not a directory. Set cache.folder of the data to another"
+        WorldsizeError, match="cannot create the cache folder .*: Not a directory. Set cache.folder to a different one"
     ):
         BlockCache(Cache(str(tmp_path / "file" / "cache")))

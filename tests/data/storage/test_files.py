@@ -1,4 +1,4 @@
-"""Files are found by path, folder, pattern and URL, read in parts, and named without what is secret."""
+"""Files are found by path, folder, pattern and URL, read in parts, and named without secrets."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_files_are_found_in_the_order_of_their_names(place: str, folder: Path, c
         assert names(f"{base}/b-{{01..02}}.jsonl") == ["b-01.jsonl", "b-02.jsonl"]
         assert names(f"{base}/b-10.txt", f"{base}/b-01.jsonl") == ["b-10.txt", "b-01.jsonl"]
         assert names(f"{base}/b-*.jsonl") == ["b-01.jsonl", "b-02.jsonl"]
-        if place in ("path", "file"):  # a file of this very name is there
+        if place in ("path", "file"):  # a file with exactly this name exists
             assert names(f"{base}/x{{1..2}}.jsonl") == ["x{1..2}.jsonl"]
-        if place != "http":  # a server's list of files is a page, in which braces have other names
+        if place != "http":  # a server lists its files in a page that encodes braces
             assert names(f"{base}/", endings=(".jsonl",))[:2] == ["b-01.jsonl", "b-02.jsonl"]
             assert "c.jsonl" in names(base, endings=(".jsonl",))
         for missing in (f"{base}/nothing.jsonl", f"{base}/nothing-*.jsonl"):
@@ -125,7 +125,7 @@ def test_a_server_that_knows_no_ranges_is_told_apart(tmp_path: Path, cache: Cach
         file = open_files(f"{server.url}/file", cache)[0]
         server.ignores_ranges = True
         with pytest.raises(
-            SampleError, match="sends the whole file when it is asked for a part. Copy it to this machine"
+            SampleError, match="the server ignores ranges and sends the whole file. Copy it to this machine"
         ):
             file.read(0, 5)
 

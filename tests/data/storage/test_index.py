@@ -1,4 +1,4 @@
-"""An index is made once, by one process, and never read if it is not that of the files as they are."""
+"""An index is built once, by one process, and never read if it does not match the current files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Scan:
-    """A scan of bytes, each of which is a row, that notes in a file that it has begun."""
+    """A scan of bytes, one per row, that records its start in a file."""
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
@@ -127,7 +127,7 @@ def test_a_damaged_index_is_made_anew(
         array.unlink()
     elif how == "no facts":
         facts.unlink()
-    elif how == "other files":  # somebody copies the index of other files here
+    elif how == "other files":  # the index of other files was copied here
         described = json.loads(facts.read_text())
         described["files"][0][1] += 1
         facts.write_text(json.dumps(described))
@@ -143,7 +143,7 @@ def test_a_changed_file_another_order_and_another_rule_have_indices_of_their_own
     made(paths, scan)
     paths[0].write_bytes(b"ABC")
     assert bytes(made(paths, scan)["value"]) == b"ABCxyz"
-    os.utime(paths[0], ns=(1, 1))  # the same size, changed at another time
+    os.utime(paths[0], ns=(1, 1))  # the same size, a different modification time
     assert bytes(made(paths, scan)["value"]) == b"ABCxyz"
     assert bytes(made(paths[::-1], scan)["value"]) == b"xyzABC"
     made(paths, scan, kind="bytes-2")
@@ -164,9 +164,7 @@ def test_an_index_that_finds_no_room_is_an_error_with_a_remedy(paths: list[Path]
         (disk / "index").mkdir()
         (disk / "index" / "x").touch()
         fill(disk)
-        message = (
-            f"the index of {paths[0]} cannot be written: No space left.*Make room in {disk}/index, or set cache.folder"
-        )
+        message = f"the index of {paths[0]} cannot be written: No space left.*Make room in {disk}/index, or set the"
         with pytest.raises(WorldsizeError, match=message):
             indexed("bytes-1", [LocalFile(paths[0])], Cache(str(disk)), scan)
 
@@ -178,7 +176,9 @@ def test_a_cache_that_one_may_not_write_to_is_an_error_with_a_remedy(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("worldsize.data.storage.index.FileLock.acquire", refuse)
-    with pytest.raises(WorldsizeError, match=r"cannot be written: .*\.lock: Permission denied. Set cache.folder"):
+    with pytest.raises(
+        WorldsizeError, match=r"cannot be written: .*\.lock: Permission denied. Set the data's cache.folder"
+    ):
         made(paths, scan)
 
 

@@ -1,4 +1,4 @@
-"""Indices take no more than the cache may hold, and one that a process uses is never removed."""
+"""Indices take at most the cache's capacity, and an index in use is never removed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def kept(cache: Cache) -> set[int]:
-    """Return the numbers of the files whose indices are there."""
+    """Return the numbers of the files with an index."""
     return {int(numpy.fromfile(path, numpy.uint8, 1)[0]) for path in (cache.root / "index").glob("*/value")}
 
 
 def used(cache: Cache, *, before: float) -> None:
-    """Let all indices have been used so many seconds ago."""
+    """Set the last use of all indices to this many seconds ago."""
     for facts in (cache.root / "index").glob("*/index.json"):
         os.utime(facts, (time.time() - before,) * 2)
 

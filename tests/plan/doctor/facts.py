@@ -1,4 +1,4 @@
-"""The facts that four healthy hosts report to doctor, with changes planted by tests."""
+"""Facts reported to doctor by four healthy hosts, with changes planted by tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ring(rates: dict[int, float]) -> list[dict[str, Any]]:
 
 
 def findings(*changed: dict[str, Any], **changes: Any) -> Findings:
-    """Return the findings of four hosts, with ``changed`` hosts and additions to what the first has gathered."""
+    """Return the findings of four hosts, with ``changed`` hosts and additions to the facts of the first."""
     hosts = {node: host(node) for node in range(4)} | {facts["node"]: facts for facts in changed}
     meeting: dict[str, Any] = {
         "hosts": list(hosts.values()),

@@ -1,4 +1,4 @@
-"""Each host is checked by itself, and all hosts are compared with the first."""
+"""Each host is checked separately, and all hosts are compared with the first."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_a_run_folder_that_cannot_be_written_or_is_not_shared_is_named() -> None
     (check,) = bad(hosts.folder(findings(host(1, folder=folder))))
     assert (check.host, check.detail) == ("h2", "/shared/run cannot be written: Read-only file system")
     assert "run.root" in check.remedy
-    (check,) = bad(hosts.folder(findings(meeting={"unseen": {"2": "what h3 has written is not seen"}})))
-    assert (check.host, check.detail) == ("h3", "/shared/run is not shared: what h3 has written is not seen")
+    (check,) = bad(hosts.folder(findings(meeting={"unseen": {"2": "the file written by h3 is not visible"}})))
+    assert (check.host, check.detail) == ("h3", "/shared/run is not shared: the file written by h3 is not visible")
 
 
 def test_disk_must_hold_two_checkpoints() -> None:

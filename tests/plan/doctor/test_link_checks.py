@@ -149,7 +149,7 @@ def test_a_slow_uplink_and_a_slow_rack_are_named_by_their_hosts() -> None:
 
 
 class Counted(dict[Any, Any]):
-    """Counts how often somebody looks through all of it."""
+    """Counts full iterations over it."""
 
     looks = 0
 
@@ -163,7 +163,7 @@ class Counted(dict[Any, Any]):
 
 
 def test_the_links_between_each_two_hosts_are_not_looked_through_for_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several hundred hosts have as many links each, and that would take their third power."""
+    """Several hundred hosts have as many links each: cubic time would be too long."""
     looks = []
     for nodes in (10, 40):
         both_ways = permutations(range(nodes), 2)

@@ -1,4 +1,4 @@
-"""Problems of how hosts meet are named with their cause."""
+"""Problems in how hosts meet are reported with their cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report is read from the log of a job, whose lines may be of other hosts and of anything."""
+"""A report is read from a job's log, although lines of other hosts and arbitrary text may be in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_report_is_found_behind_the_names_that_launchers_put_before_lines() ->
 def test_a_report_of_wrong_types_is_refused(part: str, wrong: Any) -> None:
     facts = REPORT.as_json()
     assert Report.from_json(facts) == REPORT
-    with pytest.raises(ValueError, match=r"wrong type|no report of doctor"):
+    with pytest.raises(ValueError, match=r"wrong type|not a report of worldsize doctor"):
         Report.from_json({**facts, part: [*facts[part], wrong]})
 
 

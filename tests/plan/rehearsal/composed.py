@@ -1,4 +1,4 @@
-"""Settings of runs to be rehearsed, in a process of their own, and such runs in real processes."""
+"""Settings of runs to rehearse, in a separate process, and the same runs in real processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 
 def isolated(work: Callable[..., Any], *options: str, given: tuple[Any, ...] = ()) -> Any:
-    """Call ``work(settings, *given)`` with the settings of ``options``, in a process of its own."""
+    """Call ``work(settings, *given)`` with the settings of ``options``, in a separate process."""
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
         return pool.submit(_composed, work, options, given).result()
 
@@ -40,7 +40,7 @@ def _composed(work: Callable[..., Any], options: tuple[str, ...], given: tuple[A
 
 @dataclass(frozen=True)
 class Real:
-    """The calls of a real process, in order, and its memory where it is largest in each part of the run."""
+    """The calls of a real process, in order, and its peak memory in each part of the run."""
 
     calls: list[str]
     building: Peak

@@ -1,4 +1,4 @@
-"""A recipe of which one rank can be made to communicate otherwise than its peers, in six ways."""
+"""A recipe that can make one rank communicate differently from its peers, in six ways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAULTS = ("skip", "shape", "order", "dtype", "group", "branch")
 
 
 def line(comment: str) -> str:
-    """Return this file and the line that ends with ``comment``, as a rehearsal names it."""
+    """Return this file and the line that ends with ``comment``, in the format of a rehearsal."""
     lines = Path(__file__).read_text().splitlines()
     (number,) = (number for number, text in enumerate(lines, 1) if text.endswith(f"# {comment}"))
     return f"tests/plan/rehearsal/faulty.py:{number}"
@@ -27,9 +27,9 @@ def line(comment: str) -> str:
 @final
 @dataclass(frozen=True)
 class Faulty(Recipe):
-    """Three linear layers; in each loss all ranks add up two numbers and then one, but ``rank`` has a ``fault``.
+    """Three linear layers; in each loss all ranks all-reduce two numbers and then one, but ``rank`` has a ``fault``.
 
-    With the fault "branch" the rank is that whose batch has the largest sample of all.
+    With the fault "branch", the faulty rank is the one whose batch has the largest sample.
     """
 
     fault: str
@@ -78,5 +78,5 @@ class Faulty(Recipe):
 
 
 def _others(rank: int) -> Any:
-    """Return a group in which ``rank`` is with one other, which its two members make."""
+    """Return a group of ``rank`` and its neighbour, created only by its two members."""
     return dist.new_group([rank, (rank + 1) % dist.get_world_size()], use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""A recipe whose ranks say something to each other in each loss, in a way that is right or wrong."""
+"""A recipe whose ranks exchange messages in each loss, correctly or incorrectly."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from tests.plan.rehearsal.faulty import Faulty
 from worldsize.core import Recipe
 
-_FAR = 10**9  # a place that no tensor has
+_FAR = 10**9  # an index beyond every tensor
 
 
 @final
 @dataclass(frozen=True)
 class Talking(Recipe):
-    """The model and data of :class:`Faulty`; in each loss, a rank of so many does what is said by ``manner``."""
+    """The model and data of :class:`Faulty`; in each loss, the ranks communicate as ``manner`` selects."""
 
     manner: str
 
@@ -60,7 +60,7 @@ def gather_objects_of_other_sizes(rank: int, size: int) -> None:
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, "x" * 3000 * (rank + 1))
     assert [len(each) for each in objects] == [3000 * (other + 1) for other in range(size)] or rank
-    if min(map(len, objects)) > 3000:  # so that each rank alone would call it
+    if min(map(len, objects)) > 3000:  # each rank by itself would call it
         dist.all_reduce(torch.zeros(1))
 
 

@@ -1,4 +1,4 @@
-"""Ranks that part or wait for each other are found in lists of calls written by hand."""
+"""Diverging and deadlocked ranks are found in handwritten lists of calls."""
 
 from __future__ import annotations
 

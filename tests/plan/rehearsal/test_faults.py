@@ -1,4 +1,4 @@
-"""A rank that communicates otherwise than its peers is named, with both lines, before anything is launched."""
+"""A rank that communicates differently from its peers is reported, with both lines, before the launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEERS = {"skip": "pair", "shape": "pair", "order": "pair", "dtype": "pair", "gro
 
 
 def found(settings: Settings, fault: str) -> tuple[list[str], list[str | None]]:
-    """Return the sentences on where ranks part, or wait for ever, and what each rank has failed with."""
+    """Return the reports about diverging or deadlocked ranks, and each rank's error."""
     faulty = replace(settings, recipe=Faulty(fault, RANK))
     rehearsed = rehearse(faulty, range(PROCESSES), RehearsedPart())
     parted, stuck = differences(rehearsed), deadlock(rehearsed)
@@ -33,7 +33,7 @@ def found(settings: Settings, fault: str) -> tuple[list[str], list[str | None]]:
 
 @pytest.mark.parametrize(
     ("strategy", "fault"),
-    [  # zero communicates as ddp does, and fsdp as one axis of a mesh
+    [  # zero communicates like ddp, and fsdp like one axis of a mesh
         (strategy, fault)
         for strategy in STRATEGIES
         for fault in (FAULTS if strategy in ("ddp", "mesh") else ("shape", "branch"))
@@ -43,7 +43,7 @@ def test_the_rank_that_differs_is_named_with_its_line_and_that_of_its_peers(stra
     options = ("recipe=digits", f"strategy={strategy}", f"cluster.processes={PROCESSES}", "batch_size=32")
     sentences, _ = isolated(found, *options, given=(fault,))
     mine, _, peers = sentences[0].partition("). ")
-    if fault == "branch":  # the rank follows from the order of data
+    if fault == "branch":  # the order of the data determines the rank
         assert mine.startswith("rank ")
     else:
         assert mine.startswith(f"rank {RANK}: ")
@@ -53,7 +53,7 @@ def test_the_rank_that_differs_is_named_with_its_line_and_that_of_its_peers(stra
 
 
 def times(settings: Settings, recipe: Recipe | None) -> int:
-    """Return how often each rank is rehearsed."""
+    """Return the number of rehearsals of each rank."""
     counts: list[int] = []
     talking = settings if recipe is None else replace(settings, recipe=recipe)
     rehearse(talking, range(PROCESSES), RehearsedPart(evaluates=False), note=counts.append)

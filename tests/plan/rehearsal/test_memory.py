@@ -1,4 +1,4 @@
-"""Bytes are counted as tensors are made and freed, and belong to what they turn out to be for."""
+"""Bytes are counted as tensors are created and freed, and attributed to their eventual use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_storage_that_shrinks_and_grows_again_counts_what_it_has() -> None:
 
 
 def test_parts_are_those_of_a_plain_training_loop() -> None:
-    """The peak is in the second update, when gradients, momenta and Adam's temporary numbers are there."""
+    """The peak is in the second update, with gradients, momenta and Adam's temporary numbers."""
     recorder = MemoryRecorder()
     with recorder.recording():
         model = nn.Linear(100, 50, bias=False)
@@ -63,7 +63,7 @@ def test_parts_are_those_of_a_plain_training_loop() -> None:
 
 
 def test_a_batch_is_counted_and_not_the_data_set_of_which_it_is_a_view() -> None:
-    """A batch that is not made by torch, as numpy's are, counts too once a step has it."""
+    """A batch not created by torch, such as numpy's, counts too once a step uses it."""
     data_set, recorder = torch.zeros(1000 * KILO), MemoryRecorder()
     with recorder.recording():
         window = data_set[: 2 * KILO]

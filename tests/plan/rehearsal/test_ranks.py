@@ -1,4 +1,4 @@
-"""Ranks are chosen, counted in their parts, and ended or refused where nothing can be known of them."""
+"""Ranks are chosen, counted in their parts, and ended or refused if they cannot be rehearsed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FakeStore
 from tests.plan.rehearsal.composed import isolated
 from tests.plan.rehearsal.talking import Talking
 from worldsize.config.settings import Settings
-from worldsize.core import ConfigError
+from worldsize.core import Cluster, ConfigError
 from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.rehearsal import ranks as rehearsals
 from worldsize.plan.rehearsal.calls import Call
@@ -31,14 +31,13 @@ OPTIONS = ("recipe=digits", "strategy=ddp", "batch_size=32")
     [(1024, 8, range(16)), (1024, 16, [*range(8), *range(16, 24)]), (4096, 64, [*range(8), *range(64, 72)])],
 )
 def test_ranks_of_the_first_two_nodes_stand_for_a_large_world(processes: int, per_node: int, near: Any) -> None:
-    settings: Any = SimpleNamespace(cluster=SimpleNamespace(processes=processes, processes_per_node=per_node))
+    cluster = Cluster("test", processes // per_node, processes, "cpu", "gloo")
     doubled = {2**power for power in range(12) if 2**power < processes}
-    assert chosen_ranks(settings) == sorted({*near, *doubled, processes - 1})
+    assert chosen_ranks(cluster) == sorted({*near, *doubled, processes - 1})
 
 
 def test_a_small_world_is_rehearsed_whole() -> None:
-    settings: Any = SimpleNamespace(cluster=SimpleNamespace(processes=64, processes_per_node=8))
-    assert chosen_ranks(settings) == list(range(64))
+    assert chosen_ranks(Cluster("test", 8, 64, "cpu", "gloo")) == list(range(64))
 
 
 def rehearsed(settings: Settings, part: RehearsedPart) -> list[Rehearsed]:

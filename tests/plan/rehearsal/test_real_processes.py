@@ -1,4 +1,4 @@
-"""What is rehearsed without its peers is what real processes do with them: the same calls, and as much memory."""
+"""A rehearsal without peers matches real processes: the same calls, and as much memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL = (
 
 
 def both(settings: Settings) -> tuple[Sequence[Real], Sequence[Rehearsed], float]:
-    """Return what each rank does really, and rehearsed; and the memory planned."""
+    """Return each rank's real and rehearsed results, and the planned memory."""
     rehearsed = rehearse(settings, range(RANKS), PART)
     planned = Predictor(Given(compute_seconds=1.0)).forecast(settings).cost.memory_bytes
     return really(settings, PART, RANKS), rehearsed, planned
@@ -48,7 +48,7 @@ def both(settings: Settings) -> tuple[Sequence[Real], Sequence[Rehearsed], float
         ("strategy=zero",),
         ("strategy=fsdp",),
         ("strategy=fsdp", "activation_checkpointing=full", "logical_ranks=8"),
-        pytest.param(("strategy=hsdp", "cluster.nodes=2"), marks=pytest.mark.slow),  # fsdp with two axes, as mesh
+        pytest.param(("strategy=hsdp", "cluster.nodes=2"), marks=pytest.mark.slow),  # fsdp with two axes, like mesh
         ("strategy=mesh", "strategy.tensor=2"),
         ("strategy=diloco", "strategy.inner_steps=2"),
     ],
@@ -64,11 +64,11 @@ def test_calls_and_memory_are_those_of_real_processes(options: tuple[str, ...]) 
         assert own.evaluation.nbytes == pytest.approx(there.evaluation.nbytes, rel=0.05)
     most = max(each.most for each in real)
     assert 0.95 * most <= planned
-    assert planned <= 1.05 * most or "diloco" in options[0]  # of which a round may need more than these steps do
+    assert planned <= 1.05 * most or "diloco" in options[0]  # a DiLoCo round may need more than these steps
 
 
 def counted(settings: Settings) -> tuple[int, int]:
-    """Return the most bytes that one rank holds, as a rehearsal counts them, and as torch's allocator does."""
+    """Return the peak bytes of one rank, as counted by a rehearsal and by torch's allocator."""
     part = RehearsedPart(evaluates=False)
     (rehearsed,) = rehearse(settings, [1], part)
     data, now, most = data_of(settings, part), 0, 0

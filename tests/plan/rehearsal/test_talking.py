@@ -1,4 +1,4 @@
-"""Ranks that talk in a right way are not accused, however seldom it is used; those that do not are named."""
+"""Valid communication is accepted, however unusual; invalid communication is reported by rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rehearsed(settings: Settings, manner: str, part: RehearsedPart) -> list[Rehe
 
 
 def said(manner: str, *, steps: int = 2) -> list[str]:
-    """Return everything that is said against ranks which talk in this ``manner``."""
+    """Return all complaints about ranks that communicate in this ``manner``."""
     ranks = isolated(rehearsed, *OPTIONS, given=(manner, RehearsedPart(steps, evaluates=False)))
     assert all(each.is_settled for each in ranks)
     found = [*map(str, differences(ranks)), *mismatches(ranks), *(each.error for each in ranks if each.error)]
@@ -54,7 +54,7 @@ def test_ranks_that_do_not_are_named_with_what_they_do(manner: str, first: str, 
 
 
 def test_the_pace_of_this_machine_decides_nothing() -> None:
-    """A run of 40 steps or more asks less often who wants to stop, by how fast its steps are."""
+    """A run of 40 steps or more polls for a stop less often, depending on the speed of its steps."""
     assert said("gather", steps=60) == []
 
 

@@ -1,4 +1,4 @@
-"""A recipe with several updates a step that a parameter server can carry, and the same in plain PyTorch."""
+"""A recipe with several updates per step, supported by a parameter server, and the same in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils.data import TensorDataset
 from worldsize.core import MultiUpdateRecipe
 from worldsize.data.batches import fetch
 from worldsize.data.order import Order
-from worldsize.record.determinism import seed_generators
+from worldsize.seeds import seed_generators
 
 SAMPLES, BATCH, SEED, NOISE, WIDTH = 96, 16, 3, 6, 24
-LIMIT = -5.0  # in step 2 the sum of the first of two micro-batches is less, that of the second is more
-MADE: list[Mapping[str, Optimizer]] = []  # by this process, whose last are those in use
+LIMIT = -5.0  # in step 2 the sum of the first micro-batch is below it, and the second one's is above
+MADE: list[Mapping[str, Optimizer]] = []  # by this process; the last ones are in use
 
 
 CONFIG = """# @package _global_
@@ -33,7 +33,7 @@ recipe:
 
 
 def write_project(folder: Path) -> None:
-    """Write this recipe into the project that trains in ``folder``, as ``recipe=players``."""
+    """Write this recipe into the project in ``folder``, as ``recipe=players``."""
     own = folder / "recipes" / "players"
     (own / "conf" / "recipe").mkdir(parents=True)
     (own / "conf" / "recipe" / "players.yaml").write_text(CONFIG)
@@ -46,11 +46,11 @@ def decay(count: int) -> float:
 
 @dataclass(frozen=True)
 class Players(MultiUpdateRecipe):
-    """A generator and a critic, which is updated twice in every third step and whose learning rate falls.
+    """A generator and a critic with a falling learning rate, updated twice in every third step.
 
     The generator's loss is a sum with its weight; while it is computed the critic is frozen and drops nothing,
-    and the generator is frozen in the critic's updates. An observer learns what the generator makes from step 5 on. A
-    parameter that no optimizer has stays what it is. Other kinds than "exact" do in step 2 what no recipe may.
+    and the generator is frozen in the critic's updates. An observer learns the generator's output from step 5 on. A
+    parameter without an optimizer never changes. Kinds other than "exact" break a rule for recipes in step 2.
     """
 
     kind: str = "exact"

@@ -1,4 +1,4 @@
-"""Compressed gradients keep what their codec promises, and send later what they lose."""
+"""Compressed gradients keep their codec's promise, and send their error later (error feedback)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def test_training_with_compressed_gradients_reaches_the_accuracy(train: Any, com
     options = ("recipe=digits", "steps=120", "cluster.threads=1", "strategy=parameter_server", "cluster.processes=3")
     run = train(*options, f"strategy.compression={compression}", "strategy.top_share=0.05")
     assert run.code == 0, run.error
-    assert run.json("result.json")["metrics"]["accuracy"] > 0.90  # depends on which worker comes first
+    assert run.json("result.json")["metrics"]["accuracy"] > 0.90  # depends on the order of workers
     last = run.steps()[-1]["facts"]["servers"][0]
     assert last["bytes_in"] / last["pushes"] < 0.6 * last["bytes_out"] / last["pulls"]

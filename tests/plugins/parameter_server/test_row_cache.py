@@ -1,4 +1,4 @@
-"""Cached rows are never staler than the bound, and are the rows that were asked for."""
+"""Cached rows are never staler than the bound, and match the request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIM = 3
 
 
 def pulled(ids_n: Tensor, clock: int) -> Tensor:
-    """Return rows that hold their ids and the clock at which they were pulled."""
+    """Return rows that contain their ids and the clock of the pull."""
     return torch.stack([ids_n, torch.full_like(ids_n, clock), ids_n], dim=1).float()
 
 

@@ -1,4 +1,4 @@
-"""Rows of tables learn as torch's own sparse optimizers do, and forgotten rows begin anew."""
+"""Rows of tables learn like torch's sparse optimizers, and forgotten rows start over."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_new_rows_are_distributed_as_the_recipe_says(kind: Any, deviation: float
 
 
 def test_a_row_that_is_evicted_between_pull_and_push_does_not_shift_its_neighbours() -> None:
-    """Gradients are matched to rows by id, not by their place among the remaining rows."""
+    """Gradients are matched to rows by id, not by their index among the remaining rows."""
     server = rows(torch.optim.SGD, RowRule(seed=3, capacity=50), lr=1.0)
     ids_n = torch.arange(0, 40)
     before_nd = server.pull(ids_n)
@@ -190,7 +190,7 @@ def test_a_remote_bag_computes_what_the_local_one_does(mode: str, padding: int |
     torch.manual_seed(0)
     local = nn.EmbeddingBag(20, DIM, mode=mode, sparse=mode != "max", padding_idx=padding)
     if mode == "max":
-        local.sparse = True  # torch has no sparse gradients for max; remote tables do
+        local.sparse = True  # torch lacks sparse gradients for max; remote tables have them
     other = remote(local)
     local.sparse = False
     ids, offsets = torch.tensor([3, 1, 7, 7, 3, 0, 19, 1]), torch.tensor([0, 3, 3, 6])

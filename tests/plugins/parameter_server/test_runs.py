@@ -21,7 +21,6 @@ from torch import nn
 
 from plugins.parameter_server.strategy import _warn_of_momentum
 from tests.support.own_recipe import write_held
-from worldsize.strategies.train_state import TrainState
 
 pytestmark = pytest.mark.heavy
 
@@ -40,14 +39,14 @@ def digests(run: Any) -> tuple[str, str]:
 
 @pytest.fixture
 def single(reference_run: Any) -> Callable[..., tuple[str, str]]:
-    """``single(*options)`` is the digests of one process without any server."""
+    """``single(*options)`` returns the digests of one process without a server."""
     alone = ("strategy=single", "cluster.processes=1")
     return lambda *options: digests(reference_run(*DIGITS, *ELASTIC, *options, *alone))
 
 
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_synchronous_training_ends_with_the_bits_of_one_process(train: Any, single: Any, servers: int) -> None:
-    """Each number of workers meets each number of servers, with optimizers that alternate."""
+    """Each number of workers meets each number of servers, with alternating optimizers."""
     for place, workers in enumerate((1, 2, 4)):
         optimizer = list(OPTIMIZERS.values())[(servers + place) % 2]
         size = (f"strategy.servers={servers}", f"cluster.processes={workers + servers}")
@@ -55,7 +54,7 @@ def test_synchronous_training_ends_with_the_bits_of_one_process(train: Any, sing
         assert actual == single(*optimizer), (workers, optimizer)
 
 
-@pytest.mark.parametrize("workers", [2, 8])  # 4 logical ranks a worker, or one, whose pushes overlap its backward pass
+@pytest.mark.parametrize("workers", [2, 8])  # 4 logical ranks per worker, or one whose pushes overlap its backward pass
 def test_gradients_that_are_pushed_during_the_backward_pass_change_no_bit(
     train: Any, reference_run: Any, workers: int
 ) -> None:
@@ -110,7 +109,7 @@ def test_momentum_with_much_staleness_gives_a_warning_in_the_log_of_the_server(
     log = (run.folder / "logs" / "server_00000.log").read_text()
     assert "momentum 0.9 with strategy.staleness=4 may diverge" in log
     model = nn.Linear(1, 1)
-    _warn_of_momentum(TrainState(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), None), staleness=2)
+    _warn_of_momentum(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), staleness=2)
     assert caplog.messages == []
 
 
@@ -129,7 +128,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(
         run = trained.result()
     assert digests(run)[0] == single("log_every=1")[0]
     assert "worker 1 failed: killed by SIGKILL" in run.error
-    assert ("starting it again (1 of 2)" if restarts else "going on without it") in run.error
+    assert ("starting it again (1 of 2)" if restarts else "continuing without it") in run.error
     log = (run.folder / "logs" / "server_00000.log").read_text()
     assert "worker-1 is retired" in log
     assert log.count("worker-1 joins") == (2 if restarts else 1)
@@ -206,7 +205,7 @@ def test_a_checkpoint_of_ddp_resumes_with_servers(
         (("cluster.processes=2", "strategy.staleness=2"), "goes with strategy.consistency=bounded"),
         (
             ("cluster.processes=2", "precision=fp16"),
-            "ParameterServer have no common scale of the loss",
+            "ParameterServer do not share a loss scale",
         ),
     ],
 )
@@ -272,7 +271,7 @@ def test_a_launcher_that_is_killed_leaves_no_process(
     finally:
         process.kill()
         process.wait()
-    assert len(children) == 5  # one watches the health of this host
+    assert len(children) == 5  # a process watches the health of this host
     deadline = time.monotonic() + 120
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline

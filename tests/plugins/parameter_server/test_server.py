@@ -25,7 +25,7 @@ from worldsize.net.channel import Channel, LostError
 from worldsize.net.credentials import Credentials, create_authority, issue_certificate
 from worldsize.net.endpoints import address_of, connect, listen
 from worldsize.net.frames import HEADER_BYTES, LAYOUT, MAGIC, CommonOperation, Header, RefusedError, view
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart
 
 OPEN: list[Any] = []  # sockets and channels that the test has opened
 
@@ -42,10 +42,10 @@ def made(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def learning() -> TrainState:
+def learning() -> OptimizerPart:
     torch.manual_seed(1)
     model = nn.Linear(3, 5)
-    return TrainState(model, made(model), None)
+    return OptimizerPart(model, made(model))
 
 
 def served(listener: socket.socket, keys: Credentials | None = None, **rule: Any) -> ShardServer:
@@ -199,11 +199,11 @@ def test_ten_thousand_frames_of_noise_change_nothing(server: ShardServer, caplog
     address = address_of(server.connections.listener).removeprefix("unix:")
     for number in range(10_000):
         frame = _noise(noise, hello)
-        if number % 50 == 0:  # over a connection, as a stranger would
+        if number % 50 == 0:  # over a connection, like an outsider
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(address)
                 connection.sendall(frame)
-        else:  # directly, which needs no thread per frame
+        else:  # directly, without a thread per frame
             ours, theirs = socket.socketpair()
             with theirs:
                 theirs.sendall(frame)
@@ -221,7 +221,7 @@ def _join_bytes() -> list[bytes]:
 
 
 def _noise(noise: random.Random, hello: bytes) -> bytes:
-    """Return random bytes, a random header, or a good header with random changes; a good JOIN may come first."""
+    """Return random bytes, a random header, or a valid header with random changes; a valid JOIN may come first."""
     kind = noise.randrange(4)
     if kind == 0:
         frame = bytearray(noise.randbytes(noise.randrange(1, 300)))
@@ -237,7 +237,7 @@ def _noise(noise: random.Random, hello: bytes) -> bytes:
 
 
 def _is_good(frame: bytearray) -> bool:
-    """Tell whether the changes cancel out, or touch only fields that a PUSH does not use."""
+    """Return whether the changes cancel out, or touch only fields unused by a PUSH."""
     good = bytearray(GOOD.pack())
     return all(frame[i] == good[i] for i in range(HEADER_BYTES) if i not in (7, *range(32, 40)))
 
@@ -264,7 +264,7 @@ def test_strangers_are_refused(keys: Path, tmp_path: Path, caplog: pytest.LogCap
     server = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
     before = weights(server)
     create_authority(tmp_path / "other")
-    with pytest.raises((RefusedError, LostError)):  # with a certificate of another run
+    with pytest.raises((RefusedError, LostError)):  # with a certificate from a different run
         joined(server, issue_certificate(tmp_path / "other", "worker-0"))
     with pytest.raises((RefusedError, LostError)):  # without a certificate
         joined(server, None)

@@ -1,4 +1,4 @@
-"""A shard's updates do not depend on the order in which gradients come, nor on which server makes them."""
+"""A shard's updates depend neither on the order of gradients nor on the server that makes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worldsize.checkpoint.manifest_tree import join, split
 from worldsize.core import RowValues
 from worldsize.net.frames import RefusedError
 from worldsize.strategies.schedules import Schedule
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart
 
 RANKS, DIM = 4, 3
 TABLE = Table("words.weight", 20, DIM, None, RowValues())
@@ -52,11 +52,12 @@ def shard(rule: Rule, schedule: Callable[[torch.optim.Optimizer], Schedule] = ha
     optimizer = made(model)
     (buckets,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     rows = Rows(TABLE, RowRule(seed=3), 0, update_of(optimizer, optimizer.param_groups[0], TABLE.name))
-    return Shard(ShardParameters(TrainState(model, optimizer, schedule(optimizer)), buckets, [rows], make=made), rule)
+    part = OptimizerPart(model, optimizer, schedule(optimizer))
+    return Shard(ShardParameters(part, buckets, [rows], make=made), rule)
 
 
 def pushes(steps: int) -> list[Push]:
-    """Draw each logical rank's gradient of the bucket and of some rows, in the order of steps."""
+    """Draw each logical rank's gradient of the bucket and of some rows, in step order."""
     generator = torch.Generator().manual_seed(2)
 
     def bucket() -> Tensor:
@@ -76,10 +77,10 @@ def pushes(steps: int) -> list[Push]:
 
 
 def trained(on: Shard, push: Push) -> None:
-    """Push a copy of a gradient, and commit the step when it waits for that."""
+    """Push a copy of a gradient, and commit the step once it waits for that."""
     gradient = push["gradient"]
     copied = gradient.clone() if isinstance(gradient, Tensor) else tuple(part.clone() for part in gradient)
-    on.parameters.tables[0].pull(torch.arange(20))  # rows exist once they have been read
+    on.parameters.tables[0].pull(torch.arange(20))  # rows exist only after they have been read
     assert on.push(**{**push, "gradient": copied})
     on.apply(on.step + 1, 0.5)
 
@@ -118,13 +119,13 @@ def test_a_standby_that_comes_within_a_step_ends_with_the_bits_of_the_master(rul
 def test_a_standby_that_comes_after_an_evaluation_has_the_schedule_that_it_advanced() -> None:
     master, standby = (shard(RULES["committed"], plateau) for _ in range(2))
     gradients = iter(pushes(3))
-    for step, value in enumerate((1.0, 2.0), 1):  # the second is no better than the first
+    for step, value in enumerate((1.0, 2.0), 1):  # the second does not improve on the first
         for push in islice(gradients, 2 * RANKS):
             trained(master, push)
         master.parameters.advance_schedule_by(value, step=step)
     copy_image(master, standby)
     assert standby.parameters.lr == 0.05
-    standby.parameters.advance_schedule_by(2.0, step=2)  # again, from a leader that saw no answer
+    standby.parameters.advance_schedule_by(2.0, step=2)  # again, by a leader that did not receive an answer
     for push in gradients:
         trained(master, push)
         trained(standby, push)

@@ -1,4 +1,4 @@
-"""Units are dealt within the bound of staleness, while workers join, leave and die at random."""
+"""Units are dealt within the staleness bound, while workers join, leave and die at random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plugins.parameter_server.task_scheduler import TaskScheduler
 
 
 class Crew:
-    """Workers that take, finish and lose units in an order that ``seed`` decides."""
+    """Workers that take, finish and lose units in an order drawn from ``seed``."""
 
     def __init__(self, clock: StalenessScheduler, seed: int, *, churn: float) -> None:
         self.clock, self.churn = clock, churn
@@ -29,7 +29,7 @@ class Crew:
         self.born += 1
 
     def act(self) -> None:
-        """Let one random thing happen."""
+        """Run one random event."""
         if self.random.random() < self.churn:
             self._change()
         idle = [name for name in self.clock.members if name not in self.hands]

@@ -1,4 +1,4 @@
-"""When a server is killed, its standby has all acknowledged updates, and a checkpoint those that it recorded."""
+"""A killed server's standby has all acknowledged updates, and a checkpoint has all recorded ones."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from plugins.parameter_server.shard import PushReceiver, Rule, Shard
 from plugins.parameter_server.shard_link import ShardLink
 from plugins.parameter_server.shard_parameters import ShardParameters
 from plugins.parameter_server.sharding import plan_shards
+from worldsize.core import ONE_UPDATE
 from worldsize.messages import show_messages
 from worldsize.net.endpoints import address_of, listen
 from worldsize.net.frames import view
 from worldsize.net.registry import Dialer, Registry
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart, TrainState
 from worldsize.world.processes import ready_to_fork
 
 pytestmark = pytest.mark.heavy
@@ -43,7 +44,7 @@ def made(model: nn.Module) -> torch.optim.SGD:
 
 
 class Counters:
-    """A table of counters on a server and its standby, each a process of its own; a push of -1 adds one."""
+    """A table of counters on a server and its standby, in separate processes; a push of -1 adds one."""
 
     def __init__(self, folder: Path, lease: float) -> None:
         self.registry = Registry(folder / "directory", PATIENCE)
@@ -61,10 +62,10 @@ class Counters:
         show_messages()
         model = nn.Linear(CELLS, 1, bias=False)
         nn.init.zeros_(model.weight)
-        learning = TrainState(model, made(model), None)
+        learning = TrainState(model, {ONE_UPDATE: (part := OptimizerPart(model, made(model)))})
         (owned,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
         listener = listen(f"unix:{self.folder}/{name}_{os.getpid()}", None)
-        shard = Shard(ShardParameters(learning, owned, make=made), Rule(1, synchronous=False))
+        shard = Shard(ShardParameters(part, owned, make=made), Rule(1, synchronous=False))
         dialer = Dialer(name, self.registry, None, PATIENCE, Operation)
         mastership = RegisteredMastership(self.registry, shard_service(0), address=address_of(listener), name=name)
         receiver, options = PushReceiver(shard, None), {"is_first": is_first, "has_standbys": True}
@@ -85,7 +86,7 @@ class Counters:
         return name
 
     def again(self, name: str) -> None:
-        """Start a server that has ended again, as the standby of the other one."""
+        """Restart an ended server, as the standby of the other one."""
         self.processes[name].join(PATIENCE)
         self.start(name)
 
@@ -104,7 +105,7 @@ class Counters:
 
 @pytest.fixture
 def counters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Counters]:
-    """Running counters; the parameter is another lease in seconds."""
+    """Running counters; the parameter overrides the lease in seconds."""
     running = Counters(tmp_path, getattr(request, "param", LEASE))
     (tmp_path / "directory").mkdir()
     running.start("server-0", is_first=True)
@@ -115,7 +116,7 @@ def counters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Counter
 
 
 def increments(link: ShardLink, steps: range, between: Callable[[int], None]) -> list[float]:
-    """Push one increment of a random cell per step, and return how many of each cell were acknowledged."""
+    """Push one increment of a random cell per step, and return the number acknowledged for each cell."""
     acknowledged = [0.0] * CELLS
     for step in steps:
         cell = random.Random(step).randrange(CELLS)
@@ -206,7 +207,7 @@ def test_a_synchronous_run_whose_server_is_killed_ends_with_the_same_bits_in_one
     kill = f"faults=[{{action: kill, rank: {rank}, step: 9}}, {{action: sleep, rank: 4, seconds: 0.02}}]"
     run = train(*DIGITS, *ELASTIC, *size, kill)
     assert run.code == 0, run.error
-    assert f"server {rank} failed: killed by SIGKILL; going on without it" in run.error
+    assert f"server {rank} failed: killed by SIGKILL; continuing without it" in run.error
     result, reference = run.json("result.json"), expected.json("result.json")
     assert result["state_digest"] == reference["state_digest"]
     losses, logged = ({line["step"]: line["loss"] for line in one.steps()} for one in (expected, run))

@@ -1,4 +1,4 @@
-"""A worker asks all servers for rows at once, and what it spares itself with one server changes no bit."""
+"""A worker requests rows from all servers at once; its shortcuts with a single server change no bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plugins.parameter_server.row_tables import RowRule, Table, find_tables
 from plugins.parameter_server.server_group import ServerGroup, empty_rows, tables_of
 from plugins.parameter_server.strategy import ParameterServer
 from worldsize.core import RunContext, World
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart
 from worldsize.testing.recipes import Chain
 
 
 @dataclass
 class Link:
-    """A connection to a server whose rows hold their id, and that keeps what is pushed."""
+    """A connection to a server whose rows contain their id; it records the pushes."""
 
     log: list[str] = field(default_factory=list)
     pushed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -89,9 +89,9 @@ def test_tables_without_rows_have_the_state_that_servers_give() -> None:
     model = nn.Sequential(nn.Embedding(100, 2, sparse=True), nn.EmbeddingBag(50, 3, sparse=True))
     replace_tables(model, find_tables(model, {}), lambda table, ids_n: ids_n)
     for optimizer in (torch.optim.Adagrad, torch.optim.SGD):
-        state = TrainState(model, optimizer(model.parameters()), None)
-        empty = empty_rows(state)
-        given = {each.table.name: each.state() for each in tables_of(state, RowRule(0), 0)}
+        part = OptimizerPart(model, optimizer(model.parameters()))
+        empty = empty_rows(part)
+        given = {each.table.name: each.state() for each in tables_of(part, RowRule(0), 0)}
         assert empty.keys() == given.keys()
         for name, each in given.items():
             for key, tensor in each.items():

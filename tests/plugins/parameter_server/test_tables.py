@@ -1,4 +1,4 @@
-"""Runs whose embeddings are on servers agree with plain PyTorch that has the whole tables."""
+"""Runs with embeddings on servers match plain PyTorch with whole tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worldsize.data.order import Order
 pytestmark = pytest.mark.heavy
 
 WORDS = ("recipe=word2vec", "recipe.dim=16", "recipe.min_count=20", "batch_size=96", "steps=8", "cluster.threads=1")
-MOVING = ("schedule=cosine", "schedule.steps=8")  # a schedule that does not depend on the run's length
+MOVING = ("schedule=cosine", "schedule.steps=8")  # a schedule independent of the run's length
 ELASTIC = (*MOVING, "reproducibility=elastic", "logical_ranks=4", "evaluate_every=5", "seed=3")
 SERVERS = "strategy=parameter_server"
 HYBRID = "strategy=hybrid_parameter_server"
@@ -38,7 +38,7 @@ ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
 
 
 def moving(step: int) -> float:
-    """Return the factor of the learning rate under MOVING: after a warm-up step, a cosine down to a tenth."""
+    """Return the factor on the learning rate under MOVING: after a warm-up step, a cosine down to a tenth."""
     return 0.1 + 0.45 * (1 + math.cos(math.pi * max(0, step - 2) / 7))
 
 
@@ -97,7 +97,7 @@ WAYS = (
 def test_tables_learn_what_they_learn_in_one_process_with_the_same_bits_on_any_servers_and_workers(
     train: Any, one_server: Path
 ) -> None:
-    """The dense parameters are on the side of the servers, or of the workers."""
+    """The dense parameters are on the servers, or on the workers."""
     expected = reference()
     assert_learned(one_server, expected)
     for how in WAYS:

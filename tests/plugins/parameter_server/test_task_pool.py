@@ -1,4 +1,4 @@
-"""What workers send back is handed over to the training loop once, however far they drift apart."""
+"""Results from workers reach the training loop once, however far the workers drift apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, RANKS = 40, 4
 
 
 def sent(task: dict[str, Any]) -> dict[str, Any]:
-    """Return what a worker sends of a unit: the loss and the metric are those of its step and logical rank."""
+    """Return a worker's result for a unit; its loss and metric encode the step and the logical rank."""
     step, ranks = task["step"], task["ranks"]
     metrics = [{"error": torch.tensor([100.0 * step + rank, rank + 1], dtype=torch.float64)} for rank in ranks]
     records = [LossRecord(torch.tensor(float(step)), own) for own in metrics]
@@ -25,7 +25,7 @@ def sent(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def work(staleness: float, speeds: Sequence[float], seed: int) -> tuple[TaskPool, list[list[LossRecord]]]:
-    """Let workers of these speeds train all steps while the loop pops each as soon as it is complete."""
+    """Let workers of these speeds train all steps; the loop pops each step as soon as it is complete."""
     clock = StalenessScheduler(staleness, RANKS, lease=math.inf)
     pool, generator, hands = TaskPool(clock), random.Random(seed), dict[str, dict[str, Any]]()
     names = [f"worker-{number}" for number in range(len(speeds))]
@@ -68,7 +68,7 @@ def test_steps_that_do_not_overlap_are_handed_over_as_they_are() -> None:
 
 
 def test_a_step_without_news_counts_nothing_under_the_same_names() -> None:
-    """The records of step 2 came before the last one of step 1, and were handed over in its stead."""
+    """The records of step 2 came before the last one of step 1, and were returned in its place."""
     clock = StalenessScheduler(math.inf, 1, lease=math.inf)
     pool = TaskPool(clock)
     clock.open(3)

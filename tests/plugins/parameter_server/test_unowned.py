@@ -1,4 +1,4 @@
-"""Weights that no server owns may not change on a worker: nobody else would see it."""
+"""Weights without a server must not change on a worker: other processes would not see it."""
 
 from __future__ import annotations
 

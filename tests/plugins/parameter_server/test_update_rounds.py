@@ -1,4 +1,4 @@
-"""Workers take each update together, and a step that is given up leaves nothing behind."""
+"""Workers run each update together, and an abandoned step leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from plugins.parameter_server.update_coordinator import Reported, UpdateCoordina
 from tests.plugins.parameter_server.players import Players
 from worldsize.core import ConfigError, RunContext, World
 from worldsize.errors import WorldsizeError
-from worldsize.strategies.multi_train_state import MultiTrainState
 from worldsize.strategies.schedules import Schedule
-from worldsize.strategies.train_state import TrainState
+from worldsize.strategies.train_state import OptimizerPart, TrainState
 
-# ---------------------------------------------------------------- what a shard goes back to
+# ---------------------------------------------------------------- rollback of a shard
 
 
 def made(model: nn.Module) -> Adam:
@@ -43,9 +42,9 @@ def served() -> ShardMaster:
     model = nn.Linear(3, 5)
     optimizer = made(model)
     (buckets,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
-    state = TrainState(model, optimizer, Schedule(StepLR(optimizer, step_size=2, gamma=0.5)))
+    part = OptimizerPart(model, optimizer, Schedule(StepLR(optimizer, step_size=2, gamma=0.5)))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
-    shard = Shard(ShardParameters(state, buckets, make=made), Rule(2, requires_commit=True))
+    shard = Shard(ShardParameters(part, buckets, make=made), Rule(2, requires_commit=True))
     return ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=60.0)
 
 
@@ -54,7 +53,7 @@ def gradient(number: int) -> Tensor:
 
 
 def update(master: ShardMaster, number: int) -> None:
-    """Make the next update by gradient ``number`` of each of two logical ranks."""
+    """Make the next update with gradient ``number`` of each of two logical ranks."""
     step = master.shard.step + 1
     for rank in range(2):
         assert master.shard.push(0, gradient(number) + rank, step=step, width=2, node=rank)
@@ -71,9 +70,9 @@ def test_a_step_that_is_taken_again_has_the_bits_of_one_that_was_not_given_up() 
     for master in (straight, again):
         update(master, 1)
     start.keep(2)
-    for lost in (3, 4, 5):  # in an attempt that is given up
+    for lost in (3, 4, 5):  # in an abandoned attempt
         update(again, lost)
-    for _ in range(2):  # given up a second time, after one of its updates
+    for _ in range(2):  # abandoned a second time, after one of its updates
         start.roll_back(again.shard.step + 1)
         start.keep(2)
         update(again, 6)
@@ -91,7 +90,7 @@ def test_what_comes_late_from_an_attempt_that_was_given_up_is_not_taken() -> Non
     update(master, 1)
     assert shard.push(0, gradient(2), step=2, width=2, node=0)
     start.roll_back(2)
-    start.roll_back(2)  # asked for again, since the answer was lost
+    start.roll_back(2)  # requested again, because the answer was lost
     assert not shard.push(0, gradient(2), step=2, width=2, node=1)
     assert not shard.waits_for_commit
     assert torch.equal(weights(master), weights(served()))
@@ -102,7 +101,7 @@ def test_what_comes_late_from_an_attempt_that_was_given_up_is_not_taken() -> Non
 
 
 class Leader:
-    """Two workers, whose requests wait in threads, and the leader's side."""
+    """Two workers whose requests wait in threads, and the leader's side."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.staleness = StalenessScheduler(0, logical_ranks=4, lease=60.0, first=8)
@@ -165,7 +164,7 @@ def test_who_is_lost_has_the_step_repeated_by_those_who_stay(leader: Leader) -> 
     leader.rounds.open(9, {"x": 5, "y": 1}, again=True)
     again = waits.result(5)
     assert (again["do"], sorted(again["ranks"]), again["counts"]) == ("train", [0, 1, 2, 3], {"x": 5, "y": 1})
-    assert leader.report("a", tasks["a"], "x").result(5) == again  # of the attempt before: it does not count
+    assert leader.report("a", tasks["a"], "x").result(5) == again  # from the previous attempt: it does not count
     leader.report("a", again, "y")
     reported = leader.rounds.reported(9)
     assert reported is not None
@@ -196,27 +195,27 @@ def test_workers_that_are_not_at_the_same_update_are_refused(
 
 
 def test_a_step_in_which_workers_are_lost_each_time_ends_the_run() -> None:
-    """No worker ever has its part in an update, and none waits: all are lost."""
+    """No worker ever gets work in an update, and none waits: all are lost."""
     opened = []
     rounds = SimpleNamespace(
         scheduler=None, open=lambda step, _, again: opened.append((step, again)), reported=lambda _: None
     )
     context = RunContext(World.alone(torch.device("cpu")))
-    train_state = MultiTrainState.of(Players(), Players().model())
+    train_state = TrainState.of(Players(), Players().model())
     leads = UpdateCoordinator({}, cast("Any", rounds), cast("Any", None), train_state, context, step_reached=8)
     with pytest.raises(WorldsizeError, match="step 9 was begun 5 times"):
         leads.step([])
     assert opened == [(9, False)] + [(9, True)] * 4
 
 
-# ---------------------------------------------------------------- who owns what
+# ---------------------------------------------------------------- ownership
 
 
 @pytest.mark.parametrize("servers", [1, 2, 5])
 def test_every_parameter_is_owned_once_by_the_shards_of_its_optimizer(servers: int) -> None:
-    state = MultiTrainState.of(Players(), Players().model())
+    state = TrainState.of(Players(), Players().model())
     planner = ShardPlanner(servers, bucket_bytes=256, keeps_whole=False, rows=RowRule(0), codec=None)
-    plans = planner.update_plans(Players(), state)
+    plans = planner.plans(Players(), state)
     owned = {
         name: sorted(piece.name for shard in plan.shards for bucket in shard for piece in bucket.pieces)
         for name, plan in plans.items()
@@ -224,5 +223,5 @@ def test_every_parameter_is_owned_once_by_the_shards_of_its_optimizer(servers: i
     assert all(len(plan.shards) == servers for plan in plans.values())
     names = sorted(name for name, _ in state.model.named_parameters())
     assert sorted(name for each in owned.values() for name in each) == names
-    assert {name.partition(".")[0] for name in owned["critic"]} == {"critic", "idle"}  # which no optimizer has
+    assert {name.partition(".")[0] for name in owned["critic"]} == {"critic", "idle"}  # without an optimizer
     assert {name.partition(".")[0] for name in owned["generator"]} == {"generator"}

@@ -1,4 +1,4 @@
-"""Runs of a recipe with several updates a step end with the results of one process, whatever happens to workers."""
+"""Runs with several updates per step end with the results of one process, whatever happens to workers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from worldsize.core import World
 WORDS = ("recipe=players", f"seed={players.SEED}", "cluster.threads=1", "log_every=1", "evaluate_every=5")
 ELASTIC = (*WORDS, "reproducibility=elastic", "logical_ranks=4")
 SERVER = "strategy=parameter_server"
-TWO = (SERVER, "strategy.servers=2", "cluster.processes=4")  # ranks 0 and 1 serve
+TWO = (SERVER, "strategy.servers=2", "cluster.processes=4")  # ranks 0 and 1 are servers
 CLIPPED = ("clip_norm=0.3", "nonfinite=skip")
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]  # a test starts several runs
 
 
 @pytest.fixture(autouse=True)
 def _project(tmp_path: Path) -> None:
-    """Write the recipe into the project in which ``train`` trains."""
+    """Write the recipe into the project of ``train``."""
     players.write_project(tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_ordered_sums_have_the_same_bits_at_any_number_of_workers_and_servers(
 def test_a_worker_that_is_lost_in_a_step_costs_that_step_alone(
     train: Any, fault: str, options: tuple[str, ...], why: str
 ) -> None:
-    """Step 6 updates the critic twice; the generator, which keeps momentum; and the observer, for the second time."""
+    """Step 6 updates the critic twice; the generator, with momentum; and the observer, for the second time."""
     run = train(*ELASTIC, *TWO, *options, f"faults=[{fault}]")
     assert f"worker-1 is retired: {why}" in log(run)
     assert log(run).count("is repeated, since a worker was lost in it") == 1

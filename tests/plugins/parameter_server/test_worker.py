@@ -1,4 +1,4 @@
-"""A worker that has lost a connection joins again, and nothing of what it had begun reaches the servers."""
+"""A worker that lost a connection rejoins, and none of its unfinished work reaches the servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worldsize.testing.recipes import Chain
 
 
 class Pass:
-    """A model of three layers, each a bucket of its own, and the pushes of its backward passes."""
+    """A model of three layers, one bucket each, and the pushes of its backward passes."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -38,7 +38,7 @@ class Pass:
         self.pushed.append((key, own))
 
     def run(self, scale: float = 1.0) -> dict[str, Tensor]:
-        """Make one backward pass; return what it has pushed, by parameter."""
+        """Run one backward pass; return the pushed gradients by parameter."""
         self.model.zero_grad()
         self.pushed.clear()
         with self.overlap.during_backward(self.push):
@@ -72,7 +72,7 @@ def test_no_thread_outlives_a_pass_that_failed() -> None:
 
 
 class Control:
-    """A connection to the server that leads, which gives these tasks."""
+    """A connection to the leading server, with these tasks as answers."""
 
     def __init__(self, tasks: list[dict[str, Any]]) -> None:
         self._tasks = tasks
@@ -92,7 +92,7 @@ class Control:
 
 
 class Links:
-    """Stands in for connections to shards: one is lost where ``losses`` say so, "made" or "push"."""
+    """Stands in for connections to shards; ``losses`` lists the calls that lose one, "made" or "push"."""
 
     def __init__(self, losses: list[str]) -> None:
         self.losses = losses
@@ -135,7 +135,7 @@ TRAIN, STOP = {"do": "train", "step": 1, "ranks": [0]}, {"do": "stop", "why": "e
 
 
 def worked(monkeypatch: pytest.MonkeyPatch, tasks: list[dict[str, Any]], losses: list[str]) -> Links:
-    """Let a worker do ``tasks`` until it is told to stop; return its links to one shard."""
+    """Let a worker do ``tasks`` until it is stopped; return its links to one shard."""
     links, controls = Links(losses), list[Control]()
 
     def connect(_: Dialer, service: str, kind: str, **facts: Any) -> tuple[Control, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Template files for ``init`` and ``new``: one folder per kind, laid out as in a project."""
+"""Template files for ``init`` and ``new``, with one folder per kind, laid out as in a project."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FOLDER = Path(__file__).parent
 
 
 def planned(kind: str, folder: Path, *, name: str, **values: Any) -> dict[Path, str]:
-    """Map the files to create below ``folder`` to their texts; "NAME" in a path becomes ``name``, "dot_" a leading dot.
+    """Map the files to create in ``folder`` to their texts; in paths, "NAME" becomes ``name`` and "dot_" a dot.
 
     Raises:
         ConfigError: the class name is already used in the template's file.
@@ -26,7 +26,7 @@ def planned(kind: str, folder: Path, *, name: str, **values: Any) -> dict[Path, 
     given = {**values, "name": name, "class_name": class_name}
     templates = sorted(environment.list_templates(extensions=["j2"]))
     if any(re.search(rf"\b{re.escape(class_name)}\b", (_FOLDER / kind / each).read_text()) for each in templates):
-        raise ConfigError(f"a {kind} {name!r} would be a class {class_name}, which its file uses. Choose another name.")
+        raise ConfigError(f"{kind} {name!r} would be class {class_name}, used by its file. Choose a different name.")
     return {folder / _path(each, name): environment.get_template(each).render(given) for each in templates}
 
 
@@ -35,13 +35,13 @@ def _path(template: str, name: str) -> str:
 
 
 def write(files: dict[Path, str]) -> Sequence[Path]:
-    """Write all files, or none if one exists.
+    """Write all files, or none of them if any exists.
 
     Raises:
         ConfigError: a file exists or cannot be written.
     """
     if there := [path for path in files if path.exists()]:
-        raise ConfigError(f"{there[0]} exists and was not changed. Choose another name; nothing was written.")
+        raise ConfigError(f"{there[0]} exists and was not changed. Choose a different name; nothing was written.")
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Data sets in files of the usual formats, each with random access to its samples."""
+"""Data sets in files of common formats, with random access to samples."""

@@ -1,7 +1,6 @@
-"""Samples that are rows of Arrow files, Parquet files, or a Hugging Face data set.
+"""Rows of Arrow files, Parquet files, and Hugging Face data sets as samples.
 
-Arrow files on this machine are mapped into memory. :class:`HfDataset` reads the Arrow files that ``save_to_disk``
-wrote.
+Local Arrow files are memory-mapped. :class:`HfDataset` reads the Arrow files written by ``save_to_disk``.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from worldsize.data.storage.listing import open_files
 from worldsize.errors import neighbours
 from worldsize.strict_json import LARGEST, parse
 
-_OPEN = 64  # files that a process keeps open
-_FOOTED = b"ARROW1"  # begins a file with a footer, whose messages are as in a stream and begin at byte 8
+_OPEN = 64  # maximum number of open files per process
+_FOOTED = b"ARROW1"  # magic bytes of the file format: a stream from byte 8 on, followed by a footer
 _FIRST = 8
 
 
 @dataclass(frozen=True)
 class ArrowSource(TableSource):
-    """Rows of Arrow's record batches, in its format of files (Feather) or of streams.
+    """Base class for rows of Arrow record batches in IPC files (Feather) or streams.
 
-    Files of this machine are mapped into memory, so that a sample costs the pages that it lies on.
+    Local files are memory-mapped, so that reading a sample only reads its pages.
     """
 
     def parts(self, file: ByteFile) -> Iterator[PlacedPart]:
@@ -57,20 +56,20 @@ class ArrowSource(TableSource):
     def touch(self, file: ByteFile, size: int) -> None:
         if isinstance(file, LocalFile):
             _opened(file).check_size()
-            COUNTS.read += size  # as pages of a mapped file, which nothing else sees
+            COUNTS.read += size  # page reads of a mapped file are not counted elsewhere
 
 
 @final
 @dataclass(frozen=True)
 class Arrow(ArrowSource):
-    """Rows of Arrow files: Feather, Arrow IPC files and streams."""
+    """Rows of Arrow files: Feather, IPC files and IPC streams."""
 
     endings: ClassVar[Sequence[str]] = (".arrow", ".feather", ".ipc")
 
 
 @final
 class _Messages:
-    """The record batches of an open file, each found by the byte where it begins."""
+    """Record batches of an open file, accessed by their byte offset."""
 
     def __init__(self, file: ByteFile) -> None:
         if file.size == 0:
@@ -85,20 +84,20 @@ class _Messages:
         try:
             self.schema = arrow().ipc.read_schema(schema)
         except (arrow().ArrowException, OSError) as error:
-            raise SampleError(f"{file.name}, byte {self._first}: it is no Arrow file: {error}.") from None
+            raise SampleError(f"{file.name}, byte {self._first}: it is not an Arrow file: {error}.") from None
         if any(arrow().types.is_dictionary(field.type) for field in self.schema):
             raise SampleError(
-                f"{file.name}, byte {self._first}: it has columns of categories (dictionary-encoded), which cannot be "
-                "read from any place. Write them as plain columns."
+                f"{file.name}, byte {self._first}: it has columns of categories (dictionary-encoded); these do not "
+                "support random access. Write them as plain columns."
             )
 
     def check_size(self) -> None:
-        """Raise SampleError if a mapped file is shorter than it was: to touch what it lost ends the process."""
+        """Raise SampleError if a mapped file has shrunk; reading lost pages kills the process."""
         if self._opened is not None:
             _check_size(self._opened, self._file)
 
     def starts(self) -> Iterator[tuple[int, int]]:
-        """Yield for each record batch the byte where it begins, and its rows."""
+        """Yield the byte offset and the number of rows of each record batch."""
         start = self._begin
         while start < self._file.size:
             message, stop = self._message(start)
@@ -109,11 +108,11 @@ class _Messages:
         raise SampleError(f"{self._file.name}, byte {start}: the file ends without an end mark. Bring the whole file.")
 
     def read(self, start: int) -> Table:
-        """Read the record batch at a byte."""
+        """Read the record batch at byte offset ``start``."""
         return self._batch(self._message(start)[0], start)
 
     def memory(self, batch: Table) -> int:
-        """Return the bytes of ``batch`` that are not mapped from the file."""
+        """Return the memory of ``batch`` in bytes, without memory-mapped buffers."""
         buffers = [each for column in batch.columns for each in column.buffers() if each is not None]
         if self._mapped is None:
             return sum(each.size for each in buffers)
@@ -127,7 +126,7 @@ class _Messages:
             raise SampleError(f"{self._file.name}, byte {start}: the rows here do not decode: {error}.") from None
 
     def _message(self, start: int) -> tuple[Any, int]:
-        """Return the message at a byte, and where it stops; None: the file's messages end there."""
+        """Return the message at a byte offset, and its end; (None, offset) after the last message."""
         self.check_size()
         if self._mapped is None:
             source = arrow().PythonFile(ByteReader(self._file), mode="r")
@@ -144,7 +143,7 @@ class _Messages:
 
 
 def _mapped(file: LocalFile) -> tuple[Opened, Any]:
-    """Open a file and map it into memory."""
+    """Open and memory-map a file."""
     try:
         opened = file.opened()
         _check_size(opened, file)
@@ -166,7 +165,7 @@ def _opened(file: ByteFile) -> _Messages:
     return _Messages(file)
 
 
-_OPEN_FOOTERS = 64  # files whose footers a process keeps
+_OPEN_FOOTERS = 64  # maximum number of Parquet footers in memory per process
 
 
 @final
@@ -174,8 +173,8 @@ _OPEN_FOOTERS = 64  # files whose footers a process keeps
 class Parquet(TableSource):
     """Rows of Parquet files.
 
-    A row group is decoded as a whole, and kept while there is room. So random access to row groups that are many or
-    large takes long: shuffle in blocks of a row group or less, and make ``keep`` as large as a window of them.
+    A row group is always decoded in full, and cached in up to ``keep`` bytes. Random access to many or large row
+    groups is therefore slow: shuffle in blocks of at most one row group, and set ``keep`` to the size of a window.
     """
 
     endings: ClassVar[Sequence[str]] = (".parquet", ".pq")
@@ -208,19 +207,19 @@ def _opened_parquet(file: ByteFile) -> Any:
     try:
         return arrow().parquet.ParquetFile(ByteReader(file), page_checksum_verification=True)
     except (arrow().ArrowException, OSError) as error:
-        raise SampleError(f"{file.name}, byte {max(file.size - 8, 0)}: it is no Parquet file: {error}.") from None
+        raise SampleError(f"{file.name}, byte {max(file.size - 8, 0)}: it is not a Parquet file: {error}.") from None
 
 
 @final
 @dataclass(frozen=True)
 class HfDataset(ArrowSource):
-    """Rows of a folder that ``save_to_disk`` of a Hugging Face ``Dataset`` or ``DatasetDict`` wrote.
+    """Rows of a Hugging Face ``Dataset`` or ``DatasetDict`` saved with ``save_to_disk``.
 
-    Rows have their columns as Arrow has them: a class is its number. Images are decoded by Pillow.
+    Columns have their Arrow values, so class labels are integers. Images are decoded by Pillow.
 
     Args:
-        split: the one that is read, where the folder has several.
-        image_formats: the formats of images that are decoded, by Pillow's names.
+        split: the split to read; required for a ``DatasetDict``.
+        image_formats: image formats to decode, by their Pillow names.
     """
 
     split: str | None = None
@@ -235,11 +234,11 @@ class HfDataset(ArrowSource):
 
     @cached_property
     def folder(self) -> str:
-        """The folder of the split."""
+        """Folder of the chosen split, or of the data set if it has no splits."""
         try:
             file = self._opened(f"{self._folder}/dataset_dict.json")
         except ConfigError:
-            return self._folder  # it has no splits, or is not there, which its files will say
+            return self._folder  # no splits, or a missing folder, which opening its files reports
         known = [str(each) for each in _entry(file, "splits", list)]
         if self.split not in known:
             said = "no split is chosen" if self.split is None else f"there is no split {self.split!r}"
@@ -253,12 +252,12 @@ class HfDataset(ArrowSource):
         state = self._opened(f"{self.folder}/state.json")
         listed = _entry(state, "_data_files", list)
         if not listed or not all(isinstance(each, dict) and isinstance(each.get("filename"), str) for each in listed):
-            raise ConfigError(f"{state.name} names no file of data. Save the data set anew with save_to_disk.")
+            raise ConfigError(f"{state.name} does not list any data files. Save the data set again with save_to_disk.")
         return [file for each in listed for file in open_files(f"{self.folder}/{each['filename']}", self.cache)]
 
     @cached_property
     def _images(self) -> Sequence[str]:
-        """The columns that hold images."""
+        """Names of the selected columns with images."""
         features = _entry(self._opened(f"{self.folder}/dataset_info.json"), "features", dict)
         images = [name for name, kind in features.items() if isinstance(kind, dict) and kind.get("_type") == "Image"]
         return [name for name in images if self.columns is None or name in self.columns]
@@ -278,19 +277,19 @@ class HfDataset(ArrowSource):
 
 
 def _entry(file: ByteFile, key: str, kind: type) -> Any:
-    """Return what a file of JSON says under a key.
+    """Return the value of a key in a JSON file.
 
     Raises:
-        ConfigError: the file is too large or no JSON, or has something else there.
+        ConfigError: the file is too large or not JSON, or the value is missing or of the wrong type.
     """
     if file.size > LARGEST:
         raise ConfigError(f"{file.name} has {file.size:,} bytes; {LARGEST:,} at most are read. Is the folder right?")
     try:
         content = parse(file.read(0, file.size), finite=False)
     except ValueError as error:
-        raise ConfigError(f"{file.name}, byte 0: it is no JSON: {error}. Bring the file again.") from None
+        raise ConfigError(f"{file.name}, byte 0: it is not JSON: {error}. Copy the file again.") from None
     if not isinstance(content, dict) or not isinstance(content.get(key), kind):
-        raise ConfigError(f"{file.name} says nothing of {key}, as save_to_disk has it. Save the data set anew.")
+        raise ConfigError(f"{file.name} lacks {key}, which save_to_disk writes. Save the data set again.")
     return content[key]
 
 

@@ -1,8 +1,8 @@
-"""Reads documents of tokens as ``worldsize prepare`` writes them, in windows or packed into samples of one length.
+"""Tokenized documents from ``worldsize prepare``, in windows or packed.
 
-A sample is a mapping of ``tokens`` and ``documents`` (the number of the document at each place), each
-int64 [length + 1]. The first document of a sample has the number 0; empty places have -1. :func:`next_tokens` turns a
-batch into the inputs and targets of a language model, within documents.
+A sample is a mapping with ``tokens`` and ``documents`` (the document index of each token), both int64 [length + 1].
+Documents are counted from 0 within a sample, and padding has index -1. :func:`next_tokens` converts a batch to inputs
+and targets for a language model, within documents.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from worldsize.data.storage.index import Scan
 from worldsize.data.storage.listing import open_files
 from worldsize.errors import ConfigError
 
-_TOGETHER = 1024  # documents that are packed together
+_TOGETHER = 1024  # documents per group that is packed together
 Numbers = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """Tokens, and where their documents begin and end: int64 [documents + 1]."""
+    """A token file and its document boundaries, int64 [documents + 1]."""
 
     tokens: Vector
     bounds: Vector
@@ -43,24 +43,24 @@ class _Shard:
 
 @dataclass(frozen=True)
 class DocumentFiles(TokenFiles, IndexedSource):
-    """Files ``tokens_*.npy``, each with a file ``documents_*.npy`` beside it.
+    """Base class for ``tokens_*.npy`` with boundaries in ``documents_*.npy`` in the same folder.
 
     Raises:
-        ConfigError: one has none, or that of another file.
+        ConfigError: a boundaries file is missing, or does not match its token file.
     """
 
     @cached_property
     def shards(self) -> Sequence[_Shard]:
-        """The files of tokens with those of their documents."""
+        """The token files with their document boundaries."""
         bounds = {file.identity: file for file in self.listed if file_name(file).startswith("documents_")}
         beside = {file.name: file for file in bounds.values()}
         if len(beside) < len(bounds):
-            raise ConfigError("two URLs of the data differ in what may be secret alone. Name the files otherwise.")
+            raise ConfigError("two URLs of the data differ only in parts that may be secret. Rename the files.")
         return [_shard(vector, beside, self.cache) for vector in self.tokens]
 
     @cached_property
     def bounds(self) -> Mapping[str, Vector]:
-        """The boundaries of the documents in each file of tokens, by the identity of that file."""
+        """Document boundaries, keyed by the identity of the token file."""
         return {shard.tokens.file.identity: shard.bounds for shard in self.shards}
 
     @property
@@ -68,11 +68,11 @@ class DocumentFiles(TokenFiles, IndexedSource):
         return f"documents {[[vector.file.size, vector.file.stamp] for vector in self.bounds.values()]}"
 
     def fingerprint(self) -> Mapping[str, Any]:
-        shards = self.shards  # which refuses other boundaries than those of the tokens
+        shards = self.shards  # raises if boundaries do not match the tokens
         if self.prepared:
             return super().fingerprint()
         for shard in shards:
-            for _ in _blocks(shard.bounds):  # it refuses what no manifest vouches for, before a run starts
+            for _ in _blocks(shard.bounds):  # without a manifest, checks all boundaries before the run starts
                 pass
         tokens = digests([shard.tokens.file for shard in shards])
         described = list(zip(tokens, digests([shard.bounds.file for shard in shards]), strict=True))
@@ -86,22 +86,22 @@ def _shard(vector: Vector, bounds: Mapping[str, ByteFile], cache: Cache) -> _Sha
     name = f"{folder}/{own.replace('tokens_', 'documents_', 1)}"
     file = bounds.get(name)
     if file is None and own.startswith("tokens_"):
-        with suppress(ConfigError):  # a pattern may name the tokens alone
+        with suppress(ConfigError):  # a pattern may only match token files
             (file,) = open_files(name, cache)
     if file is None:
         raise ConfigError(
-            f"{vector.file.name} has no file {name.rpartition('/')[2]} beside it, which says where documents end. "
+            f"{vector.file.name} has no file {name.rpartition('/')[2]} with document boundaries beside it. "
             "Prepare the folder with worldsize prepare, or take data=tokens, which ignores documents."
         )
     shard = _Shard(vector, Vector(file, "int64"))
     if shard.bounds.length == 0 or (first := int(shard.bounds.read(0, 1)[0])) != 0:
         begins = "it is empty" if shard.bounds.length == 0 else f"the first one begins at token {first:,}"
-        raise ConfigError(f"{name} does not say where documents begin and end: {begins}. Prepare the folder anew.")
+        raise ConfigError(f"{name} is not a file of document boundaries: {begins}. Prepare the folder again.")
     last = int(shard.bounds.read(shard.bounds.length - 1, shard.bounds.length)[0])
     if last != vector.length:
         raise ConfigError(
-            f"{name} is of another file: its documents end at token {last:,}, and {vector.file.name} has "
-            f"{vector.length:,}. Prepare the folder anew."
+            f"{name} belongs to a different file: its documents end at token {last:,}, and {vector.file.name} has "
+            f"{vector.length:,}. Prepare the folder again."
         )
     return shard
 
@@ -109,7 +109,7 @@ def _shard(vector: Vector, bounds: Mapping[str, ByteFile], cache: Cache) -> _Sha
 @final
 @dataclass(frozen=True)
 class DocumentWindows(DocumentFiles):
-    """Windows of tokens that follow each other: a document goes on in the next sample, and no place is empty."""
+    """Windows of consecutive tokens without padding; documents may continue in the next sample."""
 
     @cached_property
     def _windows(self) -> Windows:
@@ -123,7 +123,7 @@ class DocumentWindows(DocumentFiles):
         return f"starts-2 {super().kind}"
 
     def scanner(self) -> Scan:
-        """Return a scan for the place in its file at which each document begins."""
+        """Return a function that indexes the start of each document in a file."""
 
         def scan(file: ByteFile) -> Iterator[Mapping[str, Numbers]]:
             for block in _blocks(self.bounds[file.identity]):
@@ -133,7 +133,7 @@ class DocumentWindows(DocumentFiles):
 
     @cached_property
     def _documents_of(self) -> Numbers:
-        """The row of the first document of each file, and the end of the last one: int64 [files + 1]."""
+        """Index row of each file's first document, and the number of rows: int64 [files + 1]."""
         return numpy.searchsorted(self.index["file"], numpy.arange(len(self.files) + 1, dtype=numpy.uint32))
 
     def sample(self, index: int) -> Mapping[str, Tensor]:
@@ -148,9 +148,9 @@ class DocumentWindows(DocumentFiles):
 @final
 @dataclass(frozen=True)
 class PackedDocuments(DocumentFiles):
-    """Documents that are cut only if they are longer than a sample.
+    """Packed documents that are only split if they are longer than a sample.
 
-    They are packed by best fit, decreasing, among each 1,024 that follow each other, and places are left empty.
+    Each group of 1,024 consecutive documents is packed by best-fit decreasing; the rest of a sample is padding.
     """
 
     @property
@@ -158,7 +158,7 @@ class PackedDocuments(DocumentFiles):
         return f"packed-2 {self.length + 1} tokens {super().kind}"
 
     def scanner(self) -> Scan:
-        """Return a scan for the pieces up to the end of each sample, and the place and length of each piece."""
+        """Return a function that indexes piece counts (cumulative), starts and lengths."""
         before = 0
 
         def scan(file: ByteFile) -> Iterator[Mapping[str, Numbers]]:
@@ -176,7 +176,7 @@ class PackedDocuments(DocumentFiles):
 
     @property
     def lengths(self) -> LookedUpLengths:
-        """The tokens of documents in each sample; its other places are empty."""
+        """Number of tokens in each sample, without padding."""
         return LookedUpLengths(self._filled)
 
     def _filled(self, indices: Numbers) -> Numbers:
@@ -199,7 +199,7 @@ class PackedDocuments(DocumentFiles):
 
 
 def _blocks(bounds: Vector) -> Iterator[Numbers]:
-    """Yield the boundaries of 1,024 documents at a time: int64 [documents + 1].
+    """Yield the boundaries of groups of up to 1,024 documents: int64 [documents + 1].
 
     Raises:
         ConfigError: a document ends before it begins.
@@ -210,7 +210,7 @@ def _blocks(bounds: Vector) -> Iterator[Numbers]:
             here = int(descents[0])
             raise ConfigError(
                 f"{bounds.file.name}: document {first + here:,} begins at token {block[here]:,} and ends at "
-                f"{block[here + 1]:,}. Prepare the folder anew."
+                f"{block[here + 1]:,}. Prepare the folder again."
             )
         yield block
 
@@ -222,20 +222,20 @@ Int64Array = NDArray[numpy.int64]
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put pieces into bins, the longest first, each into the fullest bin that has room for it.
+    """Pack pieces into bins: longest first, each into the fullest bin with enough room.
 
-    It is the best-fit decreasing rule (Johnson, Demers, Ullman, Garey and Graham, SIAM Journal on Computing 3, 1974),
-    which needs at most 11/9 of the fewest bins and 4 more.
+    This is best-fit decreasing (Johnson, Demers, Ullman, Garey and Graham, SIAM Journal on Computing 3, 1974), which
+    needs at most 11/9 of the optimal number of bins plus 4.
 
     Args:
         lengths: lengths of the pieces, each at most ``capacity``.
-        capacity: what the pieces of a bin may add up to.
+        capacity: maximum total length per bin.
 
     Returns:
-        The pieces of each bin, by number.
+        The indices of the pieces in each bin.
     """
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, bin), ascending
+    rooms: list[tuple[int, int]] = []  # (room, bin index), ascending
     for piece in sorted(range(len(lengths)), key=lambda piece: (-lengths[piece], piece)):
         place = bisect.bisect_left(rooms, (lengths[piece], -1))
         if place < len(rooms):
@@ -249,20 +249,20 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class Pieces(NamedTuple):
-    """Parts of documents: where each begins and how long it is, in tokens, int64 [pieces]."""
+    """Pieces of documents: start and length in tokens, int64 [pieces] each."""
 
     starts: Int64Array
     lengths: Int64Array
 
 
 def pieces_of(bounds: Int64Array, longest: int) -> Pieces:
-    """Cut documents into pieces of at most ``longest`` tokens; a piece begins with the last token of the one before.
+    """Split documents into pieces of at most ``longest`` tokens that overlap by one token.
 
-    So each token of a document but its first is predicted in exactly one piece.
+    Each token of a document except its first is therefore predicted in exactly one piece.
 
     Args:
-        bounds: where documents begin, and where the last one ends: int64 [documents + 1].
-        longest: largest length of a piece in tokens, at least 2.
+        bounds: document boundaries (starts and the last end), int64 [documents + 1].
+        longest: maximum length of a piece in tokens, at least 2.
     """
     lengths = numpy.diff(bounds)
     counts = numpy.maximum(1, -(-(lengths - 1) // (longest - 1)))
@@ -274,15 +274,15 @@ def pieces_of(bounds: Int64Array, longest: int) -> Pieces:
 
 
 def next_tokens(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return inputs and targets of a language model, made of a batch of packed samples.
+    """Convert a batch of samples to inputs, targets and positions for a language model.
 
     Args:
         batch: ``tokens`` and ``documents``, each int64 [batch, length + 1].
 
     Returns:
-        Inputs, targets and positions, each int64 [batch, length]. A target in another document than its input, or in
-        none, is ``IGNORED``. Positions begin at 0 with each document: a model of transformers that is given them as
-        ``position_ids``, and no mask, attends within documents only.
+        Inputs, targets and positions, each int64 [batch, length]. Targets in a different document than their input are
+        ``IGNORED``. Positions restart at 0 with each document. A transformers model that receives them as
+        ``position_ids``, without a mask, only attends within documents.
     """
     tokens, documents = batch["tokens"], batch["documents"]
     inputs, within = tokens[:, :-1], documents[:, :-1]
@@ -298,10 +298,10 @@ def packed(bounds: Int64Array, longest: int) -> tuple[Pieces, list[int]]:
     """Pack documents into samples of at most ``longest`` tokens.
 
     Args:
-        bounds: where documents begin, and where the last one ends: int64 [documents + 1].
+        bounds: document boundaries (starts and the last end), int64 [documents + 1].
 
     Returns:
-        Their pieces, those of a sample one after the other, and how many pieces each sample has.
+        The pieces, grouped by sample, and the number of pieces per sample.
     """
     pieces = pieces_of(bounds, longest)
     bins = best_fit(pieces.lengths.tolist(), longest)

@@ -1,4 +1,4 @@
-"""Images in folders, one for each class; and decoders of images and other files by the ending of their names."""
+"""Images in one folder per class, and decoders by file name ending."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.data.source import FileSource
 from worldsize.data.storage.byte_files import ByteFile, SampleError, without_secrets
 from worldsize.data.storage.index import Array, Scan, indexed
 from worldsize.data.storage.listing import Folder, walk
-from worldsize.errors import ConfigError, missing_extra, neighbours
+from worldsize.errors import ConfigError, neighbours, require
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,30 +30,31 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 def image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:
-    """Decode an image in the mode that it is stored in.
+    """Decode an image without converting its mode.
 
     Args:
-        data: the bytes of its file, which decide on its format.
-        formats: those that are allowed, by Pillow's names.
+        data: content of the image file, which determines the format.
+        formats: allowed formats, by their Pillow names.
 
     Raises:
-        ConfigError: Pillow has no such format, or is not installed.
-        ValueError: it is of no format that is allowed.
+        ConfigError: Pillow does not support one of ``formats``, or is not installed.
+        ValueError: the data are not an image in an allowed format.
     """
     try:
-        from PIL import Image, UnidentifiedImageError  # an extra, and it takes time
+        from PIL import Image, UnidentifiedImageError  # an extra, and slow to import
     except ImportError:
-        raise missing_extra("Reading images", package="pillow", extra="data") from None
+        require("Reading images", "pillow", extra="data")
+        raise
     try:
         opened = Image.open(io.BytesIO(data), formats=list(formats))
     except KeyError as error:
         name = str(error.args[0])
-        raise ConfigError(f"data.image_formats: Pillow has no format {name!r}{neighbours(name, Image.OPEN)}") from None
+        raise ConfigError(f"data.image_formats: Pillow cannot read {name!r}{neighbours(name, Image.OPEN)}") from None
     except UnidentifiedImageError:
         raise ValueError(
-            f"it is no image of {', '.join(formats)}; other formats are read if data.image_formats names them"
+            f"it is not an image in {', '.join(formats)}; list other formats in data.image_formats to read them"
         ) from None
-    opened.load()  # Pillow decodes late otherwise, where nobody knows any more which file it was
+    opened.load()  # otherwise Pillow decodes lazily, and errors lack the file name
     return opened
 
 
@@ -72,41 +73,41 @@ DECODERS: Mapping[str, Callable[[bytes], Any]] = {
 
 
 def decoded(data: bytes, ending: str, place: str, image_formats: Sequence[str] = FORMATS) -> Any:
-    """Decode ``data`` as its ``ending`` says.
+    """Decode the content of a file according to the ``ending`` of its name.
 
     Args:
-        image_formats: the formats of images that are allowed.
-        place: the file and the byte, for the message.
+        place: the file and byte offset, for error messages.
+        image_formats: allowed image formats, by their Pillow names.
 
     Raises:
-        SampleError: it cannot be decoded.
+        SampleError: the data cannot be decoded.
     """
     try:
         return image(data, image_formats) if ending in IMAGES else DECODERS[ending](data)
     except ConfigError:
         raise
-    except Exception as error:  # decoders of damaged files raise errors of many kinds
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise SampleError(f"{place}: it does not decode as {ending}: {reason}.") from None
 
 
-_ROWS = 10_000  # images that are written to the index at once
-_HASHED = 1 << 24  # bytes of names that are hashed at once
-_LOOKS = 16  # images whose content is part of the fingerprint
+_ROWS = 10_000  # images per write to the index
+_HASHED = 1 << 24  # array elements to hash at once
+_LOOKS = 16  # number of images to include in the fingerprint with their content
 
 
 @final
 @dataclass(frozen=True)
 class ImageFolder(FileSource):
-    """Images in a folder that has a folder of each class, as for torchvision's class of this name.
+    """Images in a folder with one subfolder per class, like torchvision's ImageFolder.
 
-    A sample is a dict: ``image``, and ``label``, the number of its class among the names of the folders. Without
-    folders of classes, all images of the folder are samples that have no ``label``.
+    A sample is a dict with ``image`` and ``label``, the index of its class in the sorted class names. Without class
+    folders, samples do not have a ``label``.
 
     Args:
-        transform: is given each image, as Pillow decodes it, and returns what becomes of it, such as a tensor of one
-            size. None: the image itself, of any size and mode.
-        image_formats: the formats that are decoded, by Pillow's names, whatever the names of the files say.
+        transform: maps each Pillow image to the value to use, such as a tensor of fixed size; None keeps Pillow images
+            of any size and mode.
+        image_formats: allowed image formats, by their Pillow names; file names do not matter.
     """
 
     transform: Callable[[Any], Any] | None = None
@@ -125,17 +126,17 @@ class ImageFolder(FileSource):
 
     @cached_property
     def classes(self) -> list[str]:
-        """The names of the classes by number; empty: the folder has none."""
+        """Class names, sorted; empty if there are no class folders."""
         return sorted({parts[0] for _, parts in self._walked if parts})
 
     @property
     def files(self) -> list[ByteFile]:
-        """The folders, which stand for the files in them."""
+        """The folders with images, in place of the individual files."""
         return [folder for folder, _ in self._walked]
 
     @cached_property
     def index(self) -> Mapping[str, Array]:
-        """The index of all images: their sizes, the ends of their names, their folders, and their names themselves."""
+        """Index of all images: sizes, folders, concatenated names, and the end offset of each name."""
         made = indexed("images-1", self.files, self.cache, self._scanner())
         if not made:
             raise ConfigError(
@@ -166,7 +167,7 @@ class ImageFolder(FileSource):
         return len(self.index["size"])
 
     def place(self, index: int) -> tuple[Folder, str, int]:
-        """Return the folder, the name and the size of image ``index``."""
+        """Return the folder, the file name and the size in bytes of image ``index``."""
         ends, names = self.index["end"], self.index["name"]
         first = int(ends[index - 1]) if index else 0
         name = names[first : int(ends[index])].tobytes().decode(errors="surrogateescape")
@@ -187,7 +188,7 @@ class ImageFolder(FileSource):
         return [numbers[parts[0]] for _, parts in self._walked]
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """Hash the names and sizes of all images, and the content of 16 of them."""
+        """Return the total size, and a hash of all names and sizes and of the content of 16 images."""
         hashed = hashlib.sha256("\n".join("/".join(parts) for _, parts in self._walked).encode())
         for name in ("name", "size", "file"):
             array = self.index[name]

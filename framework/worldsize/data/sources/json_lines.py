@@ -1,4 +1,4 @@
-"""Samples in files of JSON, one on each line."""
+"""Samples in JSON-lines files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
 from worldsize.errors import neighbours
 
-_BLOCK = 8 << 20  # bytes that are searched for ends of lines at once
+_BLOCK = 8 << 20  # bytes to search for line ends at once
 _NEWLINE = ord("\n")
 _BLANKS = b" \t\r\n"
 _IS_BLANK = numpy.isin(numpy.arange(256), list(_BLANKS))
-_LONGEST = 2**32 - 1  # bytes of a line, as the index has 32 bits for it
+_LONGEST = 2**32 - 1  # maximum bytes per line; the index stores 32-bit sizes
 
 
 @final
 @dataclass(frozen=True)
 class JsonLines(IndexedSource):
-    """Files in which each line is a sample, in JSON; blank lines are none.
+    """Files with one JSON sample per line; blank lines are ignored.
 
-    A sample is what the line says: an object is a dict.
+    A sample is the parsed line: an object becomes a dict.
 
     Args:
-        columns: the keys of each object that a sample consists of, all of which it must have; None: all there are.
+        columns: the keys to read from each object, all of them required; None reads all keys.
     """
 
     columns: Sequence[str] | None = None
@@ -54,26 +54,26 @@ class JsonLines(IndexedSource):
             parsed = json.loads(line)
         except json.JSONDecodeError as error:
             place = start + len(error.doc[: error.pos].encode(errors="surrogatepass"))
-            raise SampleError(f"{file.name}, byte {place}: the line is no JSON: {error.msg}.") from None
-        except (ValueError, RecursionError) as error:  # no UTF-8, too long a number, too deep
-            raise SampleError(f"{file.name}, byte {start}: the line is no JSON: {error}.") from None
+            raise SampleError(f"{file.name}, byte {place}: the line is not JSON: {error.msg}.") from None
+        except (ValueError, RecursionError) as error:  # not UTF-8, an oversized integer, or nested too deeply
+            raise SampleError(f"{file.name}, byte {start}: the line is not JSON: {error}.") from None
         return parsed if self.columns is None else _chosen(parsed, self.columns, f"{file.name}, byte {start}")
 
 
 def _chosen(parsed: Any, columns: Sequence[str], place: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
-        raise SampleError(f"{place}: the line is no object, and columns are chosen. Set data.columns=null.")
+        raise SampleError(f"{place}: the line is not an object, and data.columns is set. Set data.columns=null.")
     try:
         return {name: parsed[name] for name in columns}
     except KeyError as error:
         missing = error.args[0]
-        raise SampleError(f"{place}: there is no column {missing!r}{neighbours(missing, parsed)}") from None
+        raise SampleError(f"{place}: no column {missing!r}{neighbours(missing, parsed)}") from None
 
 
 def _lines(file: ByteFile) -> Iterator[dict[str, Array]]:
-    """Yield where lines start, and how long they are without their end, for all but blank ones."""
+    """Yield the starts and sizes (without the newline) of the nonblank lines, in blocks."""
     refuse_compressed(file)
-    begun, blank = 0, True  # where the line starts that goes on in this block, and whether it is blank so far
+    begun, blank = 0, True  # start of the line that continues in this block; whether it is blank so far
     for first in range(0, file.size, _BLOCK):
         data = file.read(first, min(first + _BLOCK, file.size))
         bytes_b = numpy.frombuffer(data, numpy.uint8)
@@ -83,7 +83,7 @@ def _lines(file: ByteFile) -> Iterator[dict[str, Array]]:
             continue
         starts = numpy.concatenate(([0], ends[:-1] + 1))
         kept = ~_IS_BLANK[bytes_b[starts]]
-        for each in numpy.flatnonzero(~kept):  # lines that begin with a blank, of which few do
+        for each in numpy.flatnonzero(~kept):  # the few lines that begin with whitespace
             kept[each] = bool(data[starts[each] : ends[each]].strip(_BLANKS))
         kept[0] |= not blank
         positions = starts.astype(numpy.uint64) + numpy.uint64(first)

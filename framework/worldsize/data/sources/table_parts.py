@@ -1,4 +1,4 @@
-"""Parts of tables that a process has read: found by a sample's number, kept while there is room, cut into rows."""
+"""Cache of table parts, such as row groups, and their conversion to rows."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from typing import Any, final
 import numpy
 from numpy.typing import NDArray
 
-from worldsize.errors import missing_extra
+from worldsize.errors import require
 
 Array = NDArray[Any]
 Table = Any  # pyarrow's Table or RecordBatch
 FEW = 16
 """So many rows of one part are taken one by one, in less time than it takes to gather them."""
 
-_KEPT = 1024  # parts that a process keeps at most, even if they take no memory
+_KEPT = 1024  # maximum number of cached parts per process, even if they are memory-mapped
 
 
 def arrow() -> Any:
-    """Import pyarrow, which is an extra and takes time."""
+    """Import pyarrow lazily, since it is an extra and slow to import."""
     try:
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise missing_extra("Reading tables", package="pyarrow", extra="data") from None
+        require("Reading tables", "pyarrow", extra="data")
+        raise
     return pyarrow
 
 
 @final
 class TablePart:
-    """A part of a table in memory, or mapped into it."""
+    """A part of a table, in memory or memory-mapped."""
 
     def __init__(self, table: Table) -> None:
         self._table, self._columns = table, list(zip(table.schema.names, table.columns, strict=True))
         self.row_bytes = table.nbytes // max(table.num_rows, 1)
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return one row as a dict of Python's own objects, in less time than a slice takes."""
+        """Return one row as a dict of Python objects; faster than slicing the table."""
         return {name: column[number].as_py() for name, column in self._columns}
 
     def pieces(self, numbers: list[int]) -> list[Table]:
-        """Return the rows of these numbers as tables, which are views of this one unless the rows are many."""
+        """Return the given rows as tables: a copy for many scattered rows, otherwise views."""
         first, count = numbers[0], len(numbers)
         if count == 1 or numbers == list(range(first, first + count)):
             return [self._table.slice(first, count)]
@@ -53,11 +54,11 @@ class TablePart:
 
 
 def rows_of(pieces: Sequence[Table], form: str) -> list[dict[str, Any]]:
-    """Return all rows of tables as dicts, in the form that :class:`TableSource` describes."""
+    """Return all rows as dicts; ``form`` is the ``format`` of :class:`TableSource`."""
     if len(pieces) > 1:
         try:
-            pieces = [_joined(pieces)]  # what is of one table is converted at once
-        except arrow().ArrowInvalid:  # the columns of files differ
+            pieces = [_joined(pieces)]  # converting once is faster
+        except arrow().ArrowInvalid:  # the files have different columns
             return [row for piece in pieces for row in rows_of([piece], form)]
     (table,) = pieces
     names = table.schema.names
@@ -74,13 +75,14 @@ def _joined(pieces: Sequence[Table]) -> Table:
 
 @final
 class TableReader:
-    """Finds samples in the parts of tables, and keeps the parts read last.
+    """Locates samples in table parts, and caches the most recently used ones.
 
     Args:
-        index: of each part, the number of samples up to its end, and its place in its file.
-        capacity: bytes of parts that are kept; the part read last is kept in any case.
-        read: reads a part and says how many bytes it takes, given its number, where it begins and its place among the
-            parts of its file.
+        index: for each part, the cumulative number of samples (``stop``), and its byte offset (``start``) and index
+            (``number``) in its file.
+        capacity: bytes of parts to cache; the most recent part is always cached.
+        read: takes a part's overall index, its byte offset and its index in its file; returns the part and its size
+            in bytes.
     """
 
     def __init__(
@@ -92,18 +94,18 @@ class TableReader:
         self._bytes = 0.0
 
     def places(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the part in which each sample is, and its row in that part."""
-        wanted = numpy.array(indices, dtype=numpy.uint64)  # a signed number would be compared as a float
+        """Return the part of each sample, and its row in that part."""
+        wanted = numpy.array(indices, dtype=numpy.uint64)  # int64 and uint64 would be compared as floats
         parts = numpy.searchsorted(self._stops, wanted, side="right")
         firsts = numpy.where(parts > 0, self._stops[parts - 1], 0).astype(numpy.uint64)
         return parts.tolist(), (wanted - firsts).tolist()
 
     def first_of(self, part: int) -> int:
-        """Return the number of a part's first sample."""
+        """Return the index of the first sample in a part."""
         return int(self._stops[part - 1]) if part else 0
 
     def part(self, number: int) -> TablePart:
-        """Return a part, which is read if it is not kept."""
+        """Return a part from the cache, or read it."""
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number][0]
@@ -116,7 +118,7 @@ class TableReader:
 
 
 def _values(column: Any) -> list[Any]:
-    """Return a column's values: numbers of NumPy, arrays where they are lists of numbers, or Python's own objects."""
+    """Return values as NumPy scalars, arrays (for lists of numbers), or Python objects."""
     types = arrow().types
     chunks = getattr(column, "chunks", [column])
     kind = column.type
@@ -130,7 +132,7 @@ def _values(column: Any) -> list[Any]:
 
 
 def _array(values: Any) -> Any:
-    """Return a list of numbers as an array that its owner may write to."""
+    """Convert a list of numbers to a writable array."""
     if values is None:
         return None
     array = values.to_numpy(zero_copy_only=False)

@@ -1,4 +1,4 @@
-"""Samples that are rows of tables in parts, of which a process keeps those that it has read last."""
+"""Rows of tables as samples; tables are read in parts, which each process caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PlacedPart(NamedTuple):
-    """A part of a file: the byte where it begins, its place among the file's parts, and its rows."""
+    """A part of a file: byte offset, index among the file's parts, and number of rows."""
 
     start: int
     number: int
@@ -33,15 +33,15 @@ class PlacedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class TableSource(IndexedSource):
-    """Rows of tables, each a dict of its columns.
+    """Base class of sources of table rows; a sample is a dict of columns.
 
     Args:
-        columns: those that are read; None: all.
-        format: "python": numbers, strings, lists and dicts; "numpy": columns of numbers are NumPy's numbers, and those
-            of lists of numbers its arrays, which become tensors in batches.
-        keep: bytes of decoded parts that each process keeps; the part read last is kept in any case.
-        length_column: a column of whole numbers that say how long each sample is, for ``length_balanced``. It is read
-            once, for the index. A part that cannot be read and is skipped has the length 0.
+        columns: the columns to read; None reads all.
+        format: "python": numbers, strings, lists and dicts; "numpy": NumPy scalars for numbers, and arrays for lists
+            of numbers, which are collated to tensors.
+        keep: bytes of decoded parts to cache per process; the most recent part is always cached.
+        length_column: an integer column with the length of each sample, for ``length_balanced``. It is read once, for
+            the index. Samples in unreadable parts have length 0 if they are skipped.
     """
 
     columns: Sequence[str] | None = None
@@ -54,21 +54,21 @@ class TableSource(IndexedSource):
         """Yield the parts of a file.
 
         Raises:
-            SampleError: the file is not of this kind.
-            ConfigError: it lacks a column.
+            SampleError: the file has the wrong format.
+            ConfigError: a required column is missing.
         """
 
     @abstractmethod
     def read_part(self, file: ByteFile, start: int, number: int) -> tuple[Table, float]:
-        """Read a part of a file, and say how many bytes of memory it takes.
+        """Read a part of a file; return it and its memory in bytes.
 
         Raises:
-            SampleError: it cannot be read.
+            SampleError: the part cannot be read.
         """
 
     @property
     def kind(self) -> str:
-        kind = f"{type(self).__name__}-1 columns={self.columns}"  # which are sought in each file that is indexed
+        kind = f"{type(self).__name__}-1 columns={self.columns}"  # indexing checks that they exist
         if self.length_column is None:
             return kind
         return f"{kind} length_column={self.length_column} on_error={self.on_error}"
@@ -95,17 +95,17 @@ class TableSource(IndexedSource):
         return self.finished(self._rows(parts, numbers), parts)[0]
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
-        """Read several samples, in their order; what lies in one part is taken from it at once."""
+        """Read several samples in order; samples in one part are read together."""
         if not indices or min(indices) < 0 or max(indices) >= len(self):
             return super().read_each(indices)
         parts, numbers = self._reader.places(indices)
         try:
             return self.finished(self._rows(parts, numbers), parts)
-        except SampleError:  # of one of them: each is read by itself, as on_error says
+        except SampleError:  # at least one is bad: read them one by one, following on_error
             return super().read_each(indices)
 
     def _rows(self, parts: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Return samples in their order, given the part in which each is and its row there."""
+        """Return samples in order, given the part of each sample and its row in that part."""
         counts, sizes = Counter(parts), Counter[int]()
         tables = {part: self._reader.part(part) for part in counts}
         for part, file in zip(counts, self.index["file"][[*counts]].tolist(), strict=True):
@@ -136,30 +136,30 @@ class TableSource(IndexedSource):
         return TableReader(self.index, self.keep, lambda row, *place: self.read_part(self.file_of(row), *place))
 
     def touch(self, file: ByteFile, size: int) -> None:
-        """Prepare to take rows of about ``size`` bytes from a part of a file that has been read, or mapped.
+        """Hook before about ``size`` bytes of rows are extracted from read or mapped parts.
 
         Raises:
-            SampleError: the file is not as it was.
+            SampleError: the file has changed.
         """
 
     def finished(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the samples that rows become, each of one of ``parts``.
+        """Hook to convert rows to samples; ``parts`` has the part of each row.
 
         Raises:
-            SampleError: one of them cannot be read.
+            SampleError: a row cannot be converted.
         """
         return rows
 
 
 def check_columns(source: TableSource, names: Sequence[str], place: str) -> None:
-    """Raise ConfigError, which names the file and the nearest column, if one is missing that ``source`` needs."""
+    """Raise ConfigError, with the most similar name, if a column of ``source`` is missing."""
     for name in (*(source.columns or ()), *([] if source.length_column is None else [source.length_column])):
         if name not in names:
-            raise ConfigError(f"{place}: there is no column {name!r}{neighbours(name, names)}")
+            raise ConfigError(f"{place}: no column {name!r}{neighbours(name, names)}")
 
 
 def _lengths_in(source: TableSource, file: ByteFile, parts: Sequence[PlacedPart]) -> Mapping[str, Array]:
-    """Read the lengths of the samples in the parts of a file, if there is a column of them."""
+    """Read the sample lengths in the parts of a file, if ``length_column`` is set."""
     if source.length_column is None:
         return {}
     only = replace(source, columns=[source.length_column])
@@ -168,18 +168,18 @@ def _lengths_in(source: TableSource, file: ByteFile, parts: Sequence[PlacedPart]
 
 
 def _column(source: TableSource, file: ByteFile, part: PlacedPart) -> Array:
-    """Read the only column of a part of a file, whole numbers: int64 [rows]."""
+    """Read the only selected column of a part, which must hold integers: int64 [rows]."""
     try:
         values: Array = source.read_part(file, part.start, part.number)[0].column(0).to_numpy(zero_copy_only=False)
     except SampleError as error:
         if source.on_error == "stop":
             raise
-        _logger.warning("samples whose length cannot be read have the length 0: %s", error)
+        _logger.warning("samples of unreadable length have length 0: %s", error)
         return numpy.zeros(part.rows, dtype=numpy.int64)
     if values.dtype.kind not in "iu":
         raise ConfigError(
-            f"{file.name}, byte {part.start}: column {source.length_column!r} holds more than whole numbers. "
-            "Name another as length_column, or mend the file."
+            f"{file.name}, byte {part.start}: column {source.length_column!r} does not only hold integers. "
+            "Choose a different length_column, or repair the file."
         )
     lengths: Array = values.astype(numpy.int64)
     return lengths

@@ -1,4 +1,4 @@
-"""Reads tokens from files: a folder of ``worldsize prepare``, NumPy arrays, or raw numbers."""
+"""Token files: folders from ``worldsize prepare``, NumPy arrays, or raw integers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from worldsize.data.storage.listing import expanded, open_files
 from worldsize.data.token_shards import Prepared, prepared
 from worldsize.errors import ConfigError
 
-_HEADER = 4096  # bytes that hold the header of an array of one dimension
+_HEADER = 4096  # bytes to read for the header of a one-dimensional array
 Numbers = NDArray[Any]
 
 
 @final
 class Vector:
-    """An array of one dimension in a file, of which parts are read.
+    """A one-dimensional integer array in a file, read in slices.
 
     Args:
-        file: it is an ``.npy`` file, or holds nothing but numbers.
-        dtype: of the numbers, where the file does not say.
+        file: an ``.npy`` file, or a file of raw integers.
+        dtype: dtype for a file without a header.
 
     Raises:
-        ConfigError: the file holds something else.
+        ConfigError: an ``.npy`` file does not contain a one-dimensional integer array.
+        SampleError: the file is truncated or too long.
     """
 
     def __init__(self, file: ByteFile, dtype: str) -> None:
@@ -51,20 +52,20 @@ class Vector:
             raise SampleError(f"{place}: the file ends within a number. Bring the whole file.")
 
     def read(self, start: int, stop: int) -> Numbers:
-        """Return the numbers from ``start`` up to ``stop``, [stop - start]."""
+        """Return elements ``start`` to ``stop`` (exclusive), [stop - start]."""
         size = self._dtype.itemsize
         return numpy.frombuffer(self.file.read(self._start + start * size, self._start + stop * size), self._dtype)
 
 
 def _header(file: ByteFile) -> tuple[numpy.dtype[Any], int]:
-    """Return the type of an ``.npy`` file's numbers, and the byte at which they begin."""
+    """Return the dtype of an ``.npy`` file, and the byte offset of its data."""
     head = io.BytesIO(file.read(0, min(_HEADER, file.size)))
     try:
         version = numpy.lib.format.read_magic(head)
         read = numpy.lib.format.read_array_header_1_0 if version == (1, 0) else numpy.lib.format.read_array_header_2_0
         shape, _, dtype = read(head)
-    except Exception as error:  # NumPy parses a header as Python, with all errors that this has
-        raise ConfigError(f"{file.name} is no .npy file: {error}. Write it with numpy.save.") from None
+    except Exception as error:  # NumPy parses the header as Python, which can raise any error
+        raise ConfigError(f"{file.name} is not an .npy file: {error}. Write it with numpy.save.") from None
     if dtype.kind not in "iu":
         raise ConfigError(f"{file.name} holds {dtype}; tokens are whole numbers. Convert the file.")
     if len(shape) != 1:
@@ -77,11 +78,11 @@ def _header(file: ByteFile) -> tuple[numpy.dtype[Any], int]:
 
 @dataclass(frozen=True)
 class TokenFiles(FileSource):
-    """Files of tokens, which follow each other as in a text.
+    """Base class of sources that read token files.
 
     Args:
-        length: tokens that a sample predicts; it has one more.
-        dtype: of the numbers in files without a header, such as ``.bin``.
+        length: number of tokens to predict per sample; a sample has ``length + 1`` tokens.
+        dtype: dtype of tokens in files without a header, such as ``.bin``.
     """
 
     length: Annotated[int, Range(least=1)] = 1024
@@ -91,23 +92,23 @@ class TokenFiles(FileSource):
 
     @cached_property
     def listed(self) -> Sequence[ByteFile]:
-        """All files that the path names: those of tokens, and the boundaries of documents beside them."""
+        """All files at the path: token files and document boundaries."""
         return open_files(self.path, self.cache, endings=self.endings)
 
     @cached_property
     def files(self) -> Sequence[ByteFile]:
-        """The files of tokens."""
+        """The token files."""
         files = [file for file in self.listed if not file_name(file).startswith("documents_")]
         if not files:
             raise ConfigError(
-                f"{self.listed[0].name} says where documents end, and no file of their tokens (tokens_*.npy) is beside "
-                "it. Bring the whole folder."
+                f"{self.listed[0].name} holds document boundaries, and the file of their tokens (tokens_*.npy) is "
+                "missing beside it. Copy the whole folder."
             )
         return files
 
     @cached_property
     def prepared(self) -> Sequence[Prepared]:
-        """The facts in the manifests of ``worldsize prepare``, if each path is a folder that has one."""
+        """Manifests of ``worldsize prepare``; empty unless every path is a folder with one."""
         paths = [self.path] if isinstance(self.path, str) else self.path
         folders = [folder for path in paths for folder in expanded(path)]
         facts = [prepared(folder, self.listed, self.cache) for folder in folders]
@@ -115,7 +116,7 @@ class TokenFiles(FileSource):
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of different tokens, or None if no manifest states it."""
+        """Vocabulary size from the manifests, or None without manifests."""
         return max((each.vocabulary for each in self.prepared), default=None)
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -128,12 +129,12 @@ class TokenFiles(FileSource):
 
     @cached_property
     def tokens(self) -> Sequence[Vector]:
-        """The tokens of each file."""
+        """The token array of each file."""
         return [Vector(file, self.dtype) for file in self.files]
 
 
 class Window(NamedTuple):
-    """Tokens that follow each other, int64 [length + 1], the number of their file, and where in it they begin."""
+    """Consecutive tokens, int64 [length + 1], with their file index and offset."""
 
     file: int
     start: int
@@ -142,12 +143,12 @@ class Window(NamedTuple):
 
 @final
 class Windows:
-    """Windows of ``length`` tokens, each with the first token of the next one, from one file after the other.
+    """Windows of ``length + 1`` tokens in all files, in order, that overlap by one token.
 
-    Every token of a file but its first is predicted once, but for those at its end that do not fill a window.
+    Every token of a file except its first is predicted once. An incomplete window at the end of a file is dropped.
 
     Raises:
-        ConfigError: no file has enough tokens for a window.
+        ConfigError: all files are too short for a window.
     """
 
     def __init__(self, tokens: Sequence[Vector], length: int) -> None:
@@ -172,7 +173,7 @@ class Windows:
 @final
 @dataclass(frozen=True)
 class TokenWindows(TokenFiles):
-    """Windows of tokens that follow each other, each with the first token of the next one: int64 [length + 1]."""
+    """Consecutive windows of tokens, int64 [length + 1], that overlap by one token."""
 
     @cached_property
     def _windows(self) -> Windows:
@@ -186,5 +187,5 @@ class TokenWindows(TokenFiles):
 
 
 def file_name(file: ByteFile) -> str:
-    """Return the last part of a file's path or URL."""
+    """Return the last component of a file's path or URL."""
     return PurePosixPath(file.name).name

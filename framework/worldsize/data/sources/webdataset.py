@@ -1,4 +1,4 @@
-"""Samples in tar files, as the library webdataset has them: neighbours whose names differ in their endings alone."""
+"""Samples in WebDataset tar files: consecutive members that only differ in their endings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from worldsize.data.storage.index import Scan
 from worldsize.errors import neighbours
 
 _logger = logging.getLogger(__name__)
-_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # key and ending, as webdataset divides them
-_META = re.compile(r"__[^/]*__($|/)")  # names that webdataset leaves out
-_ROWS = 10_000  # samples that are written to the index at once
+_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # key and ending, split as in the webdataset library
+_META = re.compile(r"__[^/]*__($|/)")  # names that the webdataset library skips
+_ROWS = 10_000  # samples per write to the index
 _HEADER = tarfile.BLOCKSIZE
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
 @final
 class KnownEndings(Limit):
-    """Endings of names for which there is a decoder."""
+    """Requires file name endings to have a decoder."""
 
     def refusal(self, value: Any) -> str | None:
         endings = value if isinstance(value, list | tuple) else []
@@ -40,16 +40,16 @@ class KnownEndings(Limit):
 @final
 @dataclass(frozen=True)
 class WebDataset(IndexedSource):
-    """Tar files of WebDataset: members ``KEY.ENDING`` that follow each other and share their key are a sample.
+    """WebDataset tar files: consecutive members ``KEY.ENDING`` with the same key form a sample.
 
-    A sample is a dict of ``__key__`` and, by ending in lower case, the bytes of each member. It is read at once, by an
-    index of where samples begin and end; nothing is extracted. Of a file that was cut off, ``on_error=skip`` leaves out
-    the last sample that is there, since it may lack a member.
+    A sample is a dict with ``__key__`` and the bytes of each member, keyed by its ending in lower case. An index stores
+    the start and size of each sample, which is read at once without extracting files. With ``on_error=skip``, the last
+    sample of a truncated file is dropped, since members may be missing.
 
     Args:
-        decode: endings whose bytes are decoded: txt, json, cls (a whole number), npy, and images such as jpg and png,
-            which become Pillow's. Of several endings, as in ``x.mask.png``, the last one counts.
-        image_formats: the formats of images that are decoded, by Pillow's names, whatever their endings say.
+        decode: endings to decode: txt, json, cls (an integer), npy, and images such as jpg and png, which become
+            Pillow images. The last ending counts if there are several, as in ``x.mask.png``.
+        image_formats: allowed image formats, by their Pillow names; endings do not matter.
     """
 
     decode: Annotated[Sequence[str], KnownEndings()] = ()
@@ -59,7 +59,7 @@ class WebDataset(IndexedSource):
 
     @property
     def kind(self) -> str:
-        return f"webdataset-1 on_error={self.on_error}"  # "skip" leaves out what a file lacks that was cut off
+        return f"webdataset-1 on_error={self.on_error}"  # "skip" drops the end of a truncated file
 
     def scanner(self) -> Scan:
         return self._scan
@@ -77,7 +77,7 @@ class WebDataset(IndexedSource):
             if self.on_error == "stop":
                 raise
             COUNTS.skipped += 1
-            _logger.warning("what follows in the file is skipped: %s", error)
+            _logger.warning("the rest of the file is skipped: %s", error)
         yield _columns(rows)
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ def _columns(rows: list[tuple[int, int]]) -> dict[str, Array]:
 
 
 def _divided(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Return key and ending of a member that is part of a sample."""
+    """Return key and ending of a member, or None if it does not belong to a sample."""
     if not member.isreg() or _META.match(member.name):
         return None
     named = _NAME.fullmatch(member.name)
@@ -115,7 +115,7 @@ def _divided(member: tarfile.TarInfo) -> tuple[str, str] | None:
 
 
 def _samples(file: ByteFile) -> Iterator[tuple[int, int]]:
-    """Yield where each sample begins, with its first header, and how many bytes it has."""
+    """Yield the byte offset of each sample's first header, and the sample's size in bytes."""
     key, begun, ended = None, 0, 0
     endings: set[str] = set()
     with BufferedReader(ByteReader(file)) as reader:
@@ -128,7 +128,7 @@ def _samples(file: ByteFile) -> Iterator[tuple[int, int]]:
                 key, begun, endings = parts[0], member.offset, set()
             if parts[1] in endings:
                 raise SampleError(
-                    f"{file.name}, byte {member.offset}: a second {member.name} in one sample. Give it another name."
+                    f"{file.name}, byte {member.offset}: a second {member.name} in one sample. Rename it."
                 )
             endings.add(parts[1])
             ended = member.offset_data + member.size
@@ -140,7 +140,7 @@ def _checked(reader: IO[bytes], file: ByteFile) -> Iterator[tarfile.TarInfo]:
     """Yield the members of a tar file.
 
     Raises:
-        SampleError: it is none, is damaged, or was cut off.
+        SampleError: the file is damaged, truncated, or not a tar file.
     """
     if file.size == 0:
         raise SampleError(f"{file.name}, byte 0: the file is empty. Bring the whole file.")
@@ -148,11 +148,11 @@ def _checked(reader: IO[bytes], file: ByteFile) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=reader, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # it would remember all of them
+                archive.members.clear()  # type: ignore[attr-defined]  # would keep all members in memory
                 place = member.offset
                 if member.offset_data + member.size > file.size:
                     raise tarfile.ReadError(
-                        f"{member.name} has {member.size:,} bytes, of which {file.size - member.offset_data:,} are here"
+                        f"{member.name} has {member.size:,} bytes, and only {file.size - member.offset_data:,} are here"
                     )
                 yield member
             place = archive.offset
@@ -167,13 +167,13 @@ def _checked(reader: IO[bytes], file: ByteFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _members(data: bytes, place: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
-    """Yield the members in a part of a tar file, and where in ``data`` the content of each begins."""
+    """Yield the members in a section of a tar file, with their content's offset in ``data``."""
     offset = 0
     try:
         while offset < len(data):
             member = tarfile.TarInfo.frombuf(data[offset : offset + _HEADER], tarfile.ENCODING, "surrogateescape")
             begins = offset + _HEADER
-            if member.type not in _PLAIN:  # headers of long names stand before the member's own
+            if member.type not in _PLAIN:  # an extra header, e.g. for a long name
                 with tarfile.open(fileobj=BytesIO(data[offset:]), mode="r:") as archive:
                     member = archive.next() or member
                 begins = offset + member.offset_data

@@ -1,1 +1,1 @@
-"""Files of any size on this machine or another, of which parts are read, and what is kept of them on disk."""
+"""Random access to local and remote files, with an on-disk cache."""

@@ -1,7 +1,7 @@
-"""Files by path or URL, of which each process reads only the bytes that it needs.
+"""Random access to bytes of files, by path or URL.
 
-:class:`ByteReader` gives one to libraries that read Python's own file objects. ``COUNTS`` counts the reads of this
-process, and those of its data workers for it.
+:class:`ByteReader` adapts a file for libraries that expect Python file objects. ``COUNTS`` contains read statistics of
+this process, including its data workers.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-_WHOLE = 4 << 20  # bytes: a larger file is known by its size and by parts of it
+_WHOLE = 4 << 20  # bytes; the digest of a larger file covers only its size and samples of its content
 _PARTS, _PART = 16, 16 << 10
 _SECRETS = re.compile(r"://[^/@\s]*@|\?\S*")
-_OPEN = 128  # files that a process keeps open
-_THREADS = 16  # fewer than files are kept open
+_OPEN = 128  # maximum number of open files per process
+_THREADS = 16  # must be less than _OPEN
 
 
 class SampleError(WorldsizeError):
-    """A sample that cannot be read; its message names the file and the place."""
+    """A sample cannot be read; the message gives the file and the byte offset."""
 
 
 class ByteFile(ABC):
-    """A file whose bytes are read in parts.
+    """Base class of files with random access to bytes.
 
     Attributes:
-        name: The path or URL as messages show it, without what may be secret.
-        size: Bytes.
-        stamp: It changes when the content does: the time of the last change, or what a store calls the version.
+        name: The path or URL for messages, without potential secrets.
+        size: Size in bytes.
+        stamp: Version of the content: the modification time, or a version reported by the store.
     """
 
     name: str
@@ -52,21 +52,21 @@ class ByteFile(ABC):
 
     @property
     def identity(self) -> str:
-        """A name that no other file has; it shows no secret."""
+        """Unique name of the file, without secrets."""
         return self.name
 
     @abstractmethod
     def _read(self, start: int, stop: int) -> bytes: ...
 
     def _read_once(self, start: int, stop: int) -> bytes:
-        """Read bytes near which nothing else is read."""
+        """Read bytes for isolated access, without reading ahead."""
         return self._read(start, stop)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes from ``start`` up to ``stop``.
+        """Return the bytes from ``start`` to ``stop`` (exclusive).
 
         Raises:
-            SampleError: the file ends before, or cannot be read.
+            SampleError: the file ends before ``stop``, or cannot be read.
         """
         return self._checked(self._read, start, stop)
 
@@ -85,7 +85,7 @@ class ByteFile(ABC):
         return data
 
     def digest(self) -> str:
-        """Return a SHA-256 of the content; of a file larger than 4 MiB, of its size and 16 parts spread over it."""
+        """Return a SHA-256 of size and content; above 4 MiB, of 16 evenly spaced parts."""
         hashed = hashlib.sha256(str(self.size).encode())
         if self.size <= _WHOLE:
             hashed.update(self.read(0, self.size))
@@ -98,47 +98,47 @@ class ByteFile(ABC):
 
 @final
 class LocalFile(ByteFile):
-    """A file of this machine's file system.
+    """A local file.
 
     Raises:
-        OSError: there is no such file, or it is something else, such as a pipe.
+        OSError: the file does not exist, or is not a regular file (for example a pipe).
     """
 
     def __init__(self, path: Path) -> None:
         facts = path.stat()
-        if not stat.S_ISREG(facts.st_mode):  # a pipe has no bytes to go back to
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if not stat.S_ISREG(facts.st_mode):  # a pipe cannot seek
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         self.path, self.name = path, str(path)
         self.size, self.stamp = facts.st_size, str(facts.st_mtime_ns)
         self._inode = facts.st_dev, facts.st_ino
 
     def opened(self) -> Opened:
-        """Open the file that was described when this was made.
+        """Open the file, and check that it is unchanged since this object was created.
 
-        A shorter one is opened as well, as whoever reads beyond its end says where that is.
+        A truncated file is accepted here, since reads beyond its end raise an error with the offset.
 
         Raises:
-            OSError: another one has taken its place, or it has been written to.
+            OSError: the file has been replaced or written to.
         """
         opened = Opened(self.path)
         facts = os.fstat(opened.descriptor)
         if (facts.st_dev, facts.st_ino) != self._inode:
-            raise OSError(errno.ESTALE, "another file has taken its place since the run listed its data. Start again")
+            raise OSError(errno.ESTALE, "the file was replaced after the run listed its data. Start again")
         if str(facts.st_mtime_ns) != self.stamp and facts.st_size >= self.size:
             raise OSError(errno.ESTALE, "it was written to since the run listed its data. Start again")
         return opened
 
     def _read(self, start: int, stop: int) -> bytes:
-        opened, parts = _opened(self), []  # it stays open while it is held
+        opened, parts = _opened(self), []  # stays open while referenced
         while start < stop and (part := os.pread(opened.descriptor, stop - start, start)):
-            parts.append(part)  # more than one, as a call reads at most 2 GiB
+            parts.append(part)  # one call reads at most 2 GiB
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 @final
 class Opened:
-    """A descriptor that closes when nobody uses it any more."""
+    """A read-only file descriptor that is closed on deletion."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -154,26 +154,26 @@ def _opened(file: LocalFile) -> Opened:
 
 
 def digests(files: Sequence[ByteFile]) -> list[str]:
-    """Return the digest of each file; several are read at once, as hashing and waiting leave other threads alone."""
+    """Compute the digest of each file in parallel threads; hashing and reading release the GIL."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(ByteFile.digest, files))
 
 
 def without_secrets(url: str) -> str:
-    """Return ``url`` without a user's name, a password or a query, any of which may be secret."""
+    """Return ``url`` without user name, password and query, which may be secret."""
     return _SECRETS.sub(lambda match: "://" if match[0].startswith(":") else "", url)
 
 
 def reason_of(error: Exception) -> str:
-    """Return why a file cannot be opened or read, without what may be secret."""
+    """Return the reason of a failed open or read, without potential secrets."""
     return getattr(error, "strerror", None) or without_secrets(str(error)) or type(error).__name__
 
 
 @final
 class ByteReader(io.RawIOBase):
-    """Reads a :class:`ByteFile`, from a position of its own.
+    """A Python file object over a :class:`ByteFile`, with its own position.
 
-    What cannot be read is a :class:`SampleError`; beyond the size that the file had when it was opened, nothing is.
+    Read errors raise :class:`SampleError`. The end of the file is determined when the :class:`ByteFile` is created.
     """
 
     def __init__(self, file: ByteFile) -> None:
@@ -211,12 +211,12 @@ class ByteReader(io.RawIOBase):
 @final
 @dataclass
 class ReadCounts:
-    """Counts of what was read.
+    """Read statistics.
 
     Attributes:
-        read: bytes of samples and indices that were asked for.
-        fetched: bytes that came from other machines.
-        skipped: samples that could not be read, where ``on_error=skip``.
+        read: bytes of requested samples and indices.
+        fetched: bytes received from other machines.
+        skipped: number of unreadable samples that were skipped (``on_error=skip``).
     """
 
     read: int = 0
@@ -224,25 +224,25 @@ class ReadCounts:
     skipped: int = 0
 
     def add(self, read: int, fetched: int, skipped: int) -> None:
-        """Add what another process has counted."""
+        """Add the counts of another process."""
         self.read += read
         self.fetched += fetched
         self.skipped += skipped
 
     def reset(self) -> None:
-        """Begin anew at zero, as a process does that has inherited the counts of another."""
+        """Reset all counts, for example in a forked process, which inherits its parent's counts."""
         self.read = self.fetched = self.skipped = 0
 
     def since(self, before: ReadCounts) -> ReadCounts:
-        """Return the counts from ``before`` until now."""
+        """Return the difference from the earlier counts ``before``."""
         return ReadCounts(self.read - before.read, self.fetched - before.fetched, self.skipped - before.skipped)
 
     def copy(self) -> ReadCounts:
-        """Return the counts as they are now."""
+        """Return a copy of the current counts."""
         return ReadCounts(self.read, self.fetched, self.skipped)
 
     def taken(self) -> tuple[int, int, int]:
-        """Return the three counts, for :meth:`add`, and begin anew at zero."""
+        """Return the counts as arguments for :meth:`add`, and reset them."""
         counts = self.read, self.fetched, self.skipped
         self.reset()
         return counts

@@ -1,6 +1,6 @@
-"""Files of other machines, read in blocks, and the folder of bounded size that caches them on this machine.
+"""Remote files that are read in blocks, and a local cache folder of bounded size.
 
-The folder also holds the indices of data sets.
+The cache folder also stores the indices of data sets.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from worldsize.world.scratch import cache_folder
 
 _logger = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_ROOM = 0.9  # share of the capacity that is left when the oldest blocks have been removed
-_RECENT = 1.0  # seconds in which a block is not marked again as used
-_LOOKS = 32  # the folder is looked through each time that 1/32 of the capacity has been added
+_ROOM = 0.9  # share of the capacity to use after removing old blocks
+_RECENT = 1.0  # minimum seconds between two updates of a block's access time
+_LOOKS = 32  # scan the folder after adding 1/32 of the capacity
 
 
 @final
 @dataclass(frozen=True)
 class Cache:
-    """A folder for indices and parts of remote files, which all processes of a host share.
+    """Cache folder for indices and blocks of remote files, shared by all processes on a host.
 
     Args:
-        folder: None: ``worldsize`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
-        capacity: bytes that parts of remote files take at most, and as many again that indices do; what is unused for
-            longest goes first, but no index that a process uses.
-        block: bytes that are fetched at once.
+        folder: the folder; None uses ``worldsize`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``.
+        capacity: limit in bytes for blocks of remote files, and separately for indices. The least recently used ones
+            are removed first, except indices in use.
+        block: bytes to fetch per request.
     """
 
     folder: Annotated[str | None, FilePath()] = None
@@ -50,44 +50,44 @@ class Cache:
 
     @property
     def root(self) -> Path:
-        """The folder, which may not exist yet."""
+        """Path of the cache folder, which may not exist yet."""
         return cache_folder() if self.folder is None else Path(self.folder).expanduser()
 
     def made(self, name: str) -> Path:
-        """Make the folder ``name`` of the cache, unless it is there.
+        """Create the subfolder ``name`` if needed, and return its path.
 
         Raises:
-            WorldsizeError: it cannot be made.
+            WorldsizeError: the folder cannot be created.
         """
         folder = self.root / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WorldsizeError(
-                f"the cache folder {folder} cannot be made: {error.strerror}. Set cache.folder of the data to another."
+                f"cannot create the cache folder {folder}: {error.strerror}. Set cache.folder to a different one."
             ) from None
         return folder
 
 
 @final
 class BlockCache:
-    """Keeps blocks of remote files on disk, and removes those unused for longest.
+    """On-disk cache of blocks of remote files that evicts the least recently used ones.
 
-    A block that has no room is handed on without being kept. Processes that add blocks at the same time may exceed the
-    capacity by 1/32 each until one of them removes the oldest.
+    Blocks that do not fit are returned without being stored. Processes that add blocks concurrently may each exceed the
+    capacity by 1/32 until one of them evicts blocks.
     """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._folder = cache.made("blocks")
-        self._added = float("inf")  # bytes since the folder was looked through; the first block looks
+        self._added = float("inf")  # bytes added since the last scan; the first block triggers a scan
         self._told = False
 
     def read(self, file: str, number: int, span: tuple[int, int], fetch: Callable[[], bytes]) -> bytes:
-        """Return bytes ``span`` (from, to) of block ``number`` of ``file``, which ``fetch`` gets if it is not here.
+        """Return bytes ``span`` (start, stop) of a block of ``file``; fetch it if not cached.
 
         Args:
-            file: a name that changes whenever the content does.
+            file: a key that changes with the file's content.
         """
         path = self._path(file, number)
         data = _kept(path, span)
@@ -98,7 +98,7 @@ class BlockCache:
         return block[span[0] : span[1]]
 
     def kept(self, file: str, number: int, span: tuple[int, int]) -> bytes:
-        """Return bytes ``span`` (from, to) of a block if they are here, or fewer."""
+        """Return bytes ``span`` (start, stop) of a block, or fewer if they are not cached."""
         return _kept(self._path(file, number), span)
 
     def _path(self, file: str, number: int) -> Path:
@@ -126,10 +126,10 @@ class BlockCache:
             self._tell(f"the disk of {self._folder} is full")
 
     def _make_room(self, size: int) -> None:
-        """Remove the blocks unused for longest until there is room for ``size`` bytes and those to come."""
+        """Evict the least recently used blocks to make room for ``size`` bytes and later blocks."""
         with FileLock(self._cache.root / "blocks.lock"):
             entries = []
-            for block in self._folder.rglob("[!.]*"):  # others are still being written
+            for block in self._folder.rglob("[!.]*"):  # hidden files are still being written
                 with suppress(OSError):
                     facts = block.stat()
                     entries += [(facts.st_mtime_ns, facts.st_size, block)] if block.is_file() else []
@@ -145,12 +145,12 @@ class BlockCache:
 
     def _tell(self, reason: str) -> None:
         if not self._told:
-            _logger.warning("%s: what is read of remote files is not kept. Make room, or set cache.folder.", reason)
+            _logger.warning("%s: data read from remote files is not cached. Make room, or set cache.folder.", reason)
         self._told = True
 
 
 def _kept(path: Path, span: tuple[int, int]) -> bytes:
-    """Return the bytes ``span`` of a block, or fewer if they are not here; mark the block as used just now."""
+    """Read bytes of a cached block (fewer if missing), and update its access time."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -164,30 +164,30 @@ def _kept(path: Path, span: tuple[int, int]) -> bytes:
         os.close(descriptor)
 
 
-_WAITS = (0.5, 2.0)  # seconds before a block is asked for again
-_VERSIONS = (  # what file systems call that by which they tell one content from another, the surest first
+_WAITS = (0.5, 2.0)  # seconds before each retry
+_VERSIONS = (  # keys of content versions in the metadata of file systems, most reliable first
     *("ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "Digest", "checksum", "blob_id", "generation"),
     *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "modified", "created"),
 )
 
 
 def version(facts: Mapping[str, Any]) -> str:
-    """Return what a file system says of a file that changes when its content does; "": nothing."""
+    """Return a version of a file's content from its file-system metadata; "" if it has none."""
     return next((str(facts[key]) for key in _VERSIONS if facts.get(key)), "")
 
 
 @final
 class RemoteSystem:
-    """A file system of fsspec, which is made anew in a process that was forked.
+    """An fsspec file system that is recreated in a forked process.
 
-    Connections, and the thread that serves them, stay behind in a fork.
+    Connections and the thread that serves them do not survive a fork.
     """
 
     def __init__(self, system: Any) -> None:
         self._system, self._process = system, os.getpid()
 
     def here(self) -> Any:
-        """Return the file system for this process."""
+        """Return the file system of this process, creating it after a fork."""
         if self._process != os.getpid():
             self._system = type(self._system)(*self._system.storage_args, **self._system.storage_options)
             self._process = os.getpid()
@@ -196,13 +196,13 @@ class RemoteSystem:
 
 @final
 class RemoteFile(ByteFile):
-    """A file of another machine, read by blocks that :class:`Cache` keeps on this one.
+    """A file on a remote machine, read in blocks that are cached locally.
 
     Args:
-        system: the file system that it is in.
-        path: as ``system`` names it.
-        facts: what ``system.info`` says of it.
-        cache: keeps the blocks.
+        system: the file system that contains the file.
+        path: path within ``system``.
+        facts: metadata of the file, from ``system.info``.
+        cache: cache for the blocks.
     """
 
     def __init__(self, system: RemoteSystem, path: str, facts: Mapping[str, Any], cache: Cache) -> None:
@@ -210,13 +210,13 @@ class RemoteFile(ByteFile):
         url = system.here().unstrip_protocol(path)
         self.name, self._url_digest = without_secrets(url), hashlib.sha256(url.encode()).hexdigest()
         if facts.get("size") is None:
-            raise ConfigError(f"{self.name} does not say how large it is. Copy it to this machine first.")
+            raise ConfigError(f"{self.name} is of unknown size. Copy it to this machine first.")
         self.size = int(facts["size"])
         self.stamp = version(facts)
 
     @property
     def identity(self) -> str:
-        """The URL without secrets, and a digest of all of it: a query may name the file."""
+        """The URL without secrets, and a digest of the full URL, as a query may identify the file."""
         return f"{self.name} {self._url_digest}"
 
     @cached_property
@@ -232,16 +232,16 @@ class RemoteFile(ByteFile):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read_once(self, start: int, stop: int) -> bytes:
-        """Read bytes that are kept already, or get them alone, without the block around them."""
+        """Read bytes from the cache, or fetch only these bytes instead of a full block."""
         number, first = divmod(start, self._cache.block)
         kept = _blocks(self._cache).kept(self._key, number, (first, first + stop - start))
         return kept if len(kept) == stop - start else self._fetch(start, stop)
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        """Get bytes from the other machine, which may need more than one try.
+        """Fetch bytes from the remote machine, with retries.
 
         Raises:
-            OSError: it does not send them.
+            OSError: all attempts failed, the file is gone, or the server sent the wrong number of bytes.
         """
         for seconds in (*_WAITS, None):
             try:
@@ -249,15 +249,15 @@ class RemoteFile(ByteFile):
                 break
             except FileNotFoundError:
                 raise OSError("the file is gone") from None
-            except Exception as error:  # each file system has errors of its own
+            except Exception as error:  # each file system raises different errors
                 reason = without_secrets(str(error)) or type(error).__name__
                 if seconds is None:
                     raise OSError(reason) from None
-                _logger.warning("%s, byte %d: %s; it is tried again in %s s", self.name, start, reason, seconds)
+                _logger.warning("%s, byte %d: %s; retrying in %s s", self.name, start, reason, seconds)
                 time.sleep(seconds)
         COUNTS.fetched += len(data)
         if len(data) > stop - start:
-            raise OSError("the server sends the whole file when it is asked for a part. Copy it to this machine first")
+            raise OSError("the server ignores ranges and sends the whole file. Copy it to this machine first")
         if len(data) < stop - start:
             raise OSError(f"{len(data)} bytes came of {stop - start}: it has become shorter, or the connection broke")
         return data

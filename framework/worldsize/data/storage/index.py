@@ -1,6 +1,6 @@
-"""Indices of files, such as where each line begins: made once by one process, then memory-mapped by all.
+"""Indices of files, such as line offsets, built by one process and memory-mapped by all.
 
-The disk space of indices is bounded: those unused for longest are removed first, and none that a process uses.
+The disk space is bounded: the least recently used indices are removed first, except indices in use.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from worldsize.data.storage.cache import Cache
 from worldsize.errors import WorldsizeError
 
 _logger = logging.getLogger(__name__)
-_TELLS = 5.0  # seconds between two lines about progress
+_TELLS = 5.0  # seconds between progress messages
 Array = NDArray[Any]
 Scan = Callable[[ByteFile], Iterator[Mapping[str, Array]]]
 
 
 def indexed(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> Mapping[str, Array]:
-    """Return the index of ``files``: arrays by name, mapped from disk, with the rows of each file in turn.
+    """Build or open the index of ``files``: memory-mapped arrays by name, in file order.
 
-    One process of those that share the cache makes it; the others wait. It is made anew if a file has changed, or if
-    what is on disk is damaged. When one has been made, those unused for longest are removed until all take at most the
-    capacity of the cache; none that is in use is.
+    Of the processes that share the cache, one builds the index while the others wait. The index is rebuilt if a file
+    has changed or the stored index is damaged. Afterwards, the least recently used indices beyond the capacity of the
+    cache are removed, except those in use.
 
     Args:
-        kind: names what ``scan`` does, with a version: another one never reads this index.
-        scan: yields the index of one file in parts, which are arrays by name. The first one has a number for each row;
-            others may be longer or shorter. Which file a row is of is added as ``file``.
+        kind: name, version and arguments of ``scan``; part of the cache key.
+        files: the files to index.
+        cache: the folder for the index, and its capacity.
+        scan: yields the index of one file in parts, as arrays by name. The first array has one element per row; others
+            may have a different length. The array ``file``, the file's index for each row, is added.
 
     Returns:
-        No array at all if there is no row.
+        The arrays by name; empty if there are no rows.
     """
     described = [[file.identity, file.size, file.stamp] for file in files]
     facts = {"kind": kind, "files": described}
@@ -68,7 +70,7 @@ def indexed(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> M
 
 @final
 class Index(dict[str, Array]):
-    """The arrays of an index by name, which no process removes while this lives."""
+    """The arrays of an index, by name, protected from removal while this object exists."""
 
     def __init__(self, arrays: Mapping[str, Array], held: Opened) -> None:
         super().__init__(arrays)
@@ -77,17 +79,17 @@ class Index(dict[str, Array]):
 
 @contextmanager
 def _turn(lock: Path, files: Sequence[ByteFile]) -> Iterator[None]:
-    """Hold the lock within the block, and say for whom one waits if it takes long."""
+    """Hold the lock within the block; log a message if another process holds it for long."""
     held = FileLock(lock)
     try:
         held.acquire(timeout=_TELLS)
     except Timeout:
-        _logger.info("waiting for another process that makes the index of %s", _named(files))
+        _logger.info("waiting for a different process to build the index of %s", _named(files))
         held.acquire()
     except OSError as error:
         raise WorldsizeError(
-            f"the index of {_named(files)} cannot be written: {lock}: {error.strerror}. Set cache.folder of the "
-            "data to another."
+            f"the index of {_named(files)} cannot be written: {lock}: {error.strerror}. Set the data's cache.folder "
+            "to a different one."
         ) from None
     try:
         yield
@@ -115,19 +117,19 @@ def _make(folder: Path, facts: Mapping[str, Any], files: Sequence[ByteFile], sca
     except OSError as error:
         raise WorldsizeError(
             f"the index of {_named(files)} cannot be written: {error.strerror}. Make room in {folder.parent}, or set "
-            "cache.folder of the data to another."
+            "the data's cache.folder to a different one."
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _written(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, list[Any]]:
-    """Append each part to a file for each array; return the arrays' types and lengths."""
+    """Write the index of all files, one file per array; return the arrays' dtypes and lengths."""
     opened: dict[str, Any] = {}
     arrays: dict[str, list[Any]] = {}
     told = time.monotonic()
     rows = 0
-    with ExitStack() as closing:  # each, even if another has no room for its last bytes
+    with ExitStack() as closing:  # closes all files, even if the disk is full
         for number, file in enumerate(files):
             for part in scan(file):
                 if (length := len(next(iter(part.values())))) == 0:
@@ -147,7 +149,7 @@ def _written(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, l
 
 
 def _opened(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | None:
-    """Map an index that is whole and of these files; None: there is none."""
+    """Memory-map an index; return None if it is missing, damaged, or does not match ``facts``."""
     if (held := in_use(folder)) is None:
         return None
     try:
@@ -160,7 +162,7 @@ def _opened(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | Non
             if LocalFile(path).digest() != described["digests"][name]:
                 return None
             mapped = numpy.memmap(path, dtype, "r", shape=(length,)) if length else numpy.empty(0, dtype)
-            arrays[name] = mapped.view(numpy.ndarray)  # a memmap's own access to an item takes several times as long
+            arrays[name] = mapped.view(numpy.ndarray)  # element access in a memmap is several times slower
         return Index(arrays, held)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -170,10 +172,10 @@ FACTS = "index.json"
 
 
 def in_use(folder: Path) -> Opened | None:
-    """Mark an index as used just now, and keep all processes from removing it while what is returned lives.
+    """Mark an index as recently used, and protect it from removal while the result exists.
 
     Returns:
-        None if there is no such index, or if it is being removed.
+        The open file, or None if the index does not exist or is being removed.
     """
     try:
         opened = Opened(folder / FACTS)
@@ -186,10 +188,11 @@ def in_use(folder: Path) -> Opened | None:
 
 
 def _lock(opened: Opened, kind: int) -> None:
-    """Take a lock at once; on a file system without locks nothing is removed, so that one needs none there.
+    """Take a lock without waiting. On file systems without locks, shared ones always succeed.
 
     Raises:
-        BlockingIOError: another process has it.
+        BlockingIOError: another process holds the lock.
+        OSError: an exclusive lock is not supported by the file system.
     """
     try:
         fcntl.flock(opened.descriptor, kind | fcntl.LOCK_NB)
@@ -201,10 +204,10 @@ def _lock(opened: Opened, kind: int) -> None:
 
 
 def make_room(indices: Path, capacity: float) -> None:
-    """Remove the indices unused for longest until all take at most ``capacity`` bytes, and what killed processes left.
+    """Remove leftovers, and the least recently used indices beyond ``capacity`` bytes.
 
     Args:
-        indices: the folder that has a folder of each.
+        indices: the folder with one subfolder per index.
     """
     with FileLock(indices.with_suffix(".lock")):
         for left in indices.glob(".*"):
@@ -223,12 +226,12 @@ def make_room(indices: Path, capacity: float) -> None:
 
 
 def _removed(folder: Path) -> bool:
-    """Remove an index unless a process uses it; say whether it is gone."""
+    """Remove an index unless a process uses it; return whether it was removed."""
     try:
         opened = Opened(folder / FACTS)
         _lock(opened, fcntl.LOCK_EX)
         aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        folder.rename(aside)  # so that nobody finds a part of it
+        folder.rename(aside)  # so that other processes never see a partial index
         shutil.rmtree(aside)
     except OSError:
         return False

@@ -1,6 +1,6 @@
-"""Finds the files that a path, a pattern or a URL names, and lists folders of many files.
+"""Resolution of paths, patterns and URLs to files, and listing of large folders.
 
-The names in a :class:`Folder` are kept in an index, so that no process has to list it again.
+The file names in a :class:`Folder` are stored in an index, so that the folder is listed only once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 def open_files(paths: str | Sequence[str], cache: Cache, *, endings: Sequence[str] = ("",)) -> list[ByteFile]:
-    """Return the files that ``paths`` name, those of a folder or a pattern in the order of their names.
+    """Resolve ``paths`` to files; the files in each folder or pattern are sorted by name.
 
     Args:
-        paths: one or several files, folders, or patterns such as ``books-*.jsonl`` and ``books-{000..031}.tar``: paths
-            of this machine, or URLs of any file system that fsspec knows.
-        cache: keeps what is read of URLs.
-        endings: of the names that count in a folder, such as ``.jsonl``.
+        paths: one or more files, folders, or patterns such as ``books-*.jsonl`` and ``books-{000..031}.tar``, as local
+            paths or URLs of any fsspec file system.
+        cache: stores data read from URLs.
+        endings: file name endings to include from folders, such as ``.jsonl``.
 
     Raises:
-        ConfigError: there is no such file, or no access to it.
+        ConfigError: a file does not exist or cannot be accessed.
     """
     named = [paths] if isinstance(paths, str) else paths
     if not named:
@@ -39,15 +39,15 @@ def open_files(paths: str | Sequence[str], cache: Cache, *, endings: Sequence[st
 
 
 def is_url(path: str) -> bool:
-    """Return whether ``path`` is a URL of other than this machine's file system."""
+    """Return whether ``path`` is a URL other than ``file://``."""
     return "://" in path and not path.startswith("file://")
 
 
 def local_path(path: str) -> Path:
-    """Return the absolute path of a file or folder of this machine, which may be given as a ``file://`` URL.
+    """Return the absolute path of a local file or folder, given as a path or ``file://`` URL.
 
     Raises:
-        ConfigError: the path is empty, or begins with an unknown user.
+        ConfigError: the path is empty, or starts with ``~USER`` for an unknown user.
     """
     if not (plain := path.removeprefix("file://")):
         raise ConfigError("data.path is empty. Name a file, a folder or a pattern.")
@@ -58,10 +58,10 @@ def local_path(path: str) -> Path:
 
 
 def expanded(path: str) -> Iterator[str]:
-    """Yield what a path with a range of numbers in braces stands for, such as ``{000..031}``.
+    """Expand integer ranges such as ``{000..031}``, unless a local file has that name.
 
     Raises:
-        ConfigError: a range counts down.
+        ConfigError: a range is descending.
     """
     match = _RANGE.search(path)
     if match is None or (not is_url(path) and os.path.lexists(local_path(path))):
@@ -70,8 +70,7 @@ def expanded(path: str) -> Iterator[str]:
     first, last = int(match[1]), int(match[2])
     if first > last:
         raise ConfigError(
-            f"{without_secrets(path)}: the range {match[0]} counts down, and names no file. "
-            f"Write {{{match[2]}..{match[1]}}}."
+            f"{without_secrets(path)}: the range {match[0]} counts down and is empty. Write {{{match[2]}..{match[1]}}}."
         )
     for number in range(first, last + 1):
         yield from expanded(path[: match.start()] + str(number).zfill(len(match[1])) + path[match.end() :])
@@ -84,12 +83,12 @@ def _files_of(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[Byt
         raise unopened(path, reason_of(error)) from None
     if not files:
         inside = "" if endings == ("",) else f", or no file in it that ends with {' or '.join(endings)}"
-        raise ConfigError(f"{without_secrets(path)}: there is no such file{inside}. Check the path of the data.")
+        raise ConfigError(f"{without_secrets(path)}: no such file{inside}. Check the path of the data.")
     return files
 
 
 def unopened(path: str, reason: str) -> ConfigError:
-    """Return the error of a path or URL that cannot be opened."""
+    """Return the error for a path or URL that cannot be opened."""
     return ConfigError(
         f"{without_secrets(path)}: it cannot be opened: {reason.rstrip('.')}. Check the path of the data."
     )
@@ -117,12 +116,12 @@ def _remote_files(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[
         else:
             infos = {path: facts}
         for name, facts in infos.items():
-            if facts.get("size") is None or not version(facts):  # some lists lack what a file's own description has
+            if facts.get("size") is None or not version(facts):  # some listings lack metadata that info() has
                 infos[name] = system.info(name)
         return [RemoteFile(opened, name, infos[name], cache) for name in sorted(infos, key=_parts)]
     except ConfigError:
         raise
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # each file system raises different errors
         raise unopened(url, reason_of(error)) from None
 
 
@@ -131,29 +130,29 @@ def _is_file(facts: Mapping[str, Any]) -> bool:
 
 
 def _parts(name: str) -> list[str]:
-    """Return what a name is sorted by, so that a copied folder has the order of the one here."""
+    """Return a sort key for remote paths that gives the same order as for local paths."""
     return name.split("/")
 
 
 def open_system(url: str) -> tuple[RemoteSystem, str]:
-    """Return the file system of fsspec that a URL is of, and the path in it.
+    """Return the fsspec file system of a URL, and the path within it.
 
     Raises:
-        ConfigError: there is none, or what it needs is not installed.
+        ConfigError: the file system does not exist, or requires a package that is not installed.
     """
-    import fsspec  # it takes a tenth of a second, and only URLs need it
+    import fsspec  # takes 0.1 s and is only needed for URLs
 
     try:
         system, path = fsspec.core.url_to_fs(url)
-    except Exception as error:  # also of the library that a file system needs
+    except Exception as error:  # file systems and their libraries raise any error
         raise unopened(url, reason_of(error)) from None
     return RemoteSystem(system), str(path)
 
 
 class Folder(ByteFile):
-    """A folder that stands for the files in it, but not for those in folders below it.
+    """A folder in place of its individual files, without subfolders.
 
-    Its stamp changes when files come and go.
+    The stamp changes when files are added or removed.
     """
 
     size = 0
@@ -163,20 +162,20 @@ class Folder(ByteFile):
 
     @abstractmethod
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Yield the name of each file and its bytes, in the order of the names."""
+        """Yield the name and the size in bytes of each file, sorted by name."""
 
     @abstractmethod
     def content(self, name: str, size: int) -> bytes:
-        """Read a whole file of the folder, which had ``size`` bytes when it was indexed.
+        """Read a full file in the folder; ``size`` is its size in bytes when it was indexed.
 
         Raises:
-            SampleError: it is not there, or has another size.
+            SampleError: the file is missing, or its size has changed.
         """
 
 
 @final
 class LocalFolder(Folder):
-    """A folder of this machine, whose time of change is its stamp."""
+    """A local folder; its stamp is its modification time."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.name = path, str(path)
@@ -189,7 +188,7 @@ class LocalFolder(Folder):
 
     def content(self, name: str, size: int) -> bytes:
         try:
-            with open(f"{self.name}/{name}", "rb", buffering=0) as file:  # noqa: PTH123  # a Path takes longer than to read
+            with open(f"{self.name}/{name}", "rb", buffering=0) as file:  # noqa: PTH123  # Path.open is slower than reading
                 data = file.read(size + 1)
         except OSError as error:
             raise SampleError(f"{self.name}/{name}, byte 0: it cannot be read: {error.strerror}.") from None
@@ -197,7 +196,7 @@ class LocalFolder(Folder):
             changed = "longer" if len(data) > size else "shorter"
             raise SampleError(
                 f"{self.name}/{name}, byte {min(size, len(data))}: it is {changed} than the {size:,} bytes that it had "
-                "when the folder was indexed. Bring it back, or touch its folder."
+                "when the folder was indexed. Restore it, or touch its folder to have it indexed again."
             )
         COUNTS.read += size
         return data
@@ -205,10 +204,10 @@ class LocalFolder(Folder):
 
 @final
 class RemoteFolder(Folder):
-    """A folder of another machine, whose stamp is a digest of its list of files.
+    """A remote folder; its stamp is a digest of its file list.
 
     Args:
-        facts: what the file system says of each file; not kept, since there may be many.
+        facts: the file system's metadata of the files; not stored, since there may be many files.
     """
 
     def __init__(self, system: RemoteSystem, path: str, facts: Sequence[Mapping[str, Any]], cache: Cache) -> None:
@@ -220,7 +219,7 @@ class RemoteFolder(Folder):
     def sizes(self) -> Iterator[tuple[str, int]]:
         system = self._system.here()
         listed = system.ls(self._path, detail=True)
-        system.invalidate_cache()  # it would remember all folders
+        system.invalidate_cache()  # would keep all listings in memory
         for each in sorted(listed, key=lambda each: str(each["name"])):
             if each["type"] == "file":
                 size = each["size"] if each.get("size") is not None else system.info(each["name"])["size"]
@@ -232,29 +231,29 @@ class RemoteFolder(Folder):
 
 
 def walk(path: str, cache: Cache) -> Iterator[tuple[Folder, tuple[str, ...]]]:
-    """Yield the folder ``path`` and all below it, each with the names that lead to it, in their order.
+    """Yield a folder and all subfolders, sorted, with the components of their relative paths.
 
-    Hidden folders, whose names begin with a dot, are left out.
+    Hidden folders (with names that begin with a dot) are omitted.
 
     Raises:
-        ConfigError: there is no such folder, or no access to it.
+        ConfigError: the folder does not exist or cannot be accessed.
     """
     try:
         yield from _remote_folders(path, cache) if is_url(path) else _local_folders(local_path(path))
     except WorldsizeError:
         raise
-    except Exception as error:  # each file system has errors of its own
+    except Exception as error:  # each file system raises different errors
         raise unopened(path, reason_of(error)) from None
 
 
 def _local_folders(root: Path) -> Iterator[tuple[Folder, tuple[str, ...]]]:
     seen = set()
     if not root.is_dir():
-        raise unopened(str(root), "there is no such folder")
+        raise unopened(str(root), "no such folder")
     for name, folders, _ in os.walk(root, followlinks=True):
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         path = Path(name)
-        if (real := path.resolve()) in seen:  # a link that leads back
+        if (real := path.resolve()) in seen:  # already visited through a link
             folders.clear()
             continue
         seen.add(real)

@@ -1,4 +1,4 @@
-"""Text templates of launchers."""
+"""Text templates for launchers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def filled(template: str, /, **values: Any) -> str:
-    """Fill ``values`` into ``template``; raise UndefinedError if one is missing."""
+    """Render ``template`` with ``values``; raise UndefinedError if a value is missing."""
     environment = Environment(
         loader=PackageLoader("worldsize.launch"),
         undefined=StrictUndefined,

@@ -1,4 +1,4 @@
-"""Reads the counters of this node: processors, memory, swap space, disk, networks, GPUs, processes of the run."""
+"""Reads this node's counters: CPUs, memory, swap, disk, network, GPUs, processes of the run."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from worldsize.world.processes import RANK_NAME
 _logger = logging.getLogger(__name__)
 
 _INFINIBAND = Path("/sys/class/infiniband")
-# interfaces whose packets pass another one or an adapter that counts them, too, or none
+# interfaces without real traffic, or whose traffic is also counted by a different interface or adapter
 _NOT_REAL = re.compile(
     r"lo\d*$|veth|docker|br-|br\d|virbr|cali|cilium|lxc|flannel|cni|tun|tap|bond|team|vlan|vxlan|macvlan|dummy"
-    r"|ib\w|\w+\.\d+$"  # IPoIB, whose packets pass an InfiniBand adapter; eth0.100, those of a VLAN, pass eth0
+    r"|ib\w|\w+\.\d+$"  # ib: IPoIB, also counted by the InfiniBand adapter; eth0.100: VLAN, also counted by eth0
 )
 _IB_ERRORS = ("symbol_error", "link_downed", "port_rcv_errors", "local_link_integrity_errors")
-_WORD = 4  # bytes; the unit of port_xmit_data and port_rcv_data (kernel documentation, ABI sysfs-class-infiniband)
+_WORD = 4  # unit of port_xmit_data and port_rcv_data in bytes (kernel documentation, ABI sysfs-class-infiniband)
 
 
 class Network(NamedTuple):
-    """Bytes received and sent since the node was started, and errors in that time."""
+    """Bytes received and sent, and errors, since the node was booted."""
 
     received: int
     sent: int
@@ -42,21 +42,21 @@ class Network(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Counters:
-    """Everything that was read of a node at one moment.
+    """All counters of a node at one time.
 
     Attributes:
-        at: Seconds of a clock that never goes back.
-        busy: Seconds that its processors have worked since it was started, summed over them.
-        idle: Seconds for which they have not.
-        own: Seconds that processes of the run have used, by process id.
-        memory: Its memory, or that of the container.
-        swap_used: Bytes in its swap space.
-        swapped: Bytes that were moved between memory and swap space since it was started.
-        disk: Bytes in use and in all of the file system that holds the run folder.
-        network: Its network interfaces together.
-        resident: Resident bytes of the process of each rank, by its global rank.
-        cpus: Logical processors that these processes may run on, together.
-        gpus: Its GPUs.
+        at: Seconds of a monotonic clock.
+        busy: Busy seconds since boot, summed over CPUs.
+        idle: Idle seconds since boot, summed over CPUs.
+        own: CPU seconds used by processes of the run, by process id.
+        memory: Memory of the node or the container.
+        swap_used: Bytes of swap space in use.
+        swapped: Bytes moved between memory and swap space since boot.
+        disk: Used and total bytes of the run folder's file system.
+        network: Totals of the network interfaces.
+        resident: Resident bytes of each rank's process, by global rank.
+        cpus: Logical CPUs that any of these processes may run on.
+        gpus: The GPUs.
     """
 
     at: float
@@ -74,19 +74,19 @@ class Counters:
 
 
 def read_counters(root: int, folder: Path, gpus: Gpus, *, infiniband: Path = _INFINIBAND) -> Counters:
-    """Read the counters of this node, which takes a few milliseconds.
+    """Read the counters of this node; takes a few milliseconds.
 
     Args:
-        root: Id of a process that all processes of the run on this node descend from.
+        root: Id of the common ancestor of the run's processes on this node.
         folder: The run folder.
         gpus: The GPUs of this node.
-        infiniband: Where the kernel shows InfiniBand adapters, whose bytes pass no network interface.
+        infiniband: sysfs folder of InfiniBand adapters; network interfaces do not count their traffic.
     """
     times, machine = psutil.cpu_times(), psutil.virtual_memory()
-    with warnings.catch_warnings():  # a container may hide how much is swapped, which is 0 then
+    with warnings.catch_warnings():  # a container may hide the swapped bytes, which are then 0
         warnings.simplefilter("ignore")
         swap = psutil.swap_memory()
-    # a guest's time is in user and nice already
+    # user and nice already include guest times
     idle = times.idle + getattr(times, "iowait", 0.0)
     everything = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     disk = shutil.disk_usage(folder)
@@ -109,7 +109,7 @@ def read_counters(root: int, folder: Path, gpus: Gpus, *, infiniband: Path = _IN
 
 
 def _interfaces() -> Iterator[Network]:
-    """Yield the counters of each network interface that leads out of this node."""
+    """Yield the counters of each network interface that connects to other nodes."""
     with suppress(OSError):
         for name, each in psutil.net_io_counters(pernic=True).items():
             if not _NOT_REAL.match(name):
@@ -117,7 +117,7 @@ def _interfaces() -> Iterator[Network]:
 
 
 def _adapters(infiniband: Path) -> Iterator[Network]:
-    """Yield the counters of each port of an InfiniBand adapter."""
+    """Yield the counters of each port of all InfiniBand adapters."""
     for port in sorted(infiniband.glob("*/ports/*/counters")):
         count = {name: _number(port / name) for name in ("port_rcv_data", "port_xmit_data", *_IB_ERRORS)}
         errors = sum(count[name] for name in _IB_ERRORS)
@@ -131,13 +131,13 @@ def _number(path: Path) -> int:
 
 
 def _processes(root: int) -> tuple[dict[int, float], dict[int, int], set[int]]:
-    """Return the processor seconds of each process of the run; the resident bytes of each rank's own, and their CPUs.
+    """Return CPU seconds by process id, resident bytes by rank, and the ranks' CPUs.
 
-    A rank's process is called after it, and so are those that it has forked, which are below it.
+    A rank's process and its forked descendants are named after the rank; bytes and CPUs are of the former only.
     """
     seconds, resident, ranks, cpus = dict[int, float](), dict[int, int](), dict[int, int](), set[int]()
     for process in _tree(root):
-        with suppress(psutil.Error), process.oneshot():  # it may have ended meanwhile
+        with suppress(psutil.Error), process.oneshot():  # the process may have exited meanwhile
             used = process.cpu_times()
             seconds[process.pid] = used.user + used.system
             if named := RANK_NAME.fullmatch(process.name()):
@@ -149,30 +149,30 @@ def _processes(root: int) -> tuple[dict[int, float], dict[int, int], set[int]]:
 
 
 def _tree(root: int) -> list[Any]:
-    """Return the process and all that descend from it without this one, parents first."""
+    """Return the process and its descendants, parents first, without this process."""
     with suppress(psutil.Error):
         first = psutil.Process(root)
         return [each for each in (first, *first.children(recursive=True)) if each.pid != os.getpid()]
     return []
 
 
-# bits of nvmlDeviceGetCurrentClocksEventReasons that slow a GPU down although it has work; a cap of its power
-# (0x04) is how most GPUs run under load
+# bits of nvmlDeviceGetCurrentClocksEventReasons that slow down a GPU under load; the power cap (0x04) is excluded,
+# since most GPUs reach it under load
 _SLOWDOWNS = {0x08: "hardware", 0x20: "temperature", 0x40: "temperature", 0x80: "power supply"}
 
 
 @final
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU now; None: it does not say.
+    """Current measurements of one GPU; None for those that it does not report.
 
     Attributes:
-        index: Its number on this node, as nvidia-smi counts.
-        utilisation: Share of the time in which it computed something.
-        memory: Share of its memory that is in use.
+        index: Its index on this node, as in nvidia-smi.
+        utilisation: Fraction of time spent computing.
+        memory: Fraction of its memory in use.
         temperature: Degrees Celsius.
-        slowed_by: What makes it slower than its load would allow; sorted.
-        ecc_errors: Memory errors since its driver was loaded that could not be corrected.
+        slowed_by: Sorted causes that slow it down below the speed its load would allow.
+        ecc_errors: Uncorrectable memory errors since its driver was loaded.
     """
 
     index: int
@@ -185,9 +185,9 @@ class GpuReading:
 
 @final
 class Gpus:
-    """The GPUs of this node; none if there is no driver, or NVML cannot be loaded.
+    """The GPUs of this node; none without a driver, or if NVML cannot be loaded.
 
-    Make it in a process of its own: NVML keeps threads and descriptors that no process of the run should inherit.
+    Create it in a separate process: NVML has threads and descriptors that the run's processes must not inherit.
     """
 
     def __init__(self) -> None:
@@ -204,14 +204,14 @@ class Gpus:
             self._nvml = nvml
 
     def read(self) -> list[GpuReading]:
-        """Read all GPUs, which takes about a millisecond for each."""
+        """Read all GPUs; takes about a millisecond per GPU."""
         return list(self._readings()) if self._nvml else []
 
     def _readings(self) -> Iterator[GpuReading]:
         nvml = self._nvml
         for index in range(self._ask(nvml.nvmlDeviceGetCount) or 0):
             handle = self._ask(nvml.nvmlDeviceGetHandleByIndex, index)
-            if handle is None:  # it has fallen off the bus
+            if handle is None:  # the GPU has fallen off the bus
                 continue
             rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
             memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
@@ -230,7 +230,7 @@ class Gpus:
             )
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        """Return NVML's answer; None: this GPU or this driver does not answer this question."""
+        """Return NVML's answer, or None if this GPU or driver does not support the query."""
         with suppress(self._nvml.NVMLError):
             return question(*arguments)
         return None
@@ -246,28 +246,28 @@ _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 @final
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use, without file caches that can be dropped, and bytes beyond which the kernel kills."""
+    """Bytes in use without reclaimable file caches, and the limit for the OOM killer."""
 
     used: int
     total: int
 
     @property
     def share(self) -> float:
-        """Share of it that is in use."""
+        """Fraction of memory in use."""
         return self.used / self.total if self.total else 0.0
 
 
 def within(node: Memory, *, cgroups: Path = _CGROUPS, own: Path = _OWN) -> Memory:
-    """Return the tightest memory that this process shares: the node's, or that of a control group around it.
+    """Return the tightest memory limit of this process, from the node or a control group.
 
-    Both versions of control groups are read (kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory).
+    Supports both versions of control groups (kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory).
     """
     limited = [each for each in _groups(cgroups, own) if 0 < each.total < node.total]
     return min(limited, key=lambda each: each.total, default=node)
 
 
 def _groups(cgroups: Path, own: Path) -> Iterator[Memory]:
-    """Yield the memory of the control group of this process and of all that it lies in, where they have a limit."""
+    """Yield usage and limit of the limited control groups that contain this process."""
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -275,7 +275,7 @@ def _groups(cgroups: Path, own: Path) -> Iterator[Memory]:
                 continue
             root = cgroups / controllers
             inner = root / path.lstrip("/")
-            # in a container the path may be that of the host, and the container's own group is mounted at the root
+            # in a container the path may be the host's, while the container's own group is mounted at the root
             folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
             names = _V2 if not controllers else _V1
             yield from (memory for folder in folders if (memory := _of(folder, *names)))
@@ -286,7 +286,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def _of(folder: Path, limit: str, usage: str, cache: str) -> Memory | None:
-    with suppress(OSError, ValueError):  # ValueError: "max" is no limit
+    with suppress(OSError, ValueError):  # ValueError: "max" means unlimited
         total, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return Memory(max(0, used - int(facts.get(cache, 0))), total)

@@ -1,4 +1,4 @@
-"""The files about the health of nodes, and a summary of all nodes."""
+"""Health files of nodes, and a summary over all nodes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from worldsize.record.json_lines import Row, complete_lines, row_of
 from worldsize.record.run_directory import RunDirectory, make_folder_of
 from worldsize.strict_json import strict
 
-_LINES = 5000  # of a file of samples; then every second one is dropped
-_END = 1 << 16  # bytes of a file that hold its last lines
-_RECENT = 120.0  # seconds for which a sample explains why a process is slow
-_SEARCHED = 64  # nodes whose files are searched for a host
+_LINES = 5000  # maximum lines of a sample file; then every other line is dropped
+_END = 1 << 16  # bytes at the end of a file that contain its last lines
+_RECENT = 120.0  # maximum age in seconds of a sample that explains a slow process
+_SEARCHED = 64  # maximum number of nodes whose files are searched for a host
 _ALERTS = "_alerts.jsonl"
 
 
 @final
 class HealthFile:
-    """Appends samples of a node to its file, which keeps at most 5,000: of a long run fewer of earlier times.
+    """Appends a node's samples to its file of up to 5,000 lines; thins older samples.
 
     Raises:
         FileNotFoundError: the run folder was deleted.
@@ -46,7 +46,7 @@ class HealthFile:
         self._lines = sum(1 for _ in complete_lines(self._path))
 
     def add_row(self, row: HealthRow, alerts: Sequence[NodeAlert]) -> None:
-        """Append a line, and the alerts that it has raised to their own file."""
+        """Append a sample, and append its alerts to a separate file."""
         if self._lines >= _LINES:
             self._thin()
         with self._path.open("a") as file:
@@ -66,7 +66,7 @@ class HealthFile:
 
 
 def _alerts_folder(run: RunDirectory) -> Path:
-    """Return the folder of alerts: who looks for new ones does not want to walk the files of all samples."""
+    """Return the folder of alerts, separate so that a search does not traverse all samples."""
     return run.path / "health" / "alerts"
 
 
@@ -77,14 +77,14 @@ def _alerts_file(run: RunDirectory, node: int) -> Path:
 
 @final
 class AlertFiles:
-    """Reads the alerts of all nodes that are raised after this object was made."""
+    """Reads alerts of all nodes that are raised after this object was created."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._folder = _alerts_folder(run)
         self._tails = {path: Tail(path) for path in self._paths()}
 
     def new(self) -> Iterator[NodeAlert]:
-        """Yield the alerts since the last call; only nodes that have raised one have a file."""
+        """Yield alerts since the last call. Nodes without alerts do not have a file."""
         for path in self._paths():
             tail = self._tails.setdefault(path, Tail(path, from_start=True))
             yield from (alert for line in tail.read() if (alert := alert_of(row_of(line))))
@@ -97,7 +97,7 @@ class AlertFiles:
 
 @final
 class AlertNews:
-    """Reads the alerts that ``events.jsonl`` gains after this object was made."""
+    """Reads alerts appended to ``events.jsonl`` after this object was created."""
 
     def __init__(self, events: Path) -> None:
         self._tail = Tail(events)
@@ -109,7 +109,7 @@ class AlertNews:
 
 
 def alert_of(row: Row | None) -> NodeAlert | None:
-    """Return the alert that a line describes; None: it describes none."""
+    """Return the alert described by a row, or None if the row is not an alert."""
     kinds: Mapping[str, tuple[type, ...]] = {
         "node": (int,),
         "host": (str,),
@@ -125,7 +125,7 @@ def alert_of(row: Row | None) -> NodeAlert | None:
 
 
 def last_samples(path: Path, *, since: float = 0.0, at_most: int = 3) -> list[HealthRow]:
-    """Read the last samples of a node's file, from Unix time ``since`` on; empty if there are none."""
+    """Read the last samples of a node's file since Unix time ``since``; may be empty."""
     with suppress(OSError), open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _END))
@@ -135,7 +135,7 @@ def last_samples(path: Path, *, since: float = 0.0, at_most: int = 3) -> list[He
 
 
 def sample_files(run: RunDirectory) -> dict[int, Path]:
-    """Return the files of samples in a run folder by node, in order."""
+    """Return the sample files in a run folder by node, in order."""
     files = {}
     with suppress(OSError):
         for path in (run.path / "health").rglob("node_*.jsonl"):
@@ -145,16 +145,16 @@ def sample_files(run: RunDirectory) -> dict[int, Path]:
 
 
 def why_host_is_slow(run: RunDirectory, host: str, rank: int, *, per_node: int) -> str:
-    """Say what is wrong with a host now, by its last samples; empty if nothing is, or nothing is known.
+    """Describe current problems of a host from its last samples; empty if none are known.
 
     Args:
         run: The run folder.
         host: Name of the host.
-        rank: Global rank of a process on it.
-        per_node: Number of processes of each node.
+        rank: Global rank of a process on the host.
+        per_node: Number of processes per node.
     """
     first, since = rank // per_node, time.time() - _RECENT
-    # in a gang that heals, the ranks of a node need not follow each other
+    # in a gang that heals, the ranks of a node need not be consecutive
     others = [node for node in islice(sample_files(run), _SEARCHED) if node != first]
     for node in (first, *others):
         rows = last_samples(run.health(node), since=since)
@@ -163,10 +163,10 @@ def why_host_is_slow(run: RunDirectory, host: str, rank: int, *, per_node: int) 
     return ""
 
 
-_INTERVAL = 20.0  # seconds between two looks at the files, for few nodes
-_PER_NODE = 0.05  # seconds that each node adds to that
-_FRESH = 10 * 60.0  # seconds for which a sample tells of now
-_SINGLY = 16  # up to so many nodes have figures of their own
+_INTERVAL = 20.0  # seconds between reads of the files, with few nodes
+_PER_NODE = 0.05  # additional seconds per node
+_FRESH = 10 * 60.0  # maximum age in seconds of a current sample
+_SINGLY = 16  # maximum number of nodes that are logged individually
 
 
 @final
@@ -175,8 +175,8 @@ class NodesHealth:
 
     Args:
         folder: The run folder.
-        interval: Least seconds between two looks; a run of many nodes is looked at more rarely.
-        clock: Unix time.
+        interval: Minimum seconds between reads; longer with many nodes.
+        clock: Returns Unix time.
     """
 
     def __init__(self, folder: Path, *, interval: float = _INTERVAL, clock: Callable[[], float] = time.time) -> None:
@@ -185,12 +185,12 @@ class NodesHealth:
         self.last: Mapping[int, HealthRow] = {}
 
     def look(self) -> Mapping[int, HealthRow]:
-        """Return the last sample of each node, without those that are old."""
+        """Return the last sample of each node, without outdated ones."""
         self.new()
         return self.last
 
     def new(self) -> Mapping[int, HealthRow]:
-        """Return the same if it was read by this call; otherwise it is not yet time, and the result is empty."""
+        """Return the samples if this call read the files; empty if the interval has not elapsed yet."""
         now = self._clock()
         if now < self._next:
             return {}
@@ -204,7 +204,7 @@ class NodesHealth:
 
 
 def health_figures(rows: Mapping[int, HealthRow]) -> dict[str, float]:
-    """Return figures for a logger by name: over all nodes, and of each if they are few."""
+    """Return metrics for a logger by name: over all nodes, and per node if there are few."""
     if not rows:
         return {}
     every = list(rows.values())
@@ -229,7 +229,7 @@ def health_figures(rows: Mapping[int, HealthRow]) -> dict[str, float]:
 
 
 def _of_gpus(gpus: list[GpuRow]) -> dict[str, float]:
-    """Return the figures of some GPUs: the mean of their work, and the worst of all else."""
+    """Return metrics over some GPUs: mean utilization, and the worst values of the others."""
     if not gpus:
         return {}
     work, heat, memory = (told(gpus, figure) for figure in ("utilisation", "temperature", "memory"))
@@ -243,7 +243,7 @@ def _of_gpus(gpus: list[GpuRow]) -> dict[str, float]:
 
 
 def badness(row: HealthRow) -> float:
-    """Return how much the state of a node deserves a look, so that the worst of many are shown."""
+    """Return a score of a node's problems, used to show the worst of many nodes."""
     slowed = sum(bool(gpu["slowed_by"]) + gpu.get("ecc_errors", 0) for gpu in row["gpus"])
     heat = max((gpu.get("temperature", 0.0) / 100 for gpu in row["gpus"]), default=0.0)
     swaps, errors = float(row["swap"] > 0), float(row["network_errors"] > 0)

@@ -1,4 +1,4 @@
-"""Watches the health of one node in a process of its own, and raises its alerts."""
+"""Monitors the health of one node in a separate process, and raises its alerts."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FIRST = 5.0  # seconds until the first reading, and from there to the first sample: a short run pays nothing for it
-_COLLECT = 5.0  # seconds between two looks for the alerts of other nodes
-_NICENESS = 5  # ranks have priority, but a run waits for the end of this process: with 19, seconds on a busy machine
-_LAST = 5.0  # seconds that the process gets to end
+_FIRST = 5.0  # seconds before the sampler starts, and again before its first sample: short runs pay nothing
+_COLLECT = 5.0  # seconds between checks for other nodes' alerts
+_NICENESS = 5  # ranks have priority, but the run waits for this process to end: with 19, for seconds on a busy machine
+_LAST = 5.0  # seconds for this process to end
 
 
 @final
 class HealthProcess:
-    """Context with the process that samples a node and writes a line a sample to its file in the run folder.
+    """Context with a process that samples a node to its file in the run folder.
 
-    The one of the first node also passes the alerts of all nodes on to ``events.jsonl``.
+    The first node's process also forwards the alerts of all nodes to ``events.jsonl``.
 
     Args:
         folder: The run folder.
-        limits: How often it looks, and what it raises an alert for.
+        limits: The sampling interval, and the limits for alerts.
         node: Index of this node.
-        root: Id of a process that all processes of the run on this node descend from; None: this one.
+        root: Id of the common ancestor of the run's processes on this node; by default, this process.
     """
 
     def __init__(self, folder: Path, limits: HealthLimits, *, node: int, root: int | None = None) -> None:
@@ -55,7 +55,7 @@ class HealthProcess:
         self._process: BaseProcess = get_context("fork").Process(target=_body, args=arguments, daemon=True)
 
     def __enter__(self) -> Self:
-        # it must not end by our own handlers of the signals that end a run
+        # the process must not inherit our handlers for signals that end a run
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process.start()
@@ -64,33 +64,33 @@ class HealthProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()  # the alerts at hand are passed on
+        self._process.terminate()  # pending alerts are still forwarded
         self._process.join(_LAST)
         self._process.kill()
         self._process.join()
 
 
 def _body(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent: int) -> None:
-    """Sample until this process is asked to end."""
+    """Sample until this process receives SIGTERM."""
     die_with_parent(parent)
-    gc.freeze()  # else it would copy the memory that it shares with its parent
-    for number in SIGNALS:  # the launching process decides when this one ends, by SIGTERM
+    gc.freeze()  # otherwise a collection would copy the memory that it shares with its parent
+    for number in SIGNALS:  # the launching process ends this process by SIGTERM
         signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else _end)
     alerts, events, sampler = AlertFiles(run), EventLog(run.events), None
     os.nice(_NICENESS)
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for is_sample in _ticks(limits.every):
-            if is_sample and sampler is None:  # its first sample is of the time from now on
+            if is_sample and sampler is None:  # the first sample covers the time from now on
                 sampler = Sampler(run, limits, node, root)
             elif is_sample and sampler is not None:
                 with _full_disk_passed_over():
                     sampler.sample()
             if node == 0:
                 _pass_on(alerts, events)
-    except FileNotFoundError:  # the run folder was deleted, which ends the run
+    except FileNotFoundError:  # the run folder was deleted, so the run ends
         return
-    except Exception as error:  # whatever a node's counters hold: losing sight of it must not lose the run
+    except Exception as error:  # of any type: a failure of the monitor must not end the run
         _logger.warning("the health of node %d is watched no longer: %s: %s", node, type(error).__name__, error)
     finally:
         if node == 0:
@@ -103,7 +103,7 @@ def _end(*_: object) -> None:
 
 
 def _ticks(every: float) -> Iterator[bool]:
-    """Wait, and yield whether it is time for a sample; otherwise it is time to look for alerts."""
+    """Wait, and yield whether a sample is due; otherwise it is time to check for alerts."""
     due, is_first = time.monotonic() + min(every, _FIRST), True
     while True:
         time.sleep(max(0.0, min(due - time.monotonic(), _COLLECT)))
@@ -114,7 +114,7 @@ def _ticks(every: float) -> Iterator[bool]:
 
 @contextmanager
 def _full_disk_passed_over() -> Iterator[None]:
-    """Go on without a sample that the disk does not take; the next one may find room."""
+    """Skip the sample if the disk is full; the next one may find space."""
     try:
         yield
     except OSError as error:
@@ -129,11 +129,11 @@ def _pass_on(alerts: AlertFiles, events: EventLog) -> None:
 
 @final
 class Sampler:
-    """Takes samples of this node, and writes them and their alerts to its files."""
+    """Takes samples of this node, and appends them and their alerts to its files."""
 
     def __init__(self, run: RunDirectory, limits: HealthLimits, node: int, root: int) -> None:
         from worldsize.observe.health.counters import (
-            Gpus,  # these are imported where they are used: in this process alone
+            Gpus,  # imported only in this process
         )
 
         self._run, self._root, self._host = run, root, host_name(os.environ)
@@ -141,7 +141,7 @@ class Sampler:
         self._before = self._read()
 
     def sample(self) -> None:
-        """Write a line about the time since the sample before."""
+        """Append a sample for the time since the previous one."""
         now = self._read()
         row = health_row(self._before, now, host=self._host, time=time.time())
         self._before = now
@@ -153,14 +153,14 @@ class Sampler:
         return read_counters(self._root, self._run.path, self._gpus)
 
 
-_BACK = 0.95  # a figure has come back once it is below this share of its limit
-_LASTING = ("swap", "temperature", "throttled")  # those that may pass by: two lines in a row must have them
+_BACK = 0.95  # a value has recovered once it is below this fraction of its limit
+_LASTING = ("swap", "temperature", "throttled")  # may be transient, so two consecutive samples must exceed the limit
 _Key = tuple[str, int | None]
 
 
 @final
 class HealthAlerts:
-    """Raises an alert when a figure of a node passes its limit, and again only if it has come back in between.
+    """Raises an alert when a value exceeds its limit, and again only after it has recovered.
 
     Args:
         limits: The limits.
@@ -169,21 +169,21 @@ class HealthAlerts:
 
     def __init__(self, limits: HealthLimits, node: int) -> None:
         self._limits, self._node = limits, node
-        self._seen: set[_Key] = set()  # figures beyond their limit in the line before
+        self._seen: set[_Key] = set()  # values beyond their limits in the previous sample
         self._raised: set[_Key] = set()
 
     def judge(self, row: HealthRow) -> list[NodeAlert]:
-        """Return the new alerts of the next line about the node."""
+        """Return new alerts for the node's next sample."""
         beyond = {(each.what, each.gpu if each.rank is None else each.rank): each for each in self._beyond(row, 1.0)}
         still = {(each.what, each.gpu if each.rank is None else each.rank) for each in self._beyond(row, _BACK)}
         lasting = {key for key in beyond if key[0] not in _LASTING or key in self._seen}
         self._seen = set(beyond)
-        new = lasting - {key for key in self._raised if key[0] != "ecc"}  # each error of a memory is news
+        new = lasting - {key for key in self._raised if key[0] != "ecc"}  # each new memory error is reported
         self._raised = (self._raised & still) | lasting
         return [beyond[key] for key in sorted(new, key=str)]
 
     def _beyond(self, row: HealthRow, share: float) -> Iterator[NodeAlert]:
-        """Yield an alert for each figure that is beyond this share of its limit."""
+        """Yield an alert for each value beyond this fraction of its limit."""
         limits, largest = self._limits, _largest(row)
         for what, value, limit, detail in (
             ("memory", row["memory"], limits.memory, largest),
@@ -194,7 +194,7 @@ class HealthAlerts:
             if limit is not None and value > share * limit:
                 yield NodeAlert(self._node, row["host"], what, value, limit, detail=detail)
         usable, needed = row.get("cpus"), limits.cpus
-        # whoever starts more processes than a machine has CPUs wants it so; those that are bound to a part may not
+        # more processes than CPUs on the machine are intended, but processes bound to fewer CPUs may not be
         if usable and needed is not None and usable < min(needed, os.cpu_count() or needed):
             yield NodeAlert(self._node, row["host"], "cpus", usable, needed)
         bound = limits.process_memory
@@ -214,7 +214,7 @@ class HealthAlerts:
 
 
 def _largest(row: HealthRow) -> str:
-    """Name the rank that holds most memory; empty if that is not known."""
+    """Describe the rank with the most memory; empty if unknown."""
     if not row["resident"]:
         return ""
     rank, size = max(row["resident"].items(), key=lambda each: each[1])

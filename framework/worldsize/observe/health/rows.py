@@ -1,4 +1,4 @@
-"""A line about the health of a node: its figures, and their words and cells of a table."""
+"""A health sample of a node: its values, their description, and table cells."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _NUMBERS = (
     *("received", "sent", "network_errors"),
 )
 _GPU_NUMBERS = ("index", "utilisation", "memory", "temperature", "ecc_errors")
-_MOST = 4096  # GPUs or ranks of a node
-_BUSY = 0.95  # share of a node's processors from which on they are all taken
-_OTHERS = 0.20  # share of them that others than the run must use to be worth a word
-_SWAPPING = 1e6  # bytes a second
+_MOST = 4096  # maximum GPUs or ranks per node
+_BUSY = 0.95  # CPU utilization above which a node counts as fully used
+_OTHERS = 0.20  # minimum CPU utilization by processes outside the run that is reported
+_SWAPPING = 1e6  # bytes per second
 
 
 class GpuRow(TypedDict):
-    """One GPU; see :class:`~worldsize.observe.health.counters.GpuReading`. What it does not say is left out.
+    """The reported values of a :class:`~worldsize.observe.health.counters.GpuReading`.
 
     Attributes:
-        slowed_by: What made it slower than its load would allow.
-        ecc_errors: Memory errors since the line before that could not be corrected.
+        slowed_by: Causes that slow it down below the speed its load would allow.
+        ecc_errors: Uncorrectable memory errors since the previous sample.
     """
 
     index: int
@@ -42,25 +42,25 @@ class GpuRow(TypedDict):
 
 
 class HealthRow(TypedDict):
-    """The state of a node between the line before and this one.
+    """The state of a node between the previous sample and this one.
 
     Attributes:
         time: Unix time.
-        host: Its name.
-        cpu: Share of its processors' time that was used.
-        cpu_of_others: The same by processes that do not belong to the run.
-        memory: Share of its memory in use.
-        memory_bytes: The same in bytes.
-        swap: Bytes a second moved between memory and swap space.
-        swap_bytes: Bytes in swap space.
-        disk: Share of the run folder's file system in use.
-        disk_free: Bytes free there.
-        received: Bytes a second from its networks.
-        sent: Bytes a second to its networks.
-        network_errors: Errors a minute of its network interfaces.
-        resident: Resident bytes of the process of each rank.
-        cpus: Number of CPUs that these processes may run on; lines of older runs lack it.
-        gpus: Its GPUs.
+        host: Host name.
+        cpu: CPU utilization, from 0 to 1.
+        cpu_of_others: CPU utilization by processes outside the run.
+        memory: Fraction of memory in use.
+        memory_bytes: Bytes of memory in use.
+        swap: Bytes per second moved between memory and swap space.
+        swap_bytes: Bytes of swap space in use.
+        disk: Fraction of the run folder's file system in use.
+        disk_free: Free bytes of that file system.
+        received: Bytes received per second.
+        sent: Bytes sent per second.
+        network_errors: Errors per minute on network interfaces.
+        resident: Resident bytes of each rank's process.
+        cpus: Number of CPUs that these processes may run on; missing in older runs.
+        gpus: The GPUs.
     """
 
     time: float
@@ -82,7 +82,7 @@ class HealthRow(TypedDict):
 
 
 def health_row(before: Counters, now: Counters, *, host: str, time: float) -> HealthRow:
-    """Return what happened on the node ``host`` from one reading to the next, which was at Unix time ``time``."""
+    """Return the sample between two readings; ``time``: Unix time of the second one."""
     seconds = max(now.at - before.at, 1e-9)
     network = [max(0, after - earlier) / seconds for earlier, after in zip(before.network, now.network, strict=True)]
     busy = max(0.0, now.busy - before.busy)
@@ -110,7 +110,7 @@ def health_row(before: Counters, now: Counters, *, host: str, time: float) -> He
 
 
 def told(gpus: Iterable[GpuRow], figure: Literal["utilisation", "memory", "temperature", "ecc_errors"]) -> list[float]:
-    """Return a figure of the GPUs that tell it."""
+    """Return the values of one measurement for the GPUs that report it."""
     return [gpu[figure] for gpu in gpus if figure in gpu]
 
 
@@ -123,7 +123,7 @@ def _gpu(reading: dict[str, Any], errors_before: int | None) -> GpuRow:
 
 
 def is_health(row: Row) -> TypeGuard[HealthRow]:
-    """Return whether a row has the fields of a line about a node, with values that can be computed with."""
+    """Return whether a row is a valid health sample, with finite numbers."""
     resident, gpus = row.get("resident"), row.get("gpus")
     return (
         isinstance(row.get("host"), str)
@@ -151,9 +151,9 @@ def _is_finite(value: Any) -> bool:
 
 
 def why_slow(rows: Sequence[HealthRow]) -> str:
-    """Say what in the lines about a node, which cover the same time, makes its processes slow; empty if nothing does.
+    """Describe why a node is slow, given samples of the same time span; empty if unknown.
 
-    Something counts if it is so in most of the lines: a slow rank is slow for a while, too.
+    A cause must be present in most samples, since a slow rank is slow for a while, too.
     """
     reasons = [
         *(f"GPU {index} is slowed down ({by})" for index, by in _slowed(rows)),
@@ -174,12 +174,12 @@ def why_slow(rows: Sequence[HealthRow]) -> str:
 
 
 def _mostly(values: Sequence[float], rows: Sequence[HealthRow], text: str, unit: float = 1.0) -> str:
-    """Return the text with the mean of the values if most of the rows have one."""
+    """Format the mean of the values, if most samples have one; otherwise return an empty string."""
     return text.format(unit * sum(values) / len(values)) if 2 * len(values) > len(rows) else ""
 
 
 def _slowed(rows: Sequence[HealthRow]) -> Iterable[tuple[int, str]]:
-    """Yield each GPU that was slowed down in most of the rows, and by what."""
+    """Yield each GPU that was slowed down in most samples, with the cause."""
     causes: dict[int, list[str]] = {}
     for row in rows:
         for gpu in row["gpus"]:
@@ -188,7 +188,7 @@ def _slowed(rows: Sequence[HealthRow]) -> Iterable[tuple[int, str]]:
     return ((index, texts[-1]) for index, texts in sorted(causes.items()) if 2 * len(texts) > len(rows))
 
 
-# what each kind of alert says; {value} and {limit} are numbers in the units of the text
+# text and unit of each kind of alert; {value} and {limit} are in that unit
 _ALERTS: Mapping[str, tuple[str, float]] = {
     "memory": ("{value:.0f} % of its memory are in use; the kernel kills a process when there is none left", 100),
     "process_memory": ("rank {rank} holds {value:.2f} GB, more than cluster.max_memory ({limit:.2f} GB)", 1e-9),
@@ -204,7 +204,7 @@ ALERTS = tuple(_ALERTS)
 
 
 def described_alert(row: Mapping[str, Any]) -> str:
-    """Describe an alert in one line for people, from its fields."""
+    """Describe an alert in one line, given its fields."""
     host, what, value = row.get("host"), row.get("what"), row.get("value")
     if not isinstance(what, str) or what not in _ALERTS or not isinstance(value, int | float):
         return f"something is wrong with {host}"
@@ -221,7 +221,7 @@ _GPU_COLUMNS = ("GPU", "hottest", "slowed by", "memory errors")
 
 
 def table_of(rows_by_node: Mapping[int, HealthRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the columns of a table of nodes, and the cells of each; GPUs have columns if any node has some."""
+    """Return columns and rows of a table of nodes, with GPU columns if any node has GPUs."""
     has_gpus = any(row["gpus"] for row in rows_by_node.values())
     columns = (*_COLUMNS, *(_GPU_COLUMNS if has_gpus else ()))
     table = [
@@ -232,7 +232,7 @@ def table_of(rows_by_node: Mapping[int, HealthRow]) -> tuple[tuple[str, ...], li
 
 
 def _cells(row: HealthRow) -> list[str]:
-    """Return the cells of a node under ``_COLUMNS``, without the first."""
+    """Return the cells of a node for ``_COLUMNS``, except the first."""
     largest = max(row["resident"].items(), key=lambda each: each[1], default=None)
     return [
         f"{row['cpu']:.0%}",
@@ -247,7 +247,7 @@ def _cells(row: HealthRow) -> list[str]:
 
 
 def _gpu_cells(row: HealthRow) -> list[str]:
-    """Return the cells of a node under ``_GPU_COLUMNS``: its GPUs together; empty texts if it has none."""
+    """Return a node's cells for ``_GPU_COLUMNS``, over all its GPUs; empty without GPUs."""
     gpus = row["gpus"]
     work, heat = told(gpus, "utilisation"), told(gpus, "temperature")
     slowed = [f"GPU {gpu['index']}: {', '.join(gpu['slowed_by'])}" for gpu in gpus if gpu["slowed_by"]]

@@ -1,1 +1,1 @@
-"""One self-contained HTML page about a run, a sweep or a scaling study, without scripts or external files."""
+"""Self-contained HTML page, without scripts, about a run, a sweep or a scaling study."""

@@ -1,128 +1,127 @@
-"""Line charts over steps, of one run or several side by side."""
+"""Line charts over steps, for one run or several side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 from warnings import catch_warnings, simplefilter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from worldsize.config.arguments import key_of
-from worldsize.core import spoken_name
+from worldsize.core import metric_key, split_of, spoken_name
 from worldsize.errors import WorldsizeError
-from worldsize.observe.report.read import Line, Record, column, read_run
-from worldsize.observe.report.svg import SERIES, Chart, draw, plain, series_colour, tip
+from worldsize.observe.report.read import Line, Record, column, number, read_run
+from worldsize.observe.report.svg import SERIES, Axis, Chart, Numbers, Plot, plain, series_colour
 from worldsize.record.json_lines import reading
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-Numbers = NDArray[np.float64]
-_POINTS = 300  # points of a line; more cannot be distinguished
-_STYLES = ("-", "--", ":", "-.")
+_POINTS = 300  # maximum points of a line; more cannot be distinguished
+_DASHES = ("", "6 3", "1.5 2.5", "7 3 1.5 3")
+_DECADES = 2.0  # range of positive values, in decades, above which a loss axis is logarithmic
 
 
 @final
 class StepCurve:
-    """Values over steps; if there are many, means of neighbours without NaN."""
+    """Values over steps. Long series are averaged over neighboring steps, ignoring NaN."""
 
     def __init__(self, label: str, steps: Sequence[float], values: Sequence[float]) -> None:
         self.label = label
-        self.last = next((value for value in reversed(values) if value == value), np.nan)
         self.steps, self.values = thinned(steps), thinned(values)
 
     @property
     def is_point(self) -> bool:
-        """Return whether there is at most one finite value, which makes no line."""
+        """Whether there are fewer than two finite values, too few for a line."""
         return int(np.isfinite(self.values).sum()) < 2
 
 
 def curve(label: str, lines: Sequence[Line], key: str) -> StepCurve:
-    """Build the curve of the number under ``key`` in each line; NaN where a line has none."""
+    """Return the curve of the values under ``key``, with NaN for lines without the key."""
     return StepCurve(label, column(lines, "step"), column(lines, key))
 
 
 def metric(label: str, lines: Sequence[Line], name: str) -> StepCurve:
-    """Build the curve of a metric of evaluations or of logged steps."""
+    """Return the curve of a metric from evaluations or logged steps."""
     rows = [{"step": row["step"], name: row.get("metrics", {}).get(name)} for row in lines]
     return curve(label, rows, name)
 
 
 def metric_names(lines: Iterable[Line]) -> list[str]:
-    """List the names of the metrics that any of the lines has."""
+    """Return the sorted names of metrics in any of the lines."""
     return sorted({name for row in lines for name in row.get("metrics", {})})
 
 
 def thinned(values: Sequence[float]) -> Numbers:
-    """Reduce values, of one loss or metric, to at most ``_POINTS`` means of neighbours."""
+    """Reduce the values of one loss or metric to at most ``_POINTS`` means of neighbors."""
     array = np.asarray(values, dtype=np.float64)
     return means(array[:, None], at_most=_POINTS)[:, 0] if array.size else array
 
 
 def means(values_nk: Numbers, *, at_most: int) -> Numbers:
-    """Average equal groups of rows, the last one perhaps shorter: [n, k] → [m, k], m ≤ ``at_most``, without NaN."""
+    """Average groups of consecutive rows, ignoring NaN: (n, k) → (m, k), m ≤ ``at_most``."""
     group = -(-len(values_nk) // at_most)
     missing = -len(values_nk) % group
     padded = np.pad(values_nk, ((0, missing), (0, 0)), constant_values=np.nan)
     with catch_warnings():
-        simplefilter("ignore", RuntimeWarning)  # a group of only NaN
+        simplefilter("ignore", RuntimeWarning)  # a group with only NaN
         reduced_mk: Numbers = np.nanmean(padded.reshape(-1, group, values_nk.shape[1]), axis=1)
     return reduced_mk
 
 
-def lines(title: str, curves: Sequence[StepCurve], *, unit: str = "") -> list[Chart]:
-    """Draw the curves in one chart; return none if nothing was logged twice. An axis with a unit begins at zero."""
+def lines(title: str, curves: Sequence[StepCurve], *, unit: str = "", is_loss: bool = False) -> list[Chart]:
+    """Draw the curves in one chart, or none if no curve has two points.
+
+    An axis with a unit starts at zero. A loss axis is logarithmic if its values span more than two decades.
+    """
     shown = [each for each in curves if not each.is_point]
     if not shown:
         return []
-
-    def paint(axes: Axes) -> None:
-        for index, each in enumerate(shown):
-            style = _STYLES[index // SERIES % len(_STYLES)]
-            marker = "o" if len(each.steps) <= 12 else None
-            (line,) = axes.plot(
-                each.steps, each.values, style, color=series_colour(index), marker=marker, markersize=3.5
-            )
-            tip(line, f"{each.label}: {each.last:.6g}{unit}")
-        axes.set_xlabel("step")
-        axes.set_ylabel(unit.strip())
-        axes.margins(x=0.02)
-        if unit:
-            axes.set_ylim(bottom=0)
-
+    is_log = is_loss and is_wide(np.concatenate([each.values for each in shown]))
+    y = Axis(unit.strip(), is_log=is_log, low=0.0 if unit else None)
+    plot = Plot(Axis("step"), y)
+    for index, each in enumerate(shown):
+        shade = series_colour(index)
+        plot.line(each.steps, each.values, shade, dash=_DASHES[index // SERIES % len(_DASHES)])
+        if len(each.steps) <= 12:
+            plot.points(each.steps, each.values, shade)
+        plot.values(each.label, each.steps, each.values)
     key = tuple((plain(each.label), f"c{index % SERIES + 1}") for index, each in enumerate(shown))
-    return [Chart(title, draw(title, paint), key=key if len(key) > 1 else ())]
+    note = "Logarithmic: the values span more than two decades." if is_log else ""
+    return [Chart(title, plot.draw(title), note, key=key if len(key) > 1 else ())]
+
+
+def is_wide(values: Numbers) -> bool:
+    """Return whether all finite values are positive and span more than two decades."""
+    known = values[np.isfinite(values)]
+    return bool(known.size and known.min() > 0 and np.log10(known.max() / known.min()) > _DECADES)
 
 
 def run_curves(record: Record) -> list[Chart]:
     """Draw a run's charts of learning and speed."""
     return [
-        *common_curves({"last": record}),
-        *lines("Learning rate", [curve("last", record.steps, "lr")]),
+        *common_curves({"": record}),
+        *lines("Learning rate", [curve("", record.steps, "lr")]),
         *lines("Model FLOP utilisation", [_percent(record.steps, "mfu")], unit=" %"),
-        *lines("Gradient norm", [curve("last", record.steps, "grad_norm")]),
+        *lines("Gradient norm", [curve("", record.steps, "grad_norm")], is_loss=True),
     ]
 
 
 def _percent(rows: Sequence[Line], key: str) -> StepCurve:
-    return StepCurve("last", column(rows, "step"), [100 * share for share in column(rows, key)])
+    return StepCurve("", column(rows, "step"), [100 * share for share in column(rows, key)])
 
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:
-    """Draw the quantities that runs have in common, one chart each with all runs."""
+    """Draw the quantities common to the runs, one chart each with all runs."""
     rates = [curve(label, each.steps, "samples_per_second") for label, each in records.items()]
-    charts = lines("Training loss", [curve(label, each.steps, "loss") for label, each in records.items()])
+    losses = [curve(label, each.steps, "loss") for label, each in records.items()]
+    charts = lines("Training loss", losses, is_loss=True)
     for name in metric_names(row for record in records.values() for row in record.steps):
         charts += lines(f"Training {plain(name)}", [metric(label, each.steps, name) for label, each in records.items()])
     for name in metric_names(row for record in records.values() for row in record.evaluations):
         curves = [metric(label, each.evaluations, name) for label, each in records.items()]
         title = plain(spoken_name(name))
-        charts += lines(title[:1].upper() + title[1:], curves)
+        charts += lines(title[:1].upper() + title[1:], curves, is_loss=title.rpartition(" ")[2] == "loss")
     tokens = [curve(label, each.steps, "tokens_per_second") for label, each in records.items()]
     return [
         *charts,
@@ -131,26 +130,48 @@ def common_curves(records: Mapping[str, Record]) -> list[Chart]:
     ]
 
 
+def search_charts(sweep: Sweep) -> list[Chart]:
+    """Draw the sweep's metrics over each option that has at least three distinct numeric values."""
+    goals = {each.manifest["config"].get("sweep", {}).get("metric") for each in sweep.runs.values()}
+    named = {metric_key(*split_of(goal)) for goal in goals if goal}
+    charts = []
+    for key in sweep.keys:
+        values = np.array([number(typed(each).get(key)) for each in sweep.runs.values()])
+        if len(np.unique(values[np.isfinite(values)])) < 3:
+            continue
+        for name in sorted(named & {*sweep.metrics}) or sweep.metrics:
+            heights = np.array([number(each.metrics.get(name)) for each in sweep.runs.values()])
+            if np.isfinite(values + heights).sum() < 3:
+                continue
+            y = Axis(is_log=name.rpartition("/")[2] == "loss" and is_wide(heights), margin=0.06)
+            plot = Plot(Axis(plain(key), is_log=is_wide(values), margin=0.06), y)
+            tips = [f"{label}: {height:.6g}" for label, height in zip(sweep.runs, heights, strict=True)]
+            plot.points(values, heights, series_colour(0), tips=tips)
+            title = f"{plain(spoken_name(name))} by {plain(key)}"
+            charts.append(Chart(title, plot.draw(title)))
+    return charts
+
+
 @final
 @dataclass(frozen=True)
 class Sweep:
     """Several runs side by side.
 
-    ``runs`` by label: the options typed for this run and not for all. ``refused``: why folders could not be read.
+    ``runs`` is keyed by the options that are not the same for all runs. ``refused``: errors by unreadable folder.
     """
 
     runs: Mapping[str, Record]
-    keys: Sequence[str]  # what differs
+    keys: Sequence[str]  # keys that differ between the runs
     refused: Mapping[str, str]
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that any run has, sorted."""
+        """Sorted names of metrics that any run has."""
         return sorted({name for record in self.runs.values() for name in record.metrics})
 
 
 def read_sweep(folders: Sequence[Path]) -> Sweep:
-    """Read the runs in ``folders``; an unreadable one is listed in ``refused`` with its error."""
+    """Read the runs in ``folders``; unreadable ones are listed in ``refused`` with the error."""
     records, refused = [], {}
     for folder in folders:
         try:
@@ -165,7 +186,7 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
 
 
 def _check_shown(record: Record) -> None:
-    """Read everything that the page shows of one run, so that an incomplete record only refuses that run."""
+    """Access all shown values of a run, so that an incomplete record excludes only that run."""
     manifest = record.manifest
     _ = (
         typed(record),
@@ -178,8 +199,10 @@ def _check_shown(record: Record) -> None:
 
 
 def typed(record: Record) -> dict[str, str]:
-    """Return the options typed for the run, by key."""
-    return {key_of(word): word.partition("=")[2] for word in record.manifest["overrides"]}
+    """Return the run's command-line options by key, and its group."""
+    group = (record.manifest["config"].get("run") or {}).get("group")
+    words = {key_of(word): word.partition("=")[2] for word in record.manifest["overrides"]}
+    return {**words, "run.group": Path(group).name} if group else words
 
 
 def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The machines of a run: the ranks on each, and their health."""
+"""The nodes of a run, with their ranks and health."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypedDict, final
+from typing import Any, TypedDict, final
 
 import numpy as np
 
@@ -15,27 +15,24 @@ from worldsize.observe.events import NODE_ALERT
 from worldsize.observe.health.files import alert_of, sample_files
 from worldsize.observe.health.rows import GpuRow, HealthRow, is_health, table_of, told
 from worldsize.observe.report.read import Record
-from worldsize.observe.report.svg import Chart, draw, series_colour, tip
+from worldsize.observe.report.svg import Axis as ChartAxis
+from worldsize.observe.report.svg import Chart, Plot, series_colour
 from worldsize.record.json_lines import JsonRows
 from worldsize.record.run_directory import RunDirectory
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-_GROUPS = 64  # number of groups shown for an axis
+_GROUPS = 64  # maximum number of groups to show per axis
 
 
 @final
 @dataclass(frozen=True)
 class RankRow:
-    """One rank of the last attempt, and how often it straggled."""
+    """One rank of the last attempt, with its number of straggler events."""
 
     rank: int
     role: str
     role_rank: int
     device: str
-    straggled: int  # times
+    straggled: int  # number of times
 
 
 @final
@@ -49,7 +46,7 @@ class NodeRow:
 
 
 def nodes(record: Record) -> list[NodeRow]:
-    """List the nodes with their ranks as the last attempt had them."""
+    """List the nodes with their ranks in the last attempt."""
     cluster, hosts = record.manifest["cluster"], _hosts(record)
     machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
     straggled = Counter(each["rank"] for each in record.stragglers)
@@ -64,7 +61,7 @@ def nodes(record: Record) -> list[NodeRow]:
 
 
 class RankPlace(TypedDict):
-    """The place of a rank: its role, its number in that role, its node and its device."""
+    """Placement of a rank: its role, its rank in that role, its node and its device."""
 
     rank: int
     role: str
@@ -74,7 +71,7 @@ class RankPlace(TypedDict):
 
 
 def _places(cluster: Mapping[str, Any]) -> Iterator[RankPlace]:
-    """Iterate over the places of all ranks, computed from the roles' numbers of processes."""
+    """Compute the placements of all ranks from the number of processes per role."""
     roles = chain.from_iterable(enumerate([each["role"]] * each["processes"]) for each in cluster["roles"])
     for rank, (role_rank, role) in enumerate(roles):
         node, local_rank = divmod(rank, cluster["processes_per_node"])
@@ -83,7 +80,7 @@ def _places(cluster: Mapping[str, Any]) -> Iterator[RankPlace]:
 
 
 def _rank(place: RankPlace, straggled: Mapping[int, int]) -> RankRow:
-    """Describe the rank at ``place``; ``straggled``: how often each worker did."""
+    """Describe the rank at ``place``; ``straggled``: number of straggler events per worker."""
     role, number = place["role"], place["role_rank"]
     times = straggled[number] if role == "worker" else 0
     return RankRow(place["rank"], role, number, place["device"], times)
@@ -92,11 +89,11 @@ def _rank(place: RankPlace, straggled: Mapping[int, int]) -> RankRow:
 def _hosts(record: Record) -> Sequence[str]:
     """Return the hosts of the nodes; empty if unknown.
 
-    An attempt names the launching host first, even if that does not train, and last those of spare nodes.
+    An attempt lists the launching host first, even if it does not train, and spare nodes last.
     """
     named = record.attempts[-1]["hosts"] if record.attempts else []
     cluster = record.manifest["cluster"]
-    count, spare = cluster["nodes"], cluster.get("spare_nodes", 0)  # older runs have no such key
+    count, spare = cluster["nodes"], cluster.get("spare_nodes", 0)  # missing in older runs
     return named[-count - spare :][:count] if len(named) >= count else []
 
 
@@ -109,7 +106,7 @@ def _machine(hardware: Mapping[str, Any]) -> str:
 @final
 @dataclass(frozen=True)
 class Axis:
-    """Groups of ranks that work together, as texts; ``left_out``: how many are not shown."""
+    """Groups of ranks along one axis, as text; ``left_out``: number of groups not shown."""
 
     name: str
     groups: tuple[str, ...]
@@ -117,7 +114,7 @@ class Axis:
 
 
 def axes(record: Record) -> list[Axis]:
-    """List the groups along each axis that the manifest has."""
+    """List the groups along each axis in the manifest."""
     groups_by_axis: Mapping[str, Sequence[Sequence[int]]] = record.manifest["cluster"].get("groups", {})
     return [
         Axis(name, tuple(_ranks(group) for group in groups[:_GROUPS]), max(0, len(groups) - _GROUPS))
@@ -126,27 +123,27 @@ def axes(record: Record) -> list[Axis]:
 
 
 def _ranks(group: Sequence[int]) -> str:
-    """Format ranks as text, with neighbours as "0–7"."""
+    """Format ranks as text, with consecutive ones as "0–7"."""
     is_run = len(group) > 2 and list(group) == list(range(group[0], group[-1] + 1))
     return f"{group[0]}–{group[-1]}" if is_run else " ".join(map(str, group))
 
 
 def links(record: Record) -> list[tuple[str, str]]:
-    """List the links that the cluster declares: the tier, and its bandwidth and latency as text."""
+    """List the declared links of the cluster: tier, and bandwidth and latency as text."""
     declared = record.manifest["cluster"]["links"]
     return [
         (tier, f"{each['bandwidth'] / 1e9:g} GB/s, {each['latency'] * 1e6:g} µs") for tier, each in declared.items()
     ]
 
 
-_NODES = 32  # number of nodes shown
-_LINES = 300  # of each of their files
+_NODES = 32  # maximum number of nodes to show
+_LINES = 300  # maximum number of samples to read per node
 
 
 @final
 @dataclass(frozen=True)
 class NodesHealthTable:
-    """A row of texts for each node, under ``columns``; ``left_out``: nodes that are not shown."""
+    """A row of text per node, under ``columns``; ``left_out``: number of nodes not shown."""
 
     columns: Sequence[str]
     rows: Sequence[tuple[str, ...]]
@@ -155,7 +152,7 @@ class NodesHealthTable:
 
 
 def nodes_health(record: Record) -> NodesHealthTable | None:
-    """Summarize the samples of the nodes, those with alerts first; None: there are none."""
+    """Summarize the nodes' samples, preferring nodes with alerts; None if there are no samples."""
     files = sample_files(RunDirectory(record.folder))
     alerted = {each["node"] for each in record.events if each["event"] == NODE_ALERT}
     chosen = sorted(sorted(files, key=lambda node: node not in alerted)[:_NODES])
@@ -169,7 +166,7 @@ def nodes_health(record: Record) -> NodesHealthTable | None:
 
 
 def _memory_errors(record: Record) -> dict[int, dict[int, int]]:
-    """Count the memory errors that there were alerts about, by node and GPU: not all lines of samples are read."""
+    """Count memory errors from alerts, by node and GPU, since not all samples are read."""
     counts: dict[int, dict[int, int]] = {}
     for each in record.events:
         alert = alert_of(dict(each)) if each["event"] == NODE_ALERT else None
@@ -180,7 +177,7 @@ def _memory_errors(record: Record) -> dict[int, dict[int, int]]:
 
 
 def _worst_gpu(samples: Sequence[GpuRow], errors: int) -> GpuRow:
-    """Return one GPU's mean work, the most of its states, whatever slowed it down, and the sum of its errors."""
+    """Summarize a GPU: mean utilization, maxima, slowdown causes, and summed errors."""
     worst: GpuRow = {
         "index": samples[0]["index"],
         "slowed_by": sorted({by for each in samples for by in each["slowed_by"]}),
@@ -198,9 +195,9 @@ def _worst_gpu(samples: Sequence[GpuRow], errors: int) -> GpuRow:
 
 
 def _worst(rows: Sequence[HealthRow], errors: Mapping[int, int]) -> HealthRow:
-    """Return a line with the mean of what is a rate, and the worst of what is a state.
+    """Summarize samples of one node: the mean of each rate, and the worst value of each state.
 
-    ``errors``: the memory errors that there were alerts about, by GPU.
+    ``errors``: number of memory errors in alerts, by GPU.
     """
     gpus: dict[int, list[GpuRow]] = {}
     for gpu in (gpu for row in rows for gpu in row["gpus"]):
@@ -225,7 +222,7 @@ def _worst(rows: Sequence[HealthRow], errors: Mapping[int, int]) -> HealthRow:
 
 
 def _charts(rows_by_node: Mapping[int, Sequence[HealthRow]]) -> list[Chart]:
-    """Draw processors, memory and GPUs over time, a line for each node."""
+    """Draw CPU, memory and GPU utilization over time, with one line per node."""
     start = min(rows[0]["time"] for rows in rows_by_node.values())
     pictures = []
     for title, values in (
@@ -245,12 +242,8 @@ def _gpu_work(row: HealthRow) -> float:
 
 
 def _over_time(title: str, times: Mapping[int, Sequence[float]], values: Mapping[int, Sequence[float]]) -> Chart:
-    def paint(axes: Axes) -> None:
-        for place, (node, column) in enumerate(values.items()):
-            (line,) = axes.plot(times[node], 100 * np.array(column), color=series_colour(place), linewidth=1)
-            tip(line, f"node {node}")
-        axes.set_ylim(0, 105)
-        axes.set_xlabel("minutes")
-        axes.set_ylabel("%")
-
-    return Chart(title, draw(title, paint), "A line for each node.")
+    plot = Plot(ChartAxis("minutes"), ChartAxis("%", low=0, high=105))
+    for index, (node, column) in enumerate(values.items()):
+        plot.line(times[node], 100 * np.array(column), series_colour(index), width=1)
+        plot.values(f"node {node}", times[node], 100 * np.array(column))
+    return Chart(title, plot.draw(title), "A line for each node.")

@@ -1,4 +1,4 @@
-"""Renders the page of a report. All its texts are untrusted: a name may contain markup, so templates escape."""
+"""Renders a report as HTML. Templates escape all texts, which are untrusted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.messages import duration, size
 from worldsize.observe.events import OVERFLOW
-from worldsize.observe.report.curves import common_curves, read_sweep, run_curves, typed
+from worldsize.observe.report.curves import common_curves, read_sweep, run_curves, search_charts, typed
 from worldsize.observe.report.nodes import axes, links, nodes, nodes_health
 from worldsize.observe.report.ranks import hot_rows, rank_charts, server_charts, servers, waits_by_rank
 from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_of
@@ -30,7 +30,7 @@ def page(folders: Sequence[Path]) -> str:
     """Render the run, the runs or the scaling study in ``folders`` as HTML.
 
     Raises:
-        WorldsizeError: there is nothing to report, a record is damaged, or matplotlib is missing.
+        WorldsizeError: there is nothing to report, or a record is damaged.
     """
     with reading(Path(os.path.commonpath(folders))):
         return _page(folders)
@@ -42,7 +42,7 @@ def _page(folders: Sequence[Path]) -> str:
     runs = [run for folder in folders for run in runs_of(folder)]
     if not runs:
         shown = ", ".join(map(str, folders))
-        raise WorldsizeError(f"no runs in {shown}. Name a run folder, a folder of runs, or that of a scaling study.")
+        raise WorldsizeError(f"no runs in {shown}. Name a folder of a run, of runs, or of a scaling study.")
     return run_page(read_run(runs[0])) if len(runs) == 1 else sweep_page(runs)
 
 
@@ -51,6 +51,8 @@ def run_page(record: Record) -> str:
     return _rendered(
         "run.html.j2",
         run=record,
+        title=title([record]),
+        command=started(record),
         summary=summary(record),
         curves=run_curves(record),
         rank_charts=rank_charts(record),
@@ -71,9 +73,17 @@ def run_page(record: Record) -> str:
 
 
 def sweep_page(folders: Sequence[Path]) -> str:
-    """Render the runs in ``folders`` side by side as HTML; unreadable ones are listed with the reason."""
+    """Render the runs in ``folders`` side by side as HTML, with errors of unreadable ones."""
     sweep = read_sweep(folders)
-    return _rendered("sweep.html.j2", sweep=sweep, typed=typed, curves=common_curves(sweep.runs))
+    runs = list(sweep.runs.values())
+    return _rendered(
+        "sweep.html.j2",
+        sweep=sweep,
+        typed=typed,
+        title=" · ".join(filter(None, [f"{len(runs)} runs", title(runs)])),
+        searches=search_charts(sweep),
+        curves=common_curves(sweep.runs),
+    )
 
 
 def study_page(folder: Path) -> str:
@@ -95,11 +105,28 @@ def _rendered(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-# ---------------------------------------------------------------- a run in words
+# ---------------------------------------------------------------- run summary as text
+
+
+def title(records: Sequence[Record]) -> str:
+    """Return the recipe, strategy and number of processes, as far as all runs share them."""
+    rows = []
+    for record in records:
+        options, config = record.manifest.get("options") or {}, record.manifest["config"]
+        names = [options.get(group) or _target(config, group).rpartition(".")[2] for group in ("recipe", "strategy")]
+        processes = record.manifest["cluster"]["processes"]
+        rows.append([*names, f"{processes} process" + "es" * (processes != 1)])
+    common = [{*column}.pop() for column in zip(*rows, strict=True) if len({*column}) == 1]
+    return " · ".join(filter(None, common))
+
+
+def started(record: Record) -> str:
+    """Return the command that started the run."""
+    return shlex.join(["worldsize", "train", *record.manifest["overrides"]])
 
 
 def summary(record: Record) -> list[tuple[str, str]]:
-    """List the most important figures with their names."""
+    """List the most important results with their names."""
     results, last = record.results, record.steps[-1] if record.steps else {}
     goodput = results.get("goodput") or {}
     rows = [(spoken_name(name), figure(value)) for name, value in record.metrics.items()]
@@ -117,7 +144,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
     if rate := results.get("samples_per_second") or last.get("samples_per_second"):
         rows += [("samples/s", f"{rate:,.0f}")]
         latest = number(last.get("samples_per_second"))
-        share = rate / latest if latest > 0 else 0.0  # that of the whole run, by that of the last logged step
+        share = rate / latest if latest > 0 else 0.0  # rate of the whole run relative to the last logged step
         for name, key, form in (("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%")):
             if (value := share * number(last.get(key))) > 0:
                 rows += [(name, format(value, form))]
@@ -136,7 +163,7 @@ def summary(record: Record) -> list[tuple[str, str]]:
 
 
 def _read(record: Record) -> list[tuple[str, str]]:
-    """List what all ranks have read from data files, if it was counted; about so, if lines were left out."""
+    """List the data read by all ranks, if it was counted; estimated if steps were thinned."""
     counts = {
         name: sum(
             record.timing_stands_for[rank] * sum(number(line.get(name, 0)) for line in lines)
@@ -151,7 +178,7 @@ def _read(record: Record) -> list[tuple[str, str]]:
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
-    """List what was run, its code and machines, and how exactly it can be repeated."""
+    """List facts about the run's configuration, code, environment and reproducibility."""
     manifest = record.manifest
     config, code, environment = manifest["config"], manifest["code"], manifest["environment"]
     determinism, torch, data = manifest["determinism"], environment.get("torch") or {}, manifest["data"]
@@ -188,17 +215,16 @@ def _commit(code: Mapping[str, Any]) -> str:
 
 
 def commands(record: Record) -> list[tuple[str, str]]:
-    """List the next commands to type, each with its purpose."""
-    started = shlex.join(["worldsize", "train", *record.manifest["overrides"]])
+    """List suggested commands, each with its purpose."""
     again = shlex.join(["worldsize", "reproduce", str(record.folder / "run_manifest.json")])
-    return [("the same again, rebuilt and compared", again), ("how it was started", started)]
+    return [("the same again, rebuilt and compared", again), ("how it was started", started(record))]
 
 
-# ---------------------------------------------------------------- figures as text
+# ---------------------------------------------------------------- number formatting
 
 
 def figure(value: Any) -> str:
-    """Format a number for people: an integer from 1000 on, else four digits; "–" if it is not a number."""
+    """Format a number: as an integer from 1000 on, else with four digits; "–" if not finite."""
     amount = number(value)
     if amount != amount:
         return "–"
@@ -206,10 +232,10 @@ def figure(value: Any) -> str:
 
 
 def percent(share: float) -> str:
-    """Format a fraction in percent with one decimal, "–" for NaN."""
+    """Format a fraction as a percentage with one decimal; "–" for NaN."""
     return f"{share:.1%}" if share == share else "–"
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds in milliseconds, "–" for NaN."""
+    """Format seconds in milliseconds; "–" for NaN."""
     return f"{figure(1e3 * seconds)} ms" if seconds == seconds else "–"

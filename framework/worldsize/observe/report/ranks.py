@@ -1,4 +1,4 @@
-"""Charts of a step's time by rank and by phase, and of the load of servers."""
+"""Charts of step times by rank and phase, and of the load of parameter servers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
-from worldsize.observe.report.curves import Numbers, StepCurve, lines, means
+from worldsize.observe.report.curves import StepCurve, lines, means
 from worldsize.observe.report.read import Line, Record, number, waited_share, waiting_text
-from worldsize.observe.report.svg import Chart, colour, draw, series_colour, tip
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
+from worldsize.observe.report.svg import Axis, Chart, Numbers, Plot, colour, series_colour
 
 PHASES = ("data", "compute", "communication", "update")
-_COLUMNS = 80  # of a heat map
-_AREAS = 150  # of the step breakdown
+_COLUMNS = 80  # maximum columns of a heat map
+_AREAS = 150  # maximum points of the step breakdown
+_CELLS = 1280  # maximum cells of a heat map with individual tooltips
 
 
 def rank_charts(record: Record) -> list[Chart]:
@@ -32,18 +29,18 @@ def rank_charts(record: Record) -> list[Chart]:
         for line in logged:
             data[line["step"]][rank] = number(line.get("data_seconds"))
             own[line["step"]][rank] = data[line["step"]][rank] + number(line.get("compute_seconds"))
-    waits = "What a rank waits for the others counts."
+    waits = "Includes waits for other ranks."
     waited = waiting_text(waits_by_rank(record), record.manifest["config"])
     return [
         *heat_map("Step time by rank", steps, record.stragglers, waits),
-        *heat_map("Own time by rank", dict(sorted(own.items())), record.stragglers, "Data and compute alone."),
+        *heat_map("Own time by rank", dict(sorted(own.items())), record.stragglers, "Only data and compute."),
         *(heat_map("Wait for data by rank", dict(sorted(data.items())), (), waited) if waited else ()),
         *step_breakdown(record),
     ]
 
 
 def waits_by_rank(record: Record) -> dict[int, float]:
-    """Return the share of time that each rank waited for data; the first rank's for those without timing."""
+    """Return the fraction of time that each rank waited for data; without timing, of rank 0."""
     if record.timing:
         return {rank: waited_share(lines) for rank, lines in record.timing.items()}
     steps = [{**line, "step_seconds": max(map(number, line["step_seconds"]), default=0.0)} for line in record.steps]
@@ -53,7 +50,10 @@ def waits_by_rank(record: Record) -> dict[int, float]:
 def heat_map(
     title: str, seconds: Mapping[int, Mapping[int, float]], stragglers: Sequence[Line], note: str
 ) -> list[Chart]:
-    """Draw ``seconds`` by step and rank, with a cross at each straggler."""
+    """Draw ``seconds`` by step and rank, with a cross at each straggler.
+
+    The color scale ends at the 1st and 99th percentiles, so that one slow step does not hide all others.
+    """
     ranks = 1 + max((rank for row in seconds.values() for rank in row), default=-1)
     table_sr = np.array([[number(row.get(rank)) for rank in range(ranks)] for row in seconds.values()])
     if not np.isfinite(table_sr).any():
@@ -62,32 +62,31 @@ def heat_map(
     low, high = np.nanpercentile(shown_rc, (1, 99))
     high = high if high > low else low + 1
 
-    def paint(axes: Axes) -> None:
-        edges = (min(seconds), max(seconds) + 1, ranks - 0.5, -0.5)
-        look = {"aspect": "auto", "interpolation": "none", "cmap": "YlGnBu", "vmin": low, "vmax": high}
-        axes.imshow(shown_rc, extent=edges, **look)
-        for event in stragglers:
-            (cross,) = axes.plot(event["step"], event["rank"], "x", color=colour("bad"), markersize=6)
-            tip(cross, f"rank {event['rank']} straggles: {event.get('cause')}")
-        axes.grid(visible=False)
-        axes.set_xlabel("step")
-        axes.set_ylabel("rank")
-        if ranks > 1:
-            axes.locator_params(axis="y", integer=True)
-        else:
-            axes.set_yticks([0])
-        scale = axes.inset_axes((1.03, 0, 0.04, 1))
-        scale.imshow(np.linspace(high, low, 64)[:, None], extent=(0, 1, low, high), **look)
-        scale.grid(visible=False)
-        scale.set_xticks([])
-        scale.yaxis.tick_right()
-        scale.set_title("ms", fontsize=9, color=colour("muted"), loc="left")
-
-    return [Chart(title, draw(title, paint, height=min(150 + 8 * ranks, 420)), note)]
+    first, last = min(seconds), max(seconds) + 1
+    ticks = [(-rank, str(rank)) for rank in range(0, ranks, max(1, -(-ranks // 8)))]
+    plot = Plot(
+        Axis("step", low=first, high=last),
+        Axis("rank", low=0.5 - ranks, high=0.5, ticks=ticks),
+        height=min(150 + 8 * ranks, 420),
+    )
+    plot.image(shown_rc, low, high, extent=(first, last, 0.5, 0.5 - ranks))
+    edges = np.linspace(first, last, shown_rc.shape[1] + 1)
+    for rank, row in enumerate(shown_rc):
+        if shown_rc.size > _CELLS:
+            plot.cell(first, last, 0.5 - rank, -0.5 - rank, f"rank {rank}: median {np.nanmedian(row):.3g} ms")
+            continue
+        for column, value in enumerate(row):
+            text = f"rank {rank}, step {edges[column]:.0f}: {value:.3g} ms"
+            plot.cell(edges[column], edges[column + 1], 0.5 - rank, -0.5 - rank, text)
+    for event in stragglers:
+        tip = f"rank {event['rank']} straggles: {event.get('cause')}"
+        plot.points([event["step"]], [-event["rank"]], colour("bad"), tips=[tip], kind="cross")
+    scale = f"Light: {low:.3g} ms and below; dark: {high:.3g} ms (99th percentile) and above."
+    return [Chart(title, plot.draw(title), f"{note} {scale}".strip())]
 
 
 def step_breakdown(record: Record) -> list[Chart]:
-    """Draw the phases of a step as stacked means over ranks; unknown phases are one next to the wait for data."""
+    """Draw step phases as stacked means over ranks; without timing, only data and the rest."""
     lines = [line for timing in record.timing.values() for line in timing] or list(record.steps)
     names = PHASES if any("compute_seconds" in line for line in lines) else ("data", "step")
     steps, seconds_sp = _by_step(lines, names)
@@ -97,24 +96,22 @@ def step_breakdown(record: Record) -> list[Chart]:
     at = means(np.array(steps, dtype=np.float64)[:, None], at_most=_AREAS)[:, 0]
     typical = 1e3 * np.nanmedian(seconds_sp, axis=0)
 
-    def paint(axes: Axes) -> None:
-        areas = axes.stackplot(at, shown_sp.T, colors=[series_colour(index) for index in range(len(names))])
-        for area, name, middle in zip(areas, names, typical, strict=True):
-            tip(area, f"{name}: median {middle:.3g} ms")
-        axes.set_ylim(0, 1.1 * np.percentile(shown_sp.sum(axis=1), 99) or 1)
-        axes.set_xlabel("step")
-        axes.set_ylabel("ms")
-        axes.margins(x=0)
-
+    top = 1.1 * float(np.percentile(shown_sp.sum(axis=1), 99)) or 1.0
+    plot, below = Plot(Axis("step", margin=0), Axis("ms", low=0, high=top)), np.zeros(len(shown_sp))
+    for index, name in enumerate(names):
+        above = below + shown_sp[:, index]
+        plot.area(at, below, above, series_colour(index))
+        plot.values(f"{name} (ms)", at, shown_sp[:, index])
+        below = above
     key = tuple(
         (f"{name} {middle:.3g} ms", f"c{index + 1}")
         for index, (name, middle) in enumerate(zip(names, typical, strict=True))
     )
-    return [Chart("Step breakdown", draw("Step breakdown", paint), "Mean over ranks; medians in the key.", key)]
+    return [Chart("Step breakdown", plot.draw("Step breakdown"), "Mean over ranks; medians in the key.", key)]
 
 
 def _by_step(lines: Sequence[Line], names: Sequence[str]) -> tuple[list[int], Numbers]:
-    """Return the steps and their seconds [steps, phases], means over the lines that have all phases."""
+    """Return steps and seconds (steps, phases), averaged over lines with all phases."""
     parts_by_step: defaultdict[int, list[list[float]]] = defaultdict(list)
     for line in lines:
         parts = [_seconds(line, name) for name in names]
@@ -136,7 +133,7 @@ _FIGURES = ("pushes", "pulls", "bytes_in", "bytes_out", "longest_queue", "lost_u
 @final
 @dataclass(frozen=True)
 class Server:
-    """Totals of a server over the run; about so, if steps of a long run were left out."""
+    """Totals of a server over the run, estimated if steps were thinned in a long run."""
 
     name: str
     pushes: int
@@ -162,11 +159,11 @@ def servers(record: Record) -> list[Server]:
     return [_total(f"server {index}", [line for _, line in loads[index]], record.stands_for) for index in sorted(loads)]
 
 
-Loads = Mapping[int, Sequence[tuple[int, Line]]]  # the step and the load in each line, by server
+Loads = Mapping[int, Sequence[tuple[int, Line]]]  # (step, load) of each line, by server
 
 
 def _loads(record: Record) -> Loads:
-    """Collect the steps of each server, and its work since the line before."""
+    """Collect the load of each server per logged step."""
     loads: defaultdict[int, list[tuple[int, Line]]] = defaultdict(list)
     for line in record.steps:
         for index, load in enumerate(_servers_of(line)):
@@ -175,7 +172,7 @@ def _loads(record: Record) -> Loads:
 
 
 def _servers_of(line: Line) -> Sequence[Line]:
-    """Return the facts about each server in a line; nothing if their format is unknown."""
+    """Return the loads of all servers in a line; empty if missing or in an unknown format."""
     facts = line.get("facts")
     listed = facts.get("servers") if isinstance(facts, dict) else None
     return listed if isinstance(listed, list) and all(map(_is_load, listed)) else []
@@ -204,7 +201,7 @@ def _total(name: str, loads: Sequence[Line], stands_for: int) -> Server:
 
 
 def hot_rows(record: Record) -> list[HotRows]:
-    """List each table's most pushed rows over the run, without tables that have none."""
+    """List each table's most pushed rows over the run, omitting tables without pushes."""
     counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for line in record.steps:
         for load in _servers_of(line):
@@ -214,7 +211,7 @@ def hot_rows(record: Record) -> list[HotRows]:
 
 
 def server_charts(record: Record) -> list[Chart]:
-    """Draw traffic, requests and the longest queue of each server over steps."""
+    """Draw traffic, requests and longest queue of each server over steps."""
     loads = _loads(record)
     return [
         *lines("Received by servers", _rates(loads, "bytes_in", 1e-6), unit=" MB/s"),

@@ -1,6 +1,6 @@
-"""Reads a run folder at any moment of the run, and computes its ranks' waits for data.
+"""Reads a run folder during or after the run, and computes how long ranks waited for data.
 
-The configuration is that of the manifest, without secrets.
+The configuration is read from the manifest, without secrets.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from worldsize.record.run_directory import RunDirectory, runs_below
 from worldsize.record.run_record import look
 
 SCALING = "scaling.json"
-_MOST = 10_000  # lines of a file; more than a screen has pixels
-_LEAST, _IN_ALL = 300, 1_000_000  # lines of a file if there are many, and of those of all ranks and runs together
+_MOST = 10_000  # maximum lines per file; more than a screen has pixels
+_LEAST, _IN_ALL = 300, 1_000_000  # minimum lines per file with many files, and maximum lines in total
 Line = Mapping[str, Any]
 
 
 @final
 @dataclass(frozen=True)
 class Record:
-    """A run: its manifest, the lines of metrics.jsonl by kind, those of each rank's timing, and its events.
+    """A run: its manifest, metrics by kind, each rank's timing, and its events.
 
-    The steps of long files, and of those of many ranks, are thinned.
+    Steps are thinned in long files, and with many ranks.
 
     Attributes:
-        stands_for: Number of logged steps for which one of ``steps`` stands.
-        timing_stands_for: The same for the lines of each rank's timing.
-        damaged: Number of unreadable lines, which are left out.
+        stands_for: Number of logged steps represented by each of ``steps``.
+        timing_stands_for: Number of logged lines represented by each line of ``timing``, by rank.
+        damaged: Number of unreadable lines, which are skipped.
     """
 
     folder: Path
@@ -53,12 +53,12 @@ class Record:
 
     @property
     def failure(self) -> str | None:
-        """Cause of the last attempt's failure, in a line; None: it did not fail."""
+        """Cause of the last attempt's failure in one line, or None if it did not fail."""
         return last_failure(self.attempts)
 
     @property
     def attempts(self) -> list[Attempt]:
-        """Attempts as the manifest lists them, in order; empty for a run not started yet."""
+        """Attempts in the manifest, in order; empty before the run has started."""
         return list(self.manifest["attempts"])
 
     @property
@@ -68,17 +68,17 @@ class Record:
 
     @property
     def results(self) -> dict[str, Any]:
-        """Results in the manifest, empty until an attempt has ended."""
+        """Results in the manifest; empty until an attempt has ended."""
         return self.manifest["results"] or {}
 
     def changes(self, attempt: int) -> list[tuple[str, Any, Any]]:
-        """List the keys of the configuration that changed with this attempt, with both values."""
+        """List configuration keys that changed with this attempt, as (key, old, new)."""
         resumed = self.manifest.get("resumed", ())
         return [tuple(change) for each in resumed if each["attempt"] == attempt for change in each["changes"]]
 
     @property
     def stragglers(self) -> list[Line]:
-        """Events that name a worker as slow, at a step."""
+        """Events that report a slow worker at a step."""
         return [each for each in self.events if each["event"] == "straggling"]
 
     @property
@@ -93,16 +93,16 @@ def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record
 
     Args:
         folder: The run folder.
-        has_timing: Whether the times of each rank are wanted.
-        among: Number of runs that are read together: of many there are fewer steps each.
+        has_timing: Whether to read each rank's timing.
+        among: Number of runs that are read together; with many runs, fewer steps are read of each.
 
     Raises:
-        WorldsizeError: there is none, its manifest was edited, or a file of it cannot be read.
+        WorldsizeError: the folder is not a run, its manifest was edited, or a file cannot be read.
     """
     with reading(folder):
         manifest = look(RunDirectory(folder)).manifest
         ranks = _ranks(manifest)
-        at_most = max(_LEAST, min(_MOST, _IN_ALL // (ranks * among)))  # a line of metrics has a time of each rank, too
+        at_most = max(_LEAST, min(_MOST, _IN_ALL // (ranks * among)))  # a line of metrics also has one time per rank
         metrics = metric_rows(folder / "metrics.jsonl", at_most=at_most)
         events = JsonRows(folder / "events.jsonl", is_valid=is_event, at_most=_MOST)
         files = _timing_files(folder, ranks) if has_timing else ()
@@ -122,13 +122,13 @@ def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record
 
 
 def _ranks(manifest: Mapping[str, Any]) -> int:
-    """Return the largest number of processes that the run has had."""
+    """Return the largest world size over the run's attempts."""
     sizes: list[int] = [manifest["cluster"]["processes"], *(each["world_size"] for each in manifest["attempts"])]
     return max(*sizes, 1)
 
 
 def _timing_files(folder: Path, ranks: int) -> Iterator[tuple[int, Path]]:
-    """Yield the rank and the path of the timing file of each of the ``ranks``."""
+    """Yield the rank and path of each timing file, for ranks below ``ranks``."""
     for path in sorted((folder / "timing").rglob("worker_*.jsonl")):
         named = re.fullmatch(r"worker_(\d{5,7})\.jsonl", path.name, re.ASCII)
         if named and int(named[1]) < ranks:
@@ -136,7 +136,7 @@ def _timing_files(folder: Path, ranks: int) -> Iterator[tuple[int, Path]]:
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """Return [folder] if it is a run, else the runs in it, else the runs that name it as their sweep."""
+    """Return [folder] if it is a run, else the runs in it or, for a sweep, those that name it."""
     if is_file(RunDirectory(folder).manifest):
         return [folder]
     inside = [run.path for run in runs_below(folder)]
@@ -144,7 +144,7 @@ def runs_of(folder: Path) -> list[Path]:
 
 
 def _siblings(folder: Path) -> list[Path]:
-    """List the runs below the root that contains the sweep, which is at ``runs/sweeps/<sweep>``."""
+    """List all runs in the root folder of the sweep ``runs/sweeps/<sweep>``."""
     return [run.path for run in runs_below(folder.parents[1])] if folder.parent.name == "sweeps" else []
 
 
@@ -155,7 +155,7 @@ def _group(run: Path) -> str:
 
 
 def number(value: Any) -> float:
-    """Convert a value of ``metrics.jsonl``, where infinities are words, to a float; NaN if it is not a number."""
+    """Convert a value of ``metrics.jsonl`` to a float, or NaN if it is not a finite number."""
     try:
         converted = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -164,18 +164,18 @@ def number(value: Any) -> float:
 
 
 def column(lines: Iterable[Line], key: str) -> list[float]:
-    """Return the numbers under ``key``, one for each line; NaN for lines without it."""
+    """Return the numbers under ``key``, one per line; NaN for lines without it."""
     return [number(line.get(key)) for line in lines]
 
 
-_LONG = 0.05  # share of the time above which a remedy is named
-_NAMED = 5  # number of ranks named, those that wait longest
+_LONG = 0.05  # fraction of time above which a remedy is suggested
+_NAMED = 5  # maximum number of ranks named, those that wait longest
 
 
 def waited_share(lines: Sequence[Line]) -> float:
-    """Return the share of step time that one rank waited for data, from its timing lines; NaN if unknown.
+    """Return the fraction of step time that a rank waited for data; NaN if unknown.
 
-    A line has the means of the steps since the line before it.
+    Each line has means over the steps since the previous line.
     """
     data = total = 0.0
     last = 0
@@ -188,11 +188,11 @@ def waited_share(lines: Sequence[Line]) -> float:
 
 
 def waiting_text(shares: Mapping[int, float], config: Mapping[str, Any]) -> str | None:
-    """Describe which share of the time ranks wait for data, and the remedy; return None if it is at most 5 %.
+    """Describe how long ranks wait for data, and the remedy; None if at most 5% of the time.
 
     Args:
-        shares: of each rank; NaN where it is not known.
-        config: of the run, for its ``data_workers``.
+        shares: fraction of time per rank; NaN if unknown.
+        config: configuration of the run, for its ``data_workers``.
     """
     known = {rank: share for rank, share in shares.items() if not math.isnan(share)}
     if not known or max(known.values()) <= _LONG:
@@ -208,6 +208,6 @@ def _remedy(config: Mapping[str, Any]) -> str:
     workers = config.get("data_workers", 0)
     others = "give the data set a method load_batch, or prepare the data once (worldsize prepare, for text)."
     if workers == "auto":
-        return f"More data_workers than auto has started did not help, or there are no cores for them: {others}"
+        return f"More data_workers than auto has started did not help, or cores for them are lacking: {others}"
     more = f", or more than {workers}" if isinstance(workers, int) and workers > 0 else ""
     return f"Set data_workers=auto{more}, {others}"

@@ -6,20 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from worldsize.errors import WorldsizeError
 from worldsize.files import read_regular
 from worldsize.observe.report.ranks import PHASES
 from worldsize.observe.report.read import number
-from worldsize.observe.report.svg import SERIES, Chart, colour, draw, plain, series_colour, tip
+from worldsize.observe.report.svg import SERIES, Axis, Chart, Plot, colour, plain, series_colour
 from worldsize.record.manifest import check
 from worldsize.strict_json import LARGEST, parse
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _SCHEMA = 1
 _SIZE = {"type": "integer", "minimum": 1, "maximum": 1_000_000}
@@ -47,7 +43,7 @@ _SHAPE = {
 @final
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """A measured world size. Seconds are per step, NaN if not measured or not predicted."""
+    """Measurements at one world size. Seconds are per step, NaN if not measured or predicted."""
 
     series: str
     strategy: str
@@ -64,23 +60,23 @@ class MeasuredPoint:
 
     @property
     def shape(self) -> str:
-        """The nodes, and the processes of each: "2 × 4"."""
+        """The number of nodes and processes per node, as in "2 × 4"."""
         return f"{self.nodes} × {self.world_size // self.nodes}"
 
     @property
     def predicted_samples(self) -> float:
-        """Predicted throughput in samples a second."""
+        """Predicted throughput in samples per second."""
         return self.samples_per_second * self.step_seconds / (self.predicted_seconds or math.nan)
 
     def phase_seconds(self, phase: str) -> float:
-        """Return the seconds of a phase in a step, 0 if not measured; "rest" is the remainder."""
+        """Return the seconds per step in a phase, 0 if not measured; "rest" is the remainder."""
         if phase == "rest":
             return max(0.0, self.step_seconds - sum(self.phases.values()))
         return self.phases.get(phase, 0.0)
 
     @property
     def error(self) -> float:
-        """Relative error of the predicted seconds: 0.1 means that the prediction is 10% too slow."""
+        """Relative error of the predicted time: 0.1 means that the prediction is 10% too slow."""
         return self.predicted_seconds / (self.step_seconds or math.nan) - 1
 
 
@@ -94,12 +90,12 @@ class Study:
 
     @property
     def has_nodes(self) -> bool:
-        """Whether some of its runs were on several nodes."""
+        """Whether any of its runs used several nodes."""
         return any(point.nodes > 1 for point in self.points)
 
     @property
     def boundary(self) -> float | None:
-        """World size between those on one node and those on several; None: there are not both, or they overlap."""
+        """World size that separates single-node from multi-node runs; None if there is none."""
         one = max((point.world_size for point in self.points if point.nodes == 1), default=math.inf)
         several = min((point.world_size for point in self.points if point.nodes > 1), default=-math.inf)
         return math.sqrt(one * several) if one < several else None
@@ -111,10 +107,10 @@ class Study:
 
 
 def read_study(path: Path) -> Study:
-    """Read the file that ``worldsize scale`` wrote.
+    """Read the file written by ``worldsize scale``.
 
     Raises:
-        WorldsizeError: the file is damaged, or of a newer schema.
+        WorldsizeError: the file is damaged, or has a newer schema.
     """
     try:
         facts = parse(read_regular(path, at_most=LARGEST))
@@ -143,7 +139,7 @@ def _point(each: Mapping[str, Any], knee: Mapping[str, int]) -> MeasuredPoint:
         **{name: number(each.get(name)) for name in _FIGURES},
         phases={name: number(seconds) for name, seconds in (each.get("phases") or {}).items()},
         is_knee=knee.get(series, knee.get(strategy)) == each["world_size"],
-        nodes=each.get("nodes", 1),  # older studies do not say
+        nodes=each.get("nodes", 1),  # missing in older studies
     )
 
 
@@ -158,13 +154,13 @@ _FIGURES = (
 
 
 def study_charts(study: Study) -> list[Chart]:
-    """Draw throughput, efficiency, and the phases of each series that has measured any."""
+    """Draw throughput, efficiency, and the phases of each series for which any were measured."""
     key = tuple((plain(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
     throughput, efficiency = (_PREDICTED, _PREDICTED_SHARE) if study.facts.get("predicted") else (_LEGEND, _RELATIVE)
     efficiency += _UPRIGHT if study.boundary is not None else ""
     return [
-        Chart("Throughput", draw("Throughput", partial(_throughput, study=study), height=260), throughput, key),
-        Chart("Efficiency", draw("Efficiency", partial(_efficiency, study=study), height=260), efficiency, key),
+        Chart("Throughput", _throughput(study).draw("Throughput"), throughput, key),
+        Chart("Efficiency", _efficiency(study).draw("Efficiency"), efficiency, key),
         *(_breakdown(name, points) for name, points in study.series.items() if any(point.phases for point in points)),
     ]
 
@@ -176,80 +172,73 @@ _PREDICTED_SHARE = "Share of a step that computes, predicted. Ring: the knee."
 _UPRIGHT = " To the right of the upright line: several nodes."
 
 
-def _throughput(axes: Axes, study: Study) -> None:
+def _throughput(study: Study) -> Plot:
+    plot = Plot(_world_sizes(study), Axis("samples/s", is_log=True, margin=0.06), height=260)
     for index, (name, points) in enumerate(study.series.items()):
         shade, sizes = series_colour(index), [point.world_size for point in points]
         rates = [point.samples_per_second for point in points]
-        ideal = [point.samples_per_second / point.efficiency for point in points]
-        spread = [
-            rate * point.spread_seconds / point.step_seconds / 2 for rate, point in zip(rates, points, strict=True)
-        ]
-        axes.plot(sizes, ideal, ":", color=colour("muted"), linewidth=1)
-        axes.plot(sizes, [point.predicted_samples for point in points], "--", color=shade)
-        axes.errorbar(sizes, rates, spread, color=shade, linestyle="none", capsize=3)
-        (line,) = axes.plot(sizes, rates, "o-", color=shade, markersize=4)
-        tip(line, f"{name}: " + ", ".join(f"{point.world_size}: {point.samples_per_second:,.0f}" for point in points))
-        _ring(axes, points, rates)
-    axes.set_yscale("log", base=10, subs=(2, 5))
-    for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatted("{x:,.0f}")
-    axes.set_ylabel("samples/s")
-    _world_sizes(axes, study)
-
-
-def _efficiency(axes: Axes, study: Study) -> None:
-    for index, (name, points) in enumerate(study.series.items()):
-        shares = [100 * point.efficiency for point in points]
-        (line,) = axes.plot(
-            [point.world_size for point in points], shares, "o-", color=series_colour(index), markersize=4
+        plot.line(
+            sizes,
+            [rate / (point.efficiency or math.nan) for rate, point in zip(rates, points, strict=True)],
+            colour("muted"),
+            dash="1.5 2.5",
+            width=1,
         )
-        tip(line, f"{name}: " + ", ".join(f"{point.world_size}: {point.efficiency:.1%}" for point in points))
-        expected = [100 * point.predicted_efficiency for point in points]
-        axes.plot([point.world_size for point in points], expected, "--", color=series_colour(index))
-        _ring(axes, points, shares)
+        plot.line(sizes, [point.predicted_samples for point in points], shade, dash="6 3")
+        for rate, point in zip(rates, points, strict=True):
+            half = rate * point.spread_seconds / (point.step_seconds or math.nan) / 2
+            plot.line([point.world_size] * 2, [rate - half, rate + half], shade)
+        plot.line(sizes, rates, shade)
+        plot.points(
+            sizes,
+            rates,
+            shade,
+            tips=[f"{name}, {point.world_size}: {point.samples_per_second:,.0f}" for point in points],
+        )
+        _ring(plot, points, rates)
+    return plot
+
+
+def _efficiency(study: Study) -> Plot:
+    plot, sizes = Plot(_world_sizes(study), Axis("%", low=0), height=260), [point.world_size for point in study.points]
+    for index, (name, points) in enumerate(study.series.items()):
+        shares, own = [100 * point.efficiency for point in points], [point.world_size for point in points]
+        plot.line(own, [100 * point.predicted_efficiency for point in points], series_colour(index), dash="6 3")
+        plot.line(own, shares, series_colour(index))
+        tips = [f"{name}, {point.world_size}: {point.efficiency:.1%}" for point in points]
+        plot.points(own, shares, series_colour(index), tips=tips)
+        _ring(plot, points, shares)
+    plot.line([min(sizes, default=1), max(sizes, default=1)], [100, 100], colour("muted"), dash="1.5 2.5", width=1)
     if (boundary := study.boundary) is not None:
-        axes.axvline(boundary, color=colour("muted"), linewidth=1)
-    axes.axhline(100, color=colour("muted"), linestyle=":", linewidth=1)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("%")
-    _world_sizes(axes, study)
+        plot.line([boundary, boundary], [0, 100], colour("muted"), width=1)
+    return plot
 
 
-def _ring(axes: Axes, points: Sequence[MeasuredPoint], heights: Sequence[float]) -> None:
+def _ring(plot: Plot, points: Sequence[MeasuredPoint], heights: Sequence[float]) -> None:
     for point, height in zip(points, heights, strict=True):
         if point.is_knee:
-            look: dict[str, Any] = {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": colour("ink")}
-            (ring,) = axes.plot([point.world_size], [height], "o", **look)
-            tip(ring, f"{point.series}: the knee is at {point.world_size}")
+            tip = f"{point.series}: the knee is at {point.world_size}"
+            plot.points([point.world_size], [height], colour("ink"), tips=[tip], kind="ring")
 
 
-def _world_sizes(axes: Axes, study: Study) -> None:
+def _world_sizes(study: Study) -> Axis:
     sizes = sorted({point.world_size for point in study.points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, labels=[str(size) for size in sizes], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("processes")
+    return Axis("processes", is_log=True, ticks=[(size, str(size)) for size in sizes], margin=0.04)
 
 
 def _breakdown(name: str, points: Sequence[MeasuredPoint]) -> Chart:
-    """Draw the measured phases, and "rest" if they do not add up to the step."""
+    """Draw the measured phases, and "rest" if some phases were not measured."""
     title = f"Step breakdown: {plain(name)}"
     known = [phase for phase in PHASES if any(phase in point.phases for point in points)]
     shades = {phase: f"c{PHASES.index(phase) + 1}" for phase in known}
     shades |= {"rest": "muted"} if len(known) < len(PHASES) else {}
-    paint = partial(_phases, points=points, shades=shades)
-    return Chart(title, draw(title, paint, height=260), "Medians.", tuple(shades.items()))
-
-
-def _phases(axes: Axes, points: Sequence[MeasuredPoint], shades: Mapping[str, str]) -> None:
-    bottoms = [0.0] * len(points)
-    for phase, shade in shades.items():
-        heights = [1e3 * point.phase_seconds(phase) for point in points]
-        bars = axes.bar(range(len(points)), heights, 0.7, bottom=bottoms, color=colour(shade))
-        for bar, point, height in zip(bars, points, heights, strict=True):
-            tip(bar, f"{phase} at {point.world_size}: {height:.3g} ms")
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set_xticks(range(len(points)), [str(point.world_size) for point in points])
-    axes.grid(visible=False, axis="x")
-    axes.set_xlabel("processes")
-    axes.set_ylabel("ms")
+    ticks = [(index, str(point.world_size)) for index, point in enumerate(points)]
+    plot = Plot(Axis("processes", low=-0.5, high=len(points) - 0.5, ticks=ticks), Axis("ms", low=0), height=260)
+    for index, point in enumerate(points):
+        below = 0.0
+        for phase, shade in shades.items():
+            above = below + 1e3 * point.phase_seconds(phase)
+            tip = f"{phase} at {point.world_size}: {above - below:.3g} ms"
+            plot.area([index - 0.35, index + 0.35], [below] * 2, [above] * 2, colour(shade), tip=tip)
+            below = above
+    return Chart(title, plot.draw(title), "Medians.", tuple(shades.items()))

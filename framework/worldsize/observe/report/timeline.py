@@ -14,14 +14,14 @@ from worldsize.observe.report.read import Line, Record
 from worldsize.record.attempt import FAILURE, Attempt, failure_text
 from worldsize.record.flight import HungProcess, hung_processes
 
-_MARKS = 100  # number of marks shown
+_MARKS = 100  # maximum number of marks shown
 _GOOD = ("completed", "running")
 
 
 @final
 @dataclass(frozen=True)
 class Bar:
-    """An attempt: ``start``, ``first`` step (None if it had none) and ``end`` in percent of the run."""
+    """An attempt: ``start``, ``first`` step (or None) and ``end`` as percentages of the run."""
 
     label: str
     start: float
@@ -49,16 +49,16 @@ class Timeline:
     seconds: float
     bars: tuple[Bar, ...]
     marks: tuple[Mark, ...]
-    left_out: int  # marks, the last ones
+    left_out: int  # number of marks dropped at the end
 
     @property
     def ticks(self) -> list[float]:
-        """Return the seconds since the start at the quarters of the run, from 0 to its end."""
+        """Seconds since the start at each quarter of the run, from 0 to its end."""
         return [self.seconds * quarter / 4 for quarter in range(5)]
 
 
 def timeline(record: Record) -> Timeline | None:
-    """Build the timeline of a run; return None if it has not begun."""
+    """Build the timeline of a run, or return None if it has not started."""
     if not record.attempts:
         return None
     spans = _spans(record)
@@ -79,7 +79,7 @@ def timeline(record: Record) -> Timeline | None:
 
 
 def _spans(record: Record) -> list[tuple[float, float]]:
-    """Return each attempt's start and end as Unix times; an unrecorded end is the next start or the last activity."""
+    """Return start and end of each attempt in Unix time; the end may be inferred."""
     starts = [float(attempt["start_at"]) for attempt in record.attempts]
     following = [*starts[1:], max(starts[-1], _last_activity(record))]
     ends = [attempt["end_at"] or after for attempt, after in zip(record.attempts, following, strict=True)]
@@ -87,7 +87,7 @@ def _spans(record: Record) -> list[tuple[float, float]]:
 
 
 def _last_activity(record: Record) -> float:
-    """Return when a step or an event was last recorded, in seconds since the epoch (0: never)."""
+    """Return the Unix time when a step or event was last recorded, or 0."""
     files = [record.folder / name for name in ("metrics.jsonl", "events.jsonl")]
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
@@ -122,10 +122,10 @@ def _ending(attempt: Attempt) -> str:
 
 
 def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
-    """Yield the events, but only the first overflow: they are usual in a long run, and the summary counts them."""
+    """Yield events, but only the first of many overflows, which the summary counts."""
     has_overflowed = False
     for event in events:
-        if event["event"] != FAILURE and isinstance(event.get("time"), int | float):  # the end of its attempt has it
+        if event["event"] != FAILURE and isinstance(event.get("time"), int | float):  # part of its attempt's end
             if event["event"] == OVERFLOW:
                 if has_overflowed:
                     continue
@@ -133,25 +133,25 @@ def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
             yield event["time"], describe_event(event), event["event"] in GOOD_NEWS
 
 
-_SHOWN = 24  # rows of a hang
+_SHOWN = 24  # maximum number of rows per hang
 
 
 @final
 @dataclass(frozen=True)
 class Row:
-    """Processes that did the same when their gang hung."""
+    """Processes that were doing the same when their gang hung."""
 
     who: str
     doing: str
     waits: bool
-    """Whether they waited for others."""
+    """Whether they were waiting for others."""
     stack: tuple[str, ...]
 
 
 @final
 @dataclass(frozen=True)
 class Hang:
-    """The hang that ended an attempt; processes that waited for nobody, whom others waited for, come first."""
+    """The hang that ended an attempt; rows of processes that were not waiting come first."""
 
     attempt: int
     rows: tuple[Row, ...]
@@ -168,7 +168,7 @@ def hangs(record: Record) -> list[Hang]:
 
 def _hang(attempt: int, processes: list[HungProcess]) -> Hang:
     alike: defaultdict[tuple[str, str, bool, tuple[str, ...]], set[int]] = defaultdict(set)
-    for each in processes:  # two of a rank if it was started again within the attempt
+    for each in processes:  # a rank has two if it was restarted within the attempt
         alike[each.role, each.doing, each.waits, each.stack].add(each.rank)
     rows = [
         Row(f"{role} {named([*ranks])}", doing, waits, stack) for (role, doing, waits, stack), ranks in alike.items()

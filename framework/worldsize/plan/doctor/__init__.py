@@ -1,1 +1,1 @@
-"""Judges the facts about a cluster that its examination collected: pure functions."""
+"""Pure functions that evaluate the facts collected about a cluster."""

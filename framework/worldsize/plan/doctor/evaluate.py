@@ -1,4 +1,4 @@
-"""Judges all findings in one report."""
+"""Evaluates all findings into one report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from worldsize.plan.doctor.report import Check, Report
 
 
 def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Report:
-    """Check ``findings`` against each other and against ``cluster``; two checkpoints need ``needed_bytes`` of disk."""
+    """Check ``findings``, also against ``cluster``; two checkpoints take ``needed_bytes``."""
     checks: list[Check] = [
         *hosts.answers(findings),
         *hosts.meeting(findings),

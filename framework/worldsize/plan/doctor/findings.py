@@ -1,4 +1,4 @@
-"""Findings that the hosts and processes of a cluster share, and links between nodes from those between ranks."""
+"""Findings about a cluster, and node-to-node links from rank-to-rank measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worldsize.files import read_regular
 from worldsize.strict_json import LARGEST
 
 Facts = Mapping[str, Any]
-REPORT = "report"  # name of the facts that say what follows from all others
+REPORT = "report"  # name of the facts derived from all others
 
 
 def write_facts(folder: Path, name: str, facts: Facts) -> None:
@@ -33,7 +33,7 @@ def write_facts(folder: Path, name: str, facts: Facts) -> None:
 
 
 def read_facts(folder: Path, name: str) -> Facts:
-    """Read the file of :func:`write_facts`; return an empty mapping if there is none."""
+    """Read a file of :func:`write_facts`; return an empty mapping if missing or invalid."""
     with suppress(OSError, ValueError):
         facts: Facts = json.loads(read_regular(folder / f"{name}.json", at_most=LARGEST))
         return facts
@@ -44,61 +44,61 @@ def read_facts(folder: Path, name: str) -> Facts:
 class Findings:
     """All findings about a cluster."""
 
-    nodes: int  # that the cluster should have
+    nodes: int  # expected number of nodes
     hosts: Mapping[int, Facts]  # by node
     meeting: Facts = field(default_factory=dict)  # facts that the first host has received from the others
     ranks: Sequence[Facts] = ()  # facts that each process has written about itself
     edges: Sequence[Facts] = ()  # measured links from rank to rank
-    rings: Mapping[str, Facts] = field(default_factory=dict)  # measurements of a ring over each tier
-    names: Sequence[str] = ()  # of the nodes, where the launcher knows them
+    rings: Mapping[str, Facts] = field(default_factory=dict)  # ring measurements by tier
+    names: Sequence[str] = ()  # host names by node, if the launcher knows them
 
     def name(self, node: int) -> str:
-        """Return the node's host name from its facts, else from the launcher, else "node 3"."""
+        """Return the node's host name from its facts, else from the launcher, else, e.g., "node 3"."""
         if node in self.hosts:
             return str(self.hosts[node]["host"])
         return self.names[node] if node < len(self.names) else f"node {node}"
 
     @property
     def first(self) -> Facts | None:
-        """The facts of the first host, to compare the others with."""
+        """The facts of the first host, used as the reference for others."""
         return self.hosts[min(self.hosts)] if self.hosts else None
 
 
 def read_findings(folder: Path, nodes: int, names: Sequence[str] = ()) -> Findings:
-    """Read the findings of hosts and ranks in ``folder``; those without any are missing."""
+    """Read the findings of hosts and ranks in ``folder``, as far as they exist."""
     meeting = read_facts(folder, "meeting")
     hosts = {int(facts["node"]): facts for facts in meeting.get("hosts", ())}
     for path in sorted(folder.glob("node_*.json")):
         facts = read_facts(folder, path.stem)
-        # a host's clock relative to the file system's, for hosts that could not be asked
+        # a host's clock relative to the file system's, for hosts without a connection
         hosts[int(facts["node"])] = {**facts, "ahead": facts["written"] - path.stat().st_mtime}
     ranks = [read_facts(folder, path.stem) for path in sorted(folder.glob("rank_*.json"))]
     return Findings(nodes, dict(sorted(hosts.items())), meeting, ranks, names=names, **read_facts(folder, "links"))
 
 
-Measured = Mapping[tuple[int, int], Link]  # from node to node; of tiers "device" and "node" the same
-INSIDE = ("device", "node")  # tiers whose links each rank has for itself
-ONE_HOST = "one-host "  # begins the name of a tier whose uplinks one host uses, while the others of its rack are idle
+Measured = Mapping[tuple[int, int], Link]  # from node to node; equal nodes for tiers "device" and "node"
+INSIDE = ("device", "node")  # tiers where each rank has its own links
+ONE_HOST = "one-host "  # prefix of a tier whose uplinks were measured by one host while the rest of its rack was idle
 
 
 def units(cluster: Cluster) -> dict[str, int]:
-    """Return the ranks of a unit of each tier, the innermost first: of a node, of those in between, of the network."""
+    """Return ranks per unit of each tier (node, declared tiers, network), innermost first."""
     nodes = {"node": 1, **cluster.tiers, "network": cluster.nodes}
     return {tier: count * cluster.processes_per_node for tier, count in nodes.items()}
 
 
 def sharing(cluster: Cluster) -> dict[str, int]:
-    """Return by tier how many ranks share one of its links: one inside a node, those of a node or of a rack beyond."""
+    """Return the number of ranks that share a link, by tier: one, or those of a node or rack."""
     sizes = units(cluster)
     return dict(zip(sizes, (1, *sizes.values()), strict=False))
 
 
 def measured(edges: Sequence[Facts], per_node: int, shared: Mapping[str, int] | None = None) -> dict[str, Measured]:
-    """Aggregate measurements from rank to rank to links from node to node, by tier.
+    """Aggregate rank-to-rank measurements to node-to-node links, by tier.
 
-    Between nodes the ranks share a link, so their bandwidths add up; inside a node the slowest rank counts, since it
-    delays the others. ``shared``: by tier, the ranks that share a link if these are not those of a node. An uplink of
-    several nodes has the first one's number.
+    Between nodes, ranks share a link, so their bandwidths add up. Within a node the slowest rank counts, since it
+    delays the others. ``shared``: number of ranks that share a link, by tier, if more than one node's. An uplink of
+    several nodes has the number of its first node.
     """
     edges_by_tier: dict[str, dict[tuple[int, int], list[Facts]]] = defaultdict(lambda: defaultdict(list))
     for edge in edges:

@@ -1,4 +1,4 @@
-"""Checks each host alone and all against the first, and how they connect."""
+"""Checks each host by itself and against the first one, and the connections between hosts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from worldsize.plan.doctor.findings import Facts, Findings
 from worldsize.plan.doctor.report import Check
 from worldsize.world.pinning import FEW_CPUS, few_cpus
 
-SKEW = 1.0  # seconds of allowed clock skew: the first of several failures in time is reported as the cause
-_INSTALL = "Install there what the lock says (uv sync --locked), or name the right interpreter (cluster.python)."
+SKEW = 1.0  # maximum clock skew in seconds; the earliest of several failures is reported as the cause
+_INSTALL = "Install the lock's packages there (uv sync --locked), or name the right interpreter (cluster.python)."
 _REMEDIES = {
     "Python": "Use the same interpreter everywhere: cluster.python, a container, or the environment that uv makes.",
     "torch": _INSTALL,
@@ -28,7 +28,7 @@ _REMEDIES = {
 
 
 def matches(findings: Findings) -> Iterator[Check]:
-    """Compare each host's facts with the first's."""
+    """Compare each host's facts with those of the first host."""
     if (first := findings.first) is None:
         return
     for name, value in {**first["must_match"], **first["should_match"]}.items():
@@ -52,7 +52,7 @@ def _versions(facts: Facts, first: Facts, name: str) -> str:
 
 
 def data(findings: Findings) -> Iterator[Check]:
-    """Check the files that a recipe reads."""
+    """Check the files read by the recipe."""
     for facts in findings.hosts.values():
         problems = facts["data"]
         if not problems:
@@ -64,7 +64,7 @@ def data(findings: Findings) -> Iterator[Check]:
 
 
 def folder(findings: Findings) -> Iterator[Check]:
-    """Check that every host can write the run's folder, and that all share it."""
+    """Check that all hosts share the run folder and can write to it."""
     unseen = findings.meeting.get("unseen", {})
     for node, facts in findings.hosts.items():
         path, error = facts["folder"]["path"], facts["folder"]["error"]
@@ -78,7 +78,7 @@ def folder(findings: Findings) -> Iterator[Check]:
 
 
 def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
-    """Check that the disk has ``needed_bytes`` for two checkpoints, since one is kept while another is written."""
+    """Check the disk for ``needed_bytes``: one checkpoint is kept while another is written."""
     for facts in findings.hosts.values():
         free, path = facts["folder"]["free"], facts["folder"]["path"]
         if free >= needed_bytes:
@@ -89,7 +89,7 @@ def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
 
 
 def clock(findings: Findings) -> Iterator[Check]:
-    """Compare each host's clock with the first's, by its answer or else by the time of its file."""
+    """Compare each host's clock with the first one's, by its answer or its file's time."""
     asked = {int(node): ahead for node, ahead in findings.meeting.get("clocks", {}).items()}
     reference = findings.hosts.get(0, {}).get("ahead")
     for node, facts in findings.hosts.items():
@@ -107,7 +107,7 @@ def clock(findings: Findings) -> Iterator[Check]:
 
 
 def cpus(findings: Findings, cluster: Cluster) -> Iterator[Check]:
-    """Warn where the processes of a host may run on fewer CPUs than they need, with which they are slower."""
+    """Warn if a host's processes may use fewer CPUs than they need, which makes them slower."""
     for facts in findings.hosts.values():
         usable = facts["cpus"]
         lack = few_cpus(cluster, usable)
@@ -116,7 +116,7 @@ def cpus(findings: Findings, cluster: Cluster) -> Iterator[Check]:
 
 
 def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
-    """Check that every host has a device for each process, and that no two ranks share one."""
+    """Check that each host has a device per process, and that ranks do not share devices."""
     for facts in findings.hosts.values():
         count = facts["devices"]
         ok = count >= per_node
@@ -126,15 +126,15 @@ def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
     for rank in findings.ranks:
         users[rank["device"]].append(rank)
     for device, ranks in users.items():
-        if device and len(ranks) > 1:  # only GPUs have an identity of their own
+        if device and len(ranks) > 1:  # only GPUs have unique ids
             hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in ranks))
             detail = f"ranks {' and '.join(str(rank['rank']) for rank in ranks)} share {device}"
-            remedy = "Give each a GPU of its own: name each host once, and no more processes than it has GPUs."
+            remedy = "Give each its own GPU: name each host once, and no more processes than it has GPUs."
             yield Check("one rank a device", hosts, False, detail, remedy)
 
 
 def answers(findings: Findings) -> Iterator[Check]:
-    """Check that every host has reported, in the run's folder or to the first host."""
+    """Check that all hosts have reported, in the run folder or to the first host."""
     for node in range(findings.nodes):
         if node in findings.hosts:
             yield Check("answers", findings.name(node), True, "yes")
@@ -147,7 +147,7 @@ def answers(findings: Findings) -> Iterator[Check]:
 
 
 def meeting(findings: Findings) -> Iterator[Check]:
-    """Check that the first host's name can be resolved, and that its port answers."""
+    """Check that the first host's name resolves, and that its port answers."""
     came = {facts["node"] for facts in findings.meeting.get("hosts", ())}
     for node, facts in findings.hosts.items():
         first = facts["first"]
@@ -175,7 +175,7 @@ def _because(facts: Facts) -> str:
 
 
 def interfaces(findings: Findings) -> Iterator[Check]:
-    """Check that the interface of the collectives exists, and that other hosts can reach its address."""
+    """Check that the collectives' interface exists, and that other hosts can reach its address."""
     unreached = _unreached(findings)
     for node, facts in findings.hosts.items():
         interface = facts["interface"]
@@ -210,13 +210,13 @@ def _other(facts: Facts) -> str:
 
 
 def others(facts: Facts, used: str | None) -> str:
-    """List the interfaces of a host other than the one in use."""
+    """List a host's interfaces other than the one in use."""
     named = [f"{name} {each['address']}" for name, each in facts["interfaces"].items() if name not in (used, "lo")]
     return ", ".join(named)
 
 
 def collective(findings: Findings) -> Iterator[Check]:
-    """Check that the ranks have connected and summed a few bytes."""
+    """Check that the ranks have connected and all-reduced a few bytes."""
     if not findings.meeting or not findings.hosts:
         return
     everyone = ", ".join(findings.name(node) for node in findings.hosts)
@@ -238,7 +238,7 @@ def collective(findings: Findings) -> Iterator[Check]:
 
 
 def _host_of(failure: Facts, findings: Findings) -> str | None:
-    """Return the place of the first failure: a host or a rank."""
+    """Return the host name of the first failure, by node or rank."""
     if failure["role"] == "node":
         return findings.name(failure["rank"])
     return next((str(rank["host"]) for rank in findings.ranks if rank["rank"] == failure["rank"]), None)

@@ -13,22 +13,22 @@ from worldsize.plan.doctor.findings import INSIDE, ONE_HOST, Facts, Findings, Me
 from worldsize.plan.doctor.hosts import others
 from worldsize.plan.doctor.report import Check, Pair, rate
 
-_LEAST = 0.5  # of the declared bandwidth
+_LEAST = 0.5  # minimum fraction of the declared bandwidth
 
 
 @dataclass(frozen=True)
 class SlowLinks:
     """Slow links, attributed to as few nodes as possible."""
 
-    nodes: Sequence[int]  # all of whose links are slow
+    nodes: Sequence[int]  # nodes with only slow links
     links: Sequence[tuple[int, int]]  # slow links of other nodes
 
 
 def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:
-    """Return each tier's link: the median latency, and the bandwidth measured by its rings.
+    """Return each tier's link: median latency, and bandwidth measured by its rings.
 
-    Without rings, as on one device, it is the bandwidth of the slowest link. Where one host has measured an uplink
-    alone, its latency counts, since the messages of others have not delayed it.
+    Without rings, as on one device, it is the bandwidth of the slowest link. If one host has measured an uplink alone,
+    that latency is used, since other hosts' messages did not delay it.
     """
     figures = {}
     for tier, links in by_tier.items():
@@ -41,7 +41,7 @@ def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[s
 
 
 def slow(links: Measured, least: float) -> SlowLinks:
-    """Find the nodes, or links, with less than ``least`` bytes per second."""
+    """Find nodes or links with less than ``least`` bytes per second."""
     lost = [ends for ends, link in links.items() if link.bandwidth < least]
     healthy = {node for ends, link in links.items() if link.bandwidth >= least for node in ends}
     blamed = {node for ends in lost for node in ends} - healthy
@@ -49,9 +49,9 @@ def slow(links: Measured, least: float) -> SlowLinks:
 
 
 def checks(findings: Findings, cluster: Cluster) -> Iterator[Check]:
-    """Report hosts and interfaces with less than half of the bandwidth that the cluster declares for the tier.
+    """Report hosts and interfaces with less than half of the tier's declared bandwidth.
 
-    With CPU devices links inside a node are not judged, since they depend on other computations.
+    Links within a node are not judged for CPU devices, since they depend on other computations.
     """
     by_tier = measured(findings.edges, cluster.processes_per_node, sharing(cluster))
     for tier, links in by_tier.items():
@@ -63,7 +63,7 @@ def checks(findings: Findings, cluster: Cluster) -> Iterator[Check]:
 @final
 @dataclass(frozen=True)
 class _Tier:
-    """Judges the links of one tier."""
+    """Checks the links of one tier."""
 
     name: str
     findings: Findings
@@ -88,12 +88,12 @@ class _Tier:
 
     @property
     def _key(self) -> str:
-        """The key of the configuration that declares the link."""
+        """The configuration key that declares the link."""
         return f"cluster.{'tiers' if self.name in self.cluster.tiers else 'links'}.{self.name}"
 
     @property
     def _nodes(self) -> int:
-        """Number of nodes that share a link of the tier."""
+        """Number of nodes that share a link in this tier."""
         return max(1, sharing(self.cluster).get(self.name, 1) // self.cluster.processes_per_node)
 
     @property
@@ -101,7 +101,7 @@ class _Tier:
         return "hosts" if self._nodes == 1 else f"groups of {self._nodes} hosts"
 
     def _hosts(self, node: int) -> str:
-        """Name the hosts that share a link, of which ``node`` is the first."""
+        """Describe the hosts that share a link; ``node`` is the first of them."""
         names = [self.findings.name(each) for each in range(node, node + self._nodes)]
         return ", ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)} hosts)"
 
@@ -123,13 +123,13 @@ class _Tier:
         return f"Look at its cable, its switch port and what else it carries (ethtool);{another}"
 
     def _over(self, nodes: Sequence[int]) -> str:
-        """Describe which interfaces carried the bytes."""
+        """Describe the interfaces that were used."""
         used = [name for node in nodes if (name := _interface(self.findings, node))]
         return f" over {', '.join(dict.fromkeys(used))}" if self.name not in INSIDE and used else ""
 
 
 def _by_node(links: Measured) -> dict[int, dict[tuple[int, int], Link]]:
-    """Return the links of each node, in the nodes' order."""
+    """Return the links of each node, sorted by node."""
     nodes = sorted({node for ends in links for node in ends})
     own: dict[int, dict[tuple[int, int], Link]] = {node: {} for node in nodes}
     for ends, link in links.items():
@@ -144,13 +144,13 @@ def _described(links: Sequence[Link], promised: str) -> str:
 
 
 def _interface(findings: Findings, node: int) -> str | None:
-    """Return the interface that the ranks of a node report."""
+    """Return the interface reported by a node's ranks."""
     ranks = [rank for rank in findings.ranks if rank["node"] == node and rank.get("transport")]
     return next((str(rank["transport"]["interface"]) for rank in ranks if rank["transport"]["interface"]), None)
 
 
 def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
-    """Check the transport that the collectives' library has chosen on each host."""
+    """Check the transport chosen by the communication backend on each host."""
     for node in findings.hosts:
         transports = [rank["transport"] for rank in findings.ranks if rank["node"] == node and rank.get("transport")]
         if not transports:
@@ -164,7 +164,7 @@ def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
 
 
 def pairs(by_tier: Mapping[str, Measured], findings: Findings) -> list[Pair]:
-    """Name the hosts at the ends of each measured link between two nodes; of an uplink, those that used it alone."""
+    """Return each link between nodes with its hosts; for an uplink, those that measured it."""
     between = [links for tier, links in by_tier.items() if tier not in INSIDE and ONE_HOST + tier not in by_tier]
     return [
         Pair(findings.name(source), findings.name(target), link)

@@ -1,4 +1,4 @@
-"""Reports checks and measured links, as a table and as JSON."""
+"""Report of checks and measured links, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worldsize.strict_json import parse, strict
 
 @dataclass(frozen=True)
 class Check:
-    """One check of one host; ``remedy``: what to do if it is not ``ok``, or if it is, but with a warning."""
+    """One check of one host; ``remedy``: what to do if it fails, or if it is a warning."""
 
     check: str
     host: str
@@ -29,7 +29,7 @@ class Check:
 
     @property
     def mark(self) -> str:
-        """A sign of how it went, in rich's markup."""
+        """Symbol for the outcome, in rich's markup."""
         if not self.ok:
             return "[red]✗[/]"
         return "[yellow]![/]" if self.remedy else "[green]✓[/]"
@@ -37,14 +37,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Pair:
-    """The measured link from one host to another, shared by their ranks."""
+    """The measured link between two hosts in one direction, shared by their ranks."""
 
     source: str
     target: str
     link: Link
 
 
-_MARK = "worldsize doctor found: "  # before a report in a log, whose lines may begin with the name of a pod or node
+_MARK = "worldsize doctor found: "  # before a report in a log, in which lines may start with a pod or node name
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
 _LINK = {"type": "object", "additionalProperties": _NUMBER}
@@ -72,11 +72,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every check passed."""
+        """Whether all checks passed."""
         return all(check.ok for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON of schema 1; bandwidths in bytes per second, latencies in seconds."""
+        """Return the report as JSON, schema 1, in bytes per second and seconds."""
         return {
             "schema": 1,
             "checks": [asdict(check) for check in self.checks],
@@ -87,10 +87,10 @@ class Report:
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> Report:
-        """Build a report of what :meth:`as_json` returned.
+        """Create a report from the result of :meth:`as_json`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the format is different.
         """
         try:
             check_schema(facts, _SHAPE)
@@ -101,14 +101,14 @@ class Report:
             ]
             return Report([Check(**each) for each in facts["checks"]], links, pairs, list(facts["hosts"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is no report of doctor: {error!r}") from error
+            raise ValueError(f"not a report of worldsize doctor: {error!r}") from error
 
     def as_line(self) -> str:
-        """Return the report as a line of a log, from which :func:`report_in` reads it."""
+        """Return the report as a log line, for :func:`report_in`."""
         return _MARK + json.dumps(strict(self.as_json()))
 
     def table(self) -> Table:
-        """Build a table: a line for each check that all hosts pass, and one for each host that fails."""
+        """Build a table with one row per check that all hosts pass, and one per failing host."""
         table = Table("", "check", "host", "found", title="worldsize doctor", title_justify="left")
         table.columns[3].overflow = "fold"
         for name, group in groupby(self.checks, key=lambda check: check.check):
@@ -125,19 +125,19 @@ class Report:
 
 
 def report_in(log: str) -> Report | None:
-    """Return the last report that a log has, which hosts have written that need not be trusted; None: it has none."""
+    """Return the last report in an untrusted log, or None."""
     for line in reversed(log.splitlines()):
         _, mark, text = line.partition(_MARK)
         if mark:
             try:
                 return Report.from_json(parse(text))
-            except ValueError:  # cut off, or of another worldsize
+            except ValueError:  # truncated, or from a different version
                 continue
     return None
 
 
 def _shown(text: str) -> str:
-    """Return what a host has said as rich and a terminal show it, whatever it is."""
+    """Escape untrusted text from a host for rich and the terminal."""
     return escape(printable(text))
 
 
@@ -146,7 +146,7 @@ def _listed(hosts: Sequence[str]) -> str:
 
 
 def rate(bandwidth: float) -> str:
-    """Format bytes a second as people say it."""
+    """Format bytes per second in readable units."""
     for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
         if bandwidth >= factor:
             return f"{bandwidth / factor:.3g} {unit}"

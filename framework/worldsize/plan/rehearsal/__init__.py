@@ -1,1 +1,1 @@
-"""Rehearses a run on this machine: runs its real code as any rank of a world of any size, without the other ranks."""
+"""Rehearses a run here: its real code, as any rank of a world of any size, without peers."""

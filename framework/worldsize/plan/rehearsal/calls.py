@@ -1,4 +1,4 @@
-"""Records what one rank sends to its groups: each collective with its members, tensors and line of the program."""
+"""Records one rank's communication: collectives with members, tensors and line of code."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ Phase = Literal["building", "step", "logging", "evaluation"]
 @final
 @dataclass(frozen=True)
 class Call:
-    """One collective, or one message, as one rank calls it.
+    """One collective or point-to-point message, as called by one rank.
 
     Attributes:
-        operation: The name of torch.distributed's function, such as "all_reduce".
-        group: The members that have to call it too.
-        form: The arguments that all members must agree on: types, sizes, reductions and roots.
-        peer: The global rank that a message goes to or comes from; None: any rank, or not a message.
-        nbytes: Bytes of the tensors that this rank puts in.
+        operation: The name of the torch.distributed function, such as "all_reduce".
+        group: The members that must call it too.
+        form: The arguments that must match on all members: types, sizes, reductions and roots.
+        peer: The global rank that a message goes to or comes from. None for any rank, or for collectives.
+        nbytes: Bytes of this rank's input tensors.
         site: The line of code and its function.
         step: The step, from 1; 0 before the first.
-        phase: The part of the run: building the replica, a step, what the loop itself logs, or an evaluation.
-        tag: The number that distinguishes messages between the same two ranks.
-        parts: Element counts that an all-to-all receives from and sends to each member; None for other calls.
+        phase: The part of the run: building the replica, a step, the loop's own logging, or an evaluation.
+        tag: The tag that distinguishes messages between the same two ranks.
+        parts: Element counts that an all-to-all receives from and sends to each member. None for other calls.
     """
 
     operation: str
@@ -59,17 +59,17 @@ class Call:
 
     @property
     def described(self) -> str:
-        """Describe the call without the group, for people."""
+        """Description of the call without its group."""
         return f"{self.operation}({self.form})"
 
     @property
     def is_message(self) -> bool:
-        """Return whether the call is a message between two ranks."""
+        """Whether the call is a message between two ranks."""
         return self.operation in MESSAGES
 
     @property
     def when(self) -> str:
-        """Describe the moment of the run, for people."""
+        """Description of the time in the run."""
         if not self.step:
             return "before the first step"
         texts = {"logging": "logging of step", "evaluation": "evaluation after step"}
@@ -78,10 +78,10 @@ class Call:
 
 @final
 class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every collective of torch.distributed that is called inside.
+    """Records all torch.distributed collectives called in its context.
 
     Args:
-        received: The other ranks' messages in an earlier rehearsal, assumed to be sent again.
+        received: Other ranks' messages from an earlier rehearsal, replayed to this rank.
     """
 
     def __init__(self, received: SentMessages | None = None) -> None:
@@ -89,13 +89,13 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         """The calls so far, in order."""
         self.waits: dict[int, int] = {}
-        """By the number of a call: how many calls had been made when the rank waited for it."""
+        """By call number: how many calls had been made when the rank waited for it."""
         self.step = 0
-        """The step that calls belong to from here on."""
+        """The step of subsequent calls."""
         self.phase: Phase = "building"
-        """The part of the run that calls belong to from here on."""
+        """The phase of subsequent calls."""
         self.message_recorder = MessageRecorder(received or SentMessages())
-        """What this rank says, and what it hears."""
+        """The small tensors that this rank sends and receives."""
         self._groups: dict[ProcessGroup, Group] = {}
         self._pending = PendingCalls()
         self._watching = ExitStack()
@@ -114,7 +114,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # seen again later, as the rank's own computation
+            return NotImplemented  # dispatched again later, as the rank's own computation
         kwargs = kwargs or {}
         if func.namespace == "_c10d_functional" and func._opname == "wait_tensor":
             self._waits_for(self._pending.making(args[0]))
@@ -136,7 +136,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peer = None
         words = ["objects"] if is_object else [_described(tensor) for tensor in operator.shown()]
         parts = operator.parts()
-        if parts is not None:  # whose sizes may differ
+        if parts is not None:  # their sizes may differ between members
             words = [str(operator.inputs()[0].dtype).removeprefix("torch.")] if operator.inputs() else []
         if operator.name in ("all_reduce", "reduce", "reduce_scatter"):
             words.append(operator.reduction)
@@ -177,14 +177,14 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._waits_for(len(self.calls) - 1)
 
     def _waits_for(self, number: int | None) -> None:
-        """Record that the rank waits for its call ``number``, unless it has done so before."""
+        """Record that the rank waits for call ``number``, unless it has done so before."""
         if number is not None:
             self.waits.setdefault(number, len(self.calls))
 
 
 def _performed(operator: Operator, kwargs: Mapping[str, Any]) -> Any:
     if operator.name == "monitored_barrier" and dist.get_backend(operator.group) == "fake":
-        return None  # which has none
+        return None  # not supported by the fake backend
     return operator.func(*operator.args, **kwargs)
 
 
@@ -194,16 +194,16 @@ def _described(tensor: Tensor) -> str:
 
 @final
 class PendingCalls:
-    """The calls of a rank by what it may wait for: torch's handle, or the tensor of a functional collective."""
+    """A rank's calls by the object to wait for: torch's Work, or a functional's tensor."""
 
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
         self._sources: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
-        self._made: dict[int, int] = {}  # by the address of a storage
-        self._last: Work | None = None  # kept until the caller has received it
+        self._made: dict[int, int] = {}  # by storage address
+        self._last: Work | None = None  # keeps it alive until the caller has received it
 
     def add(self, number: int, result: Any, source: int | None) -> None:
-        """Record what call ``number`` returned; ``source``: the index in the group of a message's sender."""
+        """Record call ``number``'s result; ``source``: group index of a received message's sender."""
         self._last = None
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.ScriptObject) and str(leaf._type()).endswith(".Work"):
@@ -215,23 +215,23 @@ class PendingCalls:
                 self._made[leaf.untyped_storage()._cdata] = number
 
     def number(self, work: Work) -> int | None:
-        """Return the number of the call that returned ``work``; None if it was not recorded."""
+        """Return the number of the call that returned ``work``, or None if it was not recorded."""
         if work is self._last:
             self._last = None
         return self._numbers.get(work)
 
     def making(self, tensor: Tensor) -> int | None:
-        """Return the number of the pending call that fills ``tensor``, of any shape; None: none does."""
+        """Return the number of the pending call that fills ``tensor``, of any shape, or None."""
         return self._made.pop(tensor.untyped_storage()._cdata, None)
 
     def source(self, work: Work) -> int:
-        """Return the index in the group of a received message's sender, 0 if unknown."""
+        """Return the group index of a received message's sender, 0 if unknown."""
         return self._sources.get(work, 0)
 
 
 @contextmanager
 def waits_watched(pending: PendingCalls, report: Callable[[int | None], None]) -> Iterator[None]:
-    """Call ``report`` with the number of each call that is waited for, and set the sender of received messages."""
+    """Call ``report`` for each call waited for, and set the sender of received messages."""
     with ExitStack() as stack:
         for kind in _kinds_of(Work):
             if "wait" in vars(kind):
@@ -241,7 +241,7 @@ def waits_watched(pending: PendingCalls, report: Callable[[int | None], None]) -
         def source(work: Work) -> int:
             try:
                 return int(original(work))
-            except RuntimeError:  # of the fake group
+            except RuntimeError:  # raised by the fake group
                 return pending.source(work)
 
         stack.enter_context(patch.object(Work, "_source_rank", source))
@@ -269,7 +269,7 @@ class _GroupMade(Protocol):
 
 @contextmanager
 def groups_watched(report: _GroupMade) -> Iterator[None]:
-    """Call ``report`` with each process group before its creation: its members, and whether only they create it."""
+    """Call ``report`` before each process group is created, with members and ``is_local``."""
     original = dist.distributed_c10d._new_group_with_tag
 
     def make(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> ProcessGroup | Any:
@@ -282,17 +282,17 @@ def groups_watched(report: _GroupMade) -> Iterator[None]:
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _FRAMEWORK = f"{Path(__file__).parents[2]}/"
-_OWN = f"{Path(__file__).parent}/"
+_PASSED_ON = (f"{Path(__file__).parent}/", f"{_FRAMEWORK}collectives/group.py", "<")
 
 
 def site() -> tuple[str, bool]:
-    """Return the innermost line outside torch, and whether torch pickles objects there, whose sizes may differ."""
+    """Return the innermost line outside torch, and whether torch pickles objects there."""
     is_object = False
     for frame in _frames():
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_TORCH):
             is_object = is_object or "object" in name
-        elif not file.startswith((_OWN, "<")) and name != "__torch_function__":  # of a mode, around what it watches
+        elif not file.startswith(_PASSED_ON) and name != "__torch_function__":  # of a mode around the recorded call
             return f"{short_path(file)}:{frame.f_lineno} ({name})", is_object
     return "torch", is_object
 

@@ -1,7 +1,7 @@
-"""Small tensors that ranks send to each other: recorded in one rehearsal, replayed in the next.
+"""Small tensors exchanged between ranks: recorded in one rehearsal, replayed in the next.
 
-A rank is rehearsed without its peers, as if they had the same values. If they have others, it is rehearsed again with
-the messages that they sent before.
+A rank is rehearsed without peers, as if they had the same values. If their values differ, it is rehearsed again with
+the messages that they sent in the previous rehearsal.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from worldsize.plan.rehearsal.operators import MESSAGES, ROOTED, Group, Operator
 
-_LARGEST = 4096  # bytes of floating-point tensors; larger ones do not decide calls
-_LARGEST_INTEGERS = 1 << 20  # bytes of integer tensors, such as indices
-_REPORTS = "worldsize/collectives/exact.py"  # sums that are only logged, and decide no calls
+_LARGEST = 4096  # maximum bytes of floating-point tensors; larger ones do not affect later calls
+_LARGEST_INTEGERS = 1 << 20  # maximum bytes of integer tensors, such as indices
+_REPORTS = "worldsize/collectives/exact.py"  # sums that are only logged and do not affect later calls
 _PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -36,12 +36,12 @@ _PAIRS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class CallIndex(NamedTuple):
-    """Index of a call in its group, from 0; point-to-point messages are counted per sender and receiver.
+    """Index of a call in its group, from 0; messages are counted per sender and receiver.
 
     Attributes:
         group: The group.
         number: The index.
-        route: The sender, the receiver and the tag of a point-to-point message; empty for collectives.
+        route: Sender, receiver and tag of a point-to-point message; empty for collectives.
     """
 
     group: Group
@@ -50,18 +50,18 @@ class CallIndex(NamedTuple):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that take part."""
+        """The participating ranks."""
         return self.route[:2] or self.group.ranks
 
 
 class Message(NamedTuple):
-    """The small tensors that one rank sends in one call.
+    """The small tensors sent by one rank in one call.
 
     Attributes:
         call: The call.
         tensors: Their bytes.
-        is_news: Whether they may change the calls of other ranks.
-        is_integral: Whether all are integers or objects, which are reproducible if the received messages are the same.
+        is_news: Whether they may affect later calls on other ranks.
+        is_integral: Whether all are integers or objects, and thus reproducible given the same received messages.
     """
 
     call: str
@@ -71,12 +71,12 @@ class Message(NamedTuple):
 
 
 def readable(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors, of any shapes, hold values rather than being fakes."""
+    """Return whether tensors, of any shapes, have real values on the CPU."""
     return not any(isinstance(each, FakeTensor) or each.is_meta or each.device.type != "cpu" for each in tensors)
 
 
 def message_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool) -> Message | None:
-    """Return the message of small tensors, of any shapes, or of objects; None if they are large, or fakes."""
+    """Return the message of objects or small tensors of any shapes; None if large or fake."""
     if not readable(tensors):
         return None
     is_integral = not any(each.is_floating_point() or each.is_complex() for each in tensors)
@@ -90,14 +90,14 @@ def message_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bo
 @final
 @dataclass(frozen=True)
 class SentMessages:
-    """The messages of all ranks in one rehearsal, by place and rank."""
+    """The messages of all ranks in one rehearsal, by call and rank."""
 
     messages: Mapping[CallIndex, Mapping[int, Message]] = field(default_factory=dict)
 
     def from_all(self, place: CallIndex, call: str, own_tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Return all members' tensors in ``call``, in group order, in the shapes of ``own_tensors``; None if unknown.
+        """Return all members' tensors, in group order, shaped like ``own_tensors``, or None.
 
-        A member that is unknown, or made another call there, is assumed to have ``own_tensors``.
+        Unknown members, or those with a different call at that index, are assumed to have ``own_tensors``.
         """
         known = self.messages.get(place)
         if known is None:
@@ -108,14 +108,14 @@ class SentMessages:
     def from_one(
         self, place: CallIndex, rank: int, call: str, like: Sequence[Tensor], part: int | None = None
     ) -> list[Tensor] | None:
-        """Return ``rank``'s tensors in ``call``, or one ``part``, in the shapes of ``like``; None if unknown."""
+        """Return ``rank``'s tensors in ``call``, or one ``part``, shaped like ``like``, or None."""
         message = self.messages.get(place, {}).get(rank)
         if message is not None and part is not None:
             message = message._replace(tensors=message.tensors[part : part + 1])
         return _read(message, call, like)
 
     def has_news(self, ranks: Collection[int]) -> bool:
-        """Return whether any of ``ranks`` would receive something else than what it sends itself."""
+        """Return whether any of ``ranks`` would receive a message that differs from its own."""
         return any(
             len({known.get(rank) for rank in place.ranks if rank in ranks}) > 1
             for place, known in self.messages.items()
@@ -124,7 +124,7 @@ class SentMessages:
 
     @property
     def integers(self) -> Mapping[tuple[CallIndex, int], Message]:
-        """The messages of integers, which no longer change once all ranks have received the decisions of others."""
+        """Integer messages relevant to other ranks, stable once all ranks know all decisions."""
         return {
             (place, rank): message
             for place, known in self.messages.items()
@@ -134,7 +134,7 @@ class SentMessages:
 
 
 def _read(message: Message | None, call: str, like: Sequence[Tensor]) -> list[Tensor] | None:
-    """Decode the tensors of a message in the shapes of ``like``; objects of another size are cut or padded."""
+    """Decode a message's tensors in the shapes of ``like``; objects are cut or padded."""
     if message is None or message.call != call or len(message.tensors) != len(like):
         return None
     read = []
@@ -148,7 +148,7 @@ def _read(message: Message | None, call: str, like: Sequence[Tensor]) -> list[Te
 
 
 def combined(operation: str, reduction: str, received: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """Return the result of a call: for every tensor the reduction, of the same shape, or the concatenation.
+    """Return a call's result: per tensor, the reduction, of its shape, or concatenation.
 
     Return None if the reduction is unknown.
     """
@@ -174,26 +174,26 @@ class CallResult:
     """The result of one call for this rank, if known.
 
     Attributes:
-        answers: The result tensors, each split over an equal number of outputs; None: those of torch's fake group.
-        source: The sender's index in the group, for a received message; else None.
+        answers: The result tensors, each split over equally many outputs. None to leave the fake group's result.
+        source: The sender's index in the group, for a received message, else None.
     """
 
     answers: Sequence[Tensor] | None
     source: int | None
 
     def end(self, outputs: Sequence[Tensor]) -> None:
-        """Write the answers into the ``outputs`` of the call, tensors of any shapes."""
+        """Write the answers to the ``outputs`` of the call, tensors of any shapes."""
         if not self.answers or not outputs or not readable(outputs):
             return
         each = len(outputs) // len(self.answers)
-        with _disable_current_modes():  # other ranks' tensors do not count as this rank's memory
+        with _disable_current_modes():  # exclude other ranks' tensors from this rank's memory
             for place, answer in enumerate(self.answers):
                 _fill(outputs[place * each : (place + 1) * each], answer)
 
 
 @final
 class MessageRecorder:
-    """Records the messages of one rank, and answers with those of other ranks.
+    """Records the messages of one rank, and returns other ranks' messages.
 
     Args:
         received: The messages of all ranks in an earlier rehearsal.
@@ -201,13 +201,13 @@ class MessageRecorder:
 
     def __init__(self, received: SentMessages) -> None:
         self.messages: dict[CallIndex, Message] = {}
-        """Small tensors that this rank has sent."""
+        """Small tensors sent by this rank."""
         self._received = received
         self._places: Counter[tuple[Group, tuple[int, ...]]] = Counter()
         self._from_any: Counter[Group] = Counter()
 
     def begun(self, call: str, group: Group, operator: Operator, site: str, *, is_object: bool) -> CallResult:
-        """Record this rank's input of ``call``, and look up its result."""
+        """Record this rank's input to ``call``, and look up its result."""
         this_rank = dist.get_rank()
         place = self._place(group, operator, this_rank)
         with _disable_current_modes():
@@ -220,7 +220,7 @@ class MessageRecorder:
         return CallResult(answers, source)
 
     def passed(self, group: Group) -> None:
-        """Count a call of ``group`` without recorded tensors."""
+        """Count a call in ``group`` without recorded tensors."""
         self._places[group, ()] += 1
 
     def _place(self, group: Group, operator: Operator, this_rank: int) -> CallIndex:
@@ -234,7 +234,7 @@ class MessageRecorder:
         return CallIndex(group, number, route)
 
     def _sender(self, group: Group, operator: Operator, this_rank: int) -> int:
-        """Return the sender of a received message; if it may be any rank, the others in turns."""
+        """Return the sender of a received message; for any sender, alternate between the others."""
         if operator.root is not None:
             return group.ranks[operator.root]
         others = [rank for rank in group.ranks if rank != this_rank]
@@ -255,13 +255,13 @@ class MessageRecorder:
         if source == this_rank:
             return None if part is None else [operator.inputs()[part]]
         answers = self._received.from_one(place, source, call, like, part)
-        if answers is None and "(objects" in call:  # an unknown size must not be read from uninitialized memory
+        if answers is None and "(objects" in call:  # objects of unknown size must not be read from uninitialized memory
             return [torch.zeros_like(each) for each in like]
         return answers
 
 
 def _sends(operator: Operator, place: int, *, is_object: bool) -> bool:
-    """Return whether the member at ``place`` sends tensors; buffers for objects to receive do not count."""
+    """Return whether the member at index ``place`` sends tensors, other than object buffers."""
     if operator.name in (*_ALL_SEND, "send"):
         return True
     is_root = operator.root == place
@@ -269,13 +269,13 @@ def _sends(operator: Operator, place: int, *, is_object: bool) -> bool:
 
 
 def _as_sent(call: str) -> str:
-    """Return the description of a message that is the same at both ends."""
+    """Return the description of a message that is equal at both ends."""
     name, parenthesis, form = call.partition("(")
     return f"message{parenthesis}{form}" if name in MESSAGES else call
 
 
 def _fill(outputs: Sequence[Tensor], answer: Tensor) -> None:
-    """Copy consecutive parts of ``answer`` into ``outputs``, tensors of any shapes."""
+    """Copy consecutive parts of ``answer`` to ``outputs``, tensors of any shapes."""
     parts = torch.split(answer.flatten(), [each.numel() for each in outputs])
     for output, part in zip(outputs, parts, strict=True):
         output.detach().copy_(part.view(output.shape))

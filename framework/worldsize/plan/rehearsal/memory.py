@@ -1,4 +1,4 @@
-"""Counts the bytes of every tensor that one rank allocates and frees; fake tensors have no memory."""
+"""Tracks the bytes of all tensors of one rank; fake tensors do not use real memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from worldsize.optimizers.groups import all_parameters
 
 @final
 class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports the storages of all tensors created inside :meth:`recording`, and their purpose, to ``log``."""
+    """Reports storages of tensors created in :meth:`recording`, and their purpose, to ``log``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self, owns: Callable[[FakeTensor], bool] | None = None) -> Iterator[None]:
-        """Track tensors of any shape created inside; ``owns``: whether a fake belongs to the rank; None: no fakes."""
+        """Track tensors of any shape created within; ``owns``: whether a fake is the rank's."""
         self._owns = owns
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
@@ -51,7 +51,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its parts are seen later as the rank's own tensors
+            return NotImplemented  # its local tensors are dispatched later
         if func is not torch.ops.aten.lift_fresh.default:  # called by torch.tensor() with its new tensor
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and self._is_own(leaf):
@@ -61,13 +61,13 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def see(self, tree: Any) -> None:
-        """Count the tensors of ``tree``."""
+        """Track the tensors in ``tree``."""
         for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
             if isinstance(leaf, Tensor) and self._is_own(leaf):
                 self.log.see(leaf.untyped_storage())
 
     def _is_own(self, tensor: Tensor) -> bool:
-        """Return whether the rank computes with it, which torch's fakes for shapes are not for."""
+        """Return whether the rank computes with ``tensor``; torch also has fakes for shapes."""
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return False
         if isinstance(tensor, FakeTensor):
@@ -76,7 +76,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _resizes_seen(self) -> Iterator[None]:
-        """Track storages that change their size without an operator, as FSDP's do when a unit is gathered."""
+        """Track storages resized without an operator, such as FSDP's when it gathers a unit."""
         resize = UntypedStorage.resize_
 
         def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
@@ -89,7 +89,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def label_state(self, state: StateDict) -> None:
-        """Label storages of buffers, and of parameters that no optimizer has stepped, from a replica's state."""
+        """Label storages of buffers, and of parameters never stepped, given a replica's state."""
         values = [local(each) for each in state["model"].values() if isinstance(each, Tensor)]
         tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         parameters = {_address(each) for each in tensors if isinstance(each, nn.Parameter)}
@@ -106,7 +106,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _held(leaves: Iterable[Any]) -> Iterator[Any]:
-    """Yield ``leaves``, with the tensors that others hold in place of these, as moments of 8 bits do."""
+    """Yield ``leaves``, with wrapper subclasses (8-bit moments) replaced by inner tensors."""
     for leaf in leaves:
         if isinstance(leaf, DTensor) or not is_traceable_wrapper_subclass(leaf):
             yield leaf
@@ -115,19 +115,19 @@ def _held(leaves: Iterable[Any]) -> Iterator[Any]:
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's storage; None if it has none."""
+    """Return the address of a tensor's storage, or None without one."""
     own = local(tensor)
     return own.untyped_storage()._cdata if own.layout is torch.strided else None
 
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")
-"""What memory is for, in the order of a report; activations are all that is nothing else."""
+"""Purposes of memory, in the order of a report; activations include everything else."""
 
 
 @final
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a rank's largest memory.
+    """A rank's peak memory.
 
     Attributes:
         nbytes: Bytes of all tensors.
@@ -140,25 +140,25 @@ class Peak:
 
 @final
 class StorageLog:
-    """Follows storages until they are freed.
+    """Tracks storages until they are freed.
 
-    The purpose of a storage is often known only after its allocation: a gradient is known once the optimizer takes it.
-    So sizes are recorded in order, and evaluated at the end.
+    The purpose of a storage is often known only after its allocation; e.g. a gradient is recognized at the optimizer
+    step. Size changes are thus recorded in order, and evaluated at the end.
     """
 
     def __init__(self) -> None:
-        self._changes: list[tuple[int, int]] = []  # number of a storage, and its change in bytes
+        self._changes: list[tuple[int, int]] = []  # storage number, and change in bytes
         self._labels: dict[int, str] = {}
-        self._numbers: dict[int, int] = {}  # by the address of a live storage
+        self._numbers: dict[int, int] = {}  # by address, of live storages
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._foreign: dict[int, weakref.ref[UntypedStorage]] = {}  # by address: storages from before
+        self._foreign: dict[int, weakref.ref[UntypedStorage]] = {}  # by address: storages that existed before
         self._made = 0
-        self._built = 0  # changes before the first step
-        self._trained: int | None = None  # changes before the evaluation
+        self._built = 0  # number of changes before the first step
+        self._trained: int | None = None  # number of changes before the evaluation
 
     def see(self, storage: UntypedStorage) -> None:
-        """Record a storage and its present size."""
+        """Record a storage and its current size."""
         address = storage._cdata
         if address in self._foreign:
             return
@@ -199,19 +199,19 @@ class StorageLog:
         self._built = len(self._changes)
 
     def begin_evaluation(self) -> None:
-        """Mark the end of training, at the first call."""
+        """Mark the end of training; later calls are ignored."""
         self._trained = self._trained or len(self._changes)
 
     def building_peak(self) -> Peak:
-        """Return the peak until the replica was built."""
+        """Return the peak while building the replica."""
         return self._peak(self._changes[: self._built], after=0)
 
     def peak(self) -> Peak:
-        """Return the peak of training."""
+        """Return the peak during training."""
         return self._peak(self._changes[: self._trained], after=self._built)
 
     def evaluation_peak(self) -> Peak | None:
-        """Return the peak of the evaluation; None if there was none."""
+        """Return the peak during evaluation, or None without one."""
         return None if self._trained is None else self._peak(self._changes, after=self._trained)
 
     def _peak(self, changes: Sequence[tuple[int, int]], after: int) -> Peak:
@@ -228,19 +228,19 @@ class StorageLog:
 
 @final
 class FakeTensors:
-    """Creates fake tensors inside the context :meth:`made`, without memory or values; ``item()`` returns 1."""
+    """Creates fakes, without memory or values, within :meth:`made`; ``item()`` returns 1."""
 
     def __init__(self) -> None:
         self.mode = _Mode(allow_non_fake_inputs=True)
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Create fake tensors inside the context."""
+        """Create fake tensors within the context."""
         with self.mode, _Numbers():  # type: ignore[no-untyped-call]
             yield
 
     def check(self, state: StateDict, strategy: Strategy) -> None:
-        """Raise ConfigError if the model's tensors are real, which cannot be mixed with fakes.
+        """Check that the model has fake tensors, since real ones cannot be mixed with them.
 
         Raises:
             ConfigError: ``strategy`` does not shard the model, or the recipe's constructor cannot be deferred.
@@ -249,21 +249,21 @@ class FakeTensors:
         if not any(isinstance(each, FakeTensor) for each in tensors):  # a buffer may already have been computed
             raise ConfigError(
                 f"{type(strategy).__name__} has made the model with real tensors. Leave --fake out, or choose a "
-                "strategy that shards it, such as fsdp; what its constructor may do: docs/strategies.md."
+                "strategy that shards it, such as fsdp; limits on constructors: docs/strategies.md."
             )
 
     def owns(self, tensor: FakeTensor) -> bool:
-        """Return whether the rank owns ``tensor``, which is not one of DTensor's for global shapes."""
+        """Return whether the rank owns ``tensor``, unlike DTensor's fakes for global shapes."""
         return tensor.fake_mode is self.mode and self.mode.depth < 2
 
     def of(self, data: Any) -> Any:
-        """Return ``data`` with fakes in place of its tensors."""
+        """Return ``data`` with its tensors replaced by fakes."""
         return map_tensors(data, self.mode.from_tensor, lambda own: own)
 
 
 @final
 class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode that counts its nesting, since DTensor enters the mode of its tensors again."""
+    """A mode that counts its nesting, since DTensor re-enters the mode of its tensors."""
 
     depth = 0
 
@@ -278,7 +278,7 @@ class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @final
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns 1 for every number that a program reads from a fake tensor."""
+    """Returns 1 for each value that a program reads from a fake tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):

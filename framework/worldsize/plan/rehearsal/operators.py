@@ -1,4 +1,4 @@
-"""Reads torch's operators that are collectives or messages: their group, root, reduction and tensors."""
+"""Parses torch's collective operators and messages: group, root, reduction, tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from worldsize.messages import named
 
-# operators of torch's namespaces of collectives, by the name of torch.distributed's own function
+# operators in torch's collective namespaces, with the name of the torch.distributed function
 OPERATIONS: Mapping[str, str] = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -55,7 +55,7 @@ OPERATIONS: Mapping[str, str] = {
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 MESSAGES = ("send", "recv")
 ROOTED = ("broadcast", "scatter")  # only the root sends
-_ROOTS: Mapping[str, Sequence[str]] = {  # names of arguments
+_ROOTS: Mapping[str, Sequence[str]] = {  # argument names
     "broadcast": ("root_rank", "src"),
     "reduce": ("root_rank", "dst"),
     "gather": ("root_rank", "dst"),
@@ -63,7 +63,7 @@ _ROOTS: Mapping[str, Sequence[str]] = {  # names of arguments
     "send": ("dst",),
     "recv": ("src",),
 }
-_SECOND = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # of c10d: outputs come first
+_SECOND = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # in c10d, outputs are the first argument
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
@@ -78,12 +78,12 @@ def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Op
 @final
 @dataclass(frozen=True)
 class Operator:
-    """An operator of torch that is a collective, with its arguments, also by name.
+    """A torch operator that is a collective, with its arguments.
 
     Attributes:
         func: The operator.
-        name: The name of torch.distributed's function.
-        args: Its arguments by place.
+        name: The name of the torch.distributed function.
+        args: Positional arguments.
         given: All arguments by name.
     """
 
@@ -94,17 +94,17 @@ class Operator:
 
     @property
     def group(self) -> ProcessGroup:
-        """The group among the arguments: an object, or its name."""
+        """The group in the arguments, given as an object or by name."""
         return _group_of(self.given.values())
 
     @property
     def reduction(self) -> str:
-        """The name of the reduction, in small letters; "sum" where there is none."""
+        """The name of the reduction in lower case; "sum" without one."""
         return _reduction(self.given)
 
     @property
     def root(self) -> int | None:
-        """The index in the group of a root or peer; None if there is none, or it may be any."""
+        """The group index of a root or peer. None if there is none, or it may be any."""
         names = _ROOTS.get(self.name, ())
         return next((int(self.given[name]) for name in names if name in self.given), None)
 
@@ -120,15 +120,15 @@ class Operator:
         return _tensors(self.args[1 if self.func.namespace == "c10d" and self.name in _SECOND else 0])
 
     def outputs(self, result: Any) -> list[Tensor]:
-        """Return the outputs that the call fills, in their shapes."""
+        """Return the outputs filled by the call, in their shapes."""
         return _tensors(self.args[0] if self.func.namespace == "c10d" else result)
 
     def shown(self) -> list[Tensor]:
-        """Return the tensors whose shapes members compare: a scatter's outputs, since only its root has inputs."""
+        """Return the tensors with shapes to compare: inputs, or outputs for a scatter."""
         return self.outputs(None) if self.name == "scatter" else self.inputs()
 
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return how many elements an all-to-all receives from and sends to each member; None for other calls."""
+        """Return an all-to-all's received and sent element counts per member, else None."""
         if self.func._opname == "alltoall_":
             gets, gives = (tuple(each.numel() for each in _tensors(part)) for part in self.args[:2])
             return gets, gives
@@ -143,7 +143,7 @@ class Operator:
 
 
 def _parts(splits: Sequence[Any], tensor: Tensor, size: int) -> tuple[int, ...]:
-    """Return the number of elements of each part of ``tensor``; rows are divided evenly if ``splits`` is empty."""
+    """Return the number of elements per split of ``tensor``; even splits if ``splits`` is empty."""
     if not splits:
         return (tensor.numel() // size,) * size
     row = tensor.numel() // len(tensor) if len(tensor) else 0
@@ -155,7 +155,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _group_of(values: Iterable[Any]) -> ProcessGroup:
-    """Return the group among the arguments of an operator: an object, or its name."""
+    """Return the group in an operator's arguments, given as an object or by name."""
     group: ProcessGroup | None = None
     for value in values:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
@@ -169,7 +169,7 @@ def _group_of(values: Iterable[Any]) -> ProcessGroup:
 
 
 def _reduction(given: Mapping[str, Any]) -> str:
-    """Return the name of the reduction, in small letters."""
+    """Return the name of the reduction in lower case."""
     for value in given.values():
         if isinstance(value, str) and value in _REDUCTIONS:
             return value
@@ -187,7 +187,7 @@ class Group:
 
     Attributes:
         ranks: The global ranks of its members.
-        number: How many groups of the same members were created before it.
+        number: Number of groups with the same members created before it.
     """
 
     ranks: tuple[int, ...]
@@ -195,13 +195,13 @@ class Group:
 
 
 def identified(group: ProcessGroup) -> Group:
-    """Return the identity of a group that this process has created, which is the same on all members."""
+    """Return the identity of a group created in this process, equal on all members."""
     members = dist.get_process_group_ranks(group)
     return Group(tuple(members), _made_of(members).index(group))
 
 
 def next_of(members: Sequence[int]) -> Group:
-    """Return the identity of the next group of ``members``."""
+    """Return the identity of the next group with ``members``."""
     return Group(tuple(members), len(_made_of(list(members))))
 
 
@@ -211,6 +211,6 @@ def _made_of(members: list[int]) -> list[ProcessGroup]:
 
 
 def described(group: Group) -> str:
-    """Name a group for people."""
+    """Describe a group in words."""
     which = f", number {group.number + 1} of them" if group.number else ""
     return f"the group of {named(group.ranks)}{which}"

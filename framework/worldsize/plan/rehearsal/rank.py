@@ -1,4 +1,4 @@
-"""Rehearses one rank of a run: builds its replica, takes steps and evaluates, with the run's own code."""
+"""Rehearses one rank: builds its replica, trains and evaluates with the run's own code."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ from worldsize.core import (
 from worldsize.data.batches import collate_of
 from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.errors import WorldsizeError
+from worldsize.loop.agreement import Agreement
+from worldsize.loop.averaging import AveragedReplica
+from worldsize.loop.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.rehearsal.calls import Call, CallRecorder, short_path
 from worldsize.plan.rehearsal.exchange import CallIndex, Message, SentMessages
 from worldsize.plan.rehearsal.memory import FakeTensors, MemoryRecorder, Peak
-from worldsize.record.determinism import seed_generators, stream
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.deferred.model import filled_with
-from worldsize.train.agreement import Agreement
-from worldsize.train.averaging import AveragedReplica
-from worldsize.train.fit import LoopCallbacks, LoopConfig, fit
 
 _CPU = torch.device("cpu")
-_BATCHES = 2  # of an evaluation
+_BATCHES = 2  # number of batches per evaluated split
 _NOTHING = Peak(0, {})
 
 
 @final
 @dataclass(frozen=True)
 class Rehearsed:
-    """The actions of one rank.
+    """The recorded behavior of one rank.
 
     Attributes:
         rank: The rank.
         calls: Its collectives and messages, in order.
-        peak: Its largest memory in training.
-        evaluation: The same in an evaluation; None if there was none.
+        peak: Its peak memory in training.
+        evaluation: Its peak memory in an evaluation. None without one.
         messages: The small tensors that it has sent.
-        error: The error that ended it early, with the line; None if there was none.
-        building: Its largest memory until the replica is built.
-        waits: Maps the number of a call, from 0, to how many calls it had made when it waited for that one; other calls
-            are never waited for. None: it waits for each at once.
-        refusal: The message of a ConfigError; None if there was none.
-        is_settled: Whether its calls stayed the same when it was rehearsed again with the others' messages.
+        error: The error that ended it early, with the line. None if there was none.
+        building: Its peak memory while building the replica.
+        waits: Maps a call number, from 0, to the number of calls made when the rank waited for that call. It never
+            waits for missing calls. None if it waits for each call immediately.
+        refusal: The message of a ConfigError. None if there was none.
+        is_settled: Whether its calls were unchanged when it was rehearsed again with the others' messages.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Rehearsed:
 
     @property
     def most(self) -> int:
-        """The largest number of bytes of its tensors, in any part of the run."""
+        """Peak tensor bytes over all phases."""
         peaks = (self.building, self.peak, self.evaluation or _NOTHING)
         return max(each.nbytes for each in peaks)
 
@@ -85,12 +85,12 @@ class Rehearsed:
 @final
 @dataclass(frozen=True)
 class RehearsedPart:
-    """The part of a run that is rehearsed.
+    """The part of a run to rehearse.
 
     Attributes:
-        steps: Training steps.
+        steps: Number of training steps.
         is_fake: Whether tensors have neither memory nor values.
-        evaluates: Whether two batches of each split are evaluated after the steps; fakes never are.
+        evaluates: Whether to evaluate two batches of each split after the steps; never with fake tensors.
     """
 
     steps: int = 2
@@ -101,20 +101,20 @@ class RehearsedPart:
 @final
 @dataclass(frozen=True)
 class Recorders:
-    """The recorders that watch a rehearsed rank."""
+    """The recorders of a rehearsed rank."""
 
     calls: CallRecorder
     memory: MemoryRecorder
 
 
-Data = Mapping[str, Any]  # the recipe's, by split
+Data = Mapping[str, Any]  # the recipe's data, by split
 
 
 def data_of(settings: Settings, part: RehearsedPart) -> Data:
-    """Load the recipe's data: those for training, and those that are evaluated.
+    """Load the recipe's training data and the evaluated splits.
 
     Raises:
-        ConfigError: the recipe cannot load them.
+        ConfigError: the recipe cannot load its data.
     """
     splits = settings.evaluation.splits if part.evaluates and not part.is_fake else ()
     return {split: _loaded(settings.recipe, split) for split in dict.fromkeys(("train", *splits))}
@@ -133,7 +133,7 @@ def _loaded(recipe: Recipe, split: str) -> Any:
 
 
 def rehearse_rank(rank: int, settings: Settings, part: RehearsedPart, data: Data, received: SentMessages) -> Rehearsed:
-    """Rehearse ``rank`` in this process, without a process group; the others' messages are those ``received``."""
+    """Rehearse ``rank`` in this process with a fake group, replaying messages ``received``."""
     calls, memory, error, refusal = CallRecorder(received), MemoryRecorder(), None, None
     settings.determinism.apply("cpu")
     torch.set_num_threads(1)
@@ -165,20 +165,20 @@ def take_part(
     recorders: Recorders,
     fakes: FakeTensors | None = None,
 ) -> None:
-    """Build the replica of this process, train and evaluate, in a world whose other ranks may be absent.
+    """Build this process's replica, train and evaluate; other ranks may be absent.
 
     Args:
         settings: The run.
-        world: This process's place in it.
-        part: The part of the run.
+        world: The world as seen by this process.
+        part: The part of the run to rehearse.
         data: The recipe's data, by split.
-        recorders: Recorders to inform of the beginning of steps and evaluations.
-        fakes: Creates fake tensors; None for real ones.
+        recorders: Recorders to notify at the start of steps and evaluations.
+        fakes: Creates fake tensors. None for real ones.
     """
-    seed_generators(stream(settings.training.seed, "init"), world.device)
+    seed_generators(derive_seed(settings.training.seed, "init"), world.device)
     context = RunContext(
         world,
-        replace(settings.numerics, compile=False),  # a compiled pass has no operations to record
+        replace(settings.numerics, compile=False),  # a compiled pass lacks operations to record
         seed=settings.training.seed,
         steps=settings.training.steps,
         workers=world.size,
@@ -211,7 +211,7 @@ def take_part(
 
 @contextmanager
 def _equal_pace() -> Iterator[None]:
-    """Let all ranks report the same pace to each other, since the loop's decisions depend on it."""
+    """Let all ranks report equal speed to each other, since the loop's decisions depend on it."""
     tell = Agreement.tell
 
     def tell_equal_rate(agreement: Agreement, done: StepDone) -> None:
@@ -229,7 +229,7 @@ def _evaluation(settings: Settings, data: Any, split: str, step: int, part: Worl
             batch_size=settings.training.evaluate_batch_size,
             collate=collate_of(settings.recipe),
             drawn=settings.evaluation.batches,
-            seed=stream(settings.training.seed, f"evaluation/{split}", step),
+            seed=derive_seed(settings.training.seed, f"evaluation/{split}", step),
         )
         return islice(batches, _BATCHES)  # the same number on all ranks
 
@@ -238,7 +238,7 @@ def _evaluation(settings: Settings, data: Any, split: str, step: int, part: Worl
 
 @final
 class _RehearsedReplica(Replica):
-    """Lets ``inner`` train on the rehearsal's kind of tensors, and informs ``recorders`` of steps."""
+    """Trains ``inner`` on real or fake tensors, and notifies ``recorders`` of steps."""
 
     def __init__(self, inner: Replica, fakes: FakeTensors | None, recorders: Recorders) -> None:
         self._inner, self._fakes, self._recorders = inner, fakes, recorders
@@ -273,7 +273,7 @@ class _RehearsedReplica(Replica):
         return self._inner.state()
 
     def load(self, state: StateDict) -> None:
-        raise NotImplementedError("a rehearsal has no checkpoint")
+        raise NotImplementedError("a rehearsal does not load checkpoints")
 
 
 def _described(error: Exception, step: int) -> str:

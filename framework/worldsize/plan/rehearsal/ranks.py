@@ -1,4 +1,4 @@
-"""Rehearses many ranks of a run, each in a forked process, and computes the bytes that they send."""
+"""Rehearses ranks of a run in forked processes, and computes the bytes that they send."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from multiprocessing.context import ForkProcess
 from typing import final
 
 from worldsize.config.settings import Settings
+from worldsize.core import Cluster
 from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.exchange import CallIndex, Message, SentMessages
 from worldsize.plan.rehearsal.memory import Peak
@@ -21,19 +22,19 @@ from worldsize.plan.rehearsal.rank import Rehearsed, RehearsedPart, data_of, reh
 from worldsize.plan.rehearsal.waiting import differences
 from worldsize.world.processes import ready_to_fork
 
-_TIMES = 6  # most repetitions of a rehearsal, plus one per step, since decisions may depend on those of the step before
-_ALL = 64  # largest world of which all ranks are rehearsed
-_NEAR = 8  # number of ranks on each of the first two nodes of a larger world
-_LONGEST = 1800.0  # seconds; limit for one rank
+_TIMES = 6  # maximum rehearsals, plus one per step, since decisions may depend on the previous step
+_ALL = 64  # largest world with all ranks rehearsed
+_NEAR = 8  # maximum ranks on each of the first two nodes of a larger world
+_LONGEST = 1800.0  # maximum seconds per rank
 
 
-def chosen_ranks(settings: Settings) -> list[int]:
+def chosen_ranks(cluster: Cluster) -> list[int]:
     """Return representative ranks.
 
-    In a large world these are at most eight of each of the first two nodes, the last rank, and all powers of two, which
-    are the distances in trees.
+    In a large world, these are up to eight ranks on each of the first two nodes, the last rank, and all powers of two,
+    which are the distances in trees.
     """
-    size, per_node = settings.cluster.processes, settings.cluster.processes_per_node
+    size, per_node = cluster.processes, cluster.processes_per_node
     if size <= _ALL:
         return list(range(size))
     near = [first + local for first in (0, per_node) for local in range(min(per_node, _NEAR)) if first + local < size]
@@ -49,10 +50,10 @@ def rehearse(
     note: Callable[[int], None] = lambda count: None,
     longest: float = _LONGEST,
 ) -> list[Rehearsed]:
-    """Rehearse ``ranks`` repeatedly with the others' messages, until their calls no longer change.
+    """Rehearse ``ranks`` repeatedly with each other's messages, until calls are stable.
 
-    ``note`` is called with the number of ranks done, from 1 again in each repetition. A rank that takes more than
-    ``longest`` seconds is killed. The processes are forked: this one must have no OpenMP pool, and must not have used
+    ``note`` is called with the number of ranks done, which restarts at 1 in each repetition. Ranks that take more than
+    ``longest`` seconds are killed. The processes are forked: this process must not have an OpenMP pool or have used
     CUDA.
 
     Raises:
@@ -78,7 +79,7 @@ def rehearse(
 
 
 def _asks_again(rehearsed: Sequence[Rehearsed], sent: SentMessages) -> bool:
-    """Return whether the messages of the others may change the calls of any rank."""
+    """Return whether other ranks' messages may change the calls of any rank."""
     if sent.has_news({each.rank for each in rehearsed}):
         return True
     has_failed = any(each.error is not None for each in rehearsed)
@@ -86,7 +87,7 @@ def _asks_again(rehearsed: Sequence[Rehearsed], sent: SentMessages) -> bool:
 
 
 def _changed(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int]:
-    """Return the ranks whose calls or errors differ from those before."""
+    """Return the ranks whose calls or errors have changed."""
     return {
         now.rank
         for then, now in zip(before, after, strict=True)
@@ -95,7 +96,7 @@ def _changed(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int
 
 
 def _sent(rehearsed: Sequence[Rehearsed]) -> SentMessages:
-    """Return the messages of all ranks, in each group until its calls differ: later ones do not correspond."""
+    """Return the messages of all ranks, for each group only up to the first different call."""
     ends = {each.group: each.place - 1 for each in differences(rehearsed)}
     messages: dict[CallIndex, dict[int, Message]] = {}
     for each in rehearsed:
@@ -108,7 +109,7 @@ def _sent(rehearsed: Sequence[Rehearsed]) -> SentMessages:
 @final
 @dataclass(frozen=True)
 class _Running:
-    """A rank that is being rehearsed, and the deadline at which it is killed."""
+    """A rank being rehearsed, and the deadline for killing its process."""
 
     rank: int
     process: ForkProcess
@@ -148,10 +149,10 @@ def _started(work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> 
 
 def _send(connection: Connection, work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> None:
     if is_quiet:
-        logging.disable(logging.WARNING)  # another rank has logged it
+        logging.disable(logging.WARNING)  # already logged by a different rank
     connection.send(work(rank))
     connection.close()
-    os._exit(0)  # skips the teardown, which nobody needs
+    os._exit(0)  # skips the unneeded teardown
 
 
 def _received(connection: Connection, running: _Running) -> Rehearsed:
@@ -184,9 +185,9 @@ class Traffic:
     """The bytes that a rank sends in one step, and its number of calls.
 
     Attributes:
-        inside: Bytes in groups whose members are all on one node.
+        inside: Bytes in groups within one node.
         across: Bytes in groups that span several nodes.
-        calls: Collectives and messages.
+        calls: Number of collectives and messages.
     """
 
     inside: float
@@ -195,7 +196,7 @@ class Traffic:
 
 
 def traffic(rehearsed: Rehearsed, processes_per_node: int, *, step: int) -> Traffic:
-    """Sum the bytes that a rank sends in ``step`` itself, without logging and evaluation."""
+    """Sum the bytes that a rank sends in ``step``, excluding logging and evaluation."""
     calls = [call for call in rehearsed.calls if call.step == step and call.phase == "step"]
     calls = [call for call in calls if call.operation != "new_group"]
     across = sum(_ring_bytes(call) for call in calls if _reaches_over(call, rehearsed.rank, processes_per_node))
@@ -208,7 +209,7 @@ def _reaches_over(call: Call, rank: int, processes_per_node: int) -> bool:
 
 
 def _ring_bytes(call: Call) -> float:
-    """Return the bytes that a rank sends in a ring (Patarasu and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
+    """Return the bytes that a rank sends in a ring (Patarasu & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
     n = len(call.group.ranks)
     match call.operation:
         case "all_reduce":

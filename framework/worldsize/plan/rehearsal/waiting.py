@@ -1,4 +1,4 @@
-"""Compares the calls of all ranks: deadlocks, unmatched messages, and ranks that deviate."""
+"""Compares the calls of all ranks: deadlocks, unmatched messages, different calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.operators import Group, described
 from worldsize.plan.rehearsal.rank import Rehearsed
 
-_ANY = -1  # stands for any sender
-_Route = tuple[Group, int, int, int]  # sender, receiver and tag
+_ANY = -1  # any sender
+_Route = tuple[Group, int, int, int]  # with sender, receiver and tag
 
 
 @final
@@ -35,10 +35,10 @@ class Deadlock:
 
 
 def deadlock(ranks: Sequence[Rehearsed]) -> Deadlock | None:
-    """Simulate the calls of all ``ranks``, in which a rank waits for a call until all members have made it.
+    """Simulate the calls of all ``ranks``: a rank waits until all members make the call.
 
-    Return None if all ranks finish. Asynchronous calls block only where the rank waits for them. Sends do not block,
-    receives do. Members that were not rehearsed are assumed to have made their calls already.
+    Return None if all ranks finish. Asynchronous calls block only when the rank waits for them. Sends do not block,
+    receives do. Members that were not rehearsed are assumed to have made their calls.
     """
     play = _Play(ranks)
     while any([play.advance(rank) for rank in play.scripts]):
@@ -54,15 +54,15 @@ class _Play:
     def __init__(self, ranks: Sequence[Rehearsed]) -> None:
         self.scripts = {each.rank: _script(each) for each in ranks}
         self.ahead: dict[int, Call] = {}
-        """By rank: the call for which it waits; one that has ended is not here."""
-        self._made: Counter[tuple[int, Group]] = Counter()  # collectives of a rank in a group
+        """The call that each rank waits for; ranks that have ended are absent."""
+        self._made: Counter[tuple[int, Group]] = Counter()  # number of a rank's collectives in a group
         self._sent: Counter[_Route] = Counter()
-        self._received: Counter[_Route] = Counter()  # or will be received: the rank has posted the receive
-        self._places: dict[tuple[int, int], int] = {}  # by rank and number of a call: its index in its group or route
+        self._received: Counter[_Route] = Counter()  # including posted receives
+        self._places: dict[tuple[int, int], int] = {}  # by rank and call number: the call's index in its group or route
         self._next: dict[int, tuple[int, Call, bool]] = {}
 
     def advance(self, rank: int) -> bool:
-        """Advance ``rank`` as far as possible; return whether it has made progress."""
+        """Advance ``rank`` as far as possible; return whether it made progress."""
         moved = False
         while (act := self._next.pop(rank, None) or next(self.scripts[rank], None)) is not None:
             number, call, is_wait = act
@@ -106,7 +106,7 @@ class _Play:
 
 
 def _script(rehearsed: Rehearsed) -> Iterator[tuple[int, Call, bool]]:
-    """Yield a rank's actions: the number of a call, the call, and whether it is made here or waited for."""
+    """Yield a rank's actions: call number, call, and whether it only waits for it."""
     later: dict[int, list[int]] = defaultdict(list)
     for number, moment in (rehearsed.waits or {}).items():
         later[moment].append(number)
@@ -120,9 +120,9 @@ def _script(rehearsed: Rehearsed) -> Iterator[tuple[int, Call, bool]]:
 
 
 def mismatches(ranks: Sequence[Rehearsed]) -> list[str]:
-    """Describe messages whose receiver expects another form, and messages that nobody receives.
+    """Describe messages with a different form at the receiver, and messages without a receiver.
 
-    Ranks that were not rehearsed, or that failed, are assumed to receive every message.
+    Ranks that were not rehearsed, or that failed, are assumed to receive all messages.
     """
     sent, received = _messages(ranks, "send"), _messages(ranks, "recv")
     succeeded = {each.rank for each in ranks if each.error is None}
@@ -146,7 +146,7 @@ def _gives(gift: Call) -> str:
 
 
 def _messages(ranks: Sequence[Rehearsed], operation: str) -> dict[_Route, list[Call]]:
-    """Return the messages that were sent or received, by sender and receiver; ``_ANY`` for any sender."""
+    """Return sent or received messages by group, sender or ``_ANY``, receiver and tag."""
     messages: dict[_Route, list[Call]] = defaultdict(list)
     for each in ranks:
         for call in each.calls:
@@ -163,13 +163,13 @@ _END = "makes no further call"
 @final
 @dataclass(frozen=True)
 class Difference:
-    """The first call in which the members of a group differ.
+    """The first call for which the members of a group differ.
 
     Attributes:
         group: The group.
         place: The number of the call in the group, from 1.
-        ranks: Each call there, as text with its line, and the ranks that make it, fewest ranks first.
-        when: The moment of the run.
+        ranks: Each different call, as text with its line, and the ranks that make it, fewest ranks first.
+        when: The time in the run.
     """
 
     group: Group
@@ -184,10 +184,10 @@ class Difference:
 
 
 def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
-    """Return the first difference of each group, the earliest first.
+    """Return the first difference in each group, earliest first.
 
-    ``ranks``, in any order, may be part of the world: absent members of a group are assumed to call the same as the
-    others. A rank that failed is ignored after its last call.
+    ``ranks``, in any order, may be part of the world. Absent members of a group are assumed to make the same calls as
+    the others. A failed rank is ignored after its last call.
     """
     ranks = sorted(ranks, key=lambda each: each.rank)
     by_group: dict[Group, dict[int, list[Call]]] = defaultdict(dict)
@@ -206,7 +206,7 @@ def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
 
 
 def _parting(group: Group, calls: Mapping[int, Sequence[Call]], ended: set[int]) -> Iterator[Difference]:
-    """Yield the first call in which members of a group differ, if there is one."""
+    """Yield the first call for which the members of a group differ, if there is one."""
     for place in range(max(map(len, calls.values()))):
         there = {rank: own[place] for rank, own in calls.items() if place < len(own)}
         gone = [rank for rank, own in calls.items() if place >= len(own) and rank not in ended]
@@ -220,7 +220,7 @@ def _parting(group: Group, calls: Mapping[int, Sequence[Call]], ended: set[int])
 
 
 def _unequal(group: Group, there: Mapping[int, Call]) -> list[tuple[str, list[int]]] | None:
-    """Return the first two members of an all-to-all whose numbers of sent and received elements differ."""
+    """Return the first two members of an all-to-all with unequal element counts."""
     if not any(call.parts for call in there.values()):
         return None
     for giver, taker in permutations(there, 2):
@@ -246,7 +246,7 @@ def _sides(there: Mapping[int, Call], gone: Sequence[int]) -> list[tuple[str, li
 
 
 def _moment(difference: Difference, ranks: Sequence[Rehearsed]) -> tuple[int, int]:
-    """Return the sort key of a difference: how many calls, of any group, a rank had made before."""
+    """Return a sort key: the number of calls by a rank before the difference, in any group."""
     befores = []
     for each in ranks:
         places = [place for place, call in enumerate(each.calls) if _counts(call, difference.group)]

@@ -1,6 +1,6 @@
-"""Deferred initialization: a model is described first, and its tensors are made one at a time once it is sharded.
+"""Deferred initialization: describe a model, shard it, then create its tensors one by one.
 
-``recorder`` watches a model's constructor and keeps the tensors of others from which it made weights; ``fakes`` are its
-tensors, without memory; ``tape`` has what it did to them, ``draws`` its random numbers.
-``model`` makes the tensors from the tape.
+``recorder`` intercepts a model's constructor, and keeps existing tensors that weights are computed from. ``fakes`` are
+memoryless tensors for the constructor; ``tape`` records its operations on them, and ``draws`` its random numbers.
+``model`` creates the tensors from the tape.
 """

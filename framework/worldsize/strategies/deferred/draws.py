@@ -1,4 +1,4 @@
-"""Random numbers that a constructor requested and that are not drawn yet."""
+"""Random numbers that a constructor requested, but that are not generated yet."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import final
 import torch
 from torch import Tensor
 
-from worldsize.record.determinism import GeneratorStates
+from worldsize.seeds import GeneratorStates
 from worldsize.strategies.deferred.tape import Tape
 
 _HOST = torch.device("cpu")
 _STATE_BYTES = torch.default_generator.get_state().nbytes
-_AWAY = 997  # numbers: an own state for each pending draw, which a constructor is not likely to come to by itself
+_AWAY = 997  # random numbers to skip after a pending draw: gives a unique, unlikely state
 
 
 @final
 class SeededError(Exception):
-    """The constructor sets a random generator from which numbers are still to be drawn, or reads its state."""
+    """The constructor seeds a generator with pending draws, or accesses its state."""
 
 
 @final
 @dataclass(frozen=True)
 class InitialStates:
-    """The states of generators from which a model's tensors are drawn.
+    """The initial states of the random generators for a model's tensors.
 
     Attributes:
-        process: States of the process's generators.
-        own: State of each other generator.
+        process: States of the process's default generators.
+        own: States of other generators.
     """
 
     process: GeneratorStates
@@ -38,7 +38,7 @@ class InitialStates:
 
     @staticmethod
     def now(own: Mapping[torch.Generator, Tensor] | None = None) -> InitialStates:
-        """Return the current states of the process's generators, and those of ``own`` (uint8 (n,)) as given."""
+        """Return the current states of the default generators, and ``own``, uint8 (n,) each."""
         return InitialStates(GeneratorStates.of(_HOST), own or {})
 
     def restore(self) -> None:
@@ -50,28 +50,28 @@ class InitialStates:
 
 @final
 class PendingDraws:
-    """The draws at the end of ``tape`` that are still to be made.
+    """The pending random operations (draws) at the end of ``tape``.
 
-    Meanwhile their generators are set to arbitrary states, a different one after each draw, to detect a constructor
-    that sets them, even to an earlier state.
+    Until they run, their generators have arbitrary placeholder states, different after each draw. This detects a
+    constructor that sets a generator's state, even to an earlier one.
 
-    ``at_once``: draw when the constructor does, discard the numbers, and draw them again when they are needed. It takes
-    more time, and allows a constructor to set generators.
+    ``at_once``: generate numbers when the constructor requests them, discard them, and generate them again when needed.
+    This takes longer, but supports constructors that set generator states.
     """
 
     def __init__(self, tape: Tape, *, at_once: bool) -> None:
         self._tape, self._at_once = tape, at_once
         self.seen: dict[torch.Generator, Tensor] = {}
-        """The state of each generator before the constructor drew from it."""
-        self._begins: dict[torch.Generator, Tensor] = {}  # where the first pending draw begins
-        self._stands: dict[torch.Generator, Tensor] = {}  # where it is kept meanwhile
-        self._places: set[bytes] = set()  # digests of all states in which generators were kept
+        """The state of each generator before the constructor first sampled from it."""
+        self._begins: dict[torch.Generator, Tensor] = {}  # state before the first pending draw
+        self._stands: dict[torch.Generator, Tensor] = {}  # current placeholder state
+        self._places: set[bytes] = set()  # digests of all placeholder states
 
     def meet(self, generator: torch.Generator) -> None:
-        """Record a generator from which the constructor is about to draw.
+        """Record a generator before the constructor uses it.
 
         Raises:
-            SeededError: as in :meth:`check`, or the generator was given the temporary state of another one.
+            SeededError: as in :meth:`check`, or it was given another generator's placeholder state.
         """
         self.check()
         if generator not in self._stands:
@@ -81,7 +81,7 @@ class PendingDraws:
             self.seen.setdefault(generator, state)
 
     def note(self, generator: torch.Generator) -> None:
-        """Record a draw from ``generator`` that is now on the tape. Raises SeededError like :meth:`meet`."""
+        """Record a draw from ``generator`` that is on the tape; raises like :meth:`meet`."""
         self.meet(generator)
         if self._at_once:
             self._tape.draw_all()
@@ -93,12 +93,12 @@ class PendingDraws:
         self._places.add(_digest(self._stands[generator]))
 
     def make(self) -> None:
-        """Draw, so that generators have the states that the constructor expects. Raises SeededError."""
+        """Run pending draws, so that generators have their expected states. Raises SeededError."""
         self.rewind()
         self._tape.draw_all()
 
     def rewind(self) -> Mapping[torch.Generator, Tensor]:
-        """Set generators to their states before the first of these draws; return these states, uint8 (n,) each.
+        """Restore and return the states before the first pending draw, uint8 (n,) each.
 
         Raises:
             SeededError: as in :meth:`check`.
@@ -110,13 +110,13 @@ class PendingDraws:
         return begins
 
     def check_kept(self, tensors: Iterable[Tensor]) -> None:
-        """Raise SeededError if one of ``tensors``, of any shape, is a temporary state of a generator."""
+        """Raise SeededError if one of ``tensors``, of any shape, is a placeholder state."""
         states = [tensor for tensor in tensors if tensor.dtype == torch.uint8 and tensor.nbytes == _STATE_BYTES]
         if any(_digest(state) in self._places for state in states if not state.is_meta):
             raise SeededError
 
     def check(self) -> None:
-        """Raise SeededError if a generator does not have the temporary state that it was given."""
+        """Raise SeededError if a generator's placeholder state has changed."""
         if any(not torch.equal(generator.get_state(), state) for generator, state in self._stands.items()):
             raise SeededError
 

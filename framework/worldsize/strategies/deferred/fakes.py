@@ -1,6 +1,6 @@
-"""Fake tensors that represent tensors while a constructor runs: they have no memory, and claim to be on the CPU.
+"""Fake tensors for running a constructor: memoryless, but apparently on the CPU.
 
-Calls of torch by which a constructor could notice that its tensors are fakes are intercepted.
+Torch calls whose results would differ for fakes are intercepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CannotDeferError(Exception):
     """The constructor does something that cannot be deferred.
 
     Attributes:
-        remedy: How to change the constructor, as a complete sentence.
+        remedy: How to fix the constructor, as a complete sentence.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -36,10 +36,10 @@ class CannotDeferError(Exception):
 
 @final
 class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes fakes of tensors on the host.
+    """Creates fake tensors on the host.
 
-    Torch's own mode also registers a GPU on hosts without one. Autograd would then keep a thread for it, and a process
-    with such a thread cannot fork others that use autograd.
+    Torch's own mode also registers a GPU on hosts without one. Autograd would then keep a thread for it, and the
+    process could not fork others that use autograd.
     """
 
     @property
@@ -49,15 +49,15 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @final
 class FakeStorages:
-    """Numbers the storages of fakes; tensors that share memory have the same number."""
+    """Assigns an index to each storage of fakes; tensors that share memory have the same index."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, Storage] = {}  # by address
-        self._storages: list[torch.UntypedStorage] = []  # else another one might get the address of one that is gone
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
 
     def describe(self, tensor: Tensor) -> Deferred | None:
-        """Return the description of ``tensor``, of any shape, for the tape; None: its values exist already."""
-        if tensor.layout is not torch.strided:  # a sparse one has no storage, and is never deferred
+        """Describe ``tensor``, of any shape, for the tape; return None if it already has values."""
+        if tensor.layout is not torch.strided:  # sparse tensors lack a storage and are never deferred
             return None
         storage = self._numbers.get(tensor.untyped_storage()._cdata)
         if storage is None:
@@ -65,7 +65,7 @@ class FakeStorages:
         return _laid_out(tensor, storage)
 
     def add(self, tensor: Tensor) -> int | None:
-        """Number the storage of ``tensor``, of any shape; return its length in bytes, or None if it has a number.
+        """Register the storage of ``tensor``; return its size in bytes, or None if already known.
 
         Raises:
             CannotDeferError: the tensor is not on the CPU, or sparse.
@@ -73,7 +73,7 @@ class FakeStorages:
         if tensor.layout is not torch.strided:
             raise CannotDeferError(
                 "its constructor makes a sparse tensor of weights",
-                "Make it of tensors of its own, such as its indices.",
+                "Make it of separate tensors, such as its indices.",
             )
         if tensor.device.type != "cpu":
             raise CannotDeferError(
@@ -88,12 +88,12 @@ class FakeStorages:
         return storage.nbytes()
 
     def in_use(self) -> list[torch.UntypedStorage]:
-        """Return the storages that still have tensors."""
+        """Return the storages that tensors still refer to."""
         return [storage for storage in self._storages if torch._C._storage_Use_Count(storage._cdata) > 1]
 
 
 def with_numbers(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or if it is a fake whose ``data`` was set, an ordinary tensor of that memory and shape."""
+    """Return ``tensor``, or for a fake with assigned ``data``, an ordinary tensor of its shape."""
     if (
         not isinstance(tensor, FakeTensor)
         or tensor.layout is not torch.strided
@@ -117,7 +117,7 @@ def _laid_out(tensor: Tensor, storage: Storage) -> Deferred:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of the values of ``tensor``, of any shape; for a sparse tensor, those of its stored values."""
+    """Return the size of ``tensor``, of any shape, in bytes; if sparse, of its stored values."""
     held = tensor.numel() if tensor.layout is torch.strided else tensor._nnz()
     return held * tensor.element_size()
 
@@ -129,14 +129,14 @@ def is_whole(tensor: Tensor) -> bool:
 
 @cache
 def own_attributes() -> frozenset[str]:
-    """Return the names of attributes that every fake has; the constructor has set all others."""
+    """Return the attribute names of every fake; others were set by the constructor."""
     with unset_fake_temporarily():
         fake = HostFakes().from_tensor(torch.empty(0))
     return frozenset({*vars(fake), "_is_param"})
 
 
 _ADDRESSES = {Tensor.data_ptr, Tensor.__dlpack__, Tensor.numpy, Tensor.__array__}
-_BY_CLASS = {  # functions that round differently for tensor subclasses, such as fakes
+_BY_CLASS = {  # these round differently for tensor subclasses, such as fakes
     *(
         linalg.svdvals,
         linalg.eigvals,
@@ -154,23 +154,23 @@ _STORAGES = {Tensor.untyped_storage, Tensor.storage}
 
 @final
 class CallWatcher(TorchFunctionMode):
-    """Makes calls with fakes behave as with ordinary tensors within its context, or refuses them.
+    """Makes torch calls with fakes behave as with ordinary tensors, or refuses them.
 
     Args:
         do: Calls a function with real tensors in place of fakes.
 
     Attributes:
-        failure: The first error of a call with fakes, which the constructor may have handled.
+        failure: The first error in a call with fakes; the constructor may have caught it.
 
     Raises:
-        CannotDeferError: within the context, at a call that cannot behave the same.
+        CannotDeferError: within the context, for a call that would behave differently.
     """
 
     def __init__(self, do: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
         super().__init__()
         self._do = do
         self.failure: Exception | None = None
-        own_attributes()  # asked for within the context, it would look at what is made there
+        own_attributes()  # cached here, since within the context it would see other tensors
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -186,7 +186,7 @@ class CallWatcher(TorchFunctionMode):
                 with _disable_current_modes():
                     return self._do(_with_needs_of(args, kwargs or {}, func), args, kwargs or {})
             return func(*args, **(kwargs or {}))
-        except Exception as error:  # any: whatever it is, it may be one that other tensors do not raise
+        except Exception as error:  # any exception: ordinary tensors might not raise it
             if not _has_fake((args, kwargs)):
                 raise
             failure = _refusal(str(error)) if func in _ADDRESSES else error
@@ -199,7 +199,7 @@ def _has_fake(tree: Any) -> bool:
 
 
 def _with_needs_of(args: Sequence[Any], kwargs: Mapping[str, Any], func: Any) -> Callable[..., Any]:
-    """Return ``func`` for real tensors in place of ``args`` and ``kwargs``, with the same ``requires_grad``."""
+    """Wrap ``func`` to give real arguments the ``requires_grad`` of the fakes they replace."""
     needs = [leaf.requires_grad for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
 
     def call(*numbers: Any, **others: Any) -> Any:
@@ -213,7 +213,7 @@ def _with_needs_of(args: Sequence[Any], kwargs: Mapping[str, Any], func: Any) ->
 
 
 def _depends_on_class(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether ``func`` rounds differently if it is given fakes."""
+    """Return whether ``func`` rounds differently with fakes."""
     return func in _BY_CLASS or (
         func in _NORMS and "nuc" in (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, str))
     )
@@ -227,18 +227,18 @@ def _refusal(detail: str) -> CannotDeferError:
 
 
 def _refuse_subclass(caller: FrameType | None) -> None:
-    """Raise CannotDeferError if ``caller`` makes a parameter of a subclass, which a fake cannot be."""
+    """Raise CannotDeferError if ``caller`` creates a parameter of a custom subclass."""
     if caller is None or caller.f_code is not nn.Parameter.__new__.__code__:
         return
     if (kind := caller.f_locals["cls"]) is not nn.Parameter:
         raise CannotDeferError(
             f"its constructor makes parameters of the class {kind.__name__}",
-            "Let them be of the class nn.Parameter, with attributes of their own.",
+            "Let them be of the class nn.Parameter, with additional attributes.",
         )
 
 
 def _copied(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
-    """Copy ``fake`` like the tensor that it represents, without checking whether it has memory."""
+    """Deep-copy ``fake`` like the tensor it represents, without torch's check for memory."""
     if id(fake) in memo:
         copied: Tensor = memo[id(fake)]
         return copied

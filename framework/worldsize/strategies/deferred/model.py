@@ -1,4 +1,4 @@
-"""A model whose tensors are made once it is known which part of each this process holds."""
+"""A model with tensors that are created only after sharding, when each rank's part is known."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from worldsize.record.determinism import generators_kept
+from worldsize.seeds import keep_generators
 from worldsize.strategies.deferred.draws import InitialStates, SeededError
 from worldsize.strategies.deferred.fakes import CannotDeferError, bytes_of, own_attributes, with_numbers
 from worldsize.strategies.deferred.recorder import Recorder
 from worldsize.strategies.deferred.tape import Deferred, Devices, Slot, Tape, like, slots_of
 
 _logger = logging.getLogger(__name__)
-_CLASSES = (Tensor, nn.Parameter, FakeTensor)  # any other would be lost
-_SMALL = 16 * 2**20  # bytes that are not worth a warning
-_PART = 1 / 4  # of the model
-_TEMPORARY = 4  # temporary memory of an initialisation, in multiples of the largest tensor
+_CLASSES = (Tensor, nn.Parameter, FakeTensor)  # other classes would be lost
+_SMALL = 16 * 2**20  # bytes: smaller amounts are not worth a warning
+_PART = 1 / 4  # fraction of the model that is worth a warning
+_TEMPORARY = 4  # allowed temporary memory, in multiples of the largest tensor
 
 
 @final
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of a model, and those that each process needs of it at once.
+    """The size of a model, and the peak memory that each process needs to create it.
 
     Attributes:
         model: Bytes of the model's tensors.
-        made: Bytes of tensors that exist from the start: the model's, and those from which weights are made.
-        largest: Bytes of the largest tensor that is still to be made.
-        at_once: Most bytes that making one tensor takes, including the tensor itself.
+        made: Bytes of tensors that already exist: some of the model's, and inputs of weights.
+        largest: Bytes of the largest deferred tensor.
+        at_once: Maximum bytes needed to create one tensor, including the tensor itself.
     """
 
     model: int
@@ -51,10 +51,10 @@ class Footprint:
         """Measure a model.
 
         Args:
-            there: The model's tensors that have memory, of any shapes.
-            borrowed: Other tensors, of any shapes, from which the model's are made.
-            waiting: The model's tensors that are still to be made.
-            tape: How they are made.
+            there: The model's existing tensors, of any shapes.
+            borrowed: Other tensors, of any shapes, that the model's are computed from.
+            waiting: The model's deferred tensors.
+            tape: The recorded operations that create them.
         """
         own = _storages(there)
         sizes = {each.storage: tape.nbytes[each.storage] for each in waiting}
@@ -67,11 +67,11 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of a process, in addition to its part of the model."""
+        """Peak bytes per process, in addition to its part of the model."""
         return self.made + self.at_once
 
     def complaint(self) -> str | None:
-        """Return why a process holds much of the model at once, and the remedy; None: it does not."""
+        """Return why a process holds much of the model at once, and a remedy; None if it does not."""
         together = max(0, self.at_once - _TEMPORARY * self.largest)
         if self.made + together <= max(_SMALL, _PART * self.model):
             return None
@@ -84,7 +84,7 @@ class Footprint:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each piece of memory that ``tensors`` are in."""
+    """Return the size in bytes of each storage of ``tensors``, keyed by address or id."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided:
@@ -102,13 +102,13 @@ def _all(_: Slot) -> bool:
 @final
 @dataclass(frozen=True)
 class _Refusal:
-    """The reason why a model cannot be deferred, without the traceback, which would keep its tensors alive.
+    """The reason why a model cannot be deferred; a traceback would keep tensors alive.
 
     Attributes:
-        reason: What the constructor does.
-        remedy: How to change the constructor.
-        nbytes: Bytes of the tensors that it had made by then, a lower bound.
-        is_seeded: Whether it can be deferred if random numbers are drawn twice.
+        reason: The unsupported action of the constructor.
+        remedy: How to fix the constructor.
+        nbytes: Bytes of the tensors created so far, a lower bound of the model's size.
+        is_seeded: Whether it can be deferred if random numbers are generated twice.
     """
 
     reason: str
@@ -117,7 +117,7 @@ class _Refusal:
     is_seeded: bool
 
     def log(self, level: int) -> None:
-        """Log that every process makes the whole model."""
+        """Log that every process creates the whole model."""
         _logger.log(
             level,
             "each process makes the whole model, at least %.2f GiB, before it keeps its part, since %s. %s",
@@ -134,9 +134,9 @@ class DeferredModel:
 
     Attributes:
         model: The model, to be sharded before it is filled.
-        tape: How its tensors are made.
-        tensors: The tensors to be made, by their place.
-        begin: Initial states of the generators from which they are drawn.
+        tape: The recorded operations that create its tensors.
+        tensors: The deferred tensors by slot.
+        begin: Initial states of the random generators.
     """
 
     model: nn.Module
@@ -148,12 +148,12 @@ class DeferredModel:
     def build(make: Callable[[], nn.Module], *, warns: bool = True) -> DeferredModel:
         """Describe the model that ``make`` returns, with its tensors on the meta device.
 
-        A model that cannot be described, for example because its constructor keeps weights outside of its modules, is
-        made completely, with the same values. ``make`` is called up to three times.
+        A model that cannot be deferred, for example because its constructor keeps weights outside of its modules, is
+        created as a whole, with the same values. ``make`` is called up to three times.
 
         Args:
             make: Returns the model, on the CPU.
-            warns: Whether to warn about the cost if each process makes much of the model.
+            warns: Whether to warn if each process has to create much of the model at once.
         """
         level = logging.WARNING if warns else logging.DEBUG
         begin = InitialStates.now()
@@ -165,22 +165,22 @@ class DeferredModel:
             return outcome
         begin.restore()
         outcome.log(level)
-        gc.collect()  # tensors of a failed attempt
+        gc.collect()  # free the tensors of failed attempts
         return DeferredModel(make(), Tape(), {}, InitialStates.now())
 
     def fill(
         self, device: torch.device, holds: Callable[[Slot], bool] = _all, *, shards: torch.device | None = None
     ) -> None:
-        """Make the tensors one by one on the host; this process keeps its own part of each on ``device``.
+        """Create the tensors one by one on the host; keep this process's part of each on ``device``.
 
-        Afterwards the random generators have the states that making the whole model would leave, whatever has been
-        drawn since it was built. Within :func:`filled_with` the tensors have no values, and within
-        :func:`state_follows` those of the model's state are no numbers, and nothing is drawn for them.
+        Afterwards, the random generators have the same states as if the whole model had been created, regardless of
+        their use since :meth:`build`. Within :func:`filled_with`, the tensors are fakes. Within :func:`state_follows`,
+        tensors in the model's state dict are NaN, and random numbers are not generated.
 
         Args:
             device: Device of the tensors.
-            holds: Returns whether this process holds a part of the tensor in a place.
-            shards: Device of shards; None: ``device``.
+            holds: Returns whether this process holds a part of the tensor in a slot.
+            shards: Device of shards, or None for ``device``.
         """
         self.begin.restore()
         devices = Devices(full=device, shards=shards or device)
@@ -195,7 +195,7 @@ class DeferredModel:
             value = self.tape.value(described) if fakes is None else _without_numbers(described, fakes)
             _put(value, places[described], devices)
         for described, slots in scratch.items():
-            divided = all(isinstance(slot.tensor, DTensor) for slot in slots)  # else the memory of the whole is kept
+            divided = all(isinstance(slot.tensor, DTensor) for slot in slots)  # otherwise the full size is needed
             value = _no_numbers(described)
             _put(value if divided else described.scratch().copy_(value), slots, devices)
         if fakes is None and not follow:
@@ -203,13 +203,13 @@ class DeferredModel:
 
 
 def _no_numbers(described: Deferred) -> Tensor:
-    """Return NaN in the same shape, which takes no memory and shows if anything is computed from it; 0 of integers."""
+    """Return NaN (0 for integers) expanded to the shape without memory, to reveal uses of it."""
     value = math.nan if described.dtype.is_floating_point or described.dtype.is_complex else 0
     return torch.full((), value, dtype=described.dtype).expand(described.size)
 
 
 def _put(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None:
-    by_tensor: dict[int, list[Slot]] = {}  # a tied parameter has several places
+    by_tensor: dict[int, list[Slot]] = {}  # a tied parameter has several slots
     for slot in slots:
         by_tensor.setdefault(id(slot.tensor), []).append(slot)
     for same in by_tensor.values():
@@ -217,7 +217,7 @@ def _put(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None:
 
 
 def _saved(model: nn.Module) -> set[int]:
-    """Return the ids of the tensors of ``model`` that its state has as they are."""
+    """Return the ids of tensors that are in the model's state dict as they are."""
     return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
 
 
@@ -227,9 +227,9 @@ _fakes: ContextVar[FakeTensorMode | None] = ContextVar("_fakes", default=None)
 
 @contextmanager
 def state_follows() -> Iterator[None]:
-    """Make no weights within the context, for models whose state is loaded before anything else is done with them.
+    """Skip the initialization of weights within the context, if a model's state is loaded next.
 
-    Drawing those of a model of 70 B parameters would take every process minutes.
+    Generating the weights of a model with 70 B parameters would take every process minutes.
     """
     token = _follows.set(True)
     try:
@@ -240,7 +240,7 @@ def state_follows() -> Iterator[None]:
 
 @contextmanager
 def filled_with(mode: FakeTensorMode) -> Iterator[None]:
-    """Fill models within the context with fakes of ``mode``, which take no memory, for rehearsals."""
+    """Fill models within the context with fake tensors of ``mode``, for rehearsals."""
     token = _fakes.set(mode)
     try:
         yield
@@ -254,16 +254,16 @@ def _without_numbers(described: Deferred, mode: FakeTensorMode) -> Tensor:
 
 
 def describe(make: Callable[[], nn.Module]) -> None:
-    """Describe the model that ``make`` returns, without making it, since what torch does once is fast the next time.
+    """Describe the model from ``make`` in advance, to trigger torch's one-time initialization.
 
-    The generators of the process keep their states.
+    The states of the process's random generators do not change.
     """
-    with generators_kept():
+    with keep_generators():
         _described(make, draws_twice=False, level=logging.DEBUG)
 
 
 def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) -> DeferredModel | _Refusal:
-    """Run ``make`` with fakes; log at ``level`` why processes hold much of the model nevertheless."""
+    """Run ``make`` with fakes; log at ``level`` if processes still hold much of the model."""
     recorder = Recorder(draws_twice=draws_twice)
     dtype, needs_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
@@ -272,9 +272,9 @@ def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) 
         begin = recorder.finish(slot.tensor for slot in slots_of(model))
         tensors = _emptied(model, recorder)
         _check_kept(recorder)
-    except Exception as error:  # any: the constructor is anyone's code, and may fail for what stands in its way
+    except Exception as error:  # any exception: user code may fail with fakes
         recorder.forget()
-        torch.set_default_dtype(dtype)  # the constructor may not have come to where it sets it back
+        torch.set_default_dtype(dtype)  # the constructor may not have restored it
         torch.set_grad_enabled(needs_gradients)
         return _Refusal(
             reason=str(error) if isinstance(error, CannotDeferError) else f"{type(error).__name__}: {error}",
@@ -296,7 +296,7 @@ def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) 
 
 
 def _check_kept(recorder: Recorder) -> None:
-    """Raise CannotDeferError if someone still has a fake."""
+    """Raise CannotDeferError if anything still refers to a fake."""
     if recorder.fakes.in_use():
         gc.collect()
         if recorder.fakes.in_use():
@@ -307,9 +307,9 @@ def _check_kept(recorder: Recorder) -> None:
 
 
 def _emptied(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
-    """Put tensors on the meta device in place of fakes; return what is to be made in each place."""
+    """Replace fakes with meta tensors; return the deferred tensor for each slot."""
     tensors: dict[Slot, Deferred] = {}
-    ordinary: dict[int, Tensor] = {}  # by the fake, which several modules may share
+    ordinary: dict[int, Tensor] = {}  # keyed by fake, since several modules may share it
     places = list(slots_of(model))
     for slot in places:
         if (described := recorder.fakes.describe(slot.tensor)) is not None:
@@ -318,7 +318,7 @@ def _emptied(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
             ordinary[id(slot.tensor)] = _ordinary(slot.tensor, is_deferred=described is not None)
     if len({described.storage for described in tensors.values()}) < len(set(tensors.values())):
         raise CannotDeferError(
-            "its constructor lets tensors that differ share memory", "Let it clone what is a part of another tensor."
+            "its constructor lets tensors that differ share memory", "Let it clone parts of other tensors."
         )
     for slot in places:
         if ordinary[id(slot.tensor)] is not slot.tensor:
@@ -327,7 +327,7 @@ def _emptied(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
 
 
 def _ordinary(tensor: Tensor, *, is_deferred: bool) -> Tensor:
-    """Return the replacement of ``tensor`` if it is a fake: a meta tensor if it is yet to be made.
+    """Return the replacement of a fake ``tensor``: a meta tensor if it is deferred.
 
     Raises:
         CannotDeferError: the tensor has a property that would be lost.
@@ -338,7 +338,7 @@ def _ordinary(tensor: Tensor, *, is_deferred: bool) -> Tensor:
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
         raise CannotDeferError("its constructor gives a hook to a parameter", "Give it in the first call of forward.")
     if tensor.is_leaf and tensor.grad is not None:
-        raise CannotDeferError("its constructor computes gradients", "Compute them in training alone.")
+        raise CannotDeferError("its constructor computes gradients", "Compute them only in training.")
     if type(tensor) not in _CLASSES:
         raise CannotDeferError(
             f"its constructor makes tensors of the class {type(tensor).__name__}", "Let them be of torch's own classes."

@@ -1,6 +1,6 @@
-"""Records a model's constructor: its operations on tensors are written to a tape instead of being executed.
+"""Recording of a constructor's tensor operations on a tape, instead of their execution.
 
-Large tensors that it computes weights from, such as arrays that it has read from files, are borrowed.
+Large existing tensors that weights are computed from, such as arrays read from files, are kept by reference.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from worldsize.strategies.deferred.tape import Deferred, Storage, Tape, TapedCal
 _aten = torch.ops.aten
 
 _PLAINLY = "Let modules make their weights by torch.nn.init."
-_LEAST = 1 << 16  # bytes of a tensor that is not random, such as zeros; a smaller one is made at once
+_LEAST = 1 << 16  # bytes: smaller non-random tensors, such as zeros, are created immediately
 
 _UNINITIALISED = {_aten.empty.memory_format, _aten.empty_strided.default}
-_RANDOM_FACTORIES = {  # new tensors
+_RANDOM_FACTORIES = {  # these create new tensors
     _aten.rand.default,
     _aten.randn.default,
     _aten.rand_like.default,
     _aten.randn_like.default,
     _aten.normal.float_float,
 }
-_RANDOM_IN_PLACE = {  # in place; the shape determines how many random numbers they draw
+_RANDOM_IN_PLACE = {  # the shape determines how many random numbers these use
     _aten.normal_.default,
     _aten.uniform_.default,
     _aten.exponential_.default,
@@ -53,26 +53,26 @@ _RANDOM_IN_PLACE = {  # in place; the shape determines how many random numbers t
     _aten.bernoulli_.float,
 }
 _OVERWRITES = {*_RANDOM_IN_PLACE, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default}
-_WRITES_BESIDES = {_aten.native_batch_norm.default: ("running_mean", "running_var")}  # missing in its schema
-_AT_ONCE = {_aten.mkldnn_rnn_layer.default}  # returns other tensors if they are fakes
+_WRITES_BESIDES = {_aten.native_batch_norm.default: ("running_mean", "running_var")}  # missing from its schema
+_AT_ONCE = {_aten.mkldnn_rnn_layer.default}  # returns different tensors for fakes
 _DEFERS_ALWAYS = {
     *_UNINITIALISED,
     *_RANDOM_FACTORIES,
-}  # of any size: what is drawn at once makes all draws before it be made
+}  # of any size, since an immediate draw forces all pending draws
 
 
 @final
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes new tensors fakes within its context, and records on ``tape`` how to make the real ones.
+    """Creates fakes within its context, and records on ``tape`` how to create the real tensors.
 
-    Small tensors that are not random are made at once. If the constructor reads a value, the tensors on which it
-    depends are made temporarily.
+    Small non-random tensors are created immediately. If the constructor reads a value, the tensors that it depends on
+    are created temporarily.
 
     Args:
         draws_twice: See ``at_once`` of :class:`PendingDraws`.
 
     Raises:
-        CannotDeferError: within the context, at an operation that cannot be deferred.
+        CannotDeferError: within the context, for an operation that cannot be deferred.
         SeededError: within the context, see :class:`PendingDraws`.
     """
 
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape, self.fakes = Tape(), FakeStorages()
         self._draws = PendingDraws(self.tape, at_once=draws_twice)
-        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # all fakes are at address 0
+        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # all fakes have address 0
             self._mode = HostFakes(allow_non_fake_inputs=True)
         self._calls = CallWatcher(self._do)
         self.borrowed = BorrowedTensors()
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled, and torch's compiler takes seconds to import
+        return False  # nothing is compiled, and importing torch's compiler takes seconds
 
     def __enter__(self) -> Recorder:
         self._mode.__enter__()
@@ -102,28 +102,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode.__exit__(*failure)
 
     def finish(self, kept: Iterable[Tensor]) -> InitialStates:
-        """Return the initial states of the generators from which the tape draws, and set the generators to them.
+        """Reset the tape's generators to their initial states, and return these.
 
         Args:
-            kept: The tensors of the model, of any shapes.
+            kept: The model's tensors, of any shapes.
 
         Raises:
             CannotDeferError: the constructor did something that is not on the tape.
             SeededError: as within the context.
         """
-        failure = self._refusal or self._calls.failure  # the constructor went on after it
+        failure = self._refusal or self._calls.failure  # if the constructor caught it
         if isinstance(failure, CannotDeferError | SeededError):
             raise failure
         if failure is not None:
             raise CannotDeferError(
-                f"its constructor goes on after {type(failure).__name__}: {failure}", "Let it do without what fails."
+                f"its constructor continues after {type(failure).__name__}: {failure}", "Let it avoid the failing call."
             )
         self.borrowed.check()
         self._draws.check_kept(tensor for tensor in kept if self.fakes.describe(tensor) is None)
         return InitialStates.now(self._draws.rewind())
 
     def forget(self) -> None:
-        """Restore generators other than the process's to their states before the constructor drew from them."""
+        """Restore all generators to their states before the constructor used them."""
         for generator, state in self._draws.seen.items():
             generator.set_state(state)
 
@@ -132,15 +132,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         try:
-            with torch._C.DisableTorchFunction():  # these calls are not the constructor's own
+            with torch._C.DisableTorchFunction():  # these are not calls of the constructor
                 does = self._put_off if self._waits(func, args, kwargs) else self._do
                 return does(func, args, kwargs)
-        except Exception as error:  # any: whatever it is, it may be one that other tensors do not raise
+        except Exception as error:  # any exception: ordinary tensors might not raise it
             self._refusal = self._refusal or error
             raise
 
     def _waits(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether ``func`` is deferred: it takes fakes, or makes a tensor that becomes one."""
+        """Return whether to defer ``func``: its arguments or result are deferred tensors."""
         tensors = _tensors((args, kwargs))
         if any(self.fakes.describe(tensor) is not None for tensor in tensors):
             return True
@@ -148,13 +148,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         if func in _DEFERS_ALWAYS:
             return True
-        if _is_random(func):  # how many numbers it draws is not known from its shape
+        if _is_random(func):  # the shape does not determine how many random numbers it uses
             return False
-        shape = func(*args, **kwargs)  # a fake
+        shape = func(*args, **kwargs)  # returns a fake
         return isinstance(shape, Tensor) and shape.layout is torch.strided and shape.nbytes >= _LEAST
 
     def _do(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Execute ``func``, with its deferred arguments made temporarily."""
+        """Execute ``func`` with temporary real tensors for its deferred arguments."""
 
         def number(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
 
     def _put_off(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record ``func`` on the tape; return fakes."""
+        """Record ``func`` on the tape, and return fakes."""
         if func in _AT_ONCE:
             return self._do(func, args, kwargs)
         written = _written(func, args, kwargs)
@@ -184,16 +184,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_random(func) and func not in _RANDOM_IN_PLACE | _RANDOM_FACTORIES:
             raise CannotDeferError(f"its constructor draws random numbers by {func}", _PLAINLY)
         result = func(*args, **kwargs)
-        self._mode.fake_tensor_converter.tensor_memo.clear()  # its weak references would keep Module.to from swapping
+        self._mode.fake_tensor_converter.tensor_memo.clear()  # its weak references would prevent swaps in Module.to
         makes = [self._new(tensor) for tensor in _tensors(result)]
         if (written or any(makes)) and func not in _UNINITIALISED:
             if not _tensors((args, kwargs)):
-                kwargs = {**kwargs, "dtype": result.dtype}  # the default may be another when it is made
+                kwargs = {**kwargs, "dtype": result.dtype}  # the default may differ at replay
             self._add(func, args, kwargs, written=written, makes=makes)
         return result
 
     def _new(self, tensor: Tensor) -> Deferred | None:
-        """Describe ``tensor`` if its storage is new."""
+        """Register and describe ``tensor`` if its storage is new, else return None."""
         nbytes = self.fakes.add(tensor)
         if nbytes is None:
             return None
@@ -232,14 +232,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._draws.note(generator)
 
     def _kept(self, leaf: Any) -> Any:
-        """Return an argument in the form that the tape stores."""
+        """Convert an argument to the form that the tape stores."""
         if not isinstance(leaf, Tensor):
             return leaf
         if (described := self.fakes.describe(leaf)) is not None:
             return described
         if bytes_of(leaf) < _LEAST:
             with unset_fake_temporarily():
-                return with_numbers(leaf).detach().clone()  # whoever has it may change it
+                return with_numbers(leaf).detach().clone()  # copied, since its owner may change it
         with unset_fake_temporarily():
             leaf = with_numbers(leaf)
             self.borrowed.add(leaf)
@@ -255,7 +255,7 @@ def _storages(tree: Any) -> set[Storage]:
 
 
 def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())  # a function of Python has none
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())  # Python functions lack tags
 
 
 def _generator(kwargs: Mapping[str, Any]) -> torch.Generator:
@@ -265,7 +265,7 @@ def _generator(kwargs: Mapping[str, Any]) -> torch.Generator:
 
 
 def _makes_on_host(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether ``func`` is a factory: it makes a tensor on the host without tensor arguments."""
+    """Return whether ``func`` is a factory that creates tensors on the host."""
     if not any(argument.name == "device" for argument in func._schema.arguments):
         return False
     return torch.device(kwargs.get("device") or "cpu").type == "cpu"
@@ -284,33 +284,33 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 @final
 class BorrowedTensors:
-    """Tensors that are read again when weights are made from them, and must not change until then."""
+    """Existing tensors from which weights are computed later; they must not change until then."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[Tensor, int, bytes | None]] = []  # with their versions and digests
 
     def add(self, tensor: Tensor) -> None:
-        """Keep a reference to ``tensor``, of any shape, whose values must not change."""
+        """Keep a reference to ``tensor``, of any shape, and record its version and digest."""
         self._tensors.append((tensor, tensor._version, _digest(tensor)))
 
     def tensors(self) -> list[Tensor]:
-        """Return the kept tensors, in their shapes."""
+        """Return the borrowed tensors, in their shapes."""
         return [tensor for tensor, *_ in self._tensors]
 
     def check(self) -> None:
-        """Raise CannotDeferError if a tensor has been changed since it was added."""
+        """Raise CannotDeferError if a tensor has changed since it was added."""
         for tensor, version, digest in self._tensors:
             if tensor._version != version or _digest(tensor) != digest:
                 raise CannotDeferError(
-                    "its constructor changes a tensor from which it made weights",
-                    "Let it read each weight into memory of its own.",
+                    "its constructor changes a tensor after making weights from it",
+                    "Let it read each weight into separate memory.",
                 )
 
 
 def _digest(tensor: Tensor) -> bytes | None:
-    """Return a digest of ``tensor`` if code other than torch, such as NumPy, may write to its memory.
+    """Return a digest of ``tensor`` if code outside torch, such as NumPy, may write to it.
 
-    None: only torch writes to it, and counts versions.
+    Return None if only torch can write to it, since its version counter then suffices.
     """
     if tensor.layout is not torch.strided or tensor.untyped_storage().resizable():
         return None

@@ -1,1 +1,1 @@
-"""Data, tensor and pipeline parallelism on one mesh of processes (Narayanan et al. 2021, arXiv 2104.04473)."""
+"""Data, tensor and pipeline parallelism on a mesh (Narayanan et al. 2021, arXiv 2104.04473)."""

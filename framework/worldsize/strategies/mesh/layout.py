@@ -1,6 +1,6 @@
-"""Arithmetic of ranks and coordinates in a mesh, and of the tensors that each rank of a pipeline holds.
+"""Layout of a mesh: ranks, coordinates, and the tensors that each pipeline rank holds.
 
-Tensors are known by name, since dividing a module replaces them.
+Tensors are identified by name, since sharding a module replaces them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-AXES = ("pipeline", "data", "tensor")  # from the outermost of torch's mesh to the innermost
-ORDER = ("tensor", "data", "pipeline")  # ranks that share a layer are neighbours, stages are far apart
+AXES = ("pipeline", "data", "tensor")  # of torch's mesh, from outermost to innermost
+ORDER = ("tensor", "data", "pipeline")  # default: tensor ranks are adjacent, stages are far apart
 
 Coordinate = Mapping[str, int]
-"""The place of a rank on each axis, by its name."""
+"""The position of a rank on each axis, keyed by axis name."""
 
 
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes by name, and which of them is the innermost.
+    """Sizes of the mesh axes by name, and their order from innermost to outermost.
 
-    Ranks that differ only on the first axis of ``order`` are consecutive, those that differ only on the last are the
-    farthest apart: by default the rank is (p · data + d) · tensor + t.
+    Ranks along the first axis of ``order`` are consecutive; ranks along the last axis are the farthest apart. By
+    default, the rank is (p · data + d) · tensor + t.
     """
 
     sizes: Mapping[str, int]
@@ -47,36 +47,36 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks of the mesh."""
+        """Number of ranks in the mesh."""
         return math.prod(self.sizes.values())
 
     @property
     def of_part(self) -> int:
-        """Number of ranks of a data-parallel part: together they hold a whole model."""
+        """Number of ranks per data-parallel part, which holds a whole model."""
         return self.size // self["data"]
 
     @cached_property
     def strides(self) -> Mapping[str, int]:
-        """The difference between the ranks of two neighbours on each axis."""
+        """Rank difference of two neighbors on each axis."""
         inner = accumulate((self[axis] for axis in self.order), mul, initial=1)
         return dict(zip(self.order, inner, strict=False))
 
     @property
     def together(self) -> int:
-        """Number of consecutive ranks that have all ranks which share a layer: these belong on one node."""
+        """Number of consecutive ranks that must be on one node, since they share layers."""
         return self.strides["tensor"] * self["tensor"] if self["tensor"] > 1 else 1
 
     def rank(self, place: Coordinate) -> int:
-        """Return the rank at ``place``."""
+        """Return the rank at the coordinate ``place``."""
         return sum(place[axis] * stride for axis, stride in self.strides.items())
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Return the place of ``rank``."""
+        """Return the coordinate of ``rank``."""
         strides = self.strides
         return {axis: rank // strides[axis] % self[axis] for axis in AXES}
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """Return the groups of ranks of each axis: those that differ only in that coordinate, in its order."""
+        """Return, for each axis, the groups of ranks that differ only in that coordinate, in order."""
         points = product(*(range(self[axis]) for axis in AXES))
         places = [dict(zip(AXES, each, strict=True)) for each in points]
         return {
@@ -84,17 +84,17 @@ class Layout:
         }
 
     def line(self, axis: str, place: Coordinate, points: Iterable[int]) -> list[int]:
-        """Return the ranks at ``points`` of an axis, with the other coordinates of ``place``."""
+        """Return the ranks at ``points`` on an axis, with the other coordinates of ``place``."""
         return [self.rank({**place, axis: point}) for point in points]
 
 
 def check_order(order: Sequence[str]) -> None:
-    """Raise ConfigError unless ``order`` has each axis once."""
+    """Raise ConfigError unless ``order`` contains each axis once."""
     if sorted(map(str, order)) != sorted(ORDER):
         known = dict.fromkeys((*(axis for axis in order if axis in ORDER), *ORDER))
         raise ConfigError(
             f"strategy.order=[{', '.join(map(str, order))}] must have {', '.join(ORDER)} once each, the "
-            f"innermost first. Set strategy.order=[{', '.join(known)}], say."
+            f"innermost first. Set strategy.order=[{', '.join(known)}], for example."
         )
 
 
@@ -115,23 +115,23 @@ def check_tensor(layout: Layout, cluster: Cluster) -> None:
 
 
 def check_heals(layout: Layout, cluster: Cluster) -> None:
-    """Raise ConfigError if ranks that share layers would end up on different nodes when others are lost."""
+    """Raise ConfigError if losing a process could spread ranks that share layers over nodes."""
     is_fixed = layout.order.index("tensor") < layout.order.index("data")
     if cluster.all_nodes > 1 and layout["tensor"] > 1 and not is_fixed:
         raise ConfigError(
-            f"strategy.on_failure=heal: with strategy.order=[{', '.join(layout.order)}] the ranks that share layers "
-            "are as far apart as there are parts of the data, which change when one dies: on "
+            f"strategy.on_failure=heal: with strategy.order=[{', '.join(layout.order)}] the distance of ranks that "
+            "share layers is the number of data-parallel parts. It changes when a process dies: on "
             f"{cluster.all_nodes} nodes they would end up on different ones. Name tensor before data in strategy.order."
         )
 
 
 def axis_of(name: str) -> str:
-    """Return the axis that a mesh calls ``name``: the axis itself, and a number if there may be several meshes."""
+    """Return the axis of a mesh dimension ``name``, without its unique numeric suffix, if any."""
     return name.rstrip("0123456789")
 
 
 def along(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return this rank's line of a mesh along one of its axes."""
+    """Return this rank's submesh along one axis."""
     (name,) = (each for each in mesh.mesh_dim_names or () if axis_of(each) == axis)
     return mesh[name]
 
@@ -140,7 +140,7 @@ Place = tuple[nn.Module, str]
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over parameters and buffers under every name that they have."""
+    """Iterate over parameters and buffers, including duplicates under other names."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
@@ -153,10 +153,10 @@ def _place(model: nn.Module, name: str) -> Place:
 class Ownership:
     """Records which ranks of a pipeline hold each tensor of a model.
 
-    ``ranks`` has the ranks by the tensor's first name; a tensor of no stage belongs to the first rank.
+    ``ranks`` maps a tensor's first name to its ranks. A tensor outside all stages belongs to the first rank.
 
-    It is made before the model is divided; tensors may be on the meta device. ``stages``: the layers of each stage;
-    stage s is on rank s mod ``pipeline``. ``p``: this rank.
+    Create it before sharding the model; tensors may be on the meta device. ``stages``: the layers of each stage; stage
+    s is on rank s mod ``pipeline``. ``p``: this rank.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[nn.Module]], *, pipeline: int, p: int) -> None:
@@ -181,28 +181,28 @@ class Ownership:
                 if tensor is None:
                     continue
                 if id(tensor) not in self._first:
-                    raise ConfigError(f"a layer holds {key!r}, which the model does not. Give it to the model.")
+                    raise ConfigError(f"a layer holds {key!r}, but the model does not. Add it to the model.")
                 name = self._first[id(tensor)]
                 self.stages[name] = sorted({*self.stages[name], stage})
                 if mine:
                     self._places[name] = (module, key)
 
     def holds(self, module: nn.Module, key: str) -> bool:
-        """Return whether this rank holds the tensor ``key`` of ``module``. Call it before :meth:`leave_others`."""
+        """Return whether this rank holds tensor ``key`` of ``module``, before :meth:`leave_others`."""
         return (module, key) not in self._others
 
     def check_sharded_once(self) -> None:
-        """Raise ConfigError if two stages of one rank share a parameter: the data axis would shard it twice."""
+        """Raise ConfigError if two stages of a rank share a parameter, which would be sharded twice."""
         for name in self._parameters:
             if len(self.ranks[name]) < len(self.stages[name]):
                 raise ConfigError(
                     f"two stages of one rank share {name}, which can be sharded only once. "
-                    "Set strategy.schedule=1f1b, another strategy.split, or strategy.data=1 with "
+                    "Set strategy.schedule=1f1b, a different strategy.split, or strategy.data=1 with "
                     "strategy.on_failure=restart."
                 )
 
     def tied(self) -> dict[tuple[int, ...], list[str]]:
-        """Return the parameters that several ranks of the pipeline hold, by these ranks, in the same order on all."""
+        """Return the names of parameters on several pipeline ranks, keyed by these ranks, in order."""
         names_by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(self._parameters):
             if len(self.ranks[name]) > 1:
@@ -210,16 +210,16 @@ class Ownership:
         return names_by_ranks
 
     def parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
-        """Return those of the named parameters that this rank holds, after the model is divided."""
+        """Return those parameters in ``names`` that this rank holds, after sharding."""
         return [getattr(*self._places[name]) for name in names if name in self._places]
 
     def spare(self) -> list[nn.Parameter]:
-        """Return this rank's parameters that an earlier rank also holds."""
+        """Return the parameters of this rank that an earlier rank holds, too."""
         names = [name for group in self.tied().values() for name in group]
         return self.parameters([name for name in names if self.ranks[name][0] != self._p])
 
     def leave_others(self) -> None:
-        """Replace the tensors that other ranks hold by meta tensors, in the divided model."""
+        """Replace tensors held only by other ranks with meta tensors, after sharding."""
         empty: dict[str, Tensor] = {}
         for name, first in self._aliases.items():
             module, key = _place(self._model, name)

@@ -1,6 +1,6 @@
-"""Divides a model over a mesh, so that each rank keeps its part.
+"""Tensor and data sharding of a model over a mesh.
 
-Waits of layers that ranks share end when the gang does; those of DTensors end when their peers answer.
+In interruptible layers, waits end when the gang does; other DTensor operations wait for all peers.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
-from worldsize.collectives.step_timer import wait
-from worldsize.collectives.timed_sharding import time_sharding
+from worldsize.collectives.group import start
 from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.strategies.mesh.layout import along
 from worldsize.strategies.mesh.stage import time_column, time_row
+from worldsize.strategies.unit_collectives import time_sharding
 from worldsize.strategies.unit_sharding import detach_shards, shard_units
 from worldsize.strategies.wrapping import Wrap
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding of a model along the data axis: see the options of :class:`~worldsize.strategies.fsdp.FSDP`."""
+    """Sharding over the data axis, with options of :class:`~worldsize.strategies.fsdp.FSDP`."""
 
     wrap: Wrap = "auto"
     wrap_parameters: int = 1_000_000
@@ -38,7 +38,7 @@ class Sharding:
 
 
 def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Divide the layers below ``roots`` over the tensor axis, then shard each rank's part over the data axis."""
+    """Shard the layers below ``roots`` over the tensor axis, then each part over the data axis."""
     mine = [module for root in roots for module in root.modules()]
     tensor, data = along(mesh, "tensor"), along(mesh, "data")
     detach_shards()
@@ -61,17 +61,17 @@ def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: D
 def _divide_layers(
     recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh, *, interruptible: bool
 ) -> None:
-    """Divide layers column-wise, then row-wise with one all-reduce (Shoeybi et al. 2019, arXiv 1909.08053)."""
+    """Shard layers column-wise or row-wise (Shoeybi et al. 2019, arXiv 1909.08053)."""
     plan = plan_of(recipe, model, ranks=mesh.size())
     held = {
         name: _style(style, model.get_submodule(name), interruptible=interruptible)
         for name, style in plan.items()
         if model.get_submodule(name) in mine
     }
-    # every rank has built the same model, so nothing needs to be sent
+    # all ranks have built the same model, so nothing needs to be sent
     parallelize_module(model, mesh, held, src_data_rank=None)
     for name, style in held.items():
-        if not isinstance(style, InterruptibleColumn | InterruptibleRow):  # which time their waits themselves
+        if not isinstance(style, InterruptibleColumn | InterruptibleRow):  # these time their own waits
             time = time_column if plan[name] == "column" else time_row
             time(model.get_submodule(name))
 
@@ -83,10 +83,10 @@ def _style(style: TensorStyle, module: nn.Module, *, interruptible: bool) -> Par
 
 
 def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, TensorStyle]:
-    """Return how the layers of ``model`` divide over ``ranks`` ranks.
+    """Return the tensor-parallel style of each layer of ``model``, checked for ``ranks`` ranks.
 
     Raises:
-        ConfigError: the recipe has no plan, or a layer's features are not divisible by ``ranks``.
+        ConfigError: the recipe lacks a plan, or a layer's features are not divisible by ``ranks``.
     """
     plan = recipe.tensor_plan(model)
     if not plan:
@@ -97,7 +97,7 @@ def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, Ten
 
 
 def check_divides(recipe: Recipe) -> None:
-    """Raise ConfigError if ``recipe`` does not define what tensor parallelism needs."""
+    """Raise ConfigError if ``recipe`` lacks a plan for tensor parallelism."""
     if type(recipe).tensor_plan is Recipe.tensor_plan:
         raise _undivided(recipe)
 
@@ -113,7 +113,7 @@ def _check_features(name: str, module: nn.Module, style: TensorStyle, ranks: int
     features = getattr(module, "out_features" if style == "column" else "in_features", None)
     if features is not None and features % ranks:
         raise ConfigError(
-            f"{name} has {features} features, which do not divide over {ranks} ranks. "
+            f"{name} has {features} features, not divisible by {ranks} ranks. "
             f"Set strategy.tensor to a divisor of {features}."
         )
 
@@ -128,7 +128,7 @@ def keep_held(optimizer: Optimizer) -> None:
 
 @final
 class InterruptibleColumn(ColwiseParallel):
-    """Divides a linear layer by its output features; sums the gradients of its inputs, (..., features), over ranks."""
+    """Shards linear layers by output features; interruptible sums of input gradients."""
 
     @staticmethod
     def _prepare_input_fn(
@@ -140,7 +140,7 @@ class InterruptibleColumn(ColwiseParallel):
 
 @final
 class InterruptibleRow(RowwiseParallel):
-    """Divides a linear layer by its input features; sums its outputs, (..., features), over ranks."""
+    """Shards linear layers by input features; interruptible sums of outputs (..., features)."""
 
     @staticmethod
     def _prepare_output_fn(
@@ -173,7 +173,7 @@ class _SummedPart(torch.autograd.Function):
 
 
 def _sum(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of the tensors of all ranks of ``group``, which have the same shape."""
+    """Return the sum of ``part`` over the ranks of ``group``, of the same shape."""
     total = part.clone(memory_format=torch.contiguous_format)
-    wait(dist.all_reduce(total, group=group, async_op=True))
+    start(dist.all_reduce, total, group=group).wait()
     return total

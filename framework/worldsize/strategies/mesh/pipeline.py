@@ -1,7 +1,7 @@
-"""Runs micro-batches through the stages of a pipeline by torch's schedules, and evaluation through the same stages.
+"""Training and evaluation through pipeline stages, with torch's schedules.
 
-The schedules split indices of micro-batches, not their data: a stage looks up the data by the index.
-``PipelineReplica`` is the replica of a rank that holds some stages.
+The schedules split indices of micro-batches, not their data; a stage looks up the data by index. ``PipelineReplica``
+is the replica of a rank that holds some stages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from worldsize.collectives.group import start
 from worldsize.collectives.ordered import reduce_ordered
 from worldsize.collectives.per_rank import local
 from worldsize.collectives.staged import finished
-from worldsize.collectives.step_timer import phase, wait
+from worldsize.collectives.step_timer import phase
 from worldsize.core import Batch, EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.metrics import MetricCollector
-from worldsize.record.determinism import generators_kept, seed_generators
+from worldsize.seeds import keep_generators, seed_generators
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
@@ -43,7 +44,7 @@ _SCHEDULES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Tied:
-    """Parameters that several stages share; ``group``: the ranks that hold the same part of them."""
+    """Parameters shared by several stages; ``group``: the ranks that hold the same shard."""
 
     parameters: Sequence[nn.Parameter]
     group: ProcessGroup
@@ -54,9 +55,9 @@ class Tied:
 class Pipeline(GradientReducer):
     """Runs a step's micro-batches through the stages of a pipeline.
 
-    ``stages``: this rank's stages, of ``total`` that are distributed round-robin over ``group``; ``parts``: the ranks
-    with the same stages and other data. ``edges``: send messages between stages, if waits for them are to end when the
-    gang does.
+    ``stages``: this rank's stages; the ``total`` stages are assigned round-robin to the ranks of ``group``. ``parts``:
+    the data-parallel ranks with the same stages. ``edges``: carries messages between stages if their waits must end
+    when the gang does.
     """
 
     divides_gradients = True
@@ -76,7 +77,7 @@ class Pipeline(GradientReducer):
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage, which computes the loss."""
+        """Whether this rank holds the last stage, and so computes the loss."""
         return self.stages[-1].index == self.total - 1
 
     @property
@@ -84,7 +85,7 @@ class Pipeline(GradientReducer):
         return self.parts.reduce == "ordered"
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
-        """Run the schedule. ``backward`` is not called, since the stages run their own backward passes."""
+        """Run the schedule; ``backward`` is unused, since the stages run their own backward passes."""
         count = len(batches)
         order, idle = self.parts.order(count), self.parts.idle(count)
         for stage in self.stages:
@@ -98,7 +99,7 @@ class Pipeline(GradientReducer):
             for stage in self.stages:
                 assert stage.sums is not None
                 steps.enter_context(stage.sums.step(count))
-            with phase("communication"):  # between the passes of its stages, a schedule waits for their neighbours
+            with phase("communication"):  # a schedule waits for neighbor stages between passes
                 self._schedules[count].step(*args, number=numbers, target=target, return_outputs=False)
         with phase("communication"):
             self._agree()
@@ -109,13 +110,13 @@ class Pipeline(GradientReducer):
         return self.norm.clip(parameters, limit)
 
     def _scheduled(self, count: int, idle: int) -> Any:
-        """Return the schedule of ``count`` micro-batches, after ``idle`` passes that count for nothing."""
+        """Create the schedule of ``count`` micro-batches after ``idle`` passes without effect."""
         stages = [
             TimedStage(stage, stage.index, self.total, self.device, group=self.group, edges=self.edges)
             for stage in self.stages
         ]
         given: Any = stages if self.kind == "interleaved" else stages[0]
-        # 1F1B needs as many as there are stages; a part of the data may have less, when others have joined
+        # 1F1B needs a micro-batch per stage; a part may have fewer after other parts have joined
         kind = "gpipe" if self.kind == "1f1b" and idle + count < self.total else self.kind
         divisor = self.parts.divisor(count)
 
@@ -127,32 +128,32 @@ class Pipeline(GradientReducer):
         return _SCHEDULES[kind](given, idle + count, loss_fn=loss, scale_grads=False)
 
     def _agree(self) -> None:
-        """Sum the gradients of tied parameters over their stages, and average buffers over data-parallel ranks."""
+        """Sum gradients of tied parameters over stages; average buffers over data-parallel ranks."""
         for tied in self.tied:
             for parameter in tied.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self._sum(local(parameter.grad), tied.group)
         for buffer in self._statistics():
-            wait(dist.all_reduce(buffer, group=self.parts.group, async_op=True))
+            start(dist.all_reduce, buffer, group=self.parts.group).wait()
             buffer /= self.parts.group.size()
 
     def _sum(self, gradient: Tensor, group: ProcessGroup) -> None:
-        """Replace a gradient, of any shape, by its sum over the ranks of ``group``."""
+        """Replace ``gradient``, of any shape, with its sum over ``group``."""
         if self.parts.reduce != "ordered":
-            wait(dist.all_reduce(gradient, group=group, async_op=True))
-        elif gradient.numel() > 0:  # a part of the data may have no shard of a small parameter
-            # an all-reduce adds in an order that depends on the place of a number in the tensor, thus on its shards
+            start(dist.all_reduce, gradient, group=group).wait()
+        elif gradient.numel() > 0:  # a shard of a small parameter may be empty
+            # the summation order of an all-reduce depends on an element's index, and so on the sharding
             gradient.copy_(finished(reduce_ordered([gradient.flatten()], group)).view_as(gradient))
 
     def _statistics(self) -> list[Tensor]:
-        if self.parts.group.size() == 1 or self.parts.reduce == "ordered":  # whose sums average buffers, too
+        if self.parts.group.size() == 1 or self.parts.reduce == "ordered":  # ordered sums also average buffers
             return []
         slots = [slot for stage in self.stages for slot in buffer_slots(stage)]
         return [slot.tensor for slot in slots if slot.is_known and slot.rule == "mean"]
 
     def _shared_losses(self, numbers: range) -> list[LossRecord]:
-        """Return the last stage's records of the losses of these passes on every rank."""
+        """Return the last stage's loss records of the passes ``numbers``, on every rank."""
         records = [self._records[number] for number in numbers] if self.is_last else []
         check_same_form(records)
         is_weighted, names = self._form = self._form or self._agreed_form(records)
@@ -163,7 +164,7 @@ class Pipeline(GradientReducer):
                 table_bkm[number, : 2 if is_weighted else 1, 0] = record.loss
             for column, name in enumerate(names, start=1):
                 table_bkm[:, :, column] = metrics[name]
-        wait(dist.broadcast(table_bkm, group=self.group, group_src=self._last, async_op=True))
+        start(dist.broadcast, table_bkm, group=self.group, group_src=self._last).wait()
         losses = table_bkm[:, :, 0] if is_weighted else table_bkm[:, 0, 0].float()
         return [
             LossRecord(loss, dict(zip(names, pairs_2m[:, 1:].unbind(1), strict=True)))
@@ -171,7 +172,7 @@ class Pipeline(GradientReducer):
         ]
 
     def _agreed_form(self, records: Sequence[LossRecord]) -> tuple[bool, list[str]]:
-        """Return whether losses are weighted, and the names of their metrics; both are the same in every step."""
+        """Return whether losses are weighted, and the metric names, as agreed for all steps."""
         form: list[Any] = [(records[0].is_weighted, sorted(records[0].metrics)) if records else None]
         dist.broadcast_object_list(form, group=self.group, group_src=self._last)
         agreed: tuple[bool, list[str]] = form[0]
@@ -179,11 +180,11 @@ class Pipeline(GradientReducer):
 
     @property
     def _last(self) -> int:
-        """Rank of the last stage in ``group``."""
+        """The rank in ``group`` that holds the last stage."""
         return (self.total - 1) % self.group.size()
 
     def output(self, batch: Batch) -> Tensor | None:
-        """Return the model's output for an evaluation batch, in the model's shape; None except on the last stage."""
+        """Return the output for ``batch``, in the model's shape, on the last stage, else None."""
         rank, size, passing = self.group.rank(), self.group.size(), Passing(self.group, self.edges, self.device)
         output: Tensor | None = None
         for stage in self.stages:
@@ -200,9 +201,9 @@ class Pipeline(GradientReducer):
 
 @final
 class PipelineReplica(Replica):
-    """A synchronous replica whose evaluation batches also pass from stage to stage.
+    """A synchronous replica that also evaluates batches stage by stage.
 
-    ``data``: the world of the ranks with the same stages, one for each data-parallel part.
+    ``data``: the world of ranks with the same stages, one per data-parallel part.
     """
 
     def __init__(self, recipe: Recipe, data: World, inner: SynchronousReplica, pipeline: Pipeline) -> None:
@@ -220,12 +221,12 @@ class PipelineReplica(Replica):
         return metrics
 
     def _collected(self, batches: Iterable[EvaluationBatch]) -> MetricCollector:
-        """Return the metrics of this rank's batches, if it has the last stage."""
+        """Return the metrics of this rank's batches; empty unless it has the last stage."""
         collector = MetricCollector(self._recipe)
         with (
             torch.no_grad(),
             evaluating(self._pipeline.stages),
-            generators_kept(self._data.device),
+            keep_generators(self._data.device),
             autocast(self._data.device, self._inner.numerics.precision),
         ):
             for batch in batches:

@@ -1,8 +1,8 @@
-"""Builds one rank of a mesh: its part of the model, the optimizer of that part, and its replica."""
+"""Construction of one rank of a mesh: its part of the model, its optimizer and its replica."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, World
-from worldsize.record.determinism import generators_kept
+from worldsize.core import ONE_UPDATE, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, StateDict, World
+from worldsize.errors import ConfigError
+from worldsize.optimizers.groups import optimizer_of
+from worldsize.seeds import keep_generators
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
@@ -22,12 +24,12 @@ from worldsize.strategies.mesh.pipeline import Pipeline, PipelineReplica, Tied
 from worldsize.strategies.mesh.schedule import PipelineSchedule, stages_of
 from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
-from worldsize.strategies.schedules import Schedule
+from worldsize.strategies.model_replica import CallingRoot
 from worldsize.strategies.sharded_reducer import sharded_reducer
-from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_state
+from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_states
 from worldsize.strategies.sharded_steps import carry_assignments, refuse_wrong_updates, step_apart, step_locally
-from worldsize.strategies.synchronous import CallingRoot, SynchronousReplica
-from worldsize.strategies.train_state import TrainState, optimizer_of
+from worldsize.strategies.synchronous import SynchronousReplica
+from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.unit_sharding import guard_units
 from worldsize.strategies.wrapping import refuse_scalars
 
@@ -35,7 +37,7 @@ from worldsize.strategies.wrapping import refuse_scalars
 @final
 @dataclass(frozen=True)
 class MeshRank:
-    """The parts from which one rank of a mesh builds its replica."""
+    """Builds the replica of one mesh rank."""
 
     recipe: Recipe
     context: RunContext
@@ -53,7 +55,7 @@ class MeshRank:
 
     @property
     def _logical_ranks(self) -> int | None:
-        """Number of logical ranks of all parts of the data; None: each part has equally many."""
+        """Total number of logical ranks, if data-parallel parts may have different shares."""
         return self.context.logical_ranks if self.sharding.interruptible else None
 
     @property
@@ -61,7 +63,7 @@ class MeshRank:
         return MeshGroups(self.context, self.layout, self.sharding.interruptible)
 
     def _data(self, mesh: DeviceMesh) -> World:
-        """Return the world of the ranks that train the same part of the model."""
+        """Return the world of ranks that hold the same part of the model."""
         size = self.layout["data"]
         groups = {self.context.world.role: along(mesh, "data").get_group()} if size > 1 else {}
         return replace(self.context.world, rank=self._groups.coordinate["data"], size=size, groups=groups)
@@ -73,17 +75,16 @@ class MeshRank:
         axes = {axis: place for axis, place in self._groups.coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
 
-    def _full_state(self, model: nn.Module) -> Mapping[str, object]:
-        """Return the optimizer state of the whole ``model``, on the meta device, without drawing random numbers."""
-        with generators_kept(self.context.world.device):
-            state: Mapping[str, object] = meta_state(self.recipe, model)["optimizer"]
-            return state
+    def _full_state(self, model: nn.Module) -> StateDict:
+        """Return the whole model's optimizer state on the meta device, without using the RNG."""
+        with keep_generators(self.context.world.device):
+            return meta_states(self.recipe, model)[ONE_UPDATE]
 
-    def _train_state(self, model: nn.Module, full_state: Mapping[str, object]) -> TrainState:
-        """Make the optimizer of this rank's part; ``full_state`` is its unsharded state."""
+    def _train_state(self, model: nn.Module, full_state: StateDict) -> TrainState:
+        """Create the optimizer of this rank's part; ``full_state``: unsharded optimizer state."""
         optimizer = optimizer_of(self.recipe, model)
         keep_held(optimizer)
-        is_checked = self.reduce == "ordered" or self.sharding.interruptible  # before the start
+        is_checked = self.reduce == "ordered" or self.sharding.interruptible  # checked before the run starts
         if not is_checked and refuse_wrong_updates(self.recipe, model, optimizer, _prepare):
             optimizer = optimizer_of(self.recipe, model)
             keep_held(optimizer)
@@ -91,10 +92,10 @@ class MeshRank:
         step_apart(optimizer)
         carry_assignments(model, [optimizer])
         parts = ShardedOptimizerState(model, optimizer, full_state)
-        return TrainState(model, optimizer, Schedule.of(self.recipe.schedule(optimizer)), parts)
+        return TrainState.of(self.recipe, model, {ONE_UPDATE: optimizer}, {ONE_UPDATE: parts})
 
     def _piece(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
-        """Build a rank that holds a part of every layer."""
+        """Build the replica of a rank that holds a part of every layer."""
         model = deferred.model
         full_state, data = self._full_state(model), self._data(mesh)
         root = CallingRoot(model)
@@ -115,13 +116,13 @@ class MeshRank:
         )
 
     def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
-        """Build a rank that holds a part of some layers."""
+        """Build the replica of a rank that holds the layers of some stages."""
         model, device = deferred.model, self.context.world.device
         _check_blocks(self.recipe, model, self.context.numerics)
         full_state, data = self._full_state(model), self._data(mesh)
         chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout["pipeline"], p=self._p)
-        if self.layout["data"] > 1 or self.sharding.interruptible:  # there may be more parts of the data later
+        if self.layout["data"] > 1 or self.sharding.interruptible:  # more data-parallel parts may join later
             owned.check_sharded_once()
             refuse_scalars(model)
         precision = self.context.numerics.precision
@@ -146,7 +147,7 @@ class MeshRank:
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
     def _pipeline(self, mine: Sequence[Stage], owned: Ownership, mesh: DeviceMesh) -> Pipeline:
-        """Connect the stages of this rank with those of the others; all ranks of the mesh must call it."""
+        """Connect this rank's stages to other ranks; all ranks of the mesh must call it."""
         is_ring = len(mine) > 1
         equal_passes = is_ring or self.sharding.reshard_after_forward  # else a step gathers each stage once
         parts = DataParts(along(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
@@ -169,7 +170,7 @@ class MeshRank:
         return self._groups.coordinate["pipeline"]
 
     def _tied(self, owned: Ownership) -> list[Tied]:
-        """Group the parameters that several ranks of the pipeline hold; all ranks of the mesh must call it."""
+        """Group parameters shared by pipeline ranks; all ranks of the mesh must call it."""
         groups = {ranks: self._groups.of(ranks) for ranks in owned.tied()}
         return [
             Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
@@ -182,7 +183,7 @@ def _prepare(optimizer: Optimizer) -> None:
 
 
 def _remedy(layout: Layout) -> str:
-    """Return the end of a message that a loss needs parameters that are divided over ranks."""
+    """Return the remedy for a loss that needs whole parameters."""
     tensor = "strategy.tensor=1 and " if layout["tensor"] > 1 else ""
     return f"Set {tensor}strategy.wrap=none, which gathers the whole model for each loss, or use strategy=ddp or zero."
 
@@ -198,7 +199,7 @@ def _check_blocks(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:
 @final
 @dataclass(frozen=True)
 class _Clipping(GradientReducer):
-    """Wraps the reducer ``inner``, and clips by the norm over the whole mesh."""
+    """Wraps the reducer ``inner``, but clips by the norm over the whole mesh."""
 
     divides_gradients = True
 

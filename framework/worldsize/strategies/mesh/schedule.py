@@ -1,7 +1,6 @@
-"""The plan of a pipeline: a chain of layers divided into stages, and the schedule of their passes.
+"""Pipeline plan: the assignment of layers to stages, and the schedule of their passes.
 
-A schedule has a kind, its stages, and the allowed numbers of micro-batches. The interleaved one takes any number of
-micro-batches; torch's takes only some.
+Unlike torch's, the interleaved schedule supports any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ class PipelineSchedule:
         if self.split is not None and (len(starts) != self.stages or sorted({*starts}) != starts):
             raise ConfigError(
                 f"strategy.split={list(self.split)} must name {self.stages - 1} layers in ascending order, "
-                f"at which the stages after the first begin."
+                f"the first layers of the stages after the first."
             )
 
     @property
     def stages(self) -> int:
-        """Number of stages of the whole pipeline, over all of its ranks."""
+        """Number of stages over all ranks of the pipeline."""
         each = self.stages_per_rank or (2 if self.kind == "interleaved" else 1)
         return self.ranks * each if self.ranks > 1 else 1
 
     def check_micro_batches(self, count: int) -> None:
-        """Raise ConfigError if a step of ``count`` micro-batches in each part of the data cannot be computed."""
+        """Raise ConfigError if a data-parallel part cannot have ``count`` micro-batches per step."""
         if self.ranks > 1 and self.kind == "1f1b" and count < self.ranks:
             raise ConfigError(
                 f"{count} micro-batches a data part are fewer than strategy.pipeline={self.ranks}. "
@@ -70,9 +69,9 @@ _LOGGER = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 
 def interleaved(stages: list[PipelineStage], micro_batches: int, **options: Any) -> _PipelineScheduleRuntime:
-    """Return the schedule of a step; ``stages``: those of this rank; ``options``: those of torch's schedules.
+    """Return the interleaved schedule of a step; ``stages``: this rank's stages.
 
-    It does not log an error that ends the step, which torch does with all passes of all ranks; the error is raised.
+    ``options`` are passed to torch's schedules. Errors in a step are raised without torch's log of all passes.
     """
     _LOGGER.setLevel(logging.CRITICAL)
     if len({*rounds(micro_batches, stages[0].group_size)}) == 1:
@@ -81,10 +80,10 @@ def interleaved(stages: list[PipelineStage], micro_batches: int, **options: Any)
 
 
 def rounds(micro_batches: int, ranks: int) -> list[int]:
-    """Return the number of micro-batches of each round, in which a rank computes them stage by stage.
+    """Return the number of micro-batches in each round, which a rank computes stage by stage.
 
-    Each has ``ranks`` or more of them, so that a rank need not wait for another one; the first rounds may have one more
-    than the others.
+    Each round has at least ``ranks`` micro-batches if possible, so that ranks do not wait for each other. The first
+    rounds may have one more than the others.
     """
     count = max(1, micro_batches // ranks)
     least, more = divmod(micro_batches, count)
@@ -92,7 +91,7 @@ def rounds(micro_batches: int, ranks: int) -> list[int]:
 
 
 def passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> list[_Action]:
-    """Return the passes of a rank that has ``stages`` stages: forward ones, then one of each, then backward ones."""
+    """Return the passes of a rank with ``stages`` stages: warm-up, alternating, cool-down."""
     mine = range(rank, ranks * stages, ranks)
     forward, backward, first = list[_Action](), list[_Action](), 0
     sizes = rounds(micro_batches, ranks)
@@ -101,7 +100,7 @@ def passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> list[_A
         forward += [_Action(stage, _ComputationType.FORWARD, number) for stage in mine for number in numbers]
         kind = _ComputationType.FULL_BACKWARD
         backward += [_Action(stage, kind, number) for stage in reversed(mine) for number in numbers]
-    # until the last rank has the first output, and that output's gradient has come back
+    # warm-up passes, until the gradient of the first output has come back
     ahead = min((stages - 1) * sizes[0] + 2 * (ranks - 1 - rank), len(forward))
     pairs = zip_longest(forward[ahead:], backward)
     return [*forward[:ahead], *(each for pair in pairs for each in pair if each is not None)]
@@ -109,7 +108,7 @@ def passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> list[_A
 
 @final
 class _Uneven(_PipelineScheduleRuntime):
-    """Runs :func:`passes` in rounds of different sizes."""
+    """Runs the schedule of :func:`passes`, with rounds of different sizes."""
 
     def __init__(self, stages: list[PipelineStage], micro_batches: int, **options: Any) -> None:
         super().__init__(stages, micro_batches, **options)  # type: ignore[no-untyped-call]
@@ -120,15 +119,15 @@ class _Uneven(_PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(self.pipeline_order)
 
 
-Cost = tuple[int, int]  # the heaviest stage, and the sum of squares, which balances the others
+Cost = tuple[int, int]  # weight of the heaviest stage, then the sum of squares as a tie-breaker
 
 
 def balanced(weights: Sequence[int], stages: int) -> list[range]:
-    """Divide ``weights`` into contiguous, nonempty parts so that the heaviest part is as light as possible."""
+    """Split ``weights`` into contiguous, nonempty parts with the smallest maximum sum."""
 
     @cache
     def best(start: int, left: int) -> tuple[Cost, tuple[int, ...]]:
-        """Divide the layers from ``start`` on into ``left`` stages; return their cost, and their ends."""
+        """Split the layers from ``start`` on into ``left`` stages; return their cost and ends."""
         if left == 1:
             return (total := sum(weights[start:]), total**2), (len(weights),)
         options = []
@@ -141,11 +140,11 @@ def balanced(weights: Sequence[int], stages: int) -> list[range]:
 
 
 def check_pipelines(recipe: Recipe) -> None:
-    """Raise ConfigError if ``recipe`` does not define what a pipeline needs."""
+    """Raise ConfigError if ``recipe`` does not support a pipeline."""
     if isinstance(recipe, FeatureRecipe):
         raise ConfigError(
             f"the loss of {type(recipe).__name__} needs the features of all logical ranks, and only the last stage of "
-            "a pipeline has those of a micro-batch. Set strategy.pipeline=1."
+            "a pipeline has a micro-batch's features. Set strategy.pipeline=1."
         )
     for method, misses in (
         ("layers", "is not divided into layers"),
@@ -161,11 +160,10 @@ def check_pipelines(recipe: Recipe) -> None:
 
 
 def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int] | None) -> list[list[nn.Module]]:
-    """Return the layers of each stage, balanced by parameters, or with stages that begin at the layers ``split``.
+    """Return the layers of each stage, balanced by parameter count, or split at ``split``.
 
     Raises:
-        ConfigError: the recipe does not define what a pipeline needs, has too few layers, or ``split`` leaves a stage
-            empty.
+        ConfigError: the recipe does not support a pipeline, has too few layers, or ``split`` leaves a stage empty.
     """
     check_pipelines(recipe)
     chain = list(recipe.layers(model))

@@ -1,6 +1,6 @@
-"""One stage of a pipeline, for recipes that are written without stages, and the waits of ranks that share a model.
+"""One pipeline stage, for recipes written without stages, and timing of sharded layers.
 
-The waits are measured inside PyTorch's tensor and pipeline parallelism.
+The timed waits are inside PyTorch's tensor and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from worldsize.collectives.step_timer import mark, phase
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, Recipe
 from worldsize.errors import WorldsizeError
-from worldsize.record.determinism import seed_generators, stream
+from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
@@ -28,10 +28,10 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @final
 class KnownOutput(nn.Module):
-    """Replaces the model whose output the stages have computed: returns that output, once.
+    """Stands in for the model in loss and evaluation: returns the output of the stages, once.
 
-    It refuses everything else that a recipe may ask of a model, since this rank has only some of its layers: an empty
-    list of parameters would make a penalty zero.
+    All other uses of the model are refused, since this rank has only some of its layers. For example, a weight penalty
+    over an empty list of parameters would silently be zero.
     """
 
     def __init__(self, output: Tensor) -> None:
@@ -79,11 +79,10 @@ class KnownOutput(nn.Module):
 
 @final
 class Stage(nn.Module):
-    """Consecutive layers of the model; those of the first stage take ``Recipe.model_inputs``.
+    """Consecutive layers of the model; the input of the first stage is ``Recipe.model_inputs``.
 
-    The first stage uses the random stream of the micro-batch, so that the recipe draws the same numbers before the
-    model as without a pipeline. Each other stage has its own stream, since otherwise dropout would draw the same mask
-    in each.
+    The first stage uses the random stream of the micro-batch, so that code before the model generates the same random
+    numbers as without a pipeline. Each other stage has its own stream, so that dropout masks differ between stages.
     """
 
     def __init__(
@@ -93,19 +92,19 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.index = index
         self._recipe, self._device, self._precision = recipe, device, precision
-        self.at: Callable[[str], None] = lambda point: None  # called at the points where a fault may be injected
-        self.sums: StageSums | None = None  # once it is divided
+        self.at: Callable[[str], None] = lambda point: None  # called where a fault may be injected
+        self.sums: StageSums | None = None  # set after sharding
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: tuple[Any, ...] | None = None
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Begin a step of these micro-batches; later passes refer to them by index."""
+        """Begin a step with ``batches``, to which passes refer by index."""
         self._batches = batches
 
     def listen(self) -> None:
-        """Register a hook with which each pass takes its micro-batch's index from its arguments.
+        """Register a hook that pops the micro-batch's index from the arguments of each pass.
 
-        It must be the first hook, which sees the index while it is on the CPU.
+        It must run before all other hooks, while the index is on the CPU.
         """
         self.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
 
@@ -113,14 +112,14 @@ class Stage(nn.Module):
         if "number" not in kwargs:
             return None
         batch = self._batches[int(kwargs["number"])]
-        seed_generators(stream(batch.seed, "stage", self.index) if self.index else batch.seed, self._device)
+        seed_generators(derive_seed(batch.seed, "stage", self.index) if self.index else batch.seed, self._device)
         if self.index > 0:
             return args, {}
         self.feed(batch.data)
         return (), {}
 
     def feed(self, batch: Batch) -> None:
-        """Set the input of the next pass of the first stage."""
+        """Set the input for the first stage's next pass."""
         self._inputs = self._recipe.model_inputs(batch)
 
     def forward(self, *hidden: Tensor) -> Tensor:
@@ -134,15 +133,15 @@ class Stage(nn.Module):
         return output.contiguous()
 
     def loss(self, output: Tensor, number: Tensor) -> Loss:
-        """Return the loss of the micro-batch with index ``number``, a scalar, given the last stage's ``output``."""
+        """Return the loss of micro-batch ``number``, a scalar, from the last stage's ``output``."""
         batch = self._batches[int(number)]
-        seed_generators(batch.seed, self._device)  # the recipe draws what it drew on the first stage
+        seed_generators(batch.seed, self._device)  # the same random stream as on the first stage
         with autocast(self._device, self._precision):
             return self._recipe.micro_batch_loss(KnownOutput(output), batch)
 
 
 def time_column(layer: nn.Module) -> None:
-    """Measure the all-reduce of input gradients of a layer that is divided by its output features.
+    """Time the all-reduce of input gradients in a layer sharded by output features.
 
     Call it after ``parallelize_module``, whose own hook must run before this one.
     """
@@ -150,7 +149,7 @@ def time_column(layer: nn.Module) -> None:
 
 
 def _time_gradient(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    """Hook the backward pass that sums gradients of the inputs, which are DTensors by now."""
+    """Hook the backward pass that sums the gradients of the inputs, which are DTensors here."""
     for tensor in args:
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(lambda _: mark("communication"))
@@ -158,7 +157,7 @@ def _time_gradient(layer: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def time_row(layer: nn.Module) -> None:
-    """Measure the all-reduce of the output of a layer that is divided by its input features.
+    """Time the all-reduce of the output in a layer sharded by input features.
 
     Call it after ``parallelize_module``, whose own hook must run before this one.
     """
@@ -166,7 +165,7 @@ def time_row(layer: nn.Module) -> None:
 
 
 def _wait_for_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Wait here rather than in the next operation, usually the residual connection, which follows immediately."""
+    """Wait for the output here, not in the next operation (usually the residual connection)."""
     if isinstance(output, AsyncCollectiveTensor):
         with phase("communication"):
             output.trigger_wait()  # type: ignore[no-untyped-call]
@@ -174,10 +173,9 @@ def _wait_for_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> No
 
 @final
 class TimedStage(PipelineStage):
-    """A stage whose passes count as computing; between them the schedule waits for neighbour stages.
+    """A pipeline stage that times its passes as computation, apart from the schedule's waits.
 
-    Each pass is told to the sums of the stage, whose module is ``stage``. ``edges``: send its messages, if waits for
-    them are to end when the gang does.
+    It reports each pass to the sums of ``stage``. ``edges``: carries messages if their waits must end with the gang.
     """
 
     def __init__(self, stage: Stage, *args: Any, edges: Edges | None, **kwargs: Any) -> None:
@@ -221,7 +219,7 @@ class TimedStage(PipelineStage):
 
 @contextmanager
 def _refusals_shown() -> Iterator[None]:
-    """Raise a refusal of ours as it is: torch hides it behind the arguments of the stage."""
+    """Unwrap our own errors, which torch hides in an error with the stage's arguments."""
     refusal = None
     try:
         yield
@@ -230,4 +228,4 @@ def _refusals_shown() -> Iterator[None]:
             raise
         refusal = error.__cause__
     if refusal is not None:
-        raise refusal  # here it keeps its own cause
+        raise refusal  # raised outside the handler, to keep its own cause

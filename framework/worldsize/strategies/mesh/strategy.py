@@ -1,4 +1,4 @@
-"""Data × tensor × pipeline parallelism as a strategy, with the cost of a step."""
+"""The strategy for data × tensor × pipeline parallelism, with its cost model."""
 
 from __future__ import annotations
 
@@ -65,19 +65,18 @@ if TYPE_CHECKING:
 class Mesh(Strategy):
     """``data`` × ``tensor`` × ``pipeline`` processes (Narayanan et al. 2021, arXiv 2104.04473).
 
-    ``data``: number of data-parallel parts, over which the model is sharded as by FSDP (None: as many as there are
-    processes for). ``tensor``: number of ranks of a node that share each layer (Megatron, Shoeybi et al. 2019, arXiv
-    1909.08053). ``pipeline``: number of ranks along the layers; a micro-batch is one logical rank. ``schedule``:
-    "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved" (arXiv
-    2104.04473), where each rank has ``stages_per_rank`` stages (None: 2). ``order``: the axes, from the one whose ranks
-    are neighbours to the one that crosses the slowest links (as ``order`` of Megatron's ``initialize_model_parallel``);
-    it changes no result of ``reduce="ordered"``. ``split``: the first layers of all stages but
-    the first (None: balanced by parameters). ``micro_batches``: default number of logical ranks of a data-parallel part
-    (None: 2 × pipeline). ``reshard_after_forward`` as in FSDP (None: unless there is a pipeline, which would gather for
-    each micro-batch). ``reduce="ordered"`` gives the same bits for any number of data-parallel parts, as long as
-    ``tensor`` stays. ``on_failure="heal"``: the others go on without a dead process, in as many data-parallel parts as
-    they are enough for (``data`` is the number with which they begin), from copies of its shards in the memory of
-    peers; those that are too many wait.
+    ``data``: number of data-parallel parts, over which the model is sharded as in FSDP (None: as many as possible).
+    ``tensor``: number of ranks on a node that split each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053).
+    ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank. ``schedule``: "gpipe" (Huang et al.
+    2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved" (arXiv 2104.04473), which has
+    ``stages_per_rank`` stages per rank (None: 2). ``split``: index of the first layer of each stage after the first
+    (None: balanced by parameter count). ``order``: the axes from innermost (adjacent ranks) to outermost (slowest
+    links), like ``order`` in Megatron's ``initialize_model_parallel``; it does not affect results with
+    ``reduce="ordered"``. ``micro_batches``: default number of logical ranks per data-parallel part (None: 2 × pipeline,
+    or 1 without a pipeline). ``reshard_after_forward``: as in FSDP (None: true if ``pipeline`` is 1; otherwise each
+    micro-batch would gather again). ``reduce="ordered"`` gives the same bits for any number of data-parallel parts at a
+    fixed ``tensor``. ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards
+    in the memory of peers. They form as many data-parallel parts as possible, at first ``data``; excess processes wait.
     """
 
     supports = frozenset({"state_metrics", "ema", "compile", "activation_checkpointing", "features"})
@@ -101,7 +100,7 @@ class Mesh(Strategy):
         if self.reduce == "hierarchical":
             raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
         check_order(self.order)
-        _ = self._pipeline  # incompatible options are an error here, before any process starts
+        _ = self._pipeline  # raises for incompatible options, before any process starts
 
     @property
     def _pipeline(self) -> PipelineSchedule:
@@ -155,10 +154,10 @@ class Mesh(Strategy):
         return replace(self, data=None)
 
     def layout(self, processes: int) -> Layout:
-        """Return the mesh of ``processes`` processes.
+        """Return the mesh layout for ``processes`` processes.
 
         Raises:
-            ConfigError: the number of processes does not fit the sizes of the mesh.
+            ConfigError: the sizes of the axes do not match the number of processes.
         """
         others = {"pipeline": self.pipeline, "tensor": self.tensor}
         rest = math.prod(others.values())
@@ -205,14 +204,14 @@ class Mesh(Strategy):
 
 
 def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches: int, stages: int) -> Cost:
-    """Return the cost of a step of ``micro_batches`` per data-parallel part, in a pipeline of ``stages``.
+    """Return the cost of a step with ``micro_batches`` per data-parallel part, and ``stages``.
 
-    Tensor: four all-reduces of a block's output for each micro-batch, inside a node (Shoeybi et al. 2019, arXiv
+    Tensor: four all-reduces of a block's output per micro-batch, within a node (Shoeybi et al. 2019, arXiv
     1909.08053, section 3).
-    Pipeline: outputs and their gradients at both edges of a stage.
+    Pipeline: outputs and their gradients at both ends of a stage.
     Data: FSDP of the rank's part of the model.
-    The last two use the slowest link that the neighbours on their axis have between them, and share it with those on
-    parallel lines of the axis.
+    Pipeline and data traffic use the slowest link between neighbors on the axis, and share it with the other groups of
+    the axis.
     """
     strides = layout.strides
     pipeline, data, tensor = (layout[axis] for axis in ("pipeline", "data", "tensor"))
@@ -221,7 +220,7 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     blocks, near = work.blocks / pipeline, link(cluster, "node")
     reduced = 4 * blocks * count * work.boundary_bytes
     passed = 0.0 if pipeline == 1 else 2 * count * work.boundary_bytes
-    # gloo's reduce-scatter is an all-reduce, and does not overlap
+    # gloo implements reduce-scatter as a blocking all-reduce
     on_cpu = backend_for(cluster.backend, cluster.device) == "gloo"
     gathers = (2 if pipeline == 1 else 1) + (2 if on_cpu else 1)
     waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, tensor, near)

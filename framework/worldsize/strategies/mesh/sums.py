@@ -1,9 +1,9 @@
-"""Adds up the gradients of a pipeline's micro-batches, in torch's order or in the fixed tree, and takes their norm.
+"""Gradient accumulation over a pipeline's micro-batches, and gradient norms over a mesh.
 
-The tree is over logical ranks. Where the ranks of all data-parallel parts gather parameters for every pass, all parts
-need equally many passes in a step. A part with one micro-batch less than others then begins with an idle pass: it
-computes its first micro-batch once more, without effect. In the norm of a gradient that is sharded over a mesh, every
-part counts once.
+Gradients are summed in torch's order, or in the fixed tree over logical ranks. If all data-parallel parts gather
+parameters for every pass, they need the same number of passes per step. A part with one micro-batch less then starts
+with an idle pass: it computes its first micro-batch an extra time, without effect. In the norm of a gradient sharded
+over a mesh, every shard counts once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from worldsize.collectives.gather_full import whole
+from worldsize.collectives.group import start
 from worldsize.collectives.ordered import Counter, Tree, sum_level
 from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import wait
 from worldsize.core import Reduction, World
 from worldsize.strategies.gradient_reducer import Presence, aligned_norm, clip_factor, taken
 from worldsize.strategies.mesh.layout import axis_of
@@ -36,13 +36,13 @@ from worldsize.strategies.unit_gradients import UnitGradients
 @final
 @dataclass(frozen=True)
 class DataParts:
-    """Describes how data-parallel parts share the logical ranks of a step, each of which is a micro-batch of one part.
+    """The distribution of a step's logical ranks (micro-batches) over data-parallel parts.
 
     Attributes:
-        group: The ranks with the same stages as this one, one of each part; this part's number is the rank there.
+        group: The ranks with the same stages, one per part; the rank in this group is the index of the part.
         reduce: Order of sums.
-        logical_ranks: Those of all parts, which may have different numbers of them; None: all have equally many.
-        equal_passes: Whether all parts need equally many passes in a step.
+        logical_ranks: Total over all parts, if their shares may differ; None if all have the same number.
+        equal_passes: Whether all parts need the same number of passes per step.
     """
 
     group: ProcessGroup
@@ -51,20 +51,20 @@ class DataParts:
     equal_passes: bool
 
     def tree(self, count: int) -> Tree:
-        """Return the tree of sums over all logical ranks of a step in which this part has ``count`` micro-batches."""
+        """Return the summation tree of a step's logical ranks, with ``count`` on this part."""
         size = self.group.size()
         return Tree(self.logical_ranks or count * size, size)
 
     def idle(self, count: int) -> int:
-        """Return the number of idle passes, 1 or 0, with which a step of ``count`` micro-batches here begins."""
+        """Return the number of idle passes, 0 or 1, before this part's ``count`` micro-batches."""
         if not self.equal_passes or self.logical_ranks is None:
             return 0
         return -(-self.logical_ranks // self.group.size()) - count
 
     def order(self, count: int) -> Sequence[int]:
-        """Return the indices of this part's ``count`` micro-batches in the order in which they pass the stages.
+        """Return the order in which this part's ``count`` micro-batches are computed, as indices.
 
-        In this order, :class:`TreeSums` needs to keep few partial sums.
+        In this order, :class:`TreeSums` holds few partial sums.
         """
         if self.reduce != "ordered":
             return range(count)
@@ -72,47 +72,47 @@ class DataParts:
         return [leaf for node in range(tree.nodes_of(self.group.rank())) for leaf in tree.leaves(node)]
 
     def divisor(self, count: int) -> float:
-        """Return the number by which each loss is divided before its backward pass, so that gradients are means.
+        """Return the divisor of each loss that turns summed gradients into means.
 
-        It is 1 where :class:`TreeSums` divides the sum instead.
+        It is 1 if :class:`TreeSums` divides the sum instead.
         """
         return 1.0 if self.reduce == "ordered" else self.tree(count).logical_ranks / self.group.size()
 
     def sums(self, stage: nn.Module) -> StageSums:
-        """Make the sums of one stage, after its parameters have been divided among the ranks."""
+        """Create the sums of one stage, after its parameters have been sharded."""
         return TreeSums(stage, self) if self.reduce == "ordered" else FlatSums(stage, self)
 
 
 class StageSums(ABC):
-    """Adds up the gradients of the micro-batches that pass one stage, without those of idle passes.
+    """Abstract base: accumulates one stage's gradients over micro-batches, except idle passes.
 
-    A schedule tells it of each pass that it has computed; forward and backward passes each come in the same order.
+    The schedule reports each completed pass; forward and backward passes have the same order.
     """
 
     @abstractmethod
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
-        """Enter a step of ``count`` micro-batches; when it ends, parameters have the gradients of the whole step."""
+        """Enter a step of ``count`` micro-batches; at its end, parameters have their full gradients."""
 
     @abstractmethod
     def begin_passes(self) -> None:
-        """Begin the passes that count, and restore buffers: torch makes one to learn the shapes of messages."""
+        """Discard the changes of torch's shape-inference pass, before the passes of the step."""
 
     @abstractmethod
     def forwarded(self, place: int) -> None:
-        """Record that forward pass ``place`` of the step, counted from 0 with idle passes, has been computed."""
+        """Record that forward pass ``place``, counted from 0 including idle passes, is done."""
 
     @abstractmethod
     def backwarded(self) -> None:
-        """Record that the next backward pass has been computed, and add the gradients that it has left."""
+        """Record that the next backward pass is done, and add its gradients."""
 
 
 @final
 class FlatSums(StageSums):
     """Leaves the sums to autograd and FSDP.
 
-    The loss of an idle pass is multiplied by 0; here its changes of buffers are undone. The statistics of norm layers
-    go from one micro-batch to the next, and the pipeline averages them over parts of the data.
+    The pipeline multiplies the loss of an idle pass by 0; this class undoes its buffer changes. Statistics of norm
+    layers carry over from one micro-batch to the next, and the pipeline averages them over data-parallel parts.
     """
 
     def __init__(self, stage: nn.Module, parts: DataParts) -> None:
@@ -120,9 +120,9 @@ class FlatSums(StageSums):
         self._gradients = UnitGradients(stage, parts.group)
         group = parts.group if parts.group.size() > 1 else None
         self._buffers = BufferMean(stage, group, logical_ranks=parts.logical_ranks, skips_norms=True)
-        self._step: StepBuffers | None = None  # the buffers in the step in progress
-        self._first: list[Tensor] = []  # if the step has an idle pass: values of all buffers before it
-        self._idle = 0  # idle passes of the step
+        self._step: StepBuffers | None = None  # buffers of the current step
+        self._first: list[Tensor] = []  # values of all buffers before an idle pass, if any
+        self._idle = 0  # number of idle passes in the step
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
@@ -146,7 +146,7 @@ class FlatSums(StageSums):
         else:
             self._step.add(place - self._idle)
         for buffer, value in zip(self._all, self._first, strict=False):
-            buffer.data.copy_(value)  # through .data, so that autograd's graph stays valid
+            buffer.data.copy_(value)  # .data keeps the autograd graph valid
         self._first = []
 
     def backwarded(self) -> None: ...
@@ -156,8 +156,8 @@ class FlatSums(StageSums):
 class TreeSums(StageSums):
     """Sums in the fixed tree, with the same bits for any number of data-parallel parts.
 
-    If the stage is sharded, the units of FSDP sum where they would call torch's reduce-scatter; otherwise there is one
-    part, and the gradients of each micro-batch are taken from the parameters.
+    If the stage is sharded, FSDP units compute the sums in place of torch's reduce-scatter. Otherwise there is only one
+    part, and the gradients of each micro-batch are moved from the parameters to the tree.
     """
 
     def __init__(self, stage: nn.Module, parts: DataParts) -> None:
@@ -165,13 +165,13 @@ class TreeSums(StageSums):
         is_sharded = isinstance(stage, FSDPModule)
         self._scatters = OrderedScatters(stage, parts.group) if is_sharded else None
         self._gradients = UnitGradients(stage, parts.group)
-        self._presence = Presence(())  # of the stage's gradients in the step, if it is not sharded
+        self._presence = Presence(())  # of the stage's gradients in this step, unless sharded
         group = parts.group if parts.group.size() > 1 else None
         self._buffers = BufferMean(stage, group, logical_ranks=parts.logical_ranks)
-        self._step: StepBuffers | None = None  # the buffers in the step in progress
+        self._step: StepBuffers | None = None  # buffers of the current step
         self._order: Sequence[int] = ()
-        self._counters: list[Counter] = []  # one for each node of the tree that this rank sums
-        self._idle = self._taken = 0  # idle passes of the step, and backward passes so far
+        self._counters: list[Counter] = []  # one per tree node of this rank
+        self._idle = self._taken = 0  # number of idle passes in the step, and of backward passes so far
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
@@ -187,7 +187,7 @@ class TreeSums(StageSums):
         self._gradients.finish()
         if self._scatters is None:
             self._finish_alone(tree.logical_ranks)
-        self._step, self._counters = None, []  # releases gradients
+        self._step, self._counters = None, []  # release gradients
 
     def begin_passes(self) -> None:
         assert self._step is not None
@@ -204,7 +204,7 @@ class TreeSums(StageSums):
     def backwarded(self) -> None:
         self._taken += 1
         done, count = self._taken - self._idle, len(self._order)
-        if self._scatters is None:  # there is one part of the data, and no idle pass
+        if self._scatters is None:  # a single part, without idle passes
             self._presence.note()
             self._counters[(done - 1) // (count // len(self._counters))].add(taken(self._trained()))
             return
@@ -215,12 +215,12 @@ class TreeSums(StageSums):
             if isinstance(module, FSDPModule):
                 _reduce(module, is_last=done == count)
         if done == 0:
-            self._begin_scatters(count)  # the gradients until here were those of idle passes
+            self._begin_scatters(count)  # the gradients so far came from idle passes
         else:
             self._scatters.end_pass(done)
 
     def _begin_scatters(self, micro_batches: int) -> None:
-        """Let the next gradients count as those of so many micro-batches of the step; 0: as nothing."""
+        """Count the next gradients as those of ``micro_batches`` micro-batches, or ignore them if 0."""
         if self._scatters:
             logical_ranks = self._parts.tree(len(self._order)).logical_ranks
             self._scatters.begin(len(self._counters), micro_batches, logical_ranks=logical_ranks)
@@ -231,7 +231,7 @@ class TreeSums(StageSums):
             if index in self._presence.absent:
                 continue
             total = sum_level(nodes) / logical_ranks
-            # a gradient that is there by now is that of another stage of this rank, which shares the parameter
+            # an existing gradient is from a different stage of this rank with the same parameter
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
     def _trained(self) -> list[nn.Parameter]:
@@ -239,9 +239,9 @@ class TreeSums(StageSums):
 
 
 def _reduce(module: FSDPModule, *, is_last: bool) -> None:
-    """Let a unit of FSDP call its reduce-scatter for the gradients that a backward pass has left.
+    """Let an FSDP unit reduce-scatter the gradients of a backward pass.
 
-    Before the last pass of a step this only adds them up, and what it returns is dropped.
+    Before the last pass of a step, the reduce-scatter only accumulates, and its result is dropped.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         group.post_backward()
@@ -251,7 +251,7 @@ def _reduce(module: FSDPModule, *, is_last: bool) -> None:
 
 
 def sharded_axes(tensor: Tensor) -> set[str]:
-    """Return the names of the mesh axes along which ``tensor``, of any shape, is sharded."""
+    """Return the names of the mesh axes over which ``tensor``, of any shape, is sharded."""
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -263,8 +263,8 @@ def sharded_axes(tensor: Tensor) -> set[str]:
 class MeshNorm:
     """Clips by the norm over all ranks of ``world``.
 
-    ``coordinate``: coordinate of this rank on each axis along which parameters may be sharded; if several ranks hold
-    the same part, the first one counts it. ``spare``: parameters that an earlier stage also holds, and counts.
+    ``coordinate``: this rank's coordinate on each axis over which parameters may be sharded; only the first rank with
+    a shard counts it. ``spare``: parameters that an earlier stage also holds, and counts.
     """
 
     def __init__(self, world: World, coordinate: Mapping[str, int], spare: Collection[Tensor] = ()) -> None:
@@ -272,7 +272,7 @@ class MeshNorm:
         self._spare = {id(parameter) for parameter in spare}
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients to a norm of at most ``limit``; return the norm before, a scalar equal on all ranks."""
+        """Clip the norm to ``limit``; return the norm before clipping, a scalar equal on all ranks."""
         trained = [own for own in parameters if own.grad is not None]
         norm = self._norm([local(own.grad) for own in trained if own.grad is not None and self._counts(own)])
         if limit < float("inf") and trained:
@@ -287,17 +287,17 @@ class MeshNorm:
         squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if gradients:
             squares += torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
-        wait(dist.all_reduce(squares, group=self._world.group, async_op=True))
+        start(dist.all_reduce, squares, group=self._world.group).wait()
         return squares.sqrt().float()
 
 
 @final
 @dataclass(frozen=True)
 class WholeNorm:
-    """Clips by the norm of full gradients, with the same bits for any number of data-parallel parts.
+    """Clips by the norm of full gradients, whose bits do not depend on data-parallel sharding.
 
-    ``pipeline``: the ranks that hold the other stages (None: there are none); ``spare``: parameters that an earlier
-    stage also holds, and counts.
+    ``pipeline``: the ranks that hold the other stages, or None if there are none. ``spare``: parameters that an
+    earlier stage also holds, and counts.
     """
 
     device: torch.device
@@ -305,7 +305,7 @@ class WholeNorm:
     spare: Collection[Tensor] = ()
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-        """Scale the gradients to a norm of at most ``limit``; return the norm before, a scalar equal on all ranks."""
+        """Clip the norm to ``limit``; return the norm before clipping, a scalar equal on all ranks."""
         trained = list(parameters)
         norm: Tensor = torch.linalg.vector_norm(self._norms(trained))
         gradients = [local(own.grad) for own in trained if own.grad is not None]
@@ -314,7 +314,7 @@ class WholeNorm:
         return norm
 
     def _norms(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the norm of the gradient of each of ``parameters``, those of all stages, that has one: (n,)."""
+        """Return the norms (n,) of the existing gradients of all stages' ``parameters``."""
         spare = {id(each) for each in self.spare}
         norms = {
             place: aligned_norm(whole(own.grad) if isinstance(own.grad, DTensor) else own.grad)
@@ -323,8 +323,8 @@ class WholeNorm:
         }
         if self.pipeline is None:
             return torch.stack(list(norms.values()))
-        table_2n = torch.zeros(2, len(parameters), device=self.device)  # the norm, and whether there is one
+        table_2n = torch.zeros(2, len(parameters), device=self.device)  # the norms, and whether they exist
         for place, norm in norms.items():
             table_2n[0, place], table_2n[1, place] = norm, 1
-        wait(dist.all_reduce(table_2n, group=self.pipeline, async_op=True))
+        start(dist.all_reduce, table_2n, group=self.pipeline).wait()
         return table_2n[0][table_2n[1] > 0]

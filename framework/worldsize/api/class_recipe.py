@@ -1,0 +1,77 @@
+"""Trains a recipe class defined in a script or a notebook cell, without a YAML file."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from worldsize.core import Recipe
+from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.messages import refuse
+
+FACTORIES = {"make_optimizer": "${optimizer}", "make_schedule": "${schedule}"}  # as in the YAML of a recipe
+
+
+def train_class(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> NoReturn:
+    """Run ``worldsize train`` in this forked process, and exit with its code.
+
+    ``result_fd``: file descriptor to which the path of the run folder is written.
+    """
+    code = 1
+    try:
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))  # notebooks replace them
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        code = _train_here(recipe, words, result_fd)
+    except WorldsizeError as error:
+        code = refuse(error)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _train_here(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> int:
+    import torch
+
+    from worldsize.cli.train import train
+    from worldsize.messages import show_messages
+
+    if torch.cuda._is_in_bad_fork():
+        raise ConfigError("CUDA is in use in this program, so that it cannot be forked. Restart it, and train first.")
+    path = f"{recipe.__module__}.{recipe.__qualname__}"
+    if recipe.__qualname__ != recipe.__name__:
+        raise ConfigError(f"{path} is nested. Define it at the top level of a cell or a module.")
+    ConfigStore.instance().store(recipe.__name__, _node(recipe, path), group="recipe", package="_global_")
+    show_messages()
+    sys.argv = ["worldsize", "train"]
+    added = [word for word in words if word.startswith("allow_targets=[")]
+    allowed = f"{added[-1][:-1]},{path}]" if added else f"allow_targets=[{path}]"
+    return train([f"recipe={recipe.__name__}", *(word for word in words if word not in added), allowed], result_fd)
+
+
+def _node(recipe: type[Recipe], path: str) -> dict[str, Any]:
+    """Return the equivalent of a recipe's YAML: the target, and a key for each parameter."""
+    keys: dict[str, Any] = {"_target_": path}
+    for name, parameter in inspect.signature(recipe).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"{path} takes {parameter}, which cannot be set by a key. Name its parameters.")
+        default = "???" if parameter.default is parameter.empty else parameter.default
+        keys[name] = FACTORIES.get(name, default)
+        try:
+            OmegaConf.create({name: keys[name]})
+        except OmegaConfBaseException:
+            raise ConfigError(
+                f"{path}: the default of {name}, a {type(default).__name__}, does not fit into a configuration. Make "
+                "it a number, a text, a list or None."
+            ) from None
+    return {"recipe": keys}

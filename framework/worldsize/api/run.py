@@ -1,0 +1,263 @@
+"""Access to recorded runs from scripts and notebooks: record, metrics, model, evaluation, export and report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, final
+
+from worldsize.api.subprocesses import Ended, call
+from worldsize.errors import RunFailedError, WorldsizeError, require
+from worldsize.record.json_lines import reading
+from worldsize.record.run_directory import RunDirectory, find_run
+from worldsize.record.run_record import RunView, look
+
+if TYPE_CHECKING:  # slow or optional imports
+    from pandas import DataFrame
+    from torch import nn
+
+    from worldsize.core import Recipe
+
+Checkpoint = str | int  # "best", "last" or a step
+_PLUGINS = "WORLDSIZE_PLUGINS"
+
+
+def load(run: str | Path) -> Run:
+    """Open a run by its folder or manifest; "last" is the newest run in ``runs``.
+
+    Raises:
+        WorldsizeError: The run does not exist, or its manifest is damaged.
+    """
+    return Run(find_run(run).path)
+
+
+@final
+class Run:
+    """A recorded run.
+
+    Reading the record does not import code of the run. :meth:`model`, :meth:`evaluate` and :meth:`resume` run the
+    recipe's code. For another user's run this requires ``trust=True``; the code is listed first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder).resolve()
+        self._directory = RunDirectory(self.folder)
+        self._view  # noqa: B018 - raises an error if the folder is not a run
+
+    def __repr__(self) -> str:
+        return f"<Run {self.folder}: {self.exit_reason or 'not begun'}>"
+
+    @property
+    def _view(self) -> RunView:
+        return look(self._directory)
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """The manifest: configuration, versions, cluster, attempts and results."""
+        return self._view.manifest
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration, without secrets."""
+        config: Mapping[str, Any] = self.manifest["config"]
+        return config
+
+    @property
+    def exit_reason(self) -> str | None:
+        """Exit reason of the last attempt, "running", or None before the first attempt."""
+        return self._view.exit_reason
+
+    @property
+    def failure(self) -> str | None:
+        """Cause of the last attempt's failure; None if it did not fail."""
+        return self._view.failure
+
+    @property
+    def results(self) -> Mapping[str, Any]:
+        """Results of the last attempt, such as ``metrics`` and ``state_digest``; empty while the run is active."""
+        return self._view.results
+
+    @property
+    def events(self) -> Sequence[Mapping[str, Any]]:
+        """Events of the run in order, such as checkpoints, alerts and failures."""
+        from worldsize.observe.events import event_rows
+
+        with reading(self.folder):
+            return list(event_rows(self._directory.events))
+
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """Return the logged steps and evaluations, one mapping per line of ``metrics.jsonl``."""
+        from worldsize.record.metrics import metric_rows
+
+        with reading(self.folder):
+            return list(metric_rows(self._directory.metrics))
+
+    def metrics(self) -> DataFrame:
+        """Return the logged steps and evaluations, one per row; the column of a metric is ``metrics.NAME``.
+
+        Raises:
+            WorldsizeError: pandas is not installed; :meth:`rows` works without it.
+        """
+        require("Run.metrics()", "pandas", extra="notebook")
+        import pandas
+
+        return pandas.json_normalize([dict(row) for row in self.rows()])
+
+    def model(self, checkpoint: Checkpoint = "last", *, averaged: bool = False, trust: bool = False) -> nn.Module:
+        """Build the run's model with the weights of a checkpoint, in evaluation mode, on the CPU.
+
+        Args:
+            checkpoint: "best", "last" or a step.
+            averaged: Whether to load the averaged weights (``ema.decay``).
+            trust: Whether to allow running the code of another user's run.
+
+        Raises:
+            WorldsizeError: The checkpoint is missing or damaged, or the recipe is missing or not trusted.
+        """
+        from worldsize.checkpoint.format import read, verify
+        from worldsize.checkpoint.weights import model_weights
+        from worldsize.launch.evaluate import chosen_checkpoint
+        from worldsize.seeds import keep_generators
+
+        saved = read(chosen_checkpoint(self._view, str(checkpoint)))
+        weights = model_weights(saved, averaged=averaged)
+        with _project_of_run(), keep_generators():
+            recipe = self._recipe(trust=trust)
+            verify(saved)
+            model = recipe.model()
+        try:
+            model.load_state_dict({name: weights.tensor(name) for name in weights.entries})
+        except RuntimeError as error:
+            raise WorldsizeError(f"the recipe's model is not the one that was saved: {error}.") from None
+        return model.eval()
+
+    def evaluate(
+        self, *words: str, checkpoint: Checkpoint = "last", split: str | None = None, trust: bool = False
+    ) -> Mapping[str, float]:
+        """Evaluate a checkpoint with ``worldsize evaluate`` and overrides such as "cluster.processes=2".
+
+        Returns:
+            The metrics by name.
+
+        Raises:
+            WorldsizeError: The evaluation is refused or fails.
+        """
+        from worldsize.files import read_regular
+        from worldsize.strict_json import LARGEST, parse
+
+        self._check_importable("evaluate")
+        chosen = [f"checkpoint={checkpoint}", *([f"split={split}"] if split else [])]
+        ended = self._command("evaluate", *chosen, *words, *self._consent(trust=trust), has_result=True)
+        assert ended.result is not None
+        evaluation = parse(read_regular(ended.result / "evaluation.json", at_most=LARGEST), finite=False)
+        return dict(evaluation["metrics"])
+
+    def export(
+        self,
+        output: str | Path | None = None,
+        *,
+        format: Literal["safetensors", "hf", "torch"] = "safetensors",
+        checkpoint: Checkpoint = "last",
+    ) -> Path:
+        """Write the weights of a checkpoint for other programs with ``worldsize export``; return the path.
+
+        Raises:
+            WorldsizeError: The export is refused, such as ``format="hf"`` for another user's run.
+        """
+        named = [f"output={Path(output).absolute()}"] if output else []
+        written = self._command("export", f"checkpoint={checkpoint}", f"--format={format}", *named)
+        return Path(written.printed.splitlines()[-1])
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the HTML report; return its path.
+
+        Raises:
+            WorldsizeError: The report cannot be written.
+        """
+        from worldsize.cli.report import write
+
+        return write([self.folder], Path(output) if output else None)
+
+    def resume(self, *words: str, trust: bool = False) -> Run:
+        """Resume from the newest checkpoint with overrides such as "steps=2000"; return this run.
+
+        ``trust``: Whether to allow running the code of another user's run.
+
+        Raises:
+            WorldsizeError: The resume is refused or fails.
+        """
+        self._check_importable("resume")
+        self._command("resume", *words, *self._consent(trust=trust))
+        return self
+
+    def _recipe(self, *, trust: bool) -> Recipe:
+        from worldsize.config.recorded import read_recipe
+
+        view = self._view
+        if view.is_own:
+            sys.path[:0] = [str(view.directory.plugins), *view.manifest["config"]["run"]["import_path"]]
+            return read_recipe(view)
+        from worldsize.config.compose import compose_only, resolved
+        from worldsize.config.composed import settings_of
+        from worldsize.launch.recorded_run import check_before_start, enter_project, placed
+
+        self._consent(trust=trust)
+        words = enter_project(view, [], yes=True)
+        sys.path[:0] = [str(view.directory.plugins), str(Path.cwd())]  # copies already compared with the record
+        cfg = compose_only([*words, *placed(view)])
+        check_before_start(view.manifest, resolved(cfg), [], yes=True)
+        return settings_of(cfg).recipe
+
+    def _consent(self, *, trust: bool) -> list[str]:
+        """Return the flags that let commands run another user's code; raise an error without ``trust``."""
+        if not trust and not self._view.is_own:
+            raise WorldsizeError(
+                f"{self.folder} was not written by this user on this machine, and its code would run. Look at it, then "
+                "pass trust=True."
+            )
+        return ["--yes"] if trust else []
+
+    def _check_importable(self, deed: str) -> None:
+        target = str(self.config["recipe"].get("_target_"))
+        if target.startswith("__main__."):
+            raise WorldsizeError(
+                f"cannot {deed} this run: its recipe {target.partition('.')[2]} was defined in a program, not a file. "
+                "Use its record, model and weights, or move the class to a file (worldsize new recipe NAME)."
+            )
+
+    def _command(self, name: str, *words: str, has_result: bool = False) -> Ended:
+        if flags := [word for word in words if word.startswith("-") and word != "--yes" and "--format=" not in word]:
+            raise WorldsizeError(f"{flags[0]}: use the command worldsize {name} for flags.")
+        ended = call(name, str(self.folder), *words, has_result=has_result)
+        if ended.code:
+            raise RunFailedError(ended.messages, self.folder)
+        return ended
+
+
+@contextmanager
+def _project_of_run() -> Iterator[None]:
+    """Restore the working directory, the import path, and the modules of recipes and plugins after the block.
+
+    Different runs may have different code under one module name, and must not import each other's code.
+    """
+    before, path, plugins = Path.cwd(), [*sys.path], os.environ.get(_PLUGINS)
+    modules = _take_modules()
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+        os.environ.pop(_PLUGINS, None)
+        if plugins is not None:
+            os.environ[_PLUGINS] = plugins
+        _take_modules()
+        sys.modules.update(modules)
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.partition(".")[0] in ("recipes", "plugins")]
+    return {name: sys.modules.pop(name) for name in names}

@@ -1,0 +1,58 @@
+"""Train runs and compose configurations from scripts and notebooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worldsize.api.run import Run
+from worldsize.api.subprocesses import call, call_in_fork
+from worldsize.errors import ConfigError, RunFailedError, WorldsizeError
+from worldsize.messages import CONFIG_ERROR
+
+if TYPE_CHECKING:  # slow imports
+    from omegaconf import DictConfig
+
+    from worldsize.core import Recipe
+
+
+def train(*words: str, recipe: type[Recipe] | None = None) -> Run:
+    """Train, with overrides as on the command line: ``train("recipe=digits", "cluster.processes=2")``.
+
+    Output is forwarded line by line. An interrupt (Ctrl-C, or a notebook's stop button) makes the run save and end.
+
+    Args:
+        words: Overrides of the configuration.
+        recipe: A recipe class of this script or notebook, instead of ``recipe=NAME``. Its parameters become keys under
+            ``recipe``; ``make_optimizer`` and ``make_schedule`` receive the configured factories. The run uses forks of
+            this process, so it is limited to this machine and cannot be resumed or evaluated afterwards.
+
+    Returns:
+        The completed run; with a batch scheduler such as Slurm, or with ``launch=write``, the recorded run.
+
+    Raises:
+        ConfigError: The run is refused, or the overrides start several runs or none.
+        RunFailedError: The run did not complete; ``error.folder`` is its folder.
+    """
+    if flags := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"{flags[0]}: train takes only overrides and starts one run. Call it in a loop for several.")
+    ended = call("train", *words, has_result=True) if recipe is None else call_in_fork(recipe, words)
+    if ended.result is not None:
+        run = Run(ended.result)
+        if ended.code:
+            raise RunFailedError(run.failure or ended.messages or f"exit code {ended.code}", run.folder)
+        return run
+    if ended.code in (0, CONFIG_ERROR):
+        unstarted = "launch=show starts no run. Use the command worldsize train."
+        raise ConfigError(ended.messages if ended.code else unstarted)
+    raise WorldsizeError(ended.messages or f"training ended with exit code {ended.code} before it had a record.")
+
+
+def compose(*words: str) -> DictConfig:
+    """Compose the configuration of a run from overrides, without starting it.
+
+    Raises:
+        ConfigError: An override is invalid; the message suggests a similar key.
+    """
+    from worldsize.config.compose import compose_only
+
+    return compose_only(words)

@@ -1,0 +1,1 @@
+"""Continues training after processes die: memberships, process groups, transfer of state."""

@@ -1,0 +1,334 @@
+"""In-memory copies of the training state in other processes.
+
+:class:`ShardCopies` copies the state after every n-th step, with each shard in two processes, so that one may die.
+:class:`ShardRecovery` starts each membership with the newest complete state.
+:func:`send_state` sends a process's whole state to other processes of its group, from memory to memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from worldsize.checkpoint.manifest_tree import join, ordered_like, split
+from worldsize.collectives.group import INTERRUPTION, Collective, receive, send, start
+from worldsize.config.settings import Settings
+from worldsize.core import Replica, StateDict, World
+from worldsize.devices import synchronize_stream
+from worldsize.healing.loop_state import LoopState
+from worldsize.healing.membership import NEWCOMER
+from worldsize.healing.pieces import Generation, PieceLayout, Place, copied, gathered_layout
+from worldsize.healing.recovery import Recovered, Recovery, handed_over
+from worldsize.loop.fit import TrainingProgress
+from worldsize.record.metrics import last_row
+from worldsize.record.run_directory import RunDirectory
+from worldsize.world.environments import host_name
+
+
+@final
+class ShardCopies:
+    """One rank's copies of the state; all ranks must call :meth:`take` after the same steps.
+
+    Up to two generations exist: copies in flight replace the previous generation only after all have arrived on all
+    ranks.
+
+    Args:
+        number: Number of the membership.
+        group: A gloo group of all ranks, reserved for copies during training; None for a single process.
+        place: This rank's host and data-parallel rank.
+        device: Device of the state.
+        before: Generation left by the previous membership, kept until the first new one is complete.
+        layout: The distribution of shards, if it is already known.
+        at: Called at named points, to inject faults in tests.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        group: ProcessGroup | None,
+        place: Place,
+        *,
+        device: torch.device,
+        before: Generation | None = None,
+        layout: PieceLayout | None = None,
+        at: Callable[[str], None] = lambda point: None,
+    ) -> None:
+        self._at = at
+        self._number, self._group, self._place, self._device = number, group, place, device
+        self._rank = group.rank() if group else 0
+        self._complete: tuple[Generation, _Buffers | None] | None = (before, None) if before else None
+        self._flight: tuple[Generation, _Buffers, Collective | None] | None = None
+        self._layout = layout
+        self.is_unused = True
+        """Whether nothing has been taken in this membership."""
+        self._free: list[_Buffers] = []
+
+    @property
+    def newest(self) -> Generation | None:
+        """The newest generation that has this process's own shards, possibly in flight."""
+        newest = self._flight or self._complete
+        return newest[0] if newest else None
+
+    def take(self, state: StateDict, *, step: int, skipped: int, shared: Any = None) -> None:
+        """Copy this rank's shards of the state after ``step``; start sending those it alone holds.
+
+        First waits until the previous generation is complete on all ranks.
+        """
+        self.close()
+        tensors, values = split({part: child for part, child in state.items() if part != "strategy"})
+        if self._layout is None or self._layout.dtypes.keys() != tensors.keys():
+            self._layout = gathered_layout(tensors, self._group, self._place)
+        self._free = [each for each in self._free if each.layout is self._layout]
+        buffers = self._free.pop() if self._free else _Buffers(self._layout, self._rank, self._device)
+        buffers.fill(tensors)
+        elements = sum(tensor.numel() for tensor in tensors.values())
+        dtypes = self._layout.dtypes
+        generation = Generation(self._number, step, skipped, values, elements, dtypes, buffers.own, shared)
+        self._flight = (generation, buffers, buffers.sent(self._group) if self._group else None)
+        self.is_unused = False
+        self._at("copies:sent")
+
+    def left(self) -> list[Generation]:
+        """Return this process's generations, newest first, after the end of its membership."""
+        kept = []
+        if self._flight is not None:
+            generation, buffers, work = self._flight
+            if work is None or (work.is_completed() and _has_succeeded(work)):
+                generation.parts = buffers.all
+            kept.append(generation)
+        return [*kept, *([self._complete[0]] if self._complete else [])]
+
+    def close(self) -> None:
+        """Wait until the copies in flight have arrived on all ranks."""
+        if self._flight is None:
+            return
+        generation, buffers, work = self._flight
+        if work is not None:
+            work.wait()
+            start(dist.all_reduce, torch.zeros(1), group=self._group).wait()  # a barrier: all ranks have their copies
+        generation.parts = buffers.all
+        before, self._complete, self._flight = self._complete, (generation, buffers), None
+        if before is not None and before[1] is not None:
+            self._free.append(before[1])
+
+
+@final
+class _Buffers:
+    """Memory of one generation: copies of this rank's own shards and of its peer's.
+
+    Shards to be sent come first in the buffer, so that they can be sent from there directly.
+    """
+
+    def __init__(self, layout: PieceLayout, rank: int, device: torch.device) -> None:
+        self.layout = layout
+        sole, kept = layout.sole(rank), layout.kept(rank)
+        theirs = layout.sole(layout.peer_before(rank)) if layout.peer(rank) != rank else []
+        pinned = device.type == "cuda"
+        self._own = torch.empty(layout.placed([*sole, *kept])[1], dtype=torch.uint8, pin_memory=pinned)
+        self._received = torch.empty(layout.placed(theirs)[1], dtype=torch.uint8)
+        self._sent = layout.placed(sole)[1]  # bytes
+        self._peers, self._device = (layout.peer(rank), layout.peer_before(rank)), device
+        self.own = layout.views([*sole, *kept], self._own)
+        self.all = {**self.own, **layout.views(theirs, self._received)}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's shards of ``tensors`` into the buffer."""
+        copied(tensors, self.own)
+        synchronize_stream(self._device)
+
+    def sent(self, group: ProcessGroup) -> Collective:
+        """Start sending this rank's copies to its peer, and receiving those of a peer."""
+        to, from_ = self._peers
+        sent, received = [0] * group.size(), [0] * group.size()
+        sent[to], received[from_] = self._sent, len(self._received)
+        own = self._own[: self._sent]
+        return start(dist.all_to_all_single, self._received, own, received, sent, group=group)
+
+
+def _has_succeeded(work: Collective) -> bool:
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+@final
+class ShardRecovery:
+    """A process's copies across memberships, and the replicas recovered from them."""
+
+    def __init__(self, settings: Settings, run: RunDirectory) -> None:
+        self._settings, self._run = settings, run
+        self._copies: ShardCopies | None = None
+        self._replica: Replica | None = None  # the current membership's replica
+        self._left: list[Generation] = []  # left by previous memberships
+
+    @property
+    def step(self) -> int:
+        """The newest step of which this process has copies; NEWCOMER if there is none."""
+        newest = self._copies.newest if self._copies else None
+        return max((each.step for each in (*self._left, *([newest] if newest else ()))), default=NEWCOMER)
+
+    def leave(self) -> None:
+        """Take over the copies of the ended membership, whose groups must still exist.
+
+        Does not wait for copies in flight. Earlier copies remain if the membership has not made any.
+        """
+        if self._copies:
+            self._left, self._copies = self._copies.left(), None
+
+    def hand_over(self, world: World, ranks: int) -> None:
+        """Send copies stored only on other ranks to the first ``ranks`` ranks (a collective).
+
+        Raises:
+            CheckpointError: every generation has lost a shard.
+        """
+        self._left = handed_over(self._left, world.groups[f"copies/{world.role}"], ranks)
+
+    def release(self) -> None:
+        """Free the last replica after leaving its groups; two might not fit in memory."""
+        self._replica = None
+        gc.collect()  # replicas have reference cycles
+
+    def recover(
+        self, make_replica: Callable[[], Replica], world: World, number: int, state: LoopState
+    ) -> tuple[Replica, LoopState]:
+        """Create the replica for membership ``number``, and load the newest complete state.
+
+        All members must call this.
+
+        Raises:
+            CheckpointError: every generation has lost a shard.
+        """
+        replica, place = make_replica(), Place(host_name(os.environ), self._settings.strategy.data_rank(world))
+        group = world.groups.get(f"copies/{world.role}")
+        facts = self._recorded(state.progress) if world.rank == 0 else None
+        recovery = Recovery(replica.state(), self._left, group, place, facts=facts)
+        newest, log = recovery.run(), replace(state.log, step=0, evaluation=0)
+        progress = None
+        if newest is not None:
+            replica.load(newest.state)
+            logged, evaluation, saved = recovery.facts
+            log = replace(log, step=logged, evaluation=evaluation)
+            progress = self._progress(newest, evaluation, saved)
+        self._copies = ShardCopies(
+            number,
+            group,
+            place,
+            device=world.device,
+            before=newest.kept if newest else None,
+            layout=recovery.layout,
+            at=self._settings.faults.at,
+        )
+        self._left = []  # only now, since the next membership needs it if this is interrupted
+        self._replica = replica
+        return replica, replace(state, progress=progress, log=log, saves={})
+
+    def copy(self, progress: TrainingProgress) -> None:
+        """Copy the state after a step if copies are due."""
+        assert self._copies is not None
+        assert self._replica is not None
+        is_due = self.step < progress.step and progress.step % self._settings.checkpoint.peers == 0
+        if self._copies.is_unused or is_due:
+            state = self._replica.state()
+            self._copies.take(state, step=progress.step, skipped=progress.skipped, shared=progress.shared)
+
+    def close(self) -> None:
+        """Wait until the copies in flight have arrived."""
+        if self._copies:
+            self._copies.close()
+
+    def _progress(self, newest: Recovered, evaluation: int, saved: int | None) -> TrainingProgress:
+        """Return the progress after a recovery, given the last evaluated and the last saved step."""
+        step, loop = newest.step, self._settings.loop
+        # with a schedule on a metric, repeat the evaluation: the copy was taken before it advanced the schedule
+        is_evaluated = evaluation >= step and self._settings.training.schedule_metric is None
+        return TrainingProgress(
+            step,
+            newest.skipped,
+            evaluated=is_evaluated or not loop.evaluates(step),
+            saved=saved is None or saved >= step or not loop.saves(step),
+            shared=newest.shared,
+        )
+
+    def _recorded(self, progress: TrainingProgress | None) -> tuple[int, int, int | None]:
+        """Return the last logged step, the last evaluated step, and the last saved step.
+
+        The last saved step is None if this process has not completed a step.
+        """
+        loop = self._settings.loop
+        step, is_evaluation = last_row(self._run.metrics)
+        logged = step if not is_evaluation or loop.logs(step) else step - 1
+        evaluated = step if is_evaluation or (step and not loop.logs(step)) else step - 1
+        return logged, evaluated, progress and (progress.step if progress.saved else progress.step - 1)
+
+
+Facts = Mapping[str, Any]
+_Form = tuple[str, torch.dtype, Sequence[int]]  # name, dtype and shape of a tensor
+
+_MESSAGE = 16 << 20  # maximum bytes of small tensors sent in one message
+
+
+def send_state(
+    state: StateDict, facts: Facts, receivers: Sequence[int], group: ProcessGroup, device: torch.device
+) -> None:
+    """Send this process's complete ``state`` and plain ``facts`` to ``receivers``, one by one.
+
+    Tensors are moved to ``device``, which the group's backend supports, since a state may be on several devices.
+    """
+    tensors, values = split(state)
+    forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    for receiver in receivers:
+        head = [values, forms, dict(facts)]
+        INTERRUPTION.call(partial(dist.send_object_list, head, group=group, group_dst=receiver))
+        for names in _messages(forms):
+            parts = [tensors[name].detach().to(device).flatten() for name in names]
+            send(parts[0] if len(parts) == 1 else torch.cat(parts), group, to=receiver)
+
+
+def receive_state(
+    template: StateDict, sender: int, group: ProcessGroup, device: torch.device
+) -> tuple[StateDict, Facts]:
+    """Receive the state sent by rank ``sender`` with :func:`send_state`.
+
+    Returns:
+        The state, with the key order and the devices of ``template``, and the facts.
+    """
+    places = {name: tensor.device for name, tensor in split(template)[0].items()}
+    received: list[Any] = [None, None, None]
+    INTERRUPTION.call(partial(dist.recv_object_list, received, group=group, group_src=sender))
+    values, forms, facts = received
+    tensors: dict[str, Tensor] = {}
+    kinds = {name: (dtype, shape) for name, dtype, shape in forms}
+    for names in _messages(forms):
+        sizes = [math.prod(kinds[name][1]) for name in names]
+        flat = torch.empty(sum(sizes), dtype=kinds[names[0]][0], device=device)
+        receive(flat, group, source=sender)
+        for name, part in zip(names, flat.split_with_sizes(sizes), strict=True):
+            own = part if len(names) == 1 else part.clone()  # a view would keep the whole message in memory
+            tensors[name] = own.view(kinds[name][1]).to(places.get(name, device))
+    return ordered_like(join(values, tensors), template), facts
+
+
+def _messages(forms: Sequence[_Form]) -> Iterator[list[str]]:
+    """Yield the names of tensors to send in one message; these have the same dtype."""
+    for dtype, same in groupby(sorted(forms, key=lambda form: str(form[1])), key=lambda form: form[1]):
+        names, size = list[str](), 0
+        for name, _, shape in same:
+            if names and size + math.prod(shape) * dtype.itemsize > _MESSAGE:
+                yield names
+                names, size = [], 0
+            names.append(name)
+            size += math.prod(shape) * dtype.itemsize
+        yield names

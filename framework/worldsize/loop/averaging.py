@@ -1,0 +1,123 @@
+"""Averages the weights over training steps, and evaluates both the weights and their average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from worldsize.collectives.per_rank import local
+from worldsize.collectives.step_timer import phase
+from worldsize.core import EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
+from worldsize.core.sections import WeightAverage
+
+
+@final
+class AveragedReplica(Replica):
+    """Trains ``inner``, and averages this rank's shard of the weights after each step, without communication.
+
+    Like ``update_parameters`` of torch's AveragedModel at the end of a training step, it averages all weights,
+    including those that the step did not change. A step whose updates were all skipped does not count.
+
+    The average has float32 precision, or the weights' precision if higher. The first averaging copies the weights,
+    like torch.optim.swa_utils.AveragedModel. Buffers and frozen parameters are not averaged. In addition to the keys
+    of ``inner``, the state has a key ``ema`` with the averaged ``weights``, by the model's names, and the number of
+    ``updates``.
+    """
+
+    def __init__(self, inner: Replica, average: WeightAverage) -> None:
+        self._inner, self._average = inner, average
+        self.step_reached, self.dealing = inner.step_reached, inner.dealing
+        self._updates = 0
+        averages: dict[Tensor, Tensor] = {}  # keyed by weight, so that a weight with several names is averaged once
+        weights = inner.trained_weights()
+        for weight in weights.values():
+            if weight not in averages:
+                averages[weight] = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        self._weights = {name: averages[weight] for name, weight in weights.items()}
+        self._held = {average: weight for weight, average in averages.items() if not weight.is_meta}
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        result = self._inner.step(micro_batches)
+        if not result.skipped or result.partly or result.overflowed:
+            self._updates += 1
+            if self._updates % self._average.every == 0:
+                with phase("update"), torch.no_grad():
+                    self._add()
+        return result
+
+    def _add(self) -> None:
+        """Add the current weights to the average."""
+        averages, live = self._local()
+        averagings = self._updates // self._average.every - 1
+        if averagings == 0:
+            torch._foreach_copy_(averages, live)
+            return
+        wide = [tensor.to(average.dtype) for average, tensor in zip(averages, live, strict=True)]
+        torch._foreach_lerp_(averages, wide, 1 - self._average.decay_after(averagings))
+
+    def _local(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's shards of the averages, and of the weights in the same order."""
+        return [local(average) for average in self._held], [local(weight) for weight in self._held.values()]
+
+    def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
+        """Return the metrics of the weights, or inside :meth:`averaged`, of their average."""
+        return self._inner.evaluate(batches)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Replace the weights with their average in this block; before the first averaging, keep the weights."""
+        if self._updates < self._average.every:
+            yield
+            return
+        with torch.no_grad():
+            self._inner.trained_weights()  # reshards weights that an evaluation gathered
+            averages, live = self._local()
+            kept = [tensor.clone() for tensor in live]
+            torch._foreach_copy_(live, averages)
+        try:
+            yield
+        finally:  # training may continue after an interrupted evaluation
+            with torch.no_grad():
+                self._inner.trained_weights()
+                torch._foreach_copy_(self._local()[1], kept)
+
+    def advance_schedules(self, value: float, *, step: int) -> None:
+        self._inner.advance_schedules(value, step=step)
+
+    def state(self) -> StateDict:
+        return {**self._inner.state(), "ema": {"weights": self._weights, "updates": self._updates}}
+
+    def load(self, state: StateDict) -> None:
+        self._inner.load(state)
+        kept = state["ema"]
+        self._updates = kept["updates"]
+        with torch.no_grad():
+            averages, live = self._local()
+            if self._updates == 0:  # the checkpoint lacks the average, or the user ignores it
+                torch._foreach_copy_(averages, live)
+                return
+            for name, average in self._weights.items():
+                if average in self._held:
+                    local(average).copy_(local(kept["weights"][name]))
+
+    def facts(self) -> Mapping[str, Any]:
+        return self._inner.facts()
+
+    def close(self, *, complete: bool) -> None:
+        self._inner.close(complete=complete)
+
+
+def evaluate_all(replica: Replica, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+    """Return the metrics of ``evaluate`` for the weights, and if ``replica`` averages them, for the average.
+
+    Metrics of the average have the prefix ``ema/``.
+    """
+    metrics = evaluate()
+    if not isinstance(replica, AveragedReplica):
+        return metrics
+    with replica.averaged():
+        return {**metrics, **{f"ema/{name}": value for name, value in evaluate().items()}}

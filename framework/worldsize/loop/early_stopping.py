@@ -1,0 +1,71 @@
+"""Early stopping, as a pure function of a run's evaluations with the same result on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, final
+
+from worldsize.core.limits import COUNT, LARGEST, Key, Range
+from worldsize.errors import ConfigError, neighbours
+
+Evaluations = Sequence[tuple[int, Mapping[str, float]]]
+"""The step and the metrics of each evaluation of a run, in order."""
+
+
+@final
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Ends a run after ``patience`` consecutive evaluations in which ``metric`` did not improve on its best value.
+
+    An improvement must exceed ``min_delta`` in ``direction``. NaN is never an improvement.
+
+    Attributes:
+        metric: The metric that must improve; null in the configuration: the run does not end early.
+        direction: Whether smaller (min) or larger (max) values are better.
+        patience: Number of evaluations without improvement before the run ends.
+        min_delta: Smallest difference that counts as an improvement.
+    """
+
+    metric: Annotated[str, Key(default=None)]
+    direction: Literal["min", "max"] = "min"
+    patience: Annotated[int, COUNT, LARGEST] = 3
+    min_delta: Annotated[float, Range(least=0)] = 0.0
+
+    def reason(self, evaluations: Evaluations) -> str | None:
+        """Return why the run ends after these evaluations, or None if it continues.
+
+        Raises:
+            ConfigError: the last evaluation lacks the metric.
+        """
+        if evaluations:
+            value_of(evaluations[-1][1], self.metric, key="early_stopping.metric")
+        best, best_step, waited = float("inf"), 0, 0
+        sign = -1 if self.direction == "max" else 1
+        for step, metrics in evaluations:
+            value = sign * metrics.get(self.metric, float("nan"))
+            if value + self.min_delta < best:
+                best, best_step, waited = value, step, 0
+            else:
+                waited += 1
+            if waited >= self.patience:
+                return self._explained(sign * best, best_step, waited)
+        return None
+
+    def _explained(self, best: float, step: int, waited: int) -> str:
+        count = f"{waited} evaluation{'s' if waited > 1 else ''}"
+        if not step:
+            return f"{self.metric} was not a number in {count}"
+        least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return f"{self.metric} has not improved{least} in {count} on {best:.4g} of step {step}"
+
+
+def value_of(metrics: Mapping[str, float], name: str, *, key: str) -> float:
+    """Return the metric ``name`` of an evaluation; ``key`` is the configuration key with this name, for errors.
+
+    Raises:
+        ConfigError: the evaluation lacks the metric.
+    """
+    if name not in metrics:
+        raise ConfigError(f"{key}={name}: the evaluation has no metric {name!r}{neighbours(name, metrics)}")
+    return metrics[name]

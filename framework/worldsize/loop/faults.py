@@ -1,0 +1,200 @@
+"""Injects configured faults, so that users can rehearse failures on their own cluster.
+
+train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
+
+Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
+checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
+retention:in-delete, retention:end, evaluate:begin, push:begin, push:next-server, push:end, update:continue,
+process:begin, load:begin, step:data, step:compute, copies:sent; in healing gangs also log:begin and log:end, before
+the update.
+
+Within a step: step:forward and step:backward before the passes of a micro-batch, and step:reduce after them;
+step:reduced once gradients and buffers have been combined over all ranks; step:update before the optimizer's step, and
+step:updated after it. Faults at these points happen in the first micro-batch of the step.
+
+Action "disk_full", at a point of a save, raises the error of a full disk.
+
+    train.py checkpoint.every=10 'faults=[{action: disk_full, rank: 0, point: "checkpoint:in-shard", step: 20}]'
+
+Action "slow" repeats whenever its point is reached, e.g. for a rank that is slow from step 100 on, or has slow data.
+
+    train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, step: 100}]'
+    train.py 'faults=[{action: slow, rank: 2, seconds: 0.05, point: "step:data"}]'
+
+Action "perturb" makes a process allocate memory at different addresses, at every point it reaches. The result must not
+change.
+
+    train.py 'faults=[{action: perturb, rank: null, attempt: null}]'
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from worldsize.core.limits import GRACE, Range, check_limits
+from worldsize.errors import ConfigError, neighbours
+
+T = TypeVar("T")
+
+_BLOCKS = 64  # blocks of each kind in a perturbation
+_LARGEST = 4096  # elements per block, few enough for the allocator to reuse it rather than return it to the system
+
+
+@final
+class Heap:
+    """Allocates and frees blocks of odd sizes in this process, so that later allocations get different addresses."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()  # leaves the run's own generators unchanged
+        self._kept: list[Tensor | bytearray] = []
+
+    def perturb(self) -> None:
+        """Allocate blocks of NaN, then free a random half of all blocks; the rest occupy their addresses."""
+        blocks = [block for _ in range(_BLOCKS) for block in (self._tensor(), bytearray(self._size()))]
+        mixed: list[Tensor | bytearray] = [*self._kept, *blocks]
+        self._random.shuffle(mixed)
+        self._kept = mixed[: len(mixed) // 2]
+
+    def _tensor(self) -> Tensor:
+        return torch.full((self._size(),), math.nan)
+
+    def _size(self) -> int:
+        return 2 * self._random.randrange(_LARGEST // 2) + 1
+
+
+PERTURB = "perturb"
+POINTS = (
+    *("checkpoint:begin", "checkpoint:in-shard", "checkpoint:after-shard", "checkpoint:after-shards"),
+    *("checkpoint:after-manifest", "checkpoint:after-complete", "checkpoint:after-rename"),
+    *("retention:begin", "retention:in-delete", "retention:end", "evaluate:begin", "push:begin", "push:next-server"),
+    *("push:end", "update:continue", "process:begin", "load:begin", "copies:sent", "log:begin", "log:end"),
+    *("step:data", "step:compute", "step:forward", "step:backward", "step:reduce", "step:reduced", "step:update"),
+    "step:updated",
+)
+_SPACES = {point.partition(":")[0] for point in POINTS}
+OUT_OF_MEMORY = 137  # exit code of a process killed by the kernel for lack of memory: 128 + SIGKILL
+
+
+def _send(number: int) -> Callable[[float], None]:
+    return lambda _: os.kill(os.getpid(), number)
+
+
+def _raise(_: float) -> None:
+    raise RuntimeError("a fault that the configuration planted")
+
+
+def _fill_disk(_: float) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a fault that the configuration planted")
+
+
+ACTIONS: Mapping[str, Callable[[float], None]] = {
+    "kill": _send(signal.SIGKILL),
+    "stop": _send(signal.SIGSTOP),
+    "segfault": _send(signal.SIGSEGV),
+    "terminate": _send(signal.SIGTERM),
+    "interrupt": _send(signal.SIGINT),
+    "user_signal": _send(signal.SIGUSR1),
+    "out_of_memory": lambda _: os._exit(OUT_OF_MEMORY),
+    "raise": _raise,
+    "disk_full": _fill_disk,
+    "sleep": time.sleep,
+    "slow": time.sleep,
+}
+
+
+@final
+@dataclass(frozen=True)
+class Fault:
+    """One fault: what happens, in which process, and when.
+
+    Without ``point`` it happens at the start of ``step``; with ``point``, the first time that the point is reached in
+    or after ``step``. Action "slow" repeats; its default point is "step:compute".
+    """
+
+    action: str
+    rank: Annotated[int | None, Range(least=0)] = 0  # None: every rank
+    step: Annotated[int | None, Range(least=0)] = None  # None: every step
+    point: str | None = None
+    attempt: Annotated[int | None, Range(least=1)] = (
+        1  # attempt of the run, or of a process that restarts individually; None: all attempts
+    )
+    seconds: Annotated[float, GRACE] = 3600.0  # duration of the actions "sleep" and "slow"
+
+
+@final
+@dataclass
+class Faults:
+    """The faults of a run; :meth:`begin` selects those of one process, and :meth:`within` injects them."""
+
+    planned: Sequence[Fault] = ()
+    _mine: list[Fault] = field(default_factory=list)
+    _step: int = 0
+    _heap: Heap = field(default_factory=Heap)
+
+    @staticmethod
+    def parsed(rows: Iterable[Mapping[str, Any]]) -> Faults:
+        """Parse the faults in the configuration.
+
+        Raises:
+            ConfigError: a key, an action or a point is unknown; the message suggests similar ones.
+        """
+        return Faults([_fault(row) for row in rows])
+
+    def begin(self, rank: int, attempt: int) -> None:
+        """Select the faults of this process: ``rank`` in attempt number ``attempt`` of the run."""
+        self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
+        self.at("process:begin")
+
+    def within(self, steps: Iterable[T], first: int) -> Generator[T]:
+        """Yield ``steps``, numbered from ``first + 1``, and inject the faults of a step before yielding it."""
+        for number, step in enumerate(steps, first + 1):
+            self.enter(number)
+            yield step
+
+    def enter(self, step: int) -> None:
+        """Inject the faults of ``step``, unless it has already started."""
+        if step != self._step:
+            self._step = step
+            self._strike(None)
+            self.at("step:data")
+
+    def at(self, point: str) -> None:
+        """Inject the faults configured for ``point``."""
+        if self._mine:
+            self._strike(point)
+
+    def _strike(self, point: str | None) -> None:
+        for fault in [fault for fault in self._mine if fault.point == point or fault.action == PERTURB]:
+            if fault.action == PERTURB:
+                self._heap.perturb()
+            elif fault.step in (None, self._step) if point is None else self._step >= (fault.step or 0):
+                if point is not None and fault.action != "slow":
+                    self._mine.remove(fault)
+                ACTIONS[fault.action](fault.seconds)
+
+
+def _fault(row: Mapping[str, Any]) -> Fault:
+    known = [each.name for each in fields(Fault)]
+    for key in row:
+        if key not in known:
+            raise ConfigError(f"faults: no key {key!r}{neighbours(key, known)}")
+    action = str(row.get("action"))
+    if action not in (actions := (*ACTIONS, PERTURB)):
+        raise ConfigError(f"faults: no action {action!r}{neighbours(action, actions)}")
+    point = row.get("point")
+    space, colon, _ = str(point).partition(":")
+    if point is not None and point not in POINTS and (not colon or space in _SPACES):  # plugins use their own prefix
+        raise ConfigError(f"faults: no point {point!r}{neighbours(str(point), POINTS)}")
+    check_limits(Fault, row, key="faults")
+    return Fault(**({"point": "step:compute", **row} if action == "slow" else row))

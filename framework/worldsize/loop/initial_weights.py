@@ -1,0 +1,134 @@
+"""Initializes a run from weights in another run's checkpoint, safetensors files, or a state_dict file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import nn
+
+from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.checkpoint.weights import Weights, open_weights
+from worldsize.core import ConfigError, Recipe, StateDict
+from worldsize.errors import neighbours
+from worldsize.seeds import keep_generators
+from worldsize.strategies.wrapping import sparse_embeddings
+
+_logger = logging.getLogger(__name__)
+
+_SHOWN = 8  # maximum number of names in a message
+
+
+@final
+@dataclass(frozen=True)
+class InitialWeights:
+    """The initial weights of a new run; its optimizer starts from scratch."""
+
+    path: Path
+    """A checkpoint, a folder of safetensors files, or a state_dict file."""
+    strict: bool
+    """Whether the files and the model must have the same weight names."""
+
+    def check(self, recipe: Recipe, *, makes_rows: bool) -> None:
+        """Check that the weights fit the recipe's model; unless ``strict``, log the names that are ignored.
+
+        Args:
+            recipe: Recipe whose model is initialized.
+            makes_rows: Whether servers create the rows of sparse embeddings on first use.
+
+        Raises:
+            ConfigError: a name or a shape differs; the message contains it and the closest name.
+        """
+        model = built_empty(recipe)
+        if makes_rows and sparse_embeddings(model):
+            raise ConfigError(
+                "init_from gives no values to embeddings with sparse=True whose rows servers create when they are "
+                "first used. Choose a strategy without servers, or leave init_from out; nothing was started."
+            )
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        weights = open_weights(self.path)
+        weights.verify()
+        fits = self._sources(shapes, weights, tied_names(model))
+        missing, unused = sorted(shapes.keys() - fits.keys()), sorted(weights.entries.keys() - set(fits.values()))
+        if missing:
+            _logger.warning("init_from: %s keeps its random weights", _listed(missing))
+        if unused:
+            _logger.warning("init_from: %s is in %s and not in the model", _listed(unused), self.path)
+
+    def loaded(self, recipe: Recipe, state: StateDict) -> StateDict:
+        """Return ``state`` with its model's weights replaced; each rank reads only its own shards."""
+        # imports half of torch.distributed, which a launching process does not need
+        from worldsize.checkpoint.load import read_into
+
+        tensors, values = split({"model": state["model"]})
+        model = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
+        weights = open_weights(self.path)
+        ties = {} if model.keys() <= weights.entries.keys() else tied_names(built_empty(recipe))
+        sources = self._sources({name: tuple(tensor.shape) for name, tensor in model.items()}, weights, ties)
+        held = {name: model[name].detach() for name in sources if not model[name].is_meta}
+        read_into(held, weights, sources)
+        return {**state, **join(values, tensors)}
+
+    def _sources(
+        self, shapes: Mapping[str, tuple[int, ...]], weights: Weights, ties: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Map each of the model's weight names that is available in the files to its name there.
+
+        A tied weight, which has several names in the model, may have any of these names in the files.
+
+        Raises:
+            ConfigError: a shape differs, or if ``strict``, a name.
+        """
+        entries = weights.entries
+        others: dict[str, str] = {}  # first name of a weight in the model to a name in the files
+        for name, first in ties.items():
+            if name in entries:
+                others.setdefault(first, name)
+        candidates = {name: name if name in entries else others.get(ties.get(name, name)) for name in shapes}
+        sources = {name: source for name, source in candidates.items() if source is not None}
+        for name, source in sources.items():
+            if entries[source].shape != shapes[name]:
+                raise ConfigError(
+                    f"init_from={self.path}: {source} has the shape {list(entries[source].shape)}, and the model's "
+                    f"{list(shapes[name])}. Begin from the weights of a model of the same size; nothing was started."
+                )
+        if self.strict and sources.keys() != shapes.keys():
+            name = sorted(shapes.keys() - sources.keys())[0]
+            raise ConfigError(f"init_from={self.path} lacks the weight {name!r}{neighbours(name, entries)} {_REMEDY}")
+        if self.strict and (unused := sorted(entries.keys() - set(sources.values()) - ties.keys())):
+            raise ConfigError(
+                f"init_from={self.path} has the weight {unused[0]!r}, which is not in the model"
+                f"{neighbours(unused[0], shapes)} {_REMEDY}"
+            )
+        return sources
+
+
+_REMEDY = "Set init_from_strict=false to leave out what does not fit; nothing was started."
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def built_empty(recipe: Recipe) -> nn.Module:
+    """Build the recipe's model on the meta device, or if that fails, in the same way as sharding strategies."""
+    try:
+        with keep_generators(), torch.device("meta"):
+            return recipe.model()
+    except Exception:  # any exception, since recipes are user code, which may e.g. read values of its weights
+        # imports half of torch.distributed, which a launching process does not need
+        from worldsize.strategies.deferred.model import DeferredModel
+
+        with keep_generators():
+            return DeferredModel.build(recipe.model, warns=False).model
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Map each parameter name in ``model`` to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(each), name) for name, each in model.named_parameters(remove_duplicate=False)}

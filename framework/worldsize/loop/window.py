@@ -1,0 +1,203 @@
+"""Collects measurements between two logged steps, and creates the event of the logged step from them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from worldsize.collectives.exact import exact_sum, start_all_gather
+from worldsize.collectives.step_timer import PHASES, StepTimer
+from worldsize.core import StepDone, StepResult, World
+from worldsize.devices import on_device, synchronize_stream
+from worldsize.loop.training_metrics import TrainingMetrics, means, missing
+
+_SPLITS = 1 + len(PHASES)  # times per measured step: the wait for data, then the phases
+_COMMUNICATION = 1 + PHASES.index("communication")
+
+
+@final
+@dataclass
+class LogWindow:
+    """The losses and time breakdowns of the steps since the last logged step."""
+
+    world: World
+    batch_size: int
+    timer: StepTimer | None
+    metrics: TrainingMetrics
+    logical_ranks: int | None = None  # total number, if some ranks have one less than others; None: all equally many
+    parts: Sequence[int] | None = None  # one rank per data-parallel replica, in order; None: each rank is a replica
+    _losses: list[Sequence[Tensor]] = field(default_factory=list)
+    _waited: float = 0.0  # seconds spent waiting for data
+    _mark: float = 0.0  # time at which the step started to wait for its data
+    _opened: float = field(default_factory=time.perf_counter)
+
+    def fetching(self) -> None:
+        """Record that a step starts to wait for its data."""
+        self._mark = time.perf_counter()
+
+    def stepping(self, *, measured: bool) -> None:
+        """Record that the step has its data; if ``measured``, start its time breakdown."""
+        seconds = time.perf_counter() - self._mark
+        self._waited += seconds
+        if self.timer and measured:
+            self.timer.start(data=seconds)
+
+    def add(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
+        """Add the losses (scalars) and metrics (micro-batches, 2) of the step; its update may follow."""
+        self._losses.append(losses)
+        self.metrics.add(metrics, occasional=occasional)
+
+    def agreed_sums(self) -> Mapping[str, Tensor]:
+        """Return this rank's sums of training metrics, float64 (micro-batches, 2), with the same names on all ranks."""
+        self.metrics.agree(self.world)
+        return self.metrics.sums
+
+    def stepped(self) -> None:
+        """Record that the step has ended."""
+        if self.timer:
+            self.timer.end()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time in this block from the duration of steps."""
+        begun = time.perf_counter()
+        yield
+        self._opened += time.perf_counter() - begun
+
+    def close(self, step: int, facts: Mapping[str, Any]) -> LoggedStep:
+        """Start to gather the window's measurements from all ranks, and open the next window.
+
+        If the update of the current step is still to come, its time breakdown is not included.
+        """
+        elapsed = time.perf_counter() - self._opened
+        steps = len(self._losses)
+        splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
+        times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
+        losses_sb = torch.stack([loss for losses in self._losses for loss in losses]).double().view(steps, -1)
+        own = losses_sb.shape[1]
+        parts = range(self.world.size) if self.parts is None else self.parts
+        padding = missing(own, len(parts), self.logical_ranks)
+        names, metrics = self.metrics.take(self.world, padding)
+        last_b = F.pad(losses_sb[-1], (0, padding))
+        figures = [torch.cat([splits_s4.flatten(), times]), _first_nonfinite(losses_sb), last_b, metrics]
+        flat = torch.cat([on_device(each, losses_sb.device) for each in figures])
+        logged = LoggedStep(
+            step=step,
+            batch_size=self.batch_size,
+            rank=self.world.rank,
+            logical_ranks=self.logical_ranks or own * self.world.size,
+            parts=parts,
+            steps=steps,
+            measured=len(splits_s4),
+            metrics=names,
+            waited=self._waited,
+            facts=facts,
+            gathered=start_all_gather(flat, self.world),
+        )
+        self._losses, self._waited, self._opened = [], 0.0, time.perf_counter()
+        return logged
+
+
+@final
+@dataclass(frozen=True)
+class LoggedStep:
+    """The last step of a closed window, for which the measurements of all ranks are being gathered."""
+
+    step: int
+    batch_size: int
+    rank: int
+    logical_ranks: int
+    """Total number of logical ranks; ranks with a high number may have one less than others."""
+    parts: Sequence[int]
+    """The ranks whose losses and metrics count: one per data-parallel replica."""
+    steps: int
+    """Number of steps in the window."""
+    measured: int
+    """Number of steps in the window with a time breakdown."""
+    metrics: Sequence[str]
+    """Names of the training metrics."""
+    waited: float
+    """Seconds that this rank waited for data during the window."""
+    facts: Mapping[str, Any]
+    gathered: Callable[[], Tensor]
+    """Waits for the other ranks and returns float64 (ranks, n).
+
+    A row contains the time breakdowns of the measured steps, the mean step time without and with the wait for data, the
+    result of :func:`_first_nonfinite`, the losses of the last step, and the sums and counts of each metric for the
+    rank's logical ranks. Losses and metrics are padded with a zero if the rank has one logical rank less than others.
+    The length of a row does not depend on the number of unmeasured steps.
+    """
+    is_received: bool = False
+    """Whether the measurements of all ranks have arrived."""
+
+    def received(self) -> LoggedStep:
+        """Wait for the other ranks' measurements, so that they cannot be lost with a rank."""
+        rows_pn = self.gathered()
+        return replace(self, gathered=lambda: rows_pn, is_received=True)
+
+    def event(self, last: StepResult, skipped: int) -> StepDone:
+        """Wait for the other ranks, and return the event of this step.
+
+        Args:
+            last: The result of this step.
+            skipped: Number of steps with a skipped update since the start of the run.
+        """
+        own_norm = last.grad_norm
+        norm = None if own_norm is None else own_norm.to("cpu", non_blocking=True)
+        rows_pn = self.gathered()  # waits for the device, and thus for the norm
+        if own_norm is not None and self.is_received:
+            synchronize_stream(own_norm.device)
+        splits, losses, parts = self.measured * _SPLITS, -(-self.logical_ranks // len(self.parts)), list(self.parts)
+        sizes = [splits, 2, 2, losses, rows_pn.shape[1] - splits - 4 - losses]
+        splits_pn, times_p2, nonfinite_p2, losses_pb, metrics_pn = torch.split(rows_pn, sizes, dim=1)
+        splits_ps4 = splits_pn.view(len(rows_pn), self.measured, _SPLITS)
+        means_p4 = splits_ps4.mean(1)
+        compute, communication, update = means_p4[self.rank].tolist()[1:] if self.measured else [None] * 3
+        return StepDone(
+            step=self.step,
+            samples=self.step * self.batch_size,
+            # logical ranks are dealt to replicas in rounds, the last of which may be incomplete
+            loss=_logged_loss(nonfinite_p2.tolist(), losses_pb[parts].T.flatten()[: self.logical_ranks].tolist()),
+            lr=last.lr,
+            grad_norm=None if norm is None else float(norm),
+            skipped=skipped,
+            data_seconds=self.waited / self.steps,
+            step_seconds=tuple(times_p2[:, 0].tolist()),
+            samples_per_second=self.batch_size / float(times_p2[:, 1].max()),
+            facts=self.facts,
+            compute_seconds=compute,
+            communication_seconds=communication,
+            update_seconds=update,
+            exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
+            metrics=means(self.metrics, metrics_pn[parts]),
+            splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
+        )
+
+
+def _first_nonfinite(losses_sb: Tensor) -> Tensor:
+    """Return the loss sum and the index of the first step with a NaN or infinite sum, or of step 0 if there is none."""
+    sums_s = losses_sb.sum(1)
+    first = sums_s.isfinite().logical_not_().byte().argmax(0, keepdim=True)
+    return torch.cat([sums_s.gather(0, first), first])
+
+
+def _logged_loss(nonfinite_p2: Sequence[tuple[float, float]], losses: Sequence[float]) -> float:
+    """Return the first NaN or infinite mean loss in the window, or the last step's loss if all are finite.
+
+    Args:
+        nonfinite_p2: The result of :func:`_first_nonfinite` on each rank: (ranks, 2).
+        losses: Losses of all micro-batches of the last step.
+    """
+    nonfinite = [(place, total) for total, place in nonfinite_p2 if not math.isfinite(total)]
+    if not nonfinite:
+        return exact_sum(losses) / len(losses)
+    first = min(place for place, _ in nonfinite)
+    return sum(total for place, total in nonfinite if place == first)

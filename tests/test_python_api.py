@@ -1,0 +1,246 @@
+"""The Python API: train, load, compose, and strategies in a custom loop."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import worldsize as ws
+from tests.support.runs import REPOSITORY, environment
+from tests.support.waiting import wait_until
+from worldsize.checkpoint.format import complete, read
+from worldsize.checkpoint.weights import CheckpointWeights
+from worldsize.record.run_record import RunView
+
+FEW = ("steps=20", "logger=none", "checkpoint.every=10", "evaluate_every=10", "cluster.threads=1")
+CELL = """
+import os
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import worldsize as ws
+
+torch.set_num_threads(2)
+torch.ones(400, 400) @ torch.ones(400, 400)  # makes a pool of threads, which a fork must not wait for
+
+class Line(ws.Recipe):
+    def __init__(self, make_optimizer, hidden=16): self.make_optimizer, self.hidden = make_optimizer, hidden
+    def model(self): return nn.Linear(4, 1)
+    def optimizer(self, model): return self.make_optimizer(model.parameters())
+    def data(self, split): return TensorDataset(torch.eye(4), torch.ones(4, 1))
+    def loss(self, model, batch): return nn.functional.mse_loss(model(batch[0]), batch[1])
+    def evaluate(self, model, batch): return {"count": (batch[0].sum(), torch.tensor(4))}
+
+words = ("steps=2", "batch_size=4", "lr=0.1", "logger=none", "cluster.threads=2", "cluster.processes=2", "strategy=ddp")
+run = ws.train(*words, "recipe.hidden=3", recipe=Line)
+assert run.config["recipe"]["hidden"] == 3 and run.exit_reason == "completed"
+try:
+    run.resume("steps=4")
+except ws.WorldsizeError as error:
+    assert "was defined in a program" in str(error), error
+assert isinstance(run.model(), nn.Linear)
+for word, why in (("recipe.hiden=3", "did you mean 'hidden'"), ("cluster=slurm", "worldsize new recipe NAME")):
+    try:
+        ws.train(*words, word, recipe=Line)
+    except ws.ConfigError as error:
+        assert why in str(error), error
+    else:
+        raise AssertionError(word)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ws.Run]:
+    folder = tmp_path_factory.mktemp("api")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in environment().items():
+            patch.setenv(name, value)
+        yield ws.train("recipe=digits", "recipe.width=4", "cluster.processes=2", "strategy=ddp", *FEW)
+
+
+def test_importing_worldsize_imports_nothing_heavy_and_has_the_names_that_it_promises() -> None:
+    program = "import sys, worldsize; print(sorted({'torch', 'hydra', 'numpy', 'rich'} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
+    tree = ast.parse(Path(ws.__file__).read_text())
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If)]
+    told = {name.name for node in typed.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert sorted(told) == sorted(ws.__all__)
+    for name in ws.__all__:
+        assert getattr(ws, name) is not None
+    assert set(ws.__all__) <= set(dir(ws))
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        ws.trian  # noqa: B018
+
+
+def test_a_configuration_is_composed_and_a_misspelt_key_is_refused() -> None:
+    assert ws.compose("recipe=digits", "lr=0.5").optimizer.lr == 0.5
+    with pytest.raises(ws.ConfigError, match="did you mean 'steps'"):
+        ws.compose("recipe=digits", "step=1")
+
+
+@pytest.mark.heavy
+def test_a_run_has_its_record_and_its_model_the_accuracy_that_was_logged(trained: ws.Run) -> None:
+    assert trained.exit_reason == "completed"
+    assert trained.failure is None
+    assert trained.config["recipe"]["width"] == 4
+    assert trained.results["state_digest"] == json.loads((trained.folder / "result.json").read_text())["state_digest"]
+    assert [*evaluated(trained)] == [10, 20]
+    assert trained.metrics()["metrics.accuracy"].dropna().iloc[-1] == trained.results["metrics"]["accuracy"]
+    assert ws.load("last").folder == ws.load(trained.folder / "run_manifest.json").folder == trained.folder
+    assert repr(trained) == f"<Run {trained.folder}: completed>"
+    for checkpoint, step in (("last", 20), (10, 10)):
+        model = trained.model(checkpoint)
+        assert not model.training
+        right = _right_by_hand(model)
+        assert right == evaluated(trained)[step]["accuracy"]
+
+
+def evaluated(run: ws.Run) -> dict[int, dict[str, float]]:
+    """Return the metrics of each evaluation, by step."""
+    return {row["step"]: row["metrics"] for row in run.rows() if row["event"] == "evaluation"}
+
+
+def _right_by_hand(model: nn.Module) -> float:
+    """Return ``model``'s accuracy on the test images."""
+    from functools import partial
+
+    from recipes.digits.recipe import Digits
+
+    images, labels = Digits(4, 0.2, partial(torch.optim.SGD, lr=0.1)).data("test").tensors
+    with torch.no_grad():
+        return float((model(images).argmax(1) == labels).sum()) / len(labels)
+
+
+@pytest.mark.heavy
+def test_a_run_is_evaluated_exported_reported_and_resumed(trained: ws.Run) -> None:
+    from safetensors.torch import load_file
+
+    assert trained.evaluate("cluster.processes=1", checkpoint=10) == evaluated(trained)[10]
+    exported = load_file(trained.export() / "model.safetensors")
+    assert all(torch.equal(exported[name], each) for name, each in trained.model().state_dict().items())
+    assert "digits" in trained.report().read_text()
+    assert trained.resume("steps=22").results["steps"] == 22
+    with pytest.raises(ws.RunFailedError, match="none of that step"):
+        trained.evaluate(checkpoint=3)
+
+
+@pytest.mark.heavy
+def test_what_cannot_start_and_what_fails_are_errors_of_their_own(trained: ws.Run) -> None:
+    with pytest.raises(ws.ConfigError, match="did you mean 'digits'"):
+        ws.train("recipe=digit")
+    with pytest.raises(ws.ConfigError, match="only overrides"):
+        ws.train("--multirun", "recipe=digits")
+    with pytest.raises(ws.ConfigError, match="starts no run"):
+        ws.train("recipe=digits", "launch=show")
+    with pytest.raises(ws.ConfigError, match="start a sweep"):
+        ws.train("recipe=digits", "hydra.mode=MULTIRUN", "lr=0.1,0.2")
+    with pytest.raises(ws.RunFailedError, match="SIGKILL") as failed:
+        ws.train("recipe=digits", *FEW, "faults=[{action: kill, rank: 0, step: 3}]")
+    assert ws.load(failed.value.folder).exit_reason == "failed"
+    os.chdir("runs")
+    with pytest.raises(ws.WorldsizeError, match="no runs below"):
+        ws.load("last")
+    os.chdir("..")
+
+
+@pytest.mark.heavy
+def test_code_of_a_strangers_run_runs_only_with_trust(
+    trained: ws.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RunView, "is_own", property(lambda _: False))
+    assert trained.rows()
+    assert trained.config["steps"]
+    for call in (trained.model, trained.evaluate, trained.resume):
+        with pytest.raises(ws.WorldsizeError, match="pass trust=True"):
+            call()
+    before = Path.cwd(), [*sys.path], os.environ.get("WORLDSIZE_PLUGINS"), sys.modules.get("recipes.digits.recipe")
+    assert isinstance(trained.model(trust=True), nn.Module)
+    assert "recipes.digits.recipe.Digits" in capsys.readouterr().err
+    after = Path.cwd(), [*sys.path], os.environ.get("WORLDSIZE_PLUGINS"), sys.modules.get("recipes.digits.recipe")
+    assert after == before
+
+
+@pytest.mark.heavy
+def test_an_interrupt_lets_the_run_save_once(tmp_path: Path) -> None:
+    words = ["recipe=digits", "recipe.width=4", "steps=1000000", "log_every=1", "logger=none", "cluster.threads=1"]
+    words += ["launcher.interrupt_grace=120"]  # a busy machine saves slowly
+    program = f"import worldsize as ws\ntry: ws.train(*{words})"
+    program += "\nexcept ws.RunFailedError as error: print('ended', error.folder)"
+    command = [sys.executable, "-u", "-c", program]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    text = (tmp_path / "output").read_text
+    try:
+        wait_until(lambda: "step 1/" in text(), text)
+        os.killpg(process.pid, signal.SIGINT)  # like a terminal
+        assert process.wait(timeout=180) == 0, text()
+    finally:
+        process.kill()
+    run = ws.load(text().splitlines()[-1].removeprefix("ended "))
+    assert run.exit_reason == "preempted"
+    assert list((run.folder / "checkpoints").iterdir())
+
+
+@pytest.mark.heavy
+def test_a_class_of_the_running_program_is_trained_on_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "cell.py").write_text(CELL)
+    done = subprocess.run(
+        [sys.executable, "cell.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.heavy
+def test_a_custom_loop_has_the_same_bits_under_each_strategy_and_world_size(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "howto" / "custom-loop.md").read_text()
+    program = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "open_world" in block)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+    def weights(*calls: tuple[str, int, int], dropout: float = 0.1) -> dict[str, torch.Tensor]:
+        folder = tmp_path / f"{calls}_{dropout}".replace(" ", "")
+        (tmp_path / "loop.py").write_text(program.replace("Dropout(0.1)", f"Dropout({dropout})"))
+        for strategy, processes, steps in calls:
+            begin = (*torchrun, str(processes)) if processes > 1 else (sys.executable,)
+            words = (*begin, "loop.py", strategy, str(folder), str(steps))
+            done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, done.stderr
+        saved = CheckpointWeights(read(complete(folder)[-1]))
+        return {name: saved.tensor(name) for name in saved.entries}
+
+    alone, plain = weights(("Single", 1, 6)), weights(("Single", 1, 6), dropout=0.0)
+    resumed = weights(("FSDP", 2, 3), ("DDP", 4, 6))
+    assert all(torch.equal(alone[name], resumed[name]) for name in alone)
+    by_hand = _by_hand(6)
+    for name, each in plain.items():
+        torch.testing.assert_close(each, by_hand[name], rtol=0, atol=1e-6)
+    assert any(not torch.equal(alone[name], plain[name]) for name in alone)
+
+
+def _by_hand(steps: int) -> dict[str, torch.Tensor]:
+    """Train the page's model without dropout in a plain loop, on whole batches."""
+    from worldsize.seeds import derive_seed
+
+    torch.manual_seed(derive_seed(5, "init"))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for step in range(1, steps + 1):
+        parts = [torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank)) for rank in range(4)]
+        inputs = torch.cat(parts)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model.state_dict()
