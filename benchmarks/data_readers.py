@@ -72,10 +72,10 @@ def write_datasets(folder: Path, count: int) -> None:
 def read_worldsize(folder: Path, state: Any) -> tuple[Batches, State]:
     """Read as a run of this rank does; its state is the number of the step alone."""
     from worldsize.data.loader import micro_batches
-    from worldsize.data.order import Order, logical_ranks_of
+    from worldsize.data.order import Order, assign_logical_ranks
     from worldsize.data.sources.tokens import TokenWindows
 
-    mine = logical_ranks_of(RANK, WORLD, SHARDS)
+    mine = assign_logical_ranks(RANK, WORLD, SHARDS)
     source = TokenWindows(str(folder), length=LENGTH)
     order = Order(seed=7, batch_size=STEP, logical_ranks=SHARDS, mine=mine)
     done, last = state or 0, len(source) // STEP

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from data_readers import PEERS, STEP, megabytes
-from worldsize.checkpoint.format import Retention, read
+from worldsize.checkpoint.format import Retention, read_checkpoint
 from worldsize.checkpoint.load import read_tensors
-from worldsize.checkpoint.manifest_tree import join
+from worldsize.checkpoint.manifest_tree import join_tensors
 from worldsize.checkpoint.save import Saver
 from worldsize.core import World
 from worldsize.data.loader import micro_batches
@@ -127,7 +127,7 @@ def reading(samples: int) -> None:
 def move(run: Path, step: int) -> None:
     """Save a run's only checkpoint again as that of another step."""
     (folder,) = (run / "checkpoints").glob("step_*")
-    checkpoint = read(folder)
+    checkpoint = read_checkpoint(folder)
     tensors = {
         f"{part}/{name}": tensor
         for part in checkpoint.values
@@ -135,7 +135,7 @@ def move(run: Path, step: int) -> None:
     }
     world = World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu"))
     saver = Saver(folder.parent, world, None, keep=Retention(last=1))
-    saver.save(join(checkpoint.values, tensors), step=step, facts={**checkpoint.facts, "samples": step * BATCH})
+    saver.save(join_tensors(checkpoint.values, tensors), step=step, facts={**checkpoint.facts, "samples": step * BATCH})
     saver.finish()
     saver.close()
 

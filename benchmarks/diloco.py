@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from worldsize.testing.hosts import running
+from worldsize.testing.hosts import run_hosts
 
 REPOSITORY = Path(__file__).parents[1]
 WORKERS = 4
@@ -137,18 +137,18 @@ def network(megabits: int = 100) -> None:
 
 def _over_links(megabits: int, *words: str) -> tuple[float, float]:
     """Return tokens a second of the steps after the first, and bytes a step that left the first host."""
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="dlc", count=WORKERS) as hosts:
-        hosts.shape(f"{megabits}mbit")
+    with tempfile.TemporaryDirectory() as folder, run_hosts(Path(folder), name="dlc", count=WORKERS) as hosts:
+        hosts.shape_links(f"{megabits}mbit")
         names = ",".join(f"h{host + 1}" for host in range(hosts.count))
         ssh = f"cluster.ssh=[{','.join(hosts.ssh)}]"
         cluster = ("+cluster=ssh", f"cluster.hosts=[{names}]", "cluster.processes_per_node=1", ssh)
         where = (f"cluster.python={sys.executable}", "cluster.folder=null", f"run.root={folder}/runs")
         how = ("clip_norm=null", "optimizer=sgd", "lr=0.01", "recipe.test_bytes=1000")
         common = [word for word in COMMON if not word.startswith("cluster.processes")]
-        command = hosts.on(1, [sys.executable, "train.py", *common, *cluster, *where, *how, *LARGE, *words])
-        before = hosts.sent(1)
+        command = hosts.wrap_command(1, [sys.executable, "train.py", *common, *cluster, *where, *how, *LARGE, *words])
+        before = hosts.count_sent_bytes(1)
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        sent = hosts.sent(1) - before
+        sent = hosts.count_sent_bytes(1) - before
         (file,) = Path(folder).rglob("metrics.jsonl")
         steps = _steps(file)
     seconds = sum((b["samples"] - a["samples"]) / b["samples_per_second"] for a, b in zip(steps, steps[1:]))  # noqa: B905, RUF007

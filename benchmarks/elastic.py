@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import Recipe, RunContext, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.worlds import run_in_worlds
 
@@ -55,7 +55,7 @@ def measure(world: World, reduce: Literal["flat", "ordered"], steps: int) -> Fig
     """Return seconds a step, and bytes that all ranks together send over the loopback interface in a step."""
     recipe = Wide()
     replica = DDP(reduce=reduce).replica(recipe, RunContext(world))
-    mine = logical_ranks_of(world.rank, world.size, LOGICAL_RANKS)
+    mine = assign_logical_ranks(world.rank, world.size, LOGICAL_RANKS)
     batches = micro_batches(recipe.data("train"), Order(0, BATCH, LOGICAL_RANKS, mine), world.device)
     for _ in range(3):
         replica.step(next(batches))

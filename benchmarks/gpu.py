@@ -148,7 +148,7 @@ def by_hand(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> I
 
 def by_worldsize(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
     """Yield the steps of worldsize, whose loader copies ahead."""
-    replica = Single().replica(recipe, RunContext(World.alone(device), numerics))
+    replica = Single().replica(recipe, RunContext(World.create_single(device), numerics))
     batches = micro_batches(recipe.data("train"), Order(0, recipe.sizes.batch, 1, (0,)), device)
     while True:
         yield lambda: float(replica.step(next(batches)).losses[0])

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from links import trained_on, warm_python
 from reductions import MODEL, gpt
-from worldsize.testing.hosts import Hosts, running
+from worldsize.testing.hosts import Hosts, run_hosts
 
 BUCKETS = "strategy.bucket_mb=2"
 BY_TIER = "strategy.reduce=hierarchical"
@@ -67,8 +67,8 @@ def orders(megabits: int, uplink: int) -> None:
 @contextmanager
 def racks(megabits: int, uplink: int) -> Iterator[tuple[Hosts, Path]]:
     """Yield four hosts in two racks, and a Python that starts on them without delay."""
-    with tempfile.TemporaryDirectory() as name, running(Path(name), name="bench", count=4, racks=2) as hosts:
-        hosts.shape(f"{megabits}mbit")
+    with tempfile.TemporaryDirectory() as name, run_hosts(Path(name), name="bench", count=4, racks=2) as hosts:
+        hosts.shape_links(f"{megabits}mbit")
         hosts.shape_uplinks(f"{uplink}mbit")
         with warm_python(Path(name)) as python:
             yield hosts, python
@@ -82,9 +82,11 @@ def measured(hosts: Hosts, options: list[str], batch: int, python: Path) -> tupl
 
 
 def _run(hosts: Hosts, options: list[str], batch: int, steps: int, python: Path) -> tuple[int, float]:
-    before = hosts.crossed(1)
+    before = hosts.count_uplink_bytes(1)
     logged = trained_on(hosts, *options, f"batch_size={batch}", f"steps={steps}", "log_every=1", python=python)
-    return hosts.crossed(1) - before, statistics.median(batch / line["samples_per_second"] for line in logged[2:])
+    return hosts.count_uplink_bytes(1) - before, statistics.median(
+        batch / line["samples_per_second"] for line in logged[2:]
+    )
 
 
 if __name__ == "__main__":

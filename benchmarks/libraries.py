@@ -160,7 +160,7 @@ def memory(_: Path) -> Iterator[str]:
         recorder.log.begin_training()
         for _step in range(2):
             step(*pair)
-    ours = recorder.log.peak()
+    ours = recorder.log.compute_training_peak()
 
     pair = built()
     tracker = MemTracker()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.core import Link
-from worldsize.plan.predictor import links_of
+from worldsize.plan.predictor import read_links
 from worldsize.testing.hosts import Hosts
 
 REPOSITORY = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def trained_on(hosts: Hosts, *options: str, python: str | Path = sys.executable)
             *("logger=none", "cluster.threads=1", f"run.root={runs}", "evaluate_every=0"),
             *("recipe.test_bytes=1000", "optimizer=sgd", "checkpoint=none", *options),
         ]
-        command = hosts.on(1, [str(python), "train.py", *words])
+        command = hosts.wrap_command(1, [str(python), "train.py", *words])
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         (file,) = Path(runs).rglob("metrics.jsonl")
         return [line for line in map(json.loads, file.read_text().splitlines()) if line["event"] == "step"]
@@ -55,9 +55,9 @@ def examined(hosts: Hosts, *options: str, python: str | Path) -> dict[str, Link]
     with tempfile.TemporaryDirectory() as name:
         report = Path(name) / "doctor.json"
         words = [*_cluster(hosts, python), "cluster.threads=1", f"run.root={name}/runs", *options]
-        command = hosts.on(1, [str(python), "-m", "worldsize", "doctor", "--json", str(report), *words])
+        command = hosts.wrap_command(1, [str(python), "-m", "worldsize", "doctor", "--json", str(report), *words])
         subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)  # a link below its declaration is no error
-        return links_of(report)
+        return read_links(report)
 
 
 def _cluster(hosts: Hosts, python: str | Path) -> list[str]:

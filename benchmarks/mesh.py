@@ -65,7 +65,7 @@ def _loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
 
 def _by_hand(strategy: Mesh, world: World) -> Step:
     torch.manual_seed(1)
-    sizes = strategy.layout(world.size)
+    sizes = strategy.create_layout(world.size)
     mesh = init_device_mesh("cpu", tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     model = GPT(Sizes(WIDTH, DEPTH, 4, CONTEXT))
     part: nn.Module = model
@@ -116,7 +116,7 @@ def _piped(
 def measure(strategy: Mesh, world: World, rounds: int) -> list[tuple[Figures, Figures]]:
     """Time a step by hand and a step of ours in each round, alternating in the same processes."""
     text = torch.randint(256, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
-    mine = text.chunk(strategy.layout(world.size)["data"])[strategy.data_rank(world)]
+    mine = text.chunk(strategy.create_layout(world.size)["data"])[strategy.data_rank(world)]
     ways = (_by_hand(strategy, world), _ours(strategy, world))
     figures = []
     for number in range(rounds + 2):

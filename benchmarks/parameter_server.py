@@ -35,7 +35,7 @@ from torch.distributed import rpc
 from links import trained_on
 from plugins.parameter_server.protocol import Operation, Peer, Sessions, shard_service
 from plugins.parameter_server.replication import ReplicationLog, SoleMastership
-from plugins.parameter_server.row_store import update_of
+from plugins.parameter_server.row_store import create_row_update
 from plugins.parameter_server.row_tables import RowRule, Rows, Table
 from plugins.parameter_server.server import ShardServer
 from plugins.parameter_server.shard import PushReceiver, Rule, Shard
@@ -45,11 +45,11 @@ from plugins.parameter_server.shard_parameters import ShardParameters
 from plugins.parameter_server.sharding import plan_shards
 from worldsize.core import RowValues
 from worldsize.net.credentials import Credentials, create_authority, issue_certificate
-from worldsize.net.endpoints import address_of, listen
-from worldsize.net.frames import view
+from worldsize.net.endpoints import get_listener_address, open_listener
+from worldsize.net.frames import view_bytes
 from worldsize.net.registry import Dialer, Registry
 from worldsize.strategies.train_state import OptimizerPart
-from worldsize.testing.hosts import running
+from worldsize.testing.hosts import run_hosts
 
 PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
 BYTES = PARAMETERS * EACH * 4
@@ -70,18 +70,18 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 def _serve(folder: Path, wire: str, *, sparse: bool) -> None:
     torch.set_num_threads(1)
     keys = issue_certificate(folder / "keys", "server-0") if wire == "tls" else None
-    listener = listen("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
+    listener = open_listener("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
     model = nn.ParameterList([torch.zeros(0 if sparse else EACH) for _ in range(1 if sparse else PARAMETERS)])
     optimizer = _sgd(model)
     owned = () if sparse else plan_shards(dict(model.named_parameters()), 1, bucket_bytes=4 << 20, cut=True)[0]
-    update = update_of(optimizer, optimizer.param_groups[0], TABLE.name)
+    update = create_row_update(optimizer, optimizer.param_groups[0], TABLE.name)
     tables = [Rows(TABLE, RowRule(seed=0), 0, update)] if sparse else []
     parameters = ShardParameters(OptimizerPart(model, optimizer), owned, tables, make=_sgd)
     shard = Shard(parameters, Rule(1, requires_commit=not sparse))
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     server = ShardServer(ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=60.0), listener, keys)
     server.start()
-    Registry(folder / "directory", 60.0).acquire(shard_service(0), 1, address_of(listener), "server-0")
+    Registry(folder / "directory", 60.0).acquire(shard_service(0), 1, get_listener_address(listener), "server-0")
     log.ended.wait()
 
 
@@ -111,17 +111,17 @@ def ours(wire: str, *, touched: int = 0) -> Iterator[Round]:
 
 def _dense_rounds(link: ShardLink, peer: Peer) -> Round:
     gradients = [torch.zeros(EACH) for _ in range(PARAMETERS)]
-    memory = [(torch.float32, [view(torch.zeros(EACH))]) for _ in range(PARAMETERS)]
+    memory = [(torch.float32, [view_bytes(torch.zeros(EACH))]) for _ in range(PARAMETERS)]
     steps = iter(range(1, 1 << 30))
 
     def once() -> None:
         step = next(steps)
         for table, gradient in enumerate(gradients):
-            link.push(table, torch.float32, [view(gradient)], step=step, width=1, node=0)
-        link.settle()
-        peer.command(Operation.APPLY, {"step": step, "factor": 1.0})
-        link.ask(step)
-        link.receive(memory)
+            link.push_bucket(table, torch.float32, [view_bytes(gradient)], step=step, width=1, node=0)
+        link.wait_for_pushes()
+        peer.send_command(Operation.APPLY, {"step": step, "factor": 1.0})
+        link.request_weights(step)
+        link.receive_weights(memory)
 
     return once
 
@@ -158,7 +158,7 @@ def bare(wire: str) -> Iterator[Round]:
         if wire == "tls":
             create_authority(folder)
             keys = issue_certificate(folder, "server-0")
-        listener = listen("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
+        listener = open_listener("tcp:127.0.0.1:0" if wire == "tls" else f"unix:{folder}/server", keys)
         process = get_context("fork").Process(target=_bare_server, args=(listener, keys))
         process.start()
         connection: socket.socket | ssl.SSLSocket = socket.socket(listener.family)
@@ -468,8 +468,11 @@ def _gpt() -> nn.Module:
 def _over_links(servers: int, megabits: int) -> float:
     """Return the median seconds of a step."""
     strategy = ("strategy=parameter_server", f"strategy.servers={servers}") if servers else ("strategy=ddp",)
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="bench", count=WORKERS + servers) as hosts:
-        hosts.shape(f"{megabits}mbit")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_hosts(Path(folder), name="bench", count=WORKERS + servers) as hosts,
+    ):
+        hosts.shape_links(f"{megabits}mbit")
         words = (*MODEL, *strategy, "cluster.processes_per_node=1", "batch_size=4", "steps=12")
         return statistics.median(
             4 / float(line["samples_per_second"]) for line in trained_on(hosts, *words, "log_every=1")[3:]

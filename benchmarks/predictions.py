@@ -22,12 +22,12 @@ from rich.table import Table
 
 from links import examined, trained_on, warm_python
 from worldsize.config.compose import compose_and_call
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.core import Link
 from worldsize.plan.advice import time_text
 from worldsize.plan.predictor import Forecast, Given, Predictor
-from worldsize.plan.scaling import spread
-from worldsize.testing.hosts import running
+from worldsize.plan.scaling import compute_spread
+from worldsize.testing.hosts import run_hosts
 
 EACH, STEPS, WARM_UP, BATCH = 2, 50, 2, 8
 MODELS = {"small": ("recipe.width=128",), "large": ("recipe.width=256",)}  # 3.3 and 12.9 MB of parameters
@@ -49,8 +49,8 @@ def main(megabits: int, model: str, tokens: int, rounds: int = 3) -> None:
     predicted: dict[str, list[Forecast]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name, warm_python(Path(name)) as python:
         folder = Path(name)
-        with running(folder, name="plan", count=4) as hosts:
-            hosts.shape(f"{megabits}mbit")
+        with run_hosts(folder, name="plan", count=4) as hosts:
+            hosts.shape_links(f"{megabits}mbit")
             for _ in range(rounds):
                 links = examined(hosts, *shape, f"cluster.processes_per_node={EACH}", python=python)
                 _show(links)
@@ -75,7 +75,7 @@ def _draw(title: str, measured: Mapping[str, list[float]], predicted: Mapping[st
     forecasts = {way: statistics.fmean(forecast.step_seconds for forecast in rows) for way, rows in predicted.items()}
     for way, rows in predicted.items():
         waits = statistics.fmean(forecast.exposed_seconds for forecast in rows)
-        cells = (time_text(steps[way]), f"± {time_text(spread(measured[way]) / 2)}", time_text(forecasts[way]))
+        cells = (time_text(steps[way]), f"± {time_text(compute_spread(measured[way]) / 2)}", time_text(forecasts[way]))
         rounds = ", ".join(f"{1e3 * forecast.step_seconds:.0f}" for forecast in rows)
         parts = (time_text(forecasts[way] - waits), time_text(waits))
         drawn.add_row(way, *cells, rounds, f"{forecasts[way] / steps[way] - 1:+.0%}", *parts)
@@ -89,7 +89,7 @@ def forecasts(predictor: Predictor, shape: tuple[str, ...]) -> dict[str, Forecas
     for way, options in WAYS.items():
 
         def task(cfg: DictConfig, way: str = way) -> None:
-            predicted[way] = predictor.forecast(settings_of(cfg))
+            predicted[way] = predictor.forecast(build_settings(cfg))
 
         cluster = ("cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", f"cluster.processes_per_node={EACH}")
         words = ("cluster.threads=1", "optimizer=sgd", "recipe.test_bytes=1000", *shape, *options)

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import nn
 
 from links import REPOSITORY, trained_on
-from worldsize.testing.hosts import Hosts, running
+from worldsize.testing.hosts import Hosts, run_hosts
 
 MODEL = ("recipe=stdlib_lm", "recipe.width=256", "recipe.depth=4", "recipe.context=8", "clip_norm=null", "batch_size=4")
 BUCKETS = "strategy.bucket_mb=2"  # several buckets, so that one is sent while the next is computed
@@ -61,20 +61,20 @@ def main(megabits: int) -> None:
 
 def measured(options: tuple[str, ...], megabits: int) -> tuple[float, float, float]:
     """Return the bytes that the second host sends in a step, a step's median seconds, and the loss of the last step."""
-    with tempfile.TemporaryDirectory() as folder, running(Path(folder), name="bench", count=2) as hosts:
-        hosts.shape(f"{megabits}mbit")
+    with tempfile.TemporaryDirectory() as folder, run_hosts(Path(folder), name="bench", count=2) as hosts:
+        hosts.shape_links(f"{megabits}mbit")
         short, _, _ = _run(hosts, options, SHORT)
         long, seconds, loss = _run(hosts, options, LONG)
     return (long - short) / (LONG - SHORT), seconds, loss
 
 
 def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float, float]:
-    before = hosts.sent(2)
+    before = hosts.count_sent_bytes(2)
     logged = trained_on(
         hosts, *MODEL, BUCKETS, *options, "cluster.processes_per_node=2", f"steps={steps}", "log_every=1"
     )
     seconds = statistics.median(4 / line["samples_per_second"] for line in logged[3:])
-    return hosts.sent(2) - before, seconds, logged[-1]["loss"]
+    return hosts.count_sent_bytes(2) - before, seconds, logged[-1]["loss"]
 
 
 def gpt() -> nn.Module:

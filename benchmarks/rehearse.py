@@ -36,14 +36,14 @@ sys.path.append(str(Path(__file__).parents[1]))
 from tests.plan.rehearsal.composed import really
 from tests.plan.rehearsal.faulty import FAULTS, Faulty, line
 from worldsize.config.compose import compose_and_call
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Role, RunContext
 from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.predictor import Given, Predictor
 from worldsize.plan.rehearsal.exchange import SentMessages
-from worldsize.plan.rehearsal.rank import RehearsedPart, data_of, rehearse_rank
-from worldsize.plan.rehearsal.ranks import rehearse, traffic
+from worldsize.plan.rehearsal.rank import RehearsedPart, load_splits, rehearse_rank
+from worldsize.plan.rehearsal.ranks import compute_traffic, rehearse
 from worldsize.plan.rehearsal.waiting import differences
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.world.environments import Placement
@@ -72,7 +72,7 @@ def composed(work: Callable[[Settings], Any], *options: str) -> Any:
 
 
 def _worked(cfg: DictConfig, work: Callable[[Settings], Any]) -> Any:
-    return work(settings_of(cfg))
+    return work(build_settings(cfg))
 
 
 # ---------------------------------------------------------------- how it grows
@@ -85,12 +85,12 @@ def _open_files() -> int:
 def one_rank(settings: Settings) -> list[float]:
     """Rehearse the last rank: seconds of processor time, calls of a step, peak bytes, growth in memory, open files."""
     part = RehearsedPart()
-    data, files = data_of(settings, part), _open_files()
+    data, files = load_splits(settings, part), _open_files()
     begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rehearsed = rehearse_rank(settings.cluster.processes - 1, settings, part, data, SentMessages())
     seconds, after = time.process_time() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert rehearsed.error is None, rehearsed.error
-    calls = traffic(rehearsed, PER_NODE, step=part.steps).calls
+    calls = compute_traffic(rehearsed, PER_NODE, step=part.steps).calls
     return [seconds, calls, rehearsed.peak.nbytes, (after - before) * 1024, _open_files() - files]
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.core import Event, Recipe, RunContext, StepDone, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.observe.stragglers import Stragglers
 from worldsize.strategies.ddp import DDP
@@ -37,7 +37,7 @@ RECIPES = {"6 layers": (Chain(), 200), "22 layers": (Chain(20), 220)}  # recipe 
 
 
 def order_of(world: World, *, balanced: bool = False) -> Order:
-    mine = logical_ranks_of(world.rank, world.size, world.size)
+    mine = assign_logical_ranks(world.rank, world.size, world.size)
     return Order(0, BATCH * world.size, world.size, mine, balanced)
 
 
@@ -55,12 +55,12 @@ def parts(recipe: Recipe, number: int, world: World) -> list[float]:
 
     def emit(event: Event) -> None:
         if isinstance(event, StepDone) and world.size > 1 and event.splits and event.splits[0]:
-            stragglers.judge(event.step, event.splits)
+            stragglers.find_stragglers(event.step, event.splits)
 
     seconds = []
     for part in range(number):
         measured = part % 2 == 1
-        with timer.opened() if measured else nullcontext():
+        with timer.record_phases() if measured else nullcontext():
             begun = time.perf_counter()
             fit(
                 replica,
@@ -135,11 +135,11 @@ def splits(steps: int, world: World) -> list[Tensor]:
         for timer, batches in zip(timers, sources, strict=True):
             begun = time.perf_counter()
             batch = next(batches)
-            with timer.opened():
-                timer.start(data=time.perf_counter() - begun)
+            with timer.record_phases():
+                timer.start_step(data=time.perf_counter() - begun)
                 replica.step(batch)
-                timer.end()
-    return [timer.take() for timer in timers]
+                timer.end_step()
+    return [timer.collect_step_times() for timer in timers]
 
 
 def balanced(steps: int = 320, size: int = 2) -> None:

@@ -41,8 +41,8 @@ EVERYTHING = (
 )
 BLOCKS = {  # building blocks of strategies
     "worldsize.collectives.exact": ("reduce_metrics",),
-    "worldsize.collectives.group": ("Collective", "receive", "send", "start"),
-    "worldsize.collectives.step_timer": ("phase",),
+    "worldsize.collectives.group": ("Collective", "receive", "send", "start_collective"),
+    "worldsize.collectives.step_timer": ("measure_phase",),
     "worldsize.collectives.per_rank": ("local_row", "stack_per_rank"),
     "worldsize.observe.events": ("Alert", "alert_for"),
     "worldsize.seeds": ("keep_generators", "seed_generators"),
@@ -50,15 +50,15 @@ BLOCKS = {  # building blocks of strategies
     "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),
     "worldsize.strategies.loss_record": ("LossRecord", "differentiable", "mean_loss", "step_metrics"),
     "worldsize.strategies.periodic": (
-        "averaged_buffers",
-        "trained_parameters",
+        "find_averaged_buffers",
+        "find_trained_parameters",
         "OuterOptimizer",
         "PeriodicSyncStrategy",
     ),
     "worldsize.strategies.train_state": ("OptimizerPart", "TrainState"),
     "worldsize.testing.port_runs": ("PortConfig",),
-    "worldsize.strategies.synchronous": ("alone", "SynchronousReplica"),
-    "worldsize.strategies.model_replica": ("ModelReplica", "autocast", "collected_metrics"),
+    "worldsize.strategies.synchronous": ("create_local_replica", "SynchronousReplica"),
+    "worldsize.strategies.model_replica": ("ModelReplica", "autocast", "collect_metrics"),
     "worldsize.world.environments": ("Placement",),
 }
 _HEAD = """# The public API

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugins.parameter_server.hybrid import HybridParameterServer
 from plugins.parameter_server.strategy import ParameterServer
-from worldsize.config.cluster import cluster_of
+from worldsize.config.cluster import build_cluster
 from worldsize.config.shape import check_device
 from worldsize.core import Cluster, Numerics, Strategy
 from worldsize.devices import default_backend, device_count, synchronize, synchronize_stream
@@ -24,7 +24,7 @@ from worldsize.launch.local import Local
 from worldsize.record.determinism import Determinism
 from worldsize.seeds import keep_generators, seed_generators
 from worldsize.world.environments import Placement
-from worldsize.world.world import device_of
+from worldsize.world.world import select_device
 
 
 class Module:
@@ -66,7 +66,7 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> Module:
 
 
 def cluster(device: str, **changes: Any) -> Cluster:
-    return cluster_of({"name": "test", "nodes": 1, "processes": 2, "device": device, **changes}, threads=1)
+    return build_cluster({"name": "test", "nodes": 1, "processes": 2, "device": device, **changes}, threads=1)
 
 
 def test_the_devices_and_the_backend_are_those_that_torch_names(xpu: Module) -> None:
@@ -101,7 +101,7 @@ def test_a_device_that_torch_does_not_know_is_refused(xpu: Module) -> None:
 def test_each_process_computes_on_the_device_of_its_local_rank(xpu: Module, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    device = device_of(Placement(5, 6, 1, 2, "file:///nowhere"), cluster("xpu"))
+    device = select_device(Placement(5, 6, 1, 2, "file:///nowhere"), cluster("xpu"))
     assert (device, chosen) == (torch.device("xpu", 1), [1])
     synchronize(device)
     synchronize(torch.device("cpu"))

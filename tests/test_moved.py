@@ -8,9 +8,9 @@ import pytest
 
 from worldsize import metrics, seeds
 from worldsize.collectives import group, step_timer
-from worldsize.config.instantiate import Allowed, build, bundled_targets, resolve_target
+from worldsize.config.instantiate import Allowed, build_object, find_bundled_targets, resolve_target
 from worldsize.core import Strategy
-from worldsize.moved import MOVED, current, rename_targets
+from worldsize.moved import MOVED, find_current_name, rename_targets
 from worldsize.record import determinism
 from worldsize.strategies.ddp import DDP
 
@@ -67,13 +67,13 @@ def test_looking_through_the_loaded_modules_warns_of_nothing() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_target_that_a_record_may_name_is_one_of_the_bundled_ones(target: str) -> None:
-    assert current(target) in bundled_targets()
-    assert callable(resolve_target(current(target), Allowed(), "key"))
+    assert find_current_name(target) in find_bundled_targets()
+    assert callable(resolve_target(find_current_name(target), Allowed(), "key"))
 
 
 def test_a_name_of_any_length_is_read_and_prefixes_are_renamed_with_their_targets() -> None:
-    assert current("worldsize." + "a." * 10_000) == "worldsize." + "a." * 10_000
-    assert Allowed(("worldsize.engine.faults",)).admits("worldsize.engine.faults.inject")
+    assert find_current_name("worldsize." + "a." * 10_000) == "worldsize." + "a." * 10_000
+    assert Allowed(("worldsize.engine.faults",)).admits_path("worldsize.engine.faults.inject")
 
 
 def test_targets_of_a_record_are_renamed_at_every_depth() -> None:
@@ -88,12 +88,12 @@ def test_targets_of_a_record_are_renamed_at_every_depth() -> None:
         "parts": [{"_target_": "worldsize.checkpoint.format.Retention"}, "worldsize.engine"],
         "recipe": {"_target_": "recipes.digits.recipe.Digits"},
     }
-    assert current("worldsize.strategies.ddp.DDP") == "worldsize.strategies.ddp.DDP"
+    assert find_current_name("worldsize.strategies.ddp.DDP") == "worldsize.strategies.ddp.DDP"
 
 
 def test_a_configuration_may_name_a_target_as_before() -> None:
     node = {"_target_": "worldsize.strategies.parameter_server.strategy.ParameterServer"}
-    strategy = build(node, Strategy, allowed=Allowed(), key="strategy")  # type: ignore[type-abstract]
+    strategy = build_object(node, Strategy, allowed=Allowed(), key="strategy")  # type: ignore[type-abstract]
     assert type(strategy).__module__ == "plugins.parameter_server.strategy"
 
 

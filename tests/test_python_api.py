@@ -19,7 +19,7 @@ from torch import nn
 import worldsize as ws
 from tests.support.runs import REPOSITORY, environment
 from tests.support.waiting import wait_until
-from worldsize.checkpoint.format import complete, read
+from worldsize.checkpoint.format import complete, read_checkpoint
 from worldsize.checkpoint.weights import CheckpointWeights
 from worldsize.record.run_record import RunView
 
@@ -218,8 +218,8 @@ def test_a_custom_loop_has_the_same_bits_under_each_strategy_and_world_size(tmp_
             words = (*begin, "loop.py", strategy, str(folder), str(steps))
             done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stderr
-        saved = CheckpointWeights(read(complete(folder)[-1]))
-        return {name: saved.tensor(name) for name in saved.entries}
+        saved = CheckpointWeights(read_checkpoint(complete(folder)[-1]))
+        return {name: saved.read_tensor(name) for name in saved.entries}
 
     alone, plain = weights(("Single", 1, 6)), weights(("Single", 1, 6), dropout=0.0)
     resumed = weights(("FSDP", 2, 3), ("DDP", 4, 6))

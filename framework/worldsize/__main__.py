@@ -20,14 +20,14 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     with _ends_at_once():
         from worldsize.cli import main as command
-    _call(command)
+    _run_command(command)
 
 
 def train() -> None:
     """Run ``train.py``."""
     with _ends_at_once():
         from worldsize.cli.train import main as command
-    _call(command)
+    _run_command(command)
 
 
 @contextmanager
@@ -36,16 +36,16 @@ def _ends_at_once() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # shells ignore SIGINT in background jobs
         yield
         return
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGINT, _exit_on_interrupt)
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _exit_on_interrupt(number: int, frame: FrameType | None) -> None:
     os._exit(_INTERRUPTED)
 
 
-def _call(command: Callable[[], None]) -> None:
+def _run_command(command: Callable[[], None]) -> None:
     try:
         command()
     except KeyboardInterrupt:

@@ -96,7 +96,7 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return ``tensor``, of any shape, on ``device``, without waiting for queued work."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
@@ -116,10 +116,10 @@ def synchronize_stream(device: torch.device) -> None:
 
     Afterwards, copies to pinned memory are complete; other streams may still be running.
     """
-    queued(device)()
+    record_queued_work(device)()
 
 
-def queued(device: torch.device) -> Callable[[], None]:
+def record_queued_work(device: torch.device) -> Callable[[], None]:
     """Return a function that waits for the work queued so far on this thread's stream; any thread may call it.
 
     On devices other than CUDA, this function itself waits for all work on ``device``.
@@ -130,10 +130,10 @@ def queued(device: torch.device) -> Callable[[], None]:
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(device))
 
-        def wait() -> None:
+        def wait_for_event() -> None:
             with torch.cuda.device(device):  # a new thread defaults to device 0
                 done.synchronize()
 
-        return wait
+        return wait_for_event
     synchronize(device)
     return lambda: None

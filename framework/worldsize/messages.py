@@ -73,7 +73,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 1440:,.1f} days"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format bytes in decimal units with three digits; 1 kB is 1000 B."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
@@ -98,13 +98,13 @@ def show_messages() -> None:
         logger.propagate = False  # a configured root logger would show every message a second time
 
 
-def refuse(error: WorldsizeError) -> int:
+def report_error(error: WorldsizeError) -> int:
     """Print an error, escaped because it may quote untrusted text, and return the exit code."""
     print(printable_lines(str(error)), file=sys.stderr)
     return CONFIG_ERROR
 
 
-def ask(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
+def ask_for_consent(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str) -> None:
     """Show ``facts``, one escaped value per line, and ask the question ``deed``, e.g. "Run this code?".
 
     With ``yes``, the user has already agreed on the command line, so the facts are shown without asking.
@@ -153,10 +153,10 @@ class _LastingFile(io.RawIOBase):
                 raise
             if not self._has_failed:
                 self._has_failed = True
-                self._warn(error)
+                self._warn_once(error)
         return memoryview(data).nbytes
 
-    def _warn(self, error: OSError) -> None:
+    def _warn_once(self, error: OSError) -> None:
         """Warn on file descriptor 2, because ``sys.stderr`` may be the buffered writer that called this method."""
         fact = f"warning: {self._name} cannot be written ({error.strerror})"
         with suppress(OSError):
@@ -210,12 +210,12 @@ def _is_closed(stream: TextIO) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Name ranks for people: "rank 5", "ranks 0-4, 6-63"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {abbreviate_ranks(ranks)}"
 
 
-def spans(ranks: Sequence[int]) -> str:
+def abbreviate_ranks(ranks: Sequence[int]) -> str:
     """Abbreviate a list of ranks: "0-3, 8", or "0, 8 .. 56" for equally spaced ranks."""
     ordered = sorted(ranks)
     distances = {after - before for before, after in pairwise(ordered)}

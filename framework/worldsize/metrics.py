@@ -17,7 +17,7 @@ from torch import Tensor
 from worldsize.collectives.exact import Sums, gather_tensors, reduce_metrics
 from worldsize.core import ConfigError, EvaluationBatch, Recipe, StateMetric, StateReduction, World
 from worldsize.errors import require
-from worldsize.moved import renamed
+from worldsize.moved import resolve_renamed
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -55,7 +55,7 @@ class MetricCollector:
         """
         if missing := self._metrics.keys() - metrics.keys():
             raise ConfigError(f"Recipe.metrics names {min(missing)!r}, but Recipe.evaluate does not return it.")
-        pairs = {name: _pair(name, values) for name, values in metrics.items() if name not in self._metrics}
+        pairs = {name: _check_pair(name, values) for name, values in metrics.items() if name not in self._metrics}
         self.names = tuple(sorted(pairs))
         if not batch.counted:
             return
@@ -74,19 +74,19 @@ class MetricCollector:
             return values
         parts: dict[tuple[str, str, int], Tensor] = {}
         for name, metric in self._metrics.items():
-            for key, by_index in _by_part(self._states[name]).items():
-                own = _combined(metric.reduction(key), by_index)
+            for key, by_index in _group_by_part(self._states[name]).items():
+                own = _merge_local_states(metric.reduction(key), by_index)
                 parts |= {(name, key, index): part.detach() for index, part in own.items()}
         ordered: dict[str, dict[str, list[Tensor]]] = {}
         for (name, key, _), part in gather_tensors(parts, world).items():
             ordered.setdefault(name, {}).setdefault(key, []).append(part)
         for name, metric in self._metrics.items():
-            merged = {key: _merged(metric.reduction(key), each) for key, each in ordered[name].items()}
-            _add(values, name, metric.compute(merged))
+            merged = {key: _merge_parts(metric.reduction(key), each) for key, each in ordered[name].items()}
+            _add_metric(values, name, metric.compute(merged))
         return values
 
 
-def _add(values: dict[str, float], name: str, value: float | Mapping[str, float]) -> None:
+def _add_metric(values: dict[str, float], name: str, value: float | Mapping[str, float]) -> None:
     """Add the value of metric ``name``, or its several named values."""
     computed = value if isinstance(value, Mapping) else {name: float(value)}
     if double := computed.keys() & values.keys():
@@ -94,7 +94,7 @@ def _add(values: dict[str, float], name: str, value: float | Mapping[str, float]
     values.update(computed)
 
 
-def _pair(name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def _check_pair(name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     if not isinstance(values, tuple) or len(values) != 2:
         raise ConfigError(
             f"Recipe.evaluate must return the metric {name!r} as (sum, count), or Recipe.metrics must name it."
@@ -102,7 +102,7 @@ def _pair(name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return values
 
 
-def _by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, Tensor]]:
+def _group_by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, Tensor]]:
     parts: dict[str, dict[int, Tensor]] = {}
     for index, state in sorted(states.items()):
         for key, part in state.items():
@@ -110,15 +110,15 @@ def _by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, 
     return parts
 
 
-def _combined(reduction: StateReduction, by_index: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+def _merge_local_states(reduction: StateReduction, by_index: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     """Merge states locally if the result does not depend on the order (unlike float sums), to send only one state."""
     parts = list(by_index.values())
     if reduction == "cat" or (reduction == "sum" and any(part.is_floating_point() for part in parts)):
         return by_index
-    return {min(by_index): _merged(reduction, parts)}
+    return {min(by_index): _merge_parts(reduction, parts)}
 
 
-def _merged(reduction: StateReduction, parts: Sequence[Tensor]) -> Tensor:
+def _merge_parts(reduction: StateReduction, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if reduction == "cat" else reduce(_COMBINED[reduction], parts)
 
 
@@ -190,7 +190,7 @@ class TorchMetric(StateMetric):
         metric = self._metric.to(inputs[0].device)
         metric.reset()
         metric.update(*inputs)
-        return {name: _whole(getattr(metric, name)) for name in self._reductions}
+        return {name: _concatenate_state(getattr(metric, name)) for name in self._reductions}
 
     def reduction(self, name: str) -> StateReduction:
         return self._reductions[name]
@@ -220,11 +220,11 @@ def _reduction(metric: Metric, name: str, how: str | Callable[..., Any] | None) 
     return reduction
 
 
-def _whole(state: Tensor | list[Tensor]) -> Tensor:
+def _concatenate_state(state: Tensor | list[Tensor]) -> Tensor:
     if isinstance(state, Tensor):
         return state.detach().clone()
     return torch.cat([part if part.ndim else part[None] for part in state]).detach()
 
 
 def __getattr__(name: str) -> Any:
-    return renamed(__name__, name)
+    return resolve_renamed(__name__, name)

@@ -83,7 +83,7 @@ RENAMED: Mapping[str, str] = {  # old name to new name, for objects in modules t
 }
 
 
-def renamed(module: str, name: str) -> Any:
+def resolve_renamed(module: str, name: str) -> Any:
     """Return the object formerly called ``name`` in ``module``, with a warning; for a module's ``__getattr__``.
 
     Raises:
@@ -97,7 +97,7 @@ def renamed(module: str, name: str) -> Any:
     return getattr(importlib.import_module(home), now)
 
 
-def current(path: str) -> str:
+def find_current_name(path: str) -> str:
     """Return the current name of ``path``, a module or an object in a module."""
     module = path
     while module.startswith("worldsize."):
@@ -111,7 +111,7 @@ def rename_targets(node: Any) -> None:
     """Replace each ``_target_`` in ``node``, made of plain containers, with its current name."""
     if isinstance(node, dict):
         if isinstance(target := node.get("_target_"), str):
-            node["_target_"] = current(target)
+            node["_target_"] = find_current_name(target)
         node = list(node.values())
     for each in node if isinstance(node, list) else ():
         rename_targets(each)

@@ -54,7 +54,7 @@ class GeneratorStates:
     torch_device: torch.Tensor | None  # None on a CPU
 
     @staticmethod
-    def of(device: torch.device) -> GeneratorStates:
+    def from_device(device: torch.device) -> GeneratorStates:
         """Return the current states, including the generator of ``device``, this process's device."""
         own = None
         if device.type == "cuda":
@@ -82,7 +82,7 @@ def keep_generators(device: torch.device | None = None) -> Iterator[None]:
         device: this process's device, to restore its generator too; None: the CPU.
     """
     device = device or torch.device("cpu")
-    states = GeneratorStates.of(device)
+    states = GeneratorStates.from_device(device)
     try:
         yield
     finally:

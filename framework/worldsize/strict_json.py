@@ -13,16 +13,16 @@ _DEEPEST = 100  # maximum nesting depth
 _LARGE_NUMBER = re.compile(r"[eE]\+?\d{3}|\d{200}")  # a text without a match has only numbers below 1e299
 
 
-def strict(value: Any) -> Any:
+def sanitize_json(value: Any) -> Any:
     """Replace NaN and infinities with "nan", "inf" and "-inf", and make every key a string."""
     if isinstance(value, dict):
-        return {str(key): strict(child) for key, child in value.items()}
+        return {str(key): sanitize_json(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(child) for child in value]
+        return [sanitize_json(child) for child in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def parse(
+def parse_strict_json(
     text: bytes | str,
     *,
     at_most: int = LARGEST,
@@ -46,11 +46,11 @@ def parse(
         raise ValueError(f"it has {len(text)} bytes, more than the limit of {at_most}")
     decoded = text.decode() if isinstance(text, bytes) else text  # a UnicodeDecodeError is a ValueError
     # a callback per number would be slow
-    decimal, integer = (_finite, _integer) if finite and _LARGE_NUMBER.search(decoded) else (None, None)
+    decimal, integer = (_parse_float, _parse_integer) if finite and _LARGE_NUMBER.search(decoded) else (None, None)
     try:
         value = json.loads(
             decoded,
-            parse_constant=_refuse if finite else None,
+            parse_constant=_reject_number if finite else None,
             parse_float=decimal,
             parse_int=integer,
             object_hook=mapping,
@@ -71,16 +71,16 @@ def _check_depth(value: Any, deepest: int) -> None:
         raise ValueError(f"it is nested more than {deepest} deep")
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        _refuse(digits)
+        _reject_number(digits)
     return number
 
 
-def _integer(digits: str) -> int:
-    _finite(digits)
+def _parse_integer(digits: str) -> int:
+    _parse_float(digits)
     return int(digits)
 
 
-def _refuse(number: str) -> NoReturn:
+def _reject_number(number: str) -> NoReturn:
     raise ValueError(f"{number[:40]} is not a finite number")

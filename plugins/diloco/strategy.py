@@ -12,9 +12,9 @@ from worldsize.strategies.periodic import (
     OuterRate,
     PeriodicSyncStrategy,
     Rounds,
-    averaged_buffers,
     averaging_cost,
-    trained_parameters,
+    find_averaged_buffers,
+    find_trained_parameters,
 )
 from worldsize.strategies.periodic_exchange import Exact, Fragment
 from worldsize.strategies.train_state import TrainState
@@ -42,8 +42,10 @@ class DiLoCo(PeriodicSyncStrategy):
     def outer(self, recipe: Recipe, train_state: TrainState, world: World) -> OuterOptimizer:
         exchange = Exact(world)
         fragments = [
-            Fragment(trained_parameters(train_state.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum)
+            Fragment(
+                find_trained_parameters(train_state.model), exchange, lr=self.outer_lr, momentum=self.outer_momentum
+            )
         ]
-        if buffers := averaged_buffers(train_state.model):
+        if buffers := find_averaged_buffers(train_state.model):
             fragments.append(Fragment(buffers, exchange, lr=1.0, momentum=0.0))
         return Rounds(fragments, [0] * len(fragments), inner_steps=self.inner_steps)

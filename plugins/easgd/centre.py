@@ -18,7 +18,7 @@ from worldsize.net.agent_connection import RefusalLog
 from worldsize.net.channel import Channel, LostError
 from worldsize.net.credentials import Credentials
 from worldsize.net.endpoints import accept_channel, accept_join
-from worldsize.net.frames import CommonOperation, Header, RefusedError, tensor_frame, view
+from worldsize.net.frames import CommonOperation, Header, RefusedError, tensor_frame, view_bytes
 
 _HANDSHAKE = 10.0  # seconds for the handshake of a new connection
 
@@ -32,7 +32,7 @@ class Operation(IntEnum):
     CENTRE = 35  # payload: the center
 
 
-def _send(channel: Channel, operation: Operation, row_n: Tensor) -> None:
+def _send_row(channel: Channel, operation: Operation, row_n: Tensor) -> None:
     channel.send(*tensor_frame(operation, row_n))
 
 
@@ -43,32 +43,34 @@ class Link:
     def __init__(self, channel: Channel, numel: int) -> None:
         self._channel, self._numel = channel, numel
 
-    def put(self, row_n: Tensor) -> None:
+    def set_centre(self, row_n: Tensor) -> None:
         """Set the center to ``row_n``, shape (n,)."""
-        _send(self._channel, Operation.PUT, row_n)
-        self._channel.answer(CommonOperation.DONE)
+        _send_row(self._channel, Operation.PUT, row_n)
+        self._channel.receive_answer(CommonOperation.DONE)
 
-    def meet(self, row_n: Tensor) -> Tensor:
+    def pull_centre(self, row_n: Tensor) -> Tensor:
         """Pull the center toward ``row_n`` (n,) and return its previous value (n,)."""
-        _send(self._channel, Operation.MEET, row_n)
-        return self._received()
+        _send_row(self._channel, Operation.MEET, row_n)
+        return self._receive_centre()
 
-    def look(self) -> Tensor:
+    def read_centre(self) -> Tensor:
         """Return the center, a tensor (n,), without moving it."""
         self._channel.send(Header(Operation.LOOK))
-        return self._received()
+        return self._receive_centre()
 
-    def _received(self) -> Tensor:
+    def _receive_centre(self) -> Tensor:
         centre_n = torch.empty(self._numel)
-        self._channel.answer(Operation.CENTRE).require(torch.float32, (self._numel,))
-        self._channel.fill([view(centre_n)])
+        self._channel.receive_answer(Operation.CENTRE).require_payload(torch.float32, (self._numel,))
+        self._channel.receive_into([view_bytes(centre_n)])
         return centre_n
 
     def close(self) -> None:
         self._channel.close()
 
 
-def joined(listener: socket.socket, credentials: Credentials | None, workers: int, timeout: float) -> list[Channel]:
+def accept_workers(
+    listener: socket.socket, credentials: Credentials | None, workers: int, timeout: float
+) -> list[Channel]:
     """Wait for all workers to connect; return channels by rank. Handshakes are concurrent.
 
     Raises:
@@ -77,16 +79,16 @@ def joined(listener: socket.socket, credentials: Credentials | None, workers: in
     arrivals: Queue[tuple[str, Channel]] = Queue()
     refusals = RefusalLog()
     threading.Thread(
-        target=_accept, args=(listener, credentials, arrivals, refusals), daemon=True, name="accept"
+        target=_accept_connections, args=(listener, credentials, arrivals, refusals), daemon=True, name="accept"
     ).start()
     try:
-        return _welcomed(arrivals, [f"worker-{rank}" for rank in range(workers)], timeout, refusals)
+        return _welcome_workers(arrivals, [f"worker-{rank}" for rank in range(workers)], timeout, refusals)
     finally:
         with suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # ends the accept thread
 
 
-def _welcomed(
+def _welcome_workers(
     arrivals: Queue[tuple[str, Channel]], names: Sequence[str], timeout: float, refusals: RefusalLog
 ) -> list[Channel]:
     channels: dict[str, Channel] = {}
@@ -96,7 +98,7 @@ def _welcomed(
         except Empty:
             raise WorldsizeError(f"{', '.join(missing)} did not join within {timeout:g} s (cluster.timeout).") from None
         if name not in missing:
-            refusals.add("a connection", f"{name} is not expected")
+            refusals.record_refusal("a connection", f"{name} is not expected")
             channel.close()
             continue
         channel.wait_at_most(timeout)
@@ -105,7 +107,7 @@ def _welcomed(
     return [channels[name] for name in names]
 
 
-def _accept(
+def _accept_connections(
     listener: socket.socket,
     credentials: Credentials | None,
     arrivals: Queue[tuple[str, Channel]],
@@ -114,10 +116,12 @@ def _accept(
     with suppress(OSError):  # the socket is shut down once all workers have connected
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=_admit, args=(connection, credentials, arrivals, refusals), daemon=True).start()
+            threading.Thread(
+                target=_admit_worker, args=(connection, credentials, arrivals, refusals), daemon=True
+            ).start()
 
 
-def _admit(
+def _admit_worker(
     connection: socket.socket,
     credentials: Credentials | None,
     arrivals: Queue[tuple[str, Channel]],
@@ -129,7 +133,7 @@ def _admit(
         channel.wait_at_most(_HANDSHAKE)
         arrivals.put((accept_join(channel)["name"], channel))
     except (LostError, RefusedError) as error:
-        refusals.add("a connection", error)
+        refusals.record_refusal("a connection", error)
         (channel or connection).close()
 
 
@@ -148,45 +152,45 @@ class Centre:
             while True:
                 pull_n = torch.zeros_like(self._row_n)
                 for worker in self._workers:
-                    pull_n += self._next(worker) - self._row_n
-                    _send(worker, Operation.CENTRE, self._row_n)
+                    pull_n += self._receive_next_row(worker) - self._row_n
+                    _send_row(worker, Operation.CENTRE, self._row_n)
                 self._row_n += self._elasticity * pull_n
 
     def serve_asynchronously(self) -> None:
         """Serve each worker's requests as they arrive."""
-        threads = [threading.Thread(target=self._attend, args=(worker,), daemon=True) for worker in self._workers]
+        threads = [threading.Thread(target=self._serve_worker, args=(worker,), daemon=True) for worker in self._workers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _attend(self, worker: Channel) -> None:
+    def _serve_worker(self, worker: Channel) -> None:
         with suppress(LostError):
             while True:
-                row_n = self._next(worker)
+                row_n = self._receive_next_row(worker)
                 with self._moving:
                     before_n = self._row_n.clone()
                     self._row_n += self._elasticity * (row_n - before_n)
-                _send(worker, Operation.CENTRE, before_n)
+                _send_row(worker, Operation.CENTRE, before_n)
 
-    def _next(self, worker: Channel) -> Tensor:
+    def _receive_next_row(self, worker: Channel) -> Tensor:
         """Answer the worker's requests up to its next MEET, and return the row it sends.
 
         Raises:
             LostError: the worker has disconnected.
         """
-        while (header := worker.header()).operation != Operation.MEET:
+        while (header := worker.receive_header()).operation != Operation.MEET:
             if header.operation == Operation.LOOK:
-                _send(worker, Operation.CENTRE, self._row_n)
+                _send_row(worker, Operation.CENTRE, self._row_n)
             elif header.operation == Operation.PUT:
-                self._row_n = self._row(worker, header)
+                self._row_n = self._receive_row(worker, header)
                 worker.send(Header(CommonOperation.DONE))
             else:
                 raise RefusedError(f"{header.operation.name} means nothing to a centre")
-        return self._row(worker, header)
+        return self._receive_row(worker, header)
 
-    def _row(self, worker: Channel, header: Header) -> Tensor:
-        header.require(torch.float32, self._row_n.shape)
+    def _receive_row(self, worker: Channel, header: Header) -> Tensor:
+        header.require_payload(torch.float32, self._row_n.shape)
         row_n = torch.empty_like(self._row_n)
-        worker.fill([view(row_n)])
+        worker.receive_into([view_bytes(row_n)])
         return row_n

@@ -10,16 +10,21 @@ from typing import Annotated, Literal, final
 from torch import nn
 from torch.optim import Optimizer
 
-from plugins.easgd.centre import Centre, Link, Operation, joined
+from plugins.easgd.centre import Centre, Link, Operation, accept_workers
 from plugins.easgd.replica import ElasticReplica
-from worldsize.collectives.cluster_cost import across, served_bytes, served_seconds, whole_bytes
+from worldsize.collectives.cluster_cost import (
+    estimate_leaving_bytes,
+    estimate_push_bytes,
+    estimate_push_seconds,
+    whole_bytes,
+)
 from worldsize.core import Cluster, ConfigError, Cost, Range, Recipe, Replica, Role, RunContext, Strategy, Workload
 from worldsize.net.credentials import Credentials, create_authority, issue_certificate
-from worldsize.net.endpoints import address_of, listen
+from worldsize.net.endpoints import get_listener_address, open_listener
 from worldsize.net.registry import Dialer, Registry
-from worldsize.record.run_directory import private
-from worldsize.strategies.periodic import trained_parameters
-from worldsize.strategies.synchronous import alone
+from worldsize.record.run_directory import create_private_folder
+from worldsize.strategies.periodic import find_trained_parameters
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.wrapping import refuse_complex
 
 _SERVICE, _CENTRE = "centre", "centre-0"
@@ -60,25 +65,25 @@ class EASGD(Strategy):
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         """Cost of sending all parameters to the center and back on its one link, once per ``period``."""
         payload, workers, centre = work.parameter_bytes, range(1, cluster.processes), [0]
-        seconds = 2 * served_seconds(payload, workers, centre, cluster) / self.period
-        leaves = across(cluster, served_bytes(payload, workers, centre, cluster)) / self.period
+        seconds = 2 * estimate_push_seconds(payload, workers, centre, cluster) / self.period
+        leaves = estimate_leaving_bytes(cluster, estimate_push_bytes(payload, workers, centre, cluster)) / self.period
         sent = len(workers) * payload / self.period
         return Cost(whole_bytes(work), sent, leaves, seconds, exposed_seconds=seconds, same=False)
 
     def prepare(self, folder: Path) -> None:
         if self.nodes > 1:
-            create_authority(private(folder) / "keys")
+            create_authority(create_private_folder(folder) / "keys")
 
     def serve(self, recipe: Recipe, context: RunContext) -> None:
         """Serve the center through a Unix socket on one host, or mutual TLS between hosts."""
         workers, model = context.workers, recipe.model()
         meeting = context.meeting_place(needs="easgd's centre needs its workers")
         credentials = self._credentials(_CENTRE, meeting.folder)
-        unix = f"unix:{meeting.socket(_CENTRE)}"
-        with listen(f"tcp:{meeting.address}:0" if credentials else unix, credentials) as listener:
-            Registry(meeting.folder, meeting.timeout).acquire(_SERVICE, 1, address_of(listener), _CENTRE)
-            channels = joined(listener, credentials, workers, meeting.timeout)
-        numel = sum(parameter.numel() for parameter in trained_parameters(model))
+        unix = f"unix:{meeting.get_socket_path(_CENTRE)}"
+        with open_listener(f"tcp:{meeting.address}:0" if credentials else unix, credentials) as listener:
+            Registry(meeting.folder, meeting.timeout).acquire(_SERVICE, 1, get_listener_address(listener), _CENTRE)
+            channels = accept_workers(listener, credentials, workers, meeting.timeout)
+        numel = sum(parameter.numel() for parameter in find_trained_parameters(model))
         centre = Centre(channels, numel=numel, elasticity=self.moving_rate / workers)
         if self.rounds == "synchronous":
             centre.serve_synchronously()
@@ -95,8 +100,8 @@ class EASGD(Strategy):
         credentials = self._credentials(name, meeting.folder)
         channel, _ = Dialer(name, registry, credentials, meeting.timeout, Operation).connect(_SERVICE, "worker")
         model = recipe.model().to(world.device)
-        link = Link(channel, sum(parameter.numel() for parameter in trained_parameters(model)))
-        inner = alone(recipe, model, context)
+        link = Link(channel, sum(parameter.numel() for parameter in find_trained_parameters(model)))
+        inner = create_local_replica(recipe, model, context)
         return ElasticReplica(inner, world, link, period=self.period, elasticity=self.moving_rate / world.size)
 
     def _credentials(self, name: str, folder: Path) -> Credentials | None:

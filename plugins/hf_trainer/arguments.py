@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, final
 
-from plugins.hf_trainer.building import alone_on_the_cpu
+from plugins.hf_trainer.building import isolate_on_cpu
 from worldsize.core import ConfigError, PrecisionName
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")  # implemented by torch itself
@@ -93,17 +93,17 @@ class RunValues:
 
 def check_arguments(arguments: Any, run: RunValues, *, run_decides: bool) -> None:
     """Raise ConfigError for unsupported TrainingArguments, or if they differ from the run."""
-    if refused := list(_refused(arguments)):
+    if refused := list(_find_unsupported(arguments)):
         raise ConfigError("\n".join(refused))
     if not run_decides and (words := _differences(arguments, run)):
         raise ConfigError(
             f"TrainingArguments ask for {', '.join(f'{name}={value}' for name, (value, _) in words.items())}; the run "
-            f"has {', '.join(f'{name}={_shown(own)}' for name, (_, own) in words.items())}. Set "
+            f"has {', '.join(f'{name}={_format_value(own)}' for name, (_, own) in words.items())}. Set "
             f"{' '.join(f'{name}={value}' for name, (value, _) in words.items())}, or recipe.run_decides=true."
         )
 
 
-def _refused(arguments: Any) -> Iterator[str]:
+def _find_unsupported(arguments: Any) -> Iterator[str]:
     """Yield a message with a remedy for each unsupported, non-default argument."""
     defaults = _default_arguments(arguments)
     known = _CARRIED | _COMPARED | _REPLACED
@@ -128,7 +128,7 @@ def _refused(arguments: Any) -> Iterator[str]:
 def _default_arguments(arguments: Any) -> Any:
     """Create default arguments of transformers' own class, without a subclass's fields."""
     kind = next(kind for kind in type(arguments).__mro__ if kind.__module__.startswith("transformers."))
-    with alone_on_the_cpu():
+    with isolate_on_cpu():
         return kind(output_dir=arguments.output_dir)
 
 
@@ -141,21 +141,25 @@ def _differences(arguments: Any, run: RunValues) -> Mapping[str, tuple[Any, Any]
         "evaluate_batch_size": arguments.per_device_eval_batch_size,
         "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
         "data_workers": arguments.dataloader_num_workers,
-        **_length(arguments),
-        **_batch(arguments, run),
+        **_get_run_length(arguments),
+        **_compute_batch(arguments, run),
     }
     if run.data_workers == "auto":  # chosen by measurement; does not affect results
         del wanted["data_workers"]
-    return {name: (_shown(value), getattr(run, name)) for name, value in wanted.items() if value != getattr(run, name)}
+    return {
+        name: (_format_value(value), getattr(run, name))
+        for name, value in wanted.items()
+        if value != getattr(run, name)
+    }
 
 
-def _length(arguments: Any) -> Mapping[str, Any]:
+def _get_run_length(arguments: Any) -> Mapping[str, Any]:
     if arguments.max_steps > 0:
         return {"epochs": None, "steps": arguments.max_steps}
     return {"epochs": arguments.num_train_epochs}
 
 
-def _batch(arguments: Any, run: RunValues) -> Mapping[str, Any]:
+def _compute_batch(arguments: Any, run: RunValues) -> Mapping[str, Any]:
     """Return the required batch: the Trainer's on one device, or on several devices.
 
     A logical rank corresponds to one micro-batch of a device, whether run in parallel or accumulated.
@@ -163,16 +167,16 @@ def _batch(arguments: Any, run: RunValues) -> Mapping[str, Any]:
     of_a_device = arguments.per_device_train_batch_size
     accumulated = of_a_device * arguments.gradient_accumulation_steps
     if run.batch_size % accumulated:
-        return {"batch_size": accumulated, "logical_ranks": _ranks(accumulated // of_a_device, run)}
-    return {"logical_ranks": _ranks(run.batch_size // of_a_device, run, run.batch_size // accumulated)}
+        return {"batch_size": accumulated, "logical_ranks": _choose_logical_ranks(accumulated // of_a_device, run)}
+    return {"logical_ranks": _choose_logical_ranks(run.batch_size // of_a_device, run, run.batch_size // accumulated)}
 
 
-def _ranks(least: int, run: RunValues, devices: int = 1) -> int | None:
+def _choose_logical_ranks(least: int, run: RunValues, devices: int = 1) -> int | None:
     """Return the run's logical ranks, or ``least`` if their micro-batches would be too large."""
     if run.logical_ranks is None:
         return None if least == devices else least
     return max(least, run.logical_ranks)
 
 
-def _shown(value: Any) -> Any:
+def _format_value(value: Any) -> Any:
     return "null" if value is None else value

@@ -20,7 +20,7 @@ _PLACES = (
 )
 
 
-def built_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
+def build_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
     """Return the ``transformers.Trainer`` built by ``make``, with its model on the CPU.
 
     Args:
@@ -33,7 +33,7 @@ def built_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
     """
     import transformers
 
-    with alone_on_the_cpu(), keep_generators():
+    with isolate_on_cpu(), keep_generators():
         transformers.set_seed(seed)
         trainer = make()
     if not isinstance(trainer, transformers.Trainer):
@@ -52,7 +52,7 @@ def built_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
 
 
 @contextmanager
-def alone_on_the_cpu() -> Iterator[None]:
+def isolate_on_cpu() -> Iterator[None]:
     """Hide other processes and the accelerator from accelerate."""
     hidden = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
     wanted = os.environ.get("ACCELERATE_USE_CPU")

@@ -25,7 +25,7 @@ class TrainerLoss:
         self._shifts = _shifts_labels(trainer.model)
         self._smoother_shifts = _is_causal(trainer.model)
 
-    def mean(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
+    def compute_mean_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
         """Return the mean loss of the batch, its label count (two scalars), and the model's outputs.
 
         The count is None if the Trainer does not count labels; gradients are then averaged over micro-batches.
@@ -34,16 +34,16 @@ class TrainerLoss:
             loss, outputs = self._trainer.compute_loss(model, dict(batch), return_outputs=True)
             return loss, None, outputs
         inputs = dict(batch)
-        count = self._count(inputs)
+        count = self._count_labels(inputs)
         least_one = None if count is None else count.clamp(min=1)  # without labels, the loss is 0, not NaN
         separate = self._function is not None or self._smoother is not None
         labels = inputs.pop("labels", None) if separate else None
         if self._takes_count and least_one is not None:
             inputs["num_items_in_batch"] = least_one
         outputs = model(**inputs)
-        return self._of(outputs, labels, least_one), count, outputs
+        return self._compute_loss(outputs, labels, least_one), count, outputs
 
-    def _of(self, outputs: Any, labels: Any, count: Tensor | None) -> Tensor:
+    def _compute_loss(self, outputs: Any, labels: Any, count: Tensor | None) -> Tensor:
         loss: Tensor
         if self._function is not None:
             loss = self._function(outputs, labels, num_items_in_batch=count)
@@ -58,7 +58,7 @@ class TrainerLoss:
         takes = "num_items_in_batch" in inspect.signature(type(self._smoother).__call__).parameters
         return {"num_items_in_batch": count} if takes and count is not None else {}
 
-    def _count(self, batch: Mapping[str, Any]) -> Tensor | None:
+    def _count_labels(self, batch: Mapping[str, Any]) -> Tensor | None:
         """Count the labels that the loss averages over; None if the Trainer does not count them."""
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or not (self._takes_count or self._function is not None):
@@ -70,7 +70,7 @@ class TrainerLoss:
         return labels.ne(_IGNORED).sum()
 
 
-def weighed(mean: Tensor, count: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+def weigh_loss(mean: Tensor, count: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     """Return the loss summed over labels and their count, two scalars, to average globally."""
     return mean if count is None else (mean * count.clamp(min=1), count)
 
@@ -101,7 +101,7 @@ def _is_causal(model: Any) -> bool:
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def rows_of(batch: Any) -> Tensor:
+def count_rows(batch: Any) -> Tensor:
     """Return the number of samples in a batch as a scalar tensor."""
     from transformers.trainer_pt_utils import find_batch_size
 

@@ -48,13 +48,13 @@ class PredictionMetrics(StateMetric):
         self._ignored = {*own, "loss"}
         self._form: TreeSpec | None = None
 
-    def inputs(self, batch: Mapping[str, Any], outputs: Any, loss: Tensor, *, rows: int) -> tuple[Tensor, ...]:
+    def collect_inputs(self, batch: Mapping[str, Any], outputs: Any, loss: Tensor, *, rows: int) -> tuple[Tensor, ...]:
         """Return one batch's inputs, like ``Trainer.prediction_step``: tensors (samples, ...).
 
         Raises:
             ConfigError: labels are missing, outputs are not tensors, or their structure differs between batches.
         """
-        labels = self._labels(batch)
+        labels = self._get_labels(batch)
         if isinstance(outputs, dict):
             predictions: Any = tuple(value for name, value in outputs.items() if name not in self._ignored)
         else:
@@ -62,7 +62,7 @@ class PredictionMetrics(StateMetric):
         if len(predictions) == 1:
             predictions = predictions[0]
         if self._casts_halves:
-            predictions = _cast(predictions)
+            predictions = _cast_halves(predictions)
         if self._trainer.preprocess_logits_for_metrics is not None:
             predictions = self._trainer.preprocess_logits_for_metrics(predictions, labels)
         given = {"predictions": predictions, "label_ids": labels}
@@ -110,7 +110,9 @@ class PredictionMetrics(StateMetric):
 
         assert self._form is not None
         places = sorted({name.split("/")[0] for name in state})
-        leaves = [_concatenated(_batches(state[f"{each}/numbers"], state[f"{each}/shapes"])) for each in places]
+        leaves = [
+            _concatenate_batches(_restore_batches(state[f"{each}/numbers"], state[f"{each}/shapes"])) for each in places
+        ]
         given = nested_numpify(tree_unflatten(leaves, self._form))  # type: ignore[no-untyped-call]
         told = self._trainer.compute_metrics(EvalPrediction(**given))
         values = denumpify_detensorize(told)  # type: ignore[no-untyped-call]
@@ -122,7 +124,7 @@ class PredictionMetrics(StateMetric):
                 )
         return {name.removeprefix("eval_"): float(value) for name, value in values.items()}
 
-    def _labels(self, batch: Mapping[str, Any]) -> Any:
+    def _get_labels(self, batch: Mapping[str, Any]) -> Any:
         names = self._trainer.label_names
         if missing := [name for name in names if batch.get(name) is None]:
             raise ConfigError(
@@ -133,20 +135,20 @@ class PredictionMetrics(StateMetric):
         return labels[0] if len(labels) == 1 else labels
 
 
-def _cast(predictions: Any) -> Any:
+def _cast_halves(predictions: Any) -> Any:
     leaves, form = tree_flatten(predictions)
     cast = [leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALVES else leaf for leaf in leaves]
     return tree_unflatten(cast, form)
 
 
-def _batches(numbers_n: Tensor, shapes_bd: Tensor) -> list[Tensor]:
+def _restore_batches(numbers_n: Tensor, shapes_bd: Tensor) -> list[Tensor]:
     """Restore the tensors flattened by :meth:`PredictionMetrics.state`, one per batch."""
     shapes = [tuple(shape) for shape in shapes_bd.tolist()]
     pieces = torch.split(numbers_n, [torch.Size(shape).numel() for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def _concatenated(batches: Sequence[Tensor]) -> Tensor:
+def _concatenate_batches(batches: Sequence[Tensor]) -> Tensor:
     """Concatenate batches, padding dimension 1 with -100 to the longest."""
     if len(batches) == 1:
         return batches[0]

@@ -29,7 +29,7 @@ _REMEDIES = {
 
 def check_trainer(trainer: Any) -> None:
     """Raise ConfigError for customizations beyond model, data, loss, optimizer, schedule."""
-    if refused := [*_overrides(trainer), *_parts(trainer)]:
+    if refused := [*_overrides(trainer), *_find_unsupported(trainer)]:
         raise ConfigError("\n".join(refused))
 
 
@@ -44,7 +44,7 @@ def _overrides(trainer: Any) -> Iterator[str]:
             yield f"{type(trainer).__name__}.{name} would not be called by worldsize: {remedy}."
 
 
-def _parts(trainer: Any) -> Iterator[str]:
+def _find_unsupported(trainer: Any) -> Iterator[str]:
     if trainer.train_dataset is None:
         yield "the Trainer has no train_dataset. Give it one."
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:

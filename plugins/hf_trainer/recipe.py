@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plugins.hf_trainer.arguments import RunValues, check_arguments
-from plugins.hf_trainer.building import built_trainer
-from plugins.hf_trainer.losses import TrainerLoss, rows_of, weighed
+from plugins.hf_trainer.building import build_trainer
+from plugins.hf_trainer.losses import TrainerLoss, count_rows, weigh_loss
 from plugins.hf_trainer.predictions import NAME, PredictionMetrics, has_metrics
 from plugins.hf_trainer.program import check_trainer
 from worldsize.core import PRECISIONS, Recipe, StateMetric
@@ -52,7 +52,7 @@ class HFTrainer(Recipe):
 
     @cached_property
     def _built(self) -> Any:
-        return built_trainer(self.make_trainer, name=self.trainer, seed=self.run.seed)
+        return build_trainer(self.make_trainer, name=self.trainer, seed=self.run.seed)
 
     @cached_property
     def _loss(self) -> TrainerLoss:
@@ -110,7 +110,7 @@ class HFTrainer(Recipe):
         trainer = self._built
         chosen = trainer.train_dataset if split == "train" else trainer.eval_dataset
         if chosen is None:
-            chosen = _first(trainer.train_dataset, self.run.evaluate_batch_size)
+            chosen = _select_first(trainer.train_dataset, self.run.evaluate_batch_size)
         return trainer._remove_unused_columns(chosen) if _is_table(chosen) else chosen
 
     def collate(self, samples: list[Any]) -> Mapping[str, Any]:
@@ -120,17 +120,17 @@ class HFTrainer(Recipe):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Return the Trainer's mean loss, a scalar, or (sum over labels, count) if it counts labels."""
-        mean, count, _ = self._loss.mean(model, batch)
-        return weighed(mean, count)
+        mean, count, _ = self._loss.compute_mean_loss(model, batch)
+        return weigh_loss(mean, count)
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, ...]]:
         """Return ``eval_loss`` as (sum, count), weighted by samples, and the predictions."""
-        mean, _, outputs = self._loss.mean(model, batch)
-        rows = rows_of(batch)
+        mean, _, outputs = self._loss.compute_mean_loss(model, batch)
+        rows = count_rows(batch)
         name = "loss" if self._built.eval_dataset is not None else "loss_of_first_training_samples"
         metrics: dict[str, tuple[Tensor, ...]] = {name: (mean.double() * rows.to(mean.device), rows)}
         if self._predictions is not None:
-            metrics[NAME] = self._predictions.inputs(batch, outputs, mean, rows=int(rows))
+            metrics[NAME] = self._predictions.collect_inputs(batch, outputs, mean, rows=int(rows))
         return metrics
 
     def metrics(self) -> Mapping[str, StateMetric]:
@@ -154,7 +154,7 @@ def _is_table(dataset: Any) -> bool:
     return isinstance(dataset, Dataset)
 
 
-def _first(dataset: Any, count: int) -> Any:
+def _select_first(dataset: Any, count: int) -> Any:
     """Return the first samples of a data set or a stream."""
     if not hasattr(dataset, "__getitem__"):
         return dataset.take(count) if hasattr(dataset, "take") else dataset

@@ -40,7 +40,7 @@ class AttributeView:
     def __init__(self, module: nn.Module, own: Attributes | None) -> None:
         self._module, self._own = module, own
 
-    def during(self, call: Callable[[], _T]) -> _T:
+    def call_with_attributes(self, call: Callable[[], _T]) -> _T:
         """Call ``call`` with this micro-batch's attributes on the module, and return its result."""
         if self._own is None:
             return call()
@@ -65,7 +65,7 @@ class StepAttributes:
         self._at_start: Attributes | None = None
 
     @contextmanager
-    def of_next(self, module: nn.Module) -> Iterator[AttributeView]:
+    def isolate_micro_batch(self, module: nn.Module) -> Iterator[AttributeView]:
         """Yield the attributes for the next micro-batch, which ends with the context."""
         is_first = not self._in_progress
         if is_first:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from plugins.lightning_module.hooks import base_of
-from worldsize.config.instantiate import described_failure
+from plugins.lightning_module.hooks import find_lightning_base
+from worldsize.config.instantiate import describe_failure
 from worldsize.core import ConfigError
 from worldsize.errors import neighbours
 from worldsize.seeds import keep_generators, seed_generators
@@ -24,7 +24,7 @@ def no_datamodule() -> None:
     """Return None instead of a data module, for a LightningModule with its own DataLoaders."""
 
 
-def built(make: Callable[..., Any], arguments: Mapping[str, Any], *, key: str, base: str) -> Any:
+def build_component(make: Callable[..., Any], arguments: Mapping[str, Any], *, key: str, base: str) -> Any:
     """Call ``make`` with the configured arguments.
 
     Args:
@@ -40,13 +40,15 @@ def built(make: Callable[..., Any], arguments: Mapping[str, Any], *, key: str, b
     except (ConfigError, OSError, ImportError):
         raise
     except Exception as error:
-        raise ConfigError(f"{key}: {_name(make)} cannot be built: {described_failure(error)}.") from error
-    if value is not None and base_of(value, base) is None:
-        raise ConfigError(f"{key}: {_name(make)} is not a {base} of lightning. Name a class that derives from it.")
+        raise ConfigError(f"{key}: {_get_factory_name(make)} cannot be built: {describe_failure(error)}.") from error
+    if value is not None and find_lightning_base(value, base) is None:
+        raise ConfigError(
+            f"{key}: {_get_factory_name(make)} is not a {base} of lightning. Name a class that derives from it."
+        )
     return value
 
 
-def _name(make: Any) -> str:
+def _get_factory_name(make: Any) -> str:
     return str(getattr(getattr(make, "func", make), "__name__", make))
 
 
@@ -61,11 +63,11 @@ def _check_arguments(make: Callable[..., Any], arguments: Mapping[str, Any], key
         name for name, each in parameters.items() if each.default is each.empty and each.kind != each.VAR_POSITIONAL
     ]
     if missing := [name for name in needed if name not in arguments]:
-        raise ConfigError(f"{_name(make)} needs {', '.join(missing)}. Set {key}_args.{missing[0]}.")
+        raise ConfigError(f"{_get_factory_name(make)} needs {', '.join(missing)}. Set {key}_args.{missing[0]}.")
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def use_seed(seed: int) -> Iterator[None]:
     """Seed Python, NumPy and torch within the context; restore their generator states afterward."""
     cpu = torch.device("cpu")
     with keep_generators(), cpu:

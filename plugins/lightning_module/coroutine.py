@@ -33,7 +33,7 @@ class ThreadState:
     """Current CUDA stream, which determines the device. None if CUDA is not in use."""
 
     @staticmethod
-    def current() -> ThreadState:
+    def from_current_thread() -> ThreadState:
         """Return the settings of the calling thread."""
         kinds = ("cpu", "cuda")
         is_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class ThreadState:
         )
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply_to_thread(self) -> Iterator[None]:
         """Apply these settings to the calling thread, which must be new."""
         torch.set_num_threads(self.threads)
         with ExitStack() as stack:
@@ -92,7 +92,9 @@ class Coroutine:
         """
         if self._thread is None:
             run = copy_context().run
-            self._thread = threading.Thread(target=run, args=(self._run, ThreadState.current()), daemon=True)
+            self._thread = threading.Thread(
+                target=run, args=(self._run_body, ThreadState.from_current_thread()), daemon=True
+            )
             self._thread.start()
         else:
             self._resumed.release()
@@ -105,12 +107,12 @@ class Coroutine:
             raise error
         return False
 
-    def take(self) -> Any:
+    def take_item(self) -> Any:
         """Return the value passed to the last :meth:`give`, and drop the reference to it."""
         item, self._item = self._item, None
         return item
 
-    def give(self, item: Any) -> None:
+    def give_item(self, item: Any) -> None:
         """Pass ``item`` to :meth:`advance`, and pause until its next call. Called by ``body``."""
         if not self._is_closed:
             self._item = item
@@ -130,10 +132,10 @@ class Coroutine:
         self._thread.join()
         self._item = self._error = None
 
-    def _run(self, state: ThreadState) -> None:
+    def _run_body(self, state: ThreadState) -> None:
         try:
             assert self._body is not None, "it begins once"
-            with state.applied():
+            with state.apply_to_thread():
                 self._body()
         except BaseException as error:  # re-raised in the caller
             self._error = error

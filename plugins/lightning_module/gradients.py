@@ -38,16 +38,16 @@ class Gradients:
         self._parameters, self._known = parameters, known
         self._gradients = {name: _Gradient(spoiled=left.get(name, "")) for name in parameters}
 
-    def zero(self, name: str) -> None:
+    def clear_gradient(self, name: str) -> None:
         """Clear the gradient of an optimizer."""
         self._gradients[name] = _Gradient()
 
-    def add(self, loss: Tensor, names: Collection[str]) -> None:
+    def add_loss(self, loss: Tensor, names: Collection[str]) -> None:
         """Accumulate the gradient of ``loss``, a scalar, for the optimizers ``names``."""
         for name in names:
             self._gradients[name].losses.append(loss)
 
-    def taken(self, name: str) -> Tensor:
+    def take_loss(self, name: str) -> Tensor:
         """Return the scalar loss for an optimizer's step, which may invalidate other gradients.
 
         Raises:
@@ -75,7 +75,7 @@ class Gradients:
         """Remove losses ``used`` by ``name`` from ``other``'s gradient, or mark it invalid."""
         for loss in gradient.losses:
             is_used = any(loss is each for each in used)
-            reach = self._reach(loss, other if is_used else name)
+            reach = self._check_reach(loss, other if is_used else name)
             if is_used and reach == "unknown":
                 gradient.spoiled = (
                     f"{name!r} has stepped by a loss that may reach the parameters of {other!r} too, which cannot be "
@@ -101,7 +101,7 @@ class Gradients:
                 )
         gradient.losses = [loss for loss in gradient.losses if all(loss is not each for each in used)]
 
-    def left(self) -> dict[str, str]:
+    def explain_leftovers(self) -> dict[str, str]:
         """Return why leftover gradients cannot be accumulated in the next step, by optimizer name."""
         reasons = {name: each.spoiled for name, each in self._gradients.items()}
         for name, each in self._gradients.items():
@@ -112,19 +112,19 @@ class Gradients:
                 )
         return reasons
 
-    def _reach(self, loss: Tensor, name: str) -> Literal["yes", "no", "unknown"]:
+    def _check_reach(self, loss: Tensor, name: str) -> Literal["yes", "no", "unknown"]:
         """Return whether the gradient of ``loss`` may be nonzero for an optimizer's parameters.
 
         Leaf parameters outside the model, such as those gathered by FSDP, may belong to any optimizer.
         """
-        leaves = leaves_of(loss)
+        leaves = find_leaves(loss)
         if any(id(leaf) in self._parameters[name] for leaf in leaves):
             return "yes"
         is_gathered = any(isinstance(leaf, nn.Parameter) and id(leaf) not in self._known for leaf in leaves)
         return "unknown" if is_gathered else "no"
 
 
-def leaves_of(loss: Tensor) -> list[Tensor]:
+def find_leaves(loss: Tensor) -> list[Tensor]:
     """Return the leaf tensors with gradients after the backward pass of ``loss``, a scalar."""
     leaves: list[Tensor] = [loss] if loss.grad_fn is None and loss.requires_grad else []
     nodes, seen = [loss.grad_fn], set()

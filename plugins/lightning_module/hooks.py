@@ -75,17 +75,17 @@ def check_hooks(module: Any, datamodule: Any) -> None:
     refused = [
         *_overridden(module, "LightningModule", manual=not module.automatic_optimization),
         *_signatures(module),
-        *_metrics(module),
+        *_find_joined_metrics(module),
     ]
     if not module.automatic_optimization:
-        refused += _clips(module)
+        refused += _find_clipping_calls(module)
     if datamodule is not None:
         refused += _overridden(datamodule, "LightningDataModule")
     if refused:
         raise ConfigError("\n".join(refused))
 
 
-def base_of(value: object, name: str) -> type | None:
+def find_lightning_base(value: object, name: str) -> type | None:
     """Return an object's base class ``name`` from either Lightning package, or None."""
     kinds = [kind for kind in type(value).__mro__ if kind.__name__ == name and _is_lightning(kind)]
     return kinds[0] if kinds else None
@@ -96,7 +96,7 @@ def _is_lightning(kind: type) -> bool:
 
 
 def _overridden(value: Any, base: str, *, manual: bool = False) -> Iterator[str]:
-    known = base_of(value, base)
+    known = find_lightning_base(value, base)
     assert known is not None, f"checked when it was built: {base}"
     judged = {name for name in dir(known) if not name.startswith("_")} - set(dir(nn.Module)) | _OF_MODULES | _REMOVED
     own = [kind for kind in type(value).__mro__ if not _is_lightning(kind) and kind not in known.__mro__]
@@ -117,9 +117,9 @@ def _signatures(module: Any) -> Iterator[str]:
             )
 
 
-def _clips(module: Any) -> Iterator[str]:
+def _find_clipping_calls(module: Any) -> Iterator[str]:
     """Yield an error for each gradient-clipping method; gradients do not exist yet."""
-    known = base_of(module, "LightningModule")
+    known = find_lightning_base(module, "LightningModule")
     assert known is not None
     own = [kind for kind in type(module).__mro__ if not _is_lightning(kind) and issubclass(kind, known)]
     for method in (each for kind in own for each in vars(kind).values() if inspect.isfunction(each)):
@@ -131,7 +131,7 @@ def _clips(module: Any) -> Iterator[str]:
                 )
 
 
-def _metrics(module: nn.Module) -> Iterator[str]:
+def _find_joined_metrics(module: nn.Module) -> Iterator[str]:
     """Yield an error for each metric collection whose metrics share state."""
     for name, part in module.named_modules():
         if type(part).__module__.split(".")[0] == "torchmetrics" and not is_metric(part):

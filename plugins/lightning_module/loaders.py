@@ -56,13 +56,13 @@ def single_loader(loaders: Any, name: str) -> DataLoader[Any]:
     raise ConfigError(f"{name} returns a {type(loaders).__name__}. Return a torch.utils.data.DataLoader.")
 
 
-def data_of(loader: DataLoader[Any]) -> Any:
+def get_loader_data(loader: DataLoader[Any]) -> Any:
     """Return a DataLoader's data set; a map-style one includes the ``collate_fn``."""
     return loader.dataset if is_iterable(loader.dataset) else CollatedSamples(loader.dataset, loader.collate_fn)
 
 
 def first_samples(data: Any, count: int) -> Any:
-    """Return the first samples of training data returned by :func:`data_of`."""
+    """Return the first samples of training data returned by :func:`get_loader_data`."""
     if isinstance(data, CollatedSamples):
         return CollatedSamples(Subset(data, range(min(count, len(data)))), data._collate)
     raise ConfigError(
@@ -72,11 +72,11 @@ def first_samples(data: Any, count: int) -> Any:
 
 def check_loader(loader: DataLoader[Any], name: str) -> None:
     """Raise ConfigError if the DataLoader has a custom sampler, batch sampler or worker_init_fn."""
-    if refused := list(_refused(loader)):
+    if refused := list(_find_unsupported(loader)):
         raise ConfigError("\n".join(f"{name}: {each}" for each in refused))
 
 
-def _refused(loader: DataLoader[Any]) -> Iterator[str]:
+def _find_unsupported(loader: DataLoader[Any]) -> Iterator[str]:
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         what = "batch_size=None" if loader.batch_sampler is None else "a batch_sampler"
         yield f"the DataLoader has {what}, but worldsize deals samples to ranks itself. Give it a batch_size."
@@ -107,9 +107,9 @@ def check_values(train: DataLoader[Any], evaluated: DataLoader[Any] | None, run:
         words["evaluate_batch_size"] = (evaluated.batch_size or 1, run.evaluate_batch_size)
     if words:
         raise ConfigError(
-            f"the DataLoaders have {_listed({key: value for key, (value, _) in words.items()}, ', ')}; the run has "
-            f"{_listed({key: value for key, (_, value) in words.items()}, ', ')}. Set "
-            f"{_listed({key: value for key, (value, _) in words.items()}, ' ')}, or recipe.run_decides=true."
+            f"the DataLoaders have {_format_settings({key: value for key, (value, _) in words.items()}, ', ')}; the "
+            f"run has {_format_settings({key: value for key, (_, value) in words.items()}, ', ')}. Set "
+            f"{_format_settings({key: value for key, (value, _) in words.items()}, ' ')}, or recipe.run_decides=true."
         )
     if not is_iterable(train.dataset) and isinstance(train.sampler, SequentialSampler):
         raise ConfigError(
@@ -118,7 +118,7 @@ def check_values(train: DataLoader[Any], evaluated: DataLoader[Any] | None, run:
         )
 
 
-def _listed(words: dict[str, int], between: str) -> str:
+def _format_settings(words: dict[str, int], between: str) -> str:
     return between.join(f"{name}={value}" for name, value in words.items())
 
 

@@ -38,7 +38,7 @@ class ManualOptimizers:
     """The optimizers and schedules returned by ``configure_optimizers``."""
     schedules: Mapping[str, ManualSchedule] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
-    """Why an optimizer's gradient cannot be accumulated further; see :meth:`Gradients.left`."""
+    """Why an optimizer's gradient cannot be accumulated further; see :meth:`Gradients.explain_leftovers`."""
     attributes: StepAttributes = field(default_factory=StepAttributes)
     """The module's attributes for each micro-batch of a step."""
     first_step: int | None = None
@@ -74,10 +74,10 @@ class ManualStep:
         return [StepOptimizer(self, name, each) for name, each in self._made.optimizers.items()]
 
     @contextmanager
-    def in_progress(self) -> Iterator[None]:
+    def activate_step(self) -> Iterator[None]:
         """Direct calls of the functions of :func:`attach_step` to this step, within the context."""
         token = _IN_PROGRESS.set(self)
-        self._untouched.begin()
+        self._untouched.record_state()
         try:
             with self._guard or nullcontext():
                 yield
@@ -86,7 +86,7 @@ class ManualStep:
 
     def toggle(self, optimizer: Any) -> None:
         """Accumulate gradients of subsequent losses only for this optimizer."""
-        self._toggled, self._is_toggle_unused = self._name_of(optimizer), True
+        self._toggled, self._is_toggle_unused = self._find_name(optimizer), True
 
     def untoggle(self, optimizer: Any) -> None:
         """Undo :meth:`toggle`."""
@@ -113,7 +113,7 @@ class ManualStep:
             )
         self._is_toggle_unused = False
         names = list(self._made.optimizers) if self._toggled is None else [self._toggled]
-        self._gradients.add(loss.sum() if loss.ndim else loss, names)
+        self._gradients.add_loss(loss.sum() if loss.ndim else loss, names)
 
     def take_step(self, name: str) -> None:
         """Step an optimizer with the losses of backward passes since its last ``zero_grad``.
@@ -125,14 +125,14 @@ class ManualStep:
             raise ConfigError("on_train_epoch_end steps an optimizer. Step it in training_step.")
         self._updates += 1
         self._check_untouched()
-        self._give((name, self._gradients.taken(name)))
-        self._untouched.begin()
+        self._give((name, self._gradients.take_loss(name)))
+        self._untouched.record_state()
 
     def zero_gradient(self, name: str) -> None:
         """Clear the gradient of an optimizer."""
-        self._gradients.zero(name)
+        self._gradients.clear_gradient(name)
 
-    def finish(self, end_epoch: Callable[[], Any] | None) -> None:
+    def finish_step(self, end_epoch: Callable[[], Any] | None) -> None:
         """End the step, and the epoch if this is its last step.
 
         Raises:
@@ -145,23 +145,23 @@ class ManualStep:
                 "to the next. Step one in every batch; instead of adding up gradients of N batches set batch_size N "
                 "times as large and logical_ranks=N."
             )
-        self._made.left = self._gradients.left()
+        self._made.left = self._gradients.explain_leftovers()
         if end_epoch is not None:
             self._is_epoch_end = True
             self.log.close("on_train_epoch_end")
-            self._untouched.begin()
+            self._untouched.record_state()
             end_epoch()
             self._check_untouched()
         for schedule in self.schedulers:
-            schedule.finish()
+            schedule.check_advances()
 
     def _check_untouched(self) -> None:
         """Raise ConfigError if the module changed parameters, gradients or learning rates."""
-        self._untouched.end()
+        self._untouched.check_state()
         if self._guard is not None:
             self._guard.check_data()
 
-    def _name_of(self, optimizer: Any) -> str:
+    def _find_name(self, optimizer: Any) -> str:
         wanted = optimizer.optimizer if isinstance(optimizer, StepOptimizer) else optimizer
         for name, each in self._made.optimizers.items():
             if each is wanted:
@@ -225,30 +225,30 @@ class StepScheduler:
             )
         self._count += 1
         self._untouched.check_settings()
-        self._schedule.advance(self._step, self._count)
+        self._schedule.advance_to_count(self._step, self._count)
         self._untouched.begin_settings()
 
-    def finish(self) -> None:
+    def check_advances(self) -> None:
         """Raise ConfigError if the step's micro-batches advanced the schedule differently."""
-        self._schedule.check(self._step, self._count)
+        self._schedule.check_count(self._step, self._count)
 
 
 def attach_step(part: Any, log: StepLog) -> None:
     """Add manual-optimization functions to a module; outside steps, it logs to ``log``."""
     own = {
-        "log": lambda *args, **options: _log(log)(*args, **options),
+        "log": lambda *args, **options: _get_log_function(log)(*args, **options),
         "optimizers": _optimizers,
         "lr_schedulers": _schedulers,
-        "manual_backward": lambda *args, **options: _current("manual_backward").backward(*args, **options),
-        "toggle_optimizer": lambda optimizer: _current("toggle_optimizer").toggle(optimizer),
-        "untoggle_optimizer": lambda optimizer: _current("untoggle_optimizer").untoggle(optimizer),
+        "manual_backward": lambda *args, **options: _get_current_step("manual_backward").backward(*args, **options),
+        "toggle_optimizer": lambda optimizer: _get_current_step("toggle_optimizer").toggle(optimizer),
+        "untoggle_optimizer": lambda optimizer: _get_current_step("untoggle_optimizer").untoggle(optimizer),
         "clip_gradients": _refuse_clipping,
     }
     for name, function in own.items():
         object.__setattr__(part, name, function)
 
 
-def _current(name: str) -> ManualStep:
+def _get_current_step(name: str) -> ManualStep:
     try:
         return _IN_PROGRESS.get()
     except LookupError:
@@ -257,18 +257,18 @@ def _current(name: str) -> ManualStep:
         ) from None
 
 
-def _log(outside: StepLog) -> Callable[..., None]:
+def _get_log_function(outside: StepLog) -> Callable[..., None]:
     step = _IN_PROGRESS.get(None)
     return outside.log if step is None else step.log.log
 
 
 def _optimizers(use_pl_optimizer: bool = True) -> StepOptimizer | list[StepOptimizer]:
-    own = _current("optimizers").optimizers
+    own = _get_current_step("optimizers").optimizers
     return own[0] if len(own) == 1 else own
 
 
 def _schedulers() -> StepScheduler | list[StepScheduler] | None:
-    own: Sequence[StepScheduler] = _current("lr_schedulers").schedulers
+    own: Sequence[StepScheduler] = _get_current_step("lr_schedulers").schedulers
     return None if not own else own[0] if len(own) == 1 else list(own)
 
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from plugins.lightning_module.coroutine import Coroutine
 from plugins.lightning_module.manual import ManualOptimizers, ManualStep
-from plugins.lightning_module.optimization import ManualSchedule, configured
+from plugins.lightning_module.optimization import ManualSchedule, call_configure_optimizers
 from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.step_log import training_metrics
 from plugins.lightning_module.step_module import StepModule, evaluation_metrics, takes_index
@@ -40,15 +40,15 @@ class ManualLightningRecipe(MultiUpdateRecipe):
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
         """Return the optimizers of ``configure_optimizers``, named after the submodules they train."""
         assert isinstance(model, StepModule)
-        model.attach(is_manual=True)
-        made = configured(model.lightning)
+        model.connect_modules(is_manual=True)
+        made = call_configure_optimizers(model.lightning)
         for optimizer in made.optimizers:
             if isinstance(optimizer, LBFGS):
                 raise ConfigError(
                     f"{type(model.lightning).__name__}.configure_optimizers returns LBFGS, but it computes several "
                     "gradients in a step; worldsize agrees on one. Choose an optimizer that takes one, such as Adam."
                 )
-        named = dict(zip(_names(model, made.optimizers), made.optimizers, strict=True))
+        named = dict(zip(_name_optimizers(model, made.optimizers), made.optimizers, strict=True))
         parameters = {name: frozenset(map(id, _parameters(each))) for name, each in named.items()}
         known = frozenset(map(id, model.parameters()))
         self._made[model] = ManualOptimizers(named, parameters, known, made)
@@ -61,14 +61,14 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         named = list(zip(optimizers, made.configured.optimizers, strict=True))
         schedules: dict[str, ManualSchedule] = {}
         for own in made.configured.schedules:  # in the order of lr_schedulers()
-            (name,) = (name for name, optimizer in named if made.configured.of(optimizer) is own)
+            (name,) = (name for name, optimizer in named if made.configured.find_schedule(optimizer) is own)
             schedules[name] = ManualSchedule(own, optimizers[name])
         made.optimizers, made.schedules = dict(optimizers), schedules
         return schedules
 
     def data(self, split: str) -> Any:
         """Return the DataLoaders' data sets, as with automatic optimization."""
-        return self._program.data(split)
+        return self._program.get_split(split)
 
     def collate(self, samples: list[Any]) -> Batch:
         """Collate samples of a stream; map-style data sets have their DataLoader's collate_fn."""
@@ -80,30 +80,30 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         made = self._made[model]
         if made.first_step is None:
             made.first_step = step
-        coroutine = Coroutine(lambda: self._train(current, model, batch, step))
-        current = ManualStep(made, model, coroutine.give, step)
-        with made.attributes.of_next(model.lightning) as view:
+        coroutine = Coroutine(lambda: self._run_training_step(current, model, batch, step))
+        current = ManualStep(made, model, coroutine.give_item, step)
+        with made.attributes.isolate_micro_batch(model.lightning) as view:
             try:
-                while view.during(coroutine.advance):
-                    yield coroutine.take()
+                while view.call_with_attributes(coroutine.advance):
+                    yield coroutine.take_item()
             finally:
-                view.during(coroutine.close)
-        return training_metrics(current.log.taken())
+                view.call_with_attributes(coroutine.close)
+        return training_metrics(current.log.take_values())
 
-    def _train(self, current: ManualStep, model: StepModule, batch: Batch, step: int) -> None:
+    def _run_training_step(self, current: ManualStep, model: StepModule, batch: Batch, step: int) -> None:
         """Run the module's training step, and ``on_train_epoch_end`` when an epoch ends."""
         positions = self._program.positions
-        method = model.begin("training_step", batch, step=step)
-        model.step_log.taken()  # clear it: the step has its own log
-        current.log.begin(batch)
-        with current.in_progress():
-            moved = model.transferred(batch)
+        method = model.prepare_step("training_step", batch, step=step)
+        model.step_log.take_values()  # clear it: the step has its own log
+        current.log.start_step(batch)
+        with current.activate_step():
+            moved = model.apply_transfer_hooks(batch)
             if takes_index(method):
                 method(moved, positions.batch_index(step))
             else:
                 method(moved)
             current.log.check_numbers()
-            current.finish(model.lightning.on_train_epoch_end if positions.ends_epoch(step) else None)
+            current.finish_step(model.lightning.on_train_epoch_end if positions.ends_epoch(step) else None)
 
     def metrics(self) -> Mapping[str, StateMetric]:
         """Return the torchmetrics metrics among the module's submodules, by path."""
@@ -121,15 +121,17 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _names(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
+def _name_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     """Name each optimizer after the submodule of ``model`` that it trains, or else by index."""
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = [_part([paths.get(id(each), "") for each in _parameters(optimizer)]) for optimizer in optimizers]
+    names = [
+        _find_common_module([paths.get(id(each), "") for each in _parameters(optimizer)]) for optimizer in optimizers
+    ]
     is_clear = all(names) and max(Counter(names).values()) == 1
     return names if is_clear else [f"optimizer{place}" for place in range(len(optimizers))]
 
 
-def _part(paths: Sequence[str]) -> str:
+def _find_common_module(paths: Sequence[str]) -> str:
     """Return the first path component shared by all parameter ``paths``, or "" if they differ."""
     parts = {path.partition(".")[0] for path in paths}
     return parts.pop() if len(parts) == 1 else ""

@@ -44,13 +44,13 @@ class ModuleMetric(StateMetric):
         self._merging = TorchMetric(metric)
         self._parts = sorted(metric._reductions)
 
-    def inputs(self, metric: Any, logged: str) -> tuple[Tensor, ...]:
+    def extract_inputs(self, metric: Any, logged: str) -> tuple[Tensor, ...]:
         """Return the logged name of ``metric``, empty if not logged, and its state tensors."""
         code = logged.encode()
         if len(code) > _LONGEST:
             raise ConfigError(f"self.log({logged!r}, ...) names a metric of more than {_LONGEST} bytes. Shorten it.")
         name = torch.tensor([*code, *[0] * (_LONGEST - len(code))], dtype=torch.uint8)
-        return name, *(_whole(getattr(metric, part)) for part in self._parts)
+        return name, *(_copy_state(getattr(metric, part)) for part in self._parts)
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
         """Return the state extracted by :meth:`inputs`, with tensor shapes unchanged."""
@@ -66,7 +66,7 @@ class ModuleMetric(StateMetric):
         return {logged: self._merging.compute({part: state[part] for part in self._parts})} if logged else {}
 
 
-def _whole(state: Tensor | list[Tensor]) -> Tensor:
+def _copy_state(state: Tensor | list[Tensor]) -> Tensor:
     if isinstance(state, Tensor):
         return state.detach().clone()
     return torch.cat([part if part.ndim else part[None] for part in state]).detach() if state else torch.empty(0)

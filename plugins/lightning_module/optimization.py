@@ -37,7 +37,7 @@ class Configured:
     optimizers: Sequence[Optimizer]
     schedules: Sequence[Scheduled]
 
-    def of(self, optimizer: Optimizer) -> Scheduled | None:
+    def find_schedule(self, optimizer: Optimizer) -> Scheduled | None:
         """Return the schedule of an optimizer, or None if it has none.
 
         Raises:
@@ -52,21 +52,21 @@ class Configured:
         return own[0] if own else None
 
 
-def configured(module: Any) -> Configured:
+def call_configure_optimizers(module: Any) -> Configured:
     """Call ``configure_optimizers``.
 
     Raises:
         ConfigError: it returns a form unknown to Lightning, or a schedule that depends on more than the step number.
     """
     returned = module.configure_optimizers()
-    optimizers, schedules = _parts(returned)
+    optimizers, schedules = _split_returned(returned)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         what = "None" if returned is None else f"a {type(returned).__name__}"
         raise ConfigError(
             f"{type(module).__name__}.configure_optimizers returned {what}. Return an optimizer, a list of them, a "
             "pair of lists with their schedules, or dicts with 'optimizer' and 'lr_scheduler'."
         )
-    scheduled = [_scheduled(each) for each in schedules]
+    scheduled = [_parse_schedule(each) for each in schedules]
     for each in scheduled:
         if not any(each.scheduler.optimizer is optimizer for optimizer in optimizers):
             raise ConfigError(
@@ -76,7 +76,7 @@ def configured(module: Any) -> Configured:
     return Configured(optimizers, scheduled)
 
 
-def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
+def _split_returned(returned: Any) -> tuple[list[Any], list[Any]]:
     """Split Lightning's return formats into optimizers and schedules."""
     match returned:
         case Mapping() if "frequency" in returned:
@@ -89,12 +89,12 @@ def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
         case [list() | tuple() as optimizers, schedules]:
             return list(optimizers), list(schedules) if isinstance(schedules, list | tuple) else [schedules]
         case list() | tuple():
-            pairs = [_parts(each) for each in returned]
+            pairs = [_split_returned(each) for each in returned]
             return [each for own, _ in pairs for each in own], [each for _, own in pairs for each in own]
     return [returned], []
 
 
-def _scheduled(given: Any) -> Scheduled:
+def _parse_schedule(given: Any) -> Scheduled:
     words = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     scheduler = words.get("scheduler")
     if isinstance(scheduler, ReduceLROnPlateau) or words.get("reduce_on_plateau"):
@@ -126,7 +126,7 @@ class ModuleSchedule(LRScheduler):
         # it would warn if its own optimizer does not step, although another one may step instead
         self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _advance(self) -> None:
+    def _step_scheduler(self) -> None:
         self.scheduler.step()
         self._hand_over()
 
@@ -163,13 +163,13 @@ class PositionSchedule(ModuleSchedule):
         """Count a step, and advance the schedule when due."""
         self._steps += 1
         if self._is_due():
-            self._advance()
+            self._step_scheduler()
 
     def _is_due(self) -> bool:
         every = self._scheduled.frequency
         if self._scheduled.interval == "step":
             return (self._positions.batch_index(self._steps) + 1) % every == 0
-        return self._positions.ends_epoch(self._steps) and (self._positions.epoch(self._steps) + 1) % every == 0
+        return self._positions.ends_epoch(self._steps) and (self._positions.find_epoch(self._steps) + 1) % every == 0
 
 
 @final
@@ -184,20 +184,20 @@ class ManualSchedule(ModuleSchedule):
     def step(self, epoch: int | None = None) -> None:
         """Do nothing after an update: the module advances its schedule itself."""
 
-    def advance(self, step: int, count: int) -> None:
+    def advance_to_count(self, step: int, count: int) -> None:
         """Advance for the ``count``-th time in ``step``, unless another micro-batch has."""
-        self._begin(step)
+        self._start_step(step)
         if self._before + count > self._steps and self._ended != step:
             self._steps += 1
-            self._advance()
+            self._step_scheduler()
 
-    def check(self, step: int, count: int) -> None:
+    def check_count(self, step: int, count: int) -> None:
         """Finish ``step`` for a micro-batch that advanced the schedule ``count`` times.
 
         Raises:
             ConfigError: another micro-batch advanced it a different number of times.
         """
-        self._begin(step)
+        self._start_step(step)
         self._ended = step
         if self._before + count != self._steps:
             raise ConfigError(
@@ -205,7 +205,7 @@ class ManualSchedule(ModuleSchedule):
                 f"{self._steps - self._before} times for a second one. Let it depend on batch_idx and the epoch only."
             )
 
-    def _begin(self, step: int) -> None:
+    def _start_step(self, step: int) -> None:
         if step != self._current:
             self._current, self._before, self._ended = step, self._steps, None
 

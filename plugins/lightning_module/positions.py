@@ -34,11 +34,11 @@ class Positions:
     samples: int | None
     batch_size: int
 
-    def epoch(self, step: int) -> int:
+    def find_epoch(self, step: int) -> int:
         """Return the epoch in which ``step`` starts."""
-        return self.finished_epochs(step - 1)
+        return self.count_finished_epochs(step - 1)
 
-    def finished_epochs(self, step: int) -> int:
+    def count_finished_epochs(self, step: int) -> int:
         """Return the number of epochs completed after ``step``."""
         return 0 if self.samples is None else step * self.batch_size // self.samples
 
@@ -46,17 +46,17 @@ class Positions:
         """Return the index of the step within its epoch."""
         if self.samples is None:
             return step - 1
-        return step - 1 - -(-self.epoch(step) * self.samples // self.batch_size)
+        return step - 1 - -(-self.find_epoch(step) * self.samples // self.batch_size)
 
     def ends_epoch(self, step: int) -> bool:
         """Return whether ``step`` includes the last sample of an epoch."""
-        return self.finished_epochs(step) > self.finished_epochs(step - 1)
+        return self.count_finished_epochs(step) > self.count_finished_epochs(step - 1)
 
     @property
     def steps_of_epoch(self) -> int | None:
         """Steps per epoch, rounded up. None if the data is a stream."""
         return None if self.samples is None else -(-self.samples // self.batch_size)
 
-    def epochs(self, steps: int) -> int | None:
+    def count_epochs(self, steps: int) -> int | None:
         """Return the epochs in ``steps``, rounded up. None if the data is a stream."""
         return None if self.samples is None else -(-steps * self.batch_size // self.samples)

@@ -9,13 +9,13 @@ from typing import Any, Literal, final
 
 from torch.utils.data import DataLoader
 
-from plugins.lightning_module.building import built, one_at_a_time, seeded
-from plugins.lightning_module.hooks import base_of, check_hooks
+from plugins.lightning_module.building import build_component, one_at_a_time, use_seed
+from plugins.lightning_module.hooks import check_hooks, find_lightning_base
 from plugins.lightning_module.loaders import (
     check_loader,
     check_values,
-    data_of,
     first_samples,
+    get_loader_data,
     same_collate,
     single_loader,
 )
@@ -49,7 +49,7 @@ class LightningProgram:
     datamodule_args: Mapping[str, Any] = field(default_factory=dict)
     evaluates: Literal["validation", "test"] = "validation"
 
-    def check(self, *, run_decides: bool) -> None:
+    def check_support(self, *, run_decides: bool) -> None:
         """Raise ConfigError if the module or its data have unsupported features."""
         module, datamodule = self._sources
         check_hooks(module, datamodule)
@@ -63,11 +63,11 @@ class LightningProgram:
     @cached_property
     def _sources(self) -> tuple[Any, Any]:
         """A module, which is never trained, and a data module, after data preparation."""
-        with seeded(self.run.seed):
-            datamodule = built(
+        with use_seed(self.run.seed):
+            datamodule = build_component(
                 self.make_datamodule, self.datamodule_args, key="recipe.datamodule", base="LightningDataModule"
             )
-            module = _made(self)
+            module = _build_module(self)
             check_hooks(module, datamodule)
             facts = RunFacts(self.run, Positions(None, self.run.batch_size))
             owners = [each for each in (datamodule, module) if each is not None]
@@ -102,7 +102,7 @@ class LightningProgram:
 
     def new_module(self) -> StepModule:
         """Create a module for the strategies, with new random weights."""
-        module, facts = _made(self), RunFacts(self.run, self.positions, is_manual=self.is_manual)
+        module, facts = _build_module(self), RunFacts(self.run, self.positions, is_manual=self.is_manual)
         module.trainer = facts
         module.setup("fit")
         module.configure_model()
@@ -115,34 +115,34 @@ class LightningProgram:
 
     @cached_property
     def _train(self) -> DataLoader[Any]:
-        loader = self._loader("train_dataloader")
+        loader = self._get_loader("train_dataloader")
         if loader is None:
-            raise _missing(self._sources)
+            raise _create_missing_error(self._sources)
         return loader
 
     @cached_property
     def _evaluated(self) -> DataLoader[Any] | None:
         if not _overrides(self._sources[0], f"{self.evaluates}_step"):
             return None
-        return self._loader(_LOADERS[self.evaluates])
+        return self._get_loader(_LOADERS[self.evaluates])
 
-    def _loader(self, name: str) -> DataLoader[Any] | None:
+    def _get_loader(self, name: str) -> DataLoader[Any] | None:
         """Return the DataLoader from the data module or the module. None if neither has one."""
         module, datamodule = self._sources
         for owner in (datamodule, module):
             if owner is not None and _overrides(owner, name):
-                with seeded(self.run.seed):
+                with use_seed(self.run.seed):
                     loaders = getattr(owner, name)()
                 return None if loaders is None or loaders == [] else single_loader(loaders, name)
         return None
 
-    def data(self, split: str) -> Any:
+    def get_split(self, split: str) -> Any:
         """Return the data of a split, "train" or "test"; "test" is the evaluated split."""
         if split == "train":
-            return data_of(self._train)
+            return get_loader_data(self._train)
         if self._evaluated is None:
-            return first_samples(data_of(self._train), self.run.evaluate_batch_size)
-        return data_of(self._evaluated)
+            return first_samples(get_loader_data(self._train), self.run.evaluate_batch_size)
+        return get_loader_data(self._evaluated)
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
@@ -152,17 +152,17 @@ class LightningProgram:
 
 def _overrides(owner: Any, name: str) -> bool:
     """Return whether a program overrides a method, in the class or on the instance."""
-    base = base_of(owner, "LightningModule") or base_of(owner, "LightningDataModule")
+    base = find_lightning_base(owner, "LightningModule") or find_lightning_base(owner, "LightningDataModule")
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
-def _missing(sources: tuple[Any, Any]) -> ConfigError:
+def _create_missing_error(sources: tuple[Any, Any]) -> ConfigError:
     names = " or ".join(type(each).__name__ for each in sources if each is not None)
     return ConfigError(f"{names} has no train_dataloader. Add it, or name a LightningDataModule by recipe.datamodule.")
 
 
-def _made(program: LightningProgram) -> Any:
-    return built(program.make_module, program.module_args, key="recipe.module", base="LightningModule")
+def _build_module(program: LightningProgram) -> Any:
+    return build_component(program.make_module, program.module_args, key="recipe.module", base="LightningModule")
 
 
 def _transfers(datamodule: Any, module: Any) -> dict[str, Any]:

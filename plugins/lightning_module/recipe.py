@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plugins.lightning_module.manual_recipe import ManualLightningRecipe
-from plugins.lightning_module.optimization import PositionSchedule, Scheduled, configured
+from plugins.lightning_module.optimization import PositionSchedule, Scheduled, call_configure_optimizers
 from plugins.lightning_module.program import LightningProgram
 from plugins.lightning_module.step_log import mean_over, training_metrics
-from plugins.lightning_module.step_module import StepModule, evaluation_metrics, loss_of
+from plugins.lightning_module.step_module import StepModule, evaluation_metrics, extract_loss
 from worldsize.core import Batch, ConfigError, LossOutput, Recipe, StateMetric
 from worldsize.errors import require
 
@@ -30,7 +30,7 @@ def lightning_recipe(program: LightningProgram, *, run_decides: bool = False, **
     Raises:
         ConfigError: ``program`` has unsupported features, or differs from the run.
     """
-    program.check(run_decides=run_decides)
+    program.check_support(run_decides=run_decides)
     return ManualLightningRecipe(program) if program.is_manual else LightningRecipe(program)
 
 
@@ -49,15 +49,15 @@ class LightningRecipe(Recipe):
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Return the single optimizer of ``configure_optimizers``."""
         assert isinstance(model, StepModule)
-        model.attach()
-        made = configured(model.lightning)
+        model.connect_modules()
+        made = call_configure_optimizers(model.lightning)
         if len(made.optimizers) > 1:
             raise ConfigError(
                 f"{type(model.lightning).__name__}.configure_optimizers returns {len(made.optimizers)} optimizers; "
                 "training_step returns the loss of one. Use manual optimization: self.automatic_optimization = False."
             )
         (optimizer,) = made.optimizers
-        self._scheduled = made.of(optimizer)
+        self._scheduled = made.find_schedule(optimizer)
         return optimizer
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -67,7 +67,7 @@ class LightningRecipe(Recipe):
 
     def data(self, split: str) -> Any:
         """Return the DataLoaders' data sets; "test" is validation unless configured otherwise."""
-        return self._program.data(split)
+        return self._program.get_split(split)
 
     def collate(self, samples: list[Any]) -> Batch:
         """Collate samples of a stream; map-style data sets have their DataLoader's collate_fn."""
@@ -81,7 +81,7 @@ class LightningRecipe(Recipe):
         """Return the output of ``training_step`` with its logged values."""
         index = self._program.positions.batch_index(step)
         output, logged = model("training_step", batch, index=index, step=step)
-        return LossOutput(loss_of(output, "training_step"), training_metrics(logged))
+        return LossOutput(extract_loss(output, "training_step"), training_metrics(logged))
 
     def metrics(self) -> Mapping[str, StateMetric]:
         """Return the torchmetrics metrics among the module's submodules, by path."""
@@ -94,4 +94,4 @@ class LightningRecipe(Recipe):
         if name is not None:
             return evaluation_metrics(model, name, batch, metrics=self._program.metrics, step=run.steps)
         output, _ = model("training_step", batch, index=0, step=run.steps)
-        return {"loss_of_first_training_samples": mean_over(batch, loss_of(output, "training_step"))}
+        return {"loss_of_first_training_samples": mean_over(batch, extract_loss(output, "training_step"))}

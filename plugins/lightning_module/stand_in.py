@@ -38,18 +38,18 @@ class RunFacts:
 
         if name.startswith("_") or not hasattr(Trainer, name):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        known = sorted(each for each in dir(self) if not each.startswith("_") and each != "at")
+        known = sorted(each for each in dir(self) if not each.startswith("_") and each != "set_step")
         raise ConfigError(
             f"self.trainer.{name} does not come along to worldsize. Leave it out; known: {', '.join(known)}."
         )
 
-    def at(self, step: int, stage: str) -> None:
+    def set_step(self, step: int, stage: str) -> None:
         """Set the next step, counted from 1, and the name of the method that runs it."""
         self._step, self._stage = step, stage
 
     @property
     def current_epoch(self) -> int:
-        return self._positions.epoch(self._step)
+        return self._positions.find_epoch(self._step)
 
     @property
     def global_step(self) -> int:
@@ -70,7 +70,7 @@ class RunFacts:
 
     @property
     def max_epochs(self) -> int:
-        return self._positions.epochs(self._run.steps) or -1
+        return self._positions.count_epochs(self._run.steps) or -1
 
     @property
     def max_steps(self) -> int:

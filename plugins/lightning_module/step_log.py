@@ -24,11 +24,11 @@ class StepLog:
         """Torchmetrics metrics by logged name."""
         self._closed_for = ""  # the hook that must not log; empty while logging is allowed
 
-    def begin(self, batch: Any) -> None:
+    def start_step(self, batch: Any) -> None:
         """Clear the log before a step on ``batch``."""
         self._batch, self._samples, self._sums, self.objects = batch, None, {}, {}
 
-    def taken(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def take_values(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return and clear values logged since the last call, by name: (sum, count), scalars."""
         sums, self._sums, self._batch = self._sums, {}, None
         return sums
@@ -69,16 +69,16 @@ class StepLog:
             )
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
             raise ConfigError(f"self.log({name!r}, ...) takes one number; it is a {type(value).__name__}.")
-        self._add(name, torch.as_tensor(value).detach().double().reshape(()), options.get("batch_size"))
+        self._add_mean(name, torch.as_tensor(value).detach().double().reshape(()), options.get("batch_size"))
 
-    def _add(self, name: str, mean: Tensor, samples: int | None) -> None:
+    def _add_mean(self, name: str, mean: Tensor, samples: int | None) -> None:
         count = torch.tensor(float(samples or self._batch_samples()), dtype=torch.float64, device=mean.device)
         total, counted = self._sums.get(name, (torch.zeros_like(mean), torch.zeros_like(count)))
         self._sums[name] = (total + mean * count, counted + count)
 
     def _batch_samples(self) -> int:
         if self._samples is None:
-            self._samples = samples_of(self._batch)
+            self._samples = count_samples(self._batch)
         return self._samples
 
 
@@ -90,11 +90,11 @@ def training_metrics(logged: Metrics) -> Metrics:
 
 def mean_over(batch: Any, mean: Tensor) -> tuple[Tensor, Tensor]:
     """Return a mean over ``batch``, a scalar, as (sum, number of samples), two scalars."""
-    samples = torch.tensor(float(samples_of(batch)), dtype=torch.float64, device=mean.device)
+    samples = torch.tensor(float(count_samples(batch)), dtype=torch.float64, device=mean.device)
     return mean.detach().double() * samples, samples
 
 
-def samples_of(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Return the batch size like Lightning: the length of the first tensor.
 
     Raises:

@@ -35,7 +35,7 @@ class StepModule(nn.Module):
         self._non_persistent_buffers_set = lightning._non_persistent_buffers_set
         self._facts, self._log, self._transfers = facts, StepLog(), transfers
         self.training = lightning.training
-        self.attach()
+        self.connect_modules()
 
     @property
     def lightning(self) -> Any:
@@ -47,7 +47,7 @@ class StepModule(nn.Module):
         """The log of the step in progress."""
         return self._log
 
-    def attach(self, *, is_manual: bool = False) -> None:
+    def connect_modules(self, *, is_manual: bool = False) -> None:
         """Connect the LightningModules to the run's facts and log, which copies lose.
 
         ``is_manual``: whether the module steps its optimizers itself.
@@ -72,24 +72,24 @@ class StepModule(nn.Module):
 
     def forward(self, name: str, batch: Any, *, index: int, step: int) -> tuple[Any, Metrics]:
         """Run step ``name`` on batch ``index``; return its output and logged values."""
-        method = self.begin(name, batch, step=step)
-        moved = self.transferred(batch)
+        method = self.prepare_step(name, batch, step=step)
+        moved = self.apply_transfer_hooks(batch)
         output = method(moved, index) if takes_index(method) else method(moved)
         if name == "training_step":
             self._log.check_numbers()
-        return output, self._log.taken()
+        return output, self._log.take_values()
 
-    def begin(self, name: str, batch: Any, *, step: int) -> Any:
+    def prepare_step(self, name: str, batch: Any, *, step: int) -> Any:
         """Prepare step number ``step`` of the run, and return the module's method for it."""
-        self._facts.at(step, name)
-        self._log.begin(batch)
+        self._facts.set_step(step, name)
+        self._log.start_step(batch)
         reset_metrics(self.lightning)
         device = default_device(batch)
         if self.lightning.device != device and device.type != "cpu":
             self.lightning.to(device)
         return getattr(self.lightning, name)
 
-    def transferred(self, batch: Any) -> Any:
+    def apply_transfer_hooks(self, batch: Any) -> Any:
         """Apply the program's hooks around batch transfer."""
         for name, owner in self._transfers.items():
             batch = getattr(owner, name)(batch, 0)
@@ -115,16 +115,17 @@ def evaluation_metrics(
     output, logged = model(name, batch, index=0, step=step)
     objects = {id(metric): name for name, metric in model.step_log.objects.items()}
     states = {
-        path: metrics[path].inputs(metric, objects.get(id(metric), "")) for path, metric in metrics_in(model.lightning)
+        path: metrics[path].extract_inputs(metric, objects.get(id(metric), ""))
+        for path, metric in metrics_in(model.lightning)
     }
     if logged or objects:
         return {**logged, **states}
     if output is None:
         raise ConfigError(f"{name} logs nothing. Call self.log(name, value) in it.")
-    return {"loss": mean_over(batch, loss_of(output, name)), **states}
+    return {"loss": mean_over(batch, extract_loss(output, name)), **states}
 
 
-def loss_of(output: Any, name: str) -> Tensor:
+def extract_loss(output: Any, name: str) -> Tensor:
     """Return the loss, a scalar, from a step's output: the output itself, or its "loss" entry.
 
     Raises:

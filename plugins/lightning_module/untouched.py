@@ -29,7 +29,7 @@ class _Seen:
     gradient_version: int
 
     @staticmethod
-    def of(parameter: nn.Parameter) -> _Seen:
+    def from_parameter(parameter: nn.Parameter) -> _Seen:
         gradient = parameter.grad
         return _Seen(parameter, parameter._version, gradient, 0 if gradient is None else gradient._version)
 
@@ -43,17 +43,17 @@ class Untouched:
         self._seen: list[_Seen] = []
         self._settings: dict[str, dict[tuple[int, str], Any]] = {}
 
-    def begin(self) -> None:
+    def record_state(self) -> None:
         """Record the parameters, their gradients and the versions of both."""
         with torch._C.DisableTorchFunction():  # the GradientGuard applies only to the module's code
-            self._seen = [_Seen.of(parameter) for parameter in self._model.parameters()]
+            self._seen = [_Seen.from_parameter(parameter) for parameter in self._model.parameters()]
         self.begin_settings()
 
     def begin_settings(self) -> None:
         """Record the optimizer settings, after a schedule has changed them."""
         self._settings = {name: _settings(optimizer) for name, optimizer in self._optimizers.items()}
 
-    def end(self) -> None:
+    def check_state(self) -> None:
         """Compare with the state recorded by :meth:`begin`, and clear it.
 
         Raises:
@@ -62,7 +62,7 @@ class Untouched:
         seen, self._seen = self._seen, []
         with torch._C.DisableTorchFunction():
             for before in seen:
-                self._compare(before, _Seen.of(before.parameter))
+                self._check_unchanged(before, _Seen.from_parameter(before.parameter))
         self.check_settings()
 
     def check_settings(self) -> None:
@@ -78,17 +78,18 @@ class Untouched:
                         "torch.optim.lr_scheduler.LambdaLR, and advance that."
                     )
 
-    def _compare(self, before: _Seen, now: _Seen) -> None:
+    def _check_unchanged(self, before: _Seen, now: _Seen) -> None:
         if now.version != before.version:
-            raise ConfigError(f"training_step changes {self._name(before.parameter)}{PARAMETER_REMEDY}")
+            raise ConfigError(f"training_step changes {self._describe_parameter(before.parameter)}{PARAMETER_REMEDY}")
         if now.gradient is not before.gradient or now.gradient_version != before.gradient_version:
             raise ConfigError(
-                f"training_step calls loss.backward() or changes the gradient of {self._name(before.parameter)} "
+                f"training_step calls loss.backward() or changes the gradient of "
+                f"{self._describe_parameter(before.parameter)} "
                 "itself. Call self.manual_backward(loss), and zero_grad() of the optimizer itself; leave the rest "
                 "to a hook of the optimizer: register_step_pre_hook."
             )
 
-    def _name(self, parameter: nn.Parameter) -> str:
+    def _describe_parameter(self, parameter: nn.Parameter) -> str:
         names = (f"the parameter {name!r}" for name, each in self._model.named_parameters() if each is parameter)
         return next(names, "a parameter")
 

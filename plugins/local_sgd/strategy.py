@@ -12,11 +12,11 @@ from worldsize.core import Cluster, Cost, Recipe, Workload, World
 from worldsize.strategies.periodic import (
     OuterOptimizer,
     PeriodicSyncStrategy,
-    averaged_buffers,
     averaging_cost,
-    trained_parameters,
+    find_averaged_buffers,
+    find_trained_parameters,
 )
-from worldsize.strategies.periodic_exchange import Exact, beside, flat, split_like
+from worldsize.strategies.periodic_exchange import Exact, flatten_tensors, move_means_to_host, split_like
 from worldsize.strategies.train_state import TrainState
 
 OptimizerState = Literal["local", "mean", "zero"]
@@ -48,12 +48,14 @@ class Averaging(OuterOptimizer):
         self._train_state, self._exchange = train_state, exchange
         self._every, self._optimizer_state = every, optimizer_state
 
-    def after(self, step: int) -> None:
+    def run_due_exchanges(self, step: int) -> None:
         if step % self._every == 0:
             model = self._train_state.model
-            self._average([*trained_parameters(model), *averaged_buffers(model), *self._of_optimizer()])
+            self._average_tensors(
+                [*find_trained_parameters(model), *find_averaged_buffers(model), *self._select_state_tensors()]
+            )
 
-    def _of_optimizer(self) -> list[Tensor]:
+    def _select_state_tensors(self) -> list[Tensor]:
         """Return the optimizer state tensors to average; with "zero", reset them instead."""
         states = [kept for optimizer in self._train_state.optimizers for kept in optimizer.state.values()]
         values = [value for kept in states for value in kept.values()]
@@ -63,9 +65,9 @@ class Averaging(OuterOptimizer):
                 tensor.zero_()
         return tensors if self._optimizer_state == "mean" else []
 
-    def _average(self, tensors: list[Tensor]) -> None:
+    def _average_tensors(self, tensors: list[Tensor]) -> None:
         tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
-        row_n = flat(tensors, self._exchange.device)
-        self.sent_bytes += self._exchange.sent(row_n.numel())
-        means = beside(split_like(self._exchange.begin(row_n)()(), tensors), tensors)
+        row_n = flatten_tensors(tensors, self._exchange.device)
+        self.sent_bytes += self._exchange.count_sent_bytes(row_n.numel())
+        means = move_means_to_host(split_like(self._exchange.start_average(row_n)()(), tensors), tensors)
         torch._foreach_copy_([tensor.detach() for tensor in tensors], list(means))

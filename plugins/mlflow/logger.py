@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, logged_name
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, StepDone, format_logger_name
 from worldsize.errors import require
 from worldsize.observe.events import alert_for
 
@@ -57,9 +57,9 @@ class MLflow:
     def __call__(self, event: Event) -> None:
         match event:
             case StepDone(step=step):
-                self._log({f"train/{name}": value for name, value in event.figures().items()}, step)
+                self._log_metrics({f"train/{name}": value for name, value in event.collect_log_values().items()}, step)
             case Evaluated(step=step, metrics=metrics):
-                self._log({logged_name(name): value for name, value in metrics.items()}, step)
+                self._log_metrics({format_logger_name(name): value for name, value in metrics.items()}, step)
             case RunEnded(exit_reason="preempted"):
                 self._client.set_terminated(self._run, status="KILLED")
             case RunEnded():
@@ -69,7 +69,7 @@ class MLflow:
         if alert := alert_for(event):
             self._client.set_tag(self._run, f"worldsize.{alert.key}", alert.text[:_LONGEST])
 
-    def _log(self, metrics: Mapping[str, float], step: int) -> None:
+    def _log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -80,7 +80,7 @@ class MLflow:
     def _log_parameters(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        parameters = [Param(key, str(value)[:_LONGEST]) for key, value in _leaves(config)]
+        parameters = [Param(key, str(value)[:_LONGEST]) for key, value in _flatten_config(config)]
         for start in range(0, len(parameters), _AT_ONCE):
             self._client.log_batch(self._run, params=parameters[start : start + _AT_ONCE])
 
@@ -98,10 +98,10 @@ def _last_steps(client: MlflowClient, run: Run) -> dict[str, int]:
     }
 
 
-def _leaves(config: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+def _flatten_config(config: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
     """Yield all values of a nested configuration with dotted keys such as ``strategy.reduce``."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, str(key)))
+            yield from _flatten_config(value, (*path, str(key)))
         else:
             yield ".".join((*path, str(key))), value

@@ -15,12 +15,12 @@ from torch import Tensor
 from plugins.parameter_server.protocol import Operation, Peer, Peers, shard_service
 from plugins.parameter_server.row_tables import RowRule
 from plugins.parameter_server.server import ShardServer
-from plugins.parameter_server.server_group import PendingServer, full_state, joined_rows
+from plugins.parameter_server.server_group import PendingServer, full_state, join_rows
 from plugins.parameter_server.shard_parameters import gather_states
 from plugins.parameter_server.task_pool import StalenessScheduler
 from plugins.parameter_server.task_scheduler import TaskScheduler, TaskService
 from worldsize.collectives.exact import reduce_metrics
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import ONE_UPDATE, EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
 from worldsize.net.registry import EndedError, Registry
 from worldsize.strategies.gradient_reducer import clip_factor
@@ -58,47 +58,47 @@ class Coordinator(Replica):
         self._shard = shards.own.master.shard
         self._synchronous = self._shard.rule.synchronous
         self.step_reached = self._shard.closed
-        shards.reset(self.step_reached, self._shard.last_factor)
+        shards.reset_all_shards(self.step_reached, self._shard.last_factor)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Let the workers compute the next step; they load the data themselves."""
         assert self.step_reached is not None
         step, lr = self.step_reached + 1, self._shard.parameters.lr
         if self._synchronous:
-            self._scheduler.open(step)
-        with phase("communication"):
-            records = self._scheduler.finished(step)
-        with phase("update"):
-            losses = self._weighed(step, records)
-            norm, skipped = self._commit(step) if self._synchronous else (None, False)
+            self._scheduler.open_steps(step)
+        with measure_phase("communication"):
+            records = self._scheduler.wait_for_step(step)
+        with measure_phase("update"):
+            losses = self._weigh_losses(step, records)
+            norm, skipped = self._commit_update(step) if self._synchronous else (None, False)
         self.step_reached = step
         return StepResult(losses, lr, norm, skipped, step_metrics(records))
 
-    def _weighed(self, step: int, records: Sequence[LossRecord]) -> list[Tensor]:
+    def _weigh_losses(self, step: int, records: Sequence[LossRecord]) -> list[Tensor]:
         """Divide the gradient by the total weight if losses are sums; return the loss terms."""
         check_same_form(records)
         if not records[0].is_weighted:
             return [record.loss for record in records]
         factor = weight_factor([record.loss[1] for record in records], None)
-        self._shards.weigh(step, float(factor))
+        self._shards.scale_gradients(step, float(factor))
         return [record.loss[0] * factor for record in records]
 
-    def _commit(self, step: int) -> tuple[Tensor | None, bool]:
+    def _commit_update(self, step: int) -> tuple[Tensor | None, bool]:
         """Clip the mean gradient by its norm over all shards; skip the step if not finite."""
-        norm, factor = self._judged() if self._numerics.needs_norm else (None, 1.0)
-        self._shards.apply(step, factor)
+        norm, factor = self._compute_clipping() if self._numerics.needs_norm else (None, 1.0)
+        self._shards.commit_all_shards(step, factor)
         return norm, factor is None
 
-    def _judged(self) -> tuple[Tensor, float | None]:
+    def _compute_clipping(self) -> tuple[Tensor, float | None]:
         """Return the norm of the mean gradient and its clipping factor, or None to skip the step."""
-        norm = torch.linalg.vector_norm(torch.stack(self._norms()))
-        if self._numerics.skips(norm):
+        norm = torch.linalg.vector_norm(torch.stack(self._compute_norms()))
+        if self._numerics.should_skip_update(norm):
             return norm, None
         return norm, float(clip_factor(norm, self._numerics.norm_limit))
 
-    def _norms(self) -> list[Tensor]:
+    def _compute_norms(self) -> list[Tensor]:
         """Return the norm of each parameter's gradient, in model order."""
-        pieces = self._shards.norms()
+        pieces = self._shards.collect_norms()
         names = [name for name, _ in self._train_state.model.named_parameters() if name in pieces]
         norms = [torch.tensor(pieces[name]) for name in names]
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
@@ -110,24 +110,24 @@ class Coordinator(Replica):
         return reduce_metrics(sums, names, self._world)
 
     def advance_schedules(self, value: float, *, step: int) -> None:
-        self._shards.advance(value, step)
+        self._shards.advance_schedules(value, step)
 
     def state(self) -> StateDict:
         """Gather the state of all shards."""
-        states = self._shards.states()
+        states = self._shards.collect_states()
         gather_states(states, self._train_state.parts[ONE_UPDATE])
-        return full_state(self._train_state, joined_rows([state["tables"] for state in states]), self._rows)
+        return full_state(self._train_state, join_rows([state["tables"] for state in states]), self._rows)
 
     def load(self, state: StateDict) -> None:
         """Do nothing: each server loads its own shard."""
 
     def facts(self) -> Mapping[str, Any]:
         """Return each server's load since the last call, and the number of workers."""
-        return {"servers": self._shards.facts(), "workers": len(self._scheduler.workers)}
+        return {"servers": self._shards.collect_loads(), "workers": len(self._scheduler.workers)}
 
     def close(self, *, complete: bool) -> None:
-        self._registry.end()
-        self._scheduler.end("the run is complete" if complete else "the run pauses")
+        self._registry.mark_ended()
+        self._scheduler.end_run("the run is complete" if complete else "the run pauses")
         self._shards.stop()
 
 
@@ -149,21 +149,21 @@ def run_server(pending: PendingServer, context: RunContext, *, bound: float, row
     except EndedError:
         return None
     if pending.succession.mastership.service == shard_service(0):
-        return _lead(pending, context, bound=bound, rows=rows)
-    server = pending.serve(on_step=context.faults.enter)  # on the leader, the training loop sets the steps
+        return _lead_run(pending, context, bound=bound, rows=rows)
+    server = pending.serve(on_step=context.faults.report_step)  # on the leader, the training loop sets the steps
     server.master.log.ended.wait()
     return None
 
 
-def _lead(pending: PendingServer, context: RunContext, *, bound: float, rows: RowRule) -> Coordinator:
+def _lead_run(pending: PendingServer, context: RunContext, *, bound: float, rows: RowRule) -> Coordinator:
     dialer, lease = pending.dialer, pending.lease
     staleness = StalenessScheduler(bound, context.logical_ranks, lease, first=pending.shard.closed)
     scheduler = TaskScheduler(staleness, timeout=dialer.timeout)
     tasks = TaskService(scheduler)
-    server = pending.serve(services={"control": tasks.control, "beat": tasks.beat})
-    scheduler.meet(context.workers, seconds=lease)
+    server = pending.serve(services={"control": tasks.serve_control, "beat": tasks.receive_heartbeats})
+    scheduler.wait_for_workers(context.workers, seconds=lease)
     if bound:
-        scheduler.open(context.steps)
+        scheduler.open_steps(context.steps)
     shards = AllShards(server, Peers(dialer, range(1, rows.shards)))
     return Coordinator(shards, scheduler, dialer.registry, pending.train_state, context, rows=rows)
 
@@ -175,54 +175,54 @@ class AllShards:
     def __init__(self, own: ShardServer, peers: Peers) -> None:
         self.own, self._master, self._peers = own, own.master, peers
 
-    def reset(self, step: int, factor: float | None) -> None:
-        """Reset all shards to the step of this new leader; see :meth:`Shard.reset`."""
-        self._master.reset(step, factor)
-        self._peers.command(Operation.RESET, {"step": step, "factor": factor})
+    def reset_all_shards(self, step: int, factor: float | None) -> None:
+        """Reset all shards to the step of this new leader; see :meth:`Shard.reset_to_step`."""
+        self._master.reset_shard(step, factor)
+        self._peers.send_commands(Operation.RESET, {"step": step, "factor": factor})
 
-    def apply(self, step: int, factor: float | None) -> None:
-        """Commit the update of ``step`` on all shards; see :meth:`Shard.apply`."""
-        self._master.apply(step, factor)  # the commit is now final, even if this server dies
-        self._peers.command(Operation.APPLY, {"step": step, "factor": factor})
+    def commit_all_shards(self, step: int, factor: float | None) -> None:
+        """Commit the update of ``step`` on all shards; see :meth:`Shard.commit_step`."""
+        self._master.commit_update(step, factor)  # the commit is now final, even if this server dies
+        self._peers.send_commands(Operation.APPLY, {"step": step, "factor": factor})
 
-    def begin(self, step: int) -> None:
+    def save_step_start(self, step: int) -> None:
         """Save the state of all shards at the start of ``step``; see :class:`StepStart`."""
-        self.own.start_of_step.keep(step)
-        self._peers.command(Operation.BEGIN, {"step": step})
+        self.own.start_of_step.save_state(step)
+        self._peers.send_commands(Operation.BEGIN, {"step": step})
 
     def roll_back(self) -> None:
         """Restore all shards to the start of the step; see :meth:`StepStart.roll_back`."""
         updates = self._master.shard.step + 1  # number of the update in progress
         self.own.start_of_step.roll_back(updates)
-        self._peers.command(Operation.ROLL_BACK, {"updates": updates})
+        self._peers.send_commands(Operation.ROLL_BACK, {"updates": updates})
 
-    def weigh(self, step: int, factor: float) -> None:
-        """Scale the mean gradient of ``step`` on all shards by ``factor``; see :meth:`Shard.weigh`."""
-        self._master.weigh(step, factor)
-        self._peers.command(Operation.WEIGH, {"step": step, "factor": factor})
+    def scale_gradients(self, step: int, factor: float) -> None:
+        """Scale the mean gradient of ``step`` on all shards by ``factor``; see :meth:`Shard.scale_gradient`."""
+        self._master.scale_step_gradient(step, factor)
+        self._peers.send_commands(Operation.WEIGH, {"step": step, "factor": factor})
 
-    def advance(self, value: float, step: int) -> None:
-        """Advance the schedules of all shards by a metric; see :meth:`ShardMaster.advance`."""
-        self._master.advance(value, step)
-        self._peers.command(Operation.ADVANCE, {"value": value, "step": step})
+    def advance_schedules(self, value: float, step: int) -> None:
+        """Advance the schedules of all shards by a metric; see :meth:`ShardMaster.advance_schedule`."""
+        self._master.advance_schedule(value, step)
+        self._peers.send_commands(Operation.ADVANCE, {"value": value, "step": step})
 
-    def norms(self) -> dict[str, list[float]]:
+    def collect_norms(self) -> dict[str, list[float]]:
         """Return the norms of the uncommitted gradient's pieces, by parameter."""
-        norms = self._master.norms()
-        for others in self._peers.ask(Operation.NORMS):
+        norms = self._master.compute_step_norms()
+        for others in self._peers.request_messages(Operation.NORMS):
             for name, more in others.items():
                 norms.setdefault(name, []).extend(more)
         return norms
 
-    def states(self) -> list[Mapping[str, Any]]:
+    def collect_states(self) -> list[Mapping[str, Any]]:
         """Return a copy of each shard's state."""
-        return [self._master.state(), *self._peers.request(Peer.state)]
+        return [self._master.state(), *self._peers.call_peers(Peer.request_state)]
 
-    def facts(self) -> list[Mapping[str, Any]]:
+    def collect_loads(self) -> list[Mapping[str, Any]]:
         """Return each server's load since the last call."""
-        return [self.own.facts(), *self._peers.ask(Operation.FACTS)]
+        return [self.own.collect_server_load(), *self._peers.request_messages(Operation.FACTS)]
 
     def stop(self) -> None:
         """Notify all servers that the run has ended."""
         self._master.log.ended.set()
-        self._peers.command(Operation.STOP, {})
+        self._peers.send_commands(Operation.STOP, {})

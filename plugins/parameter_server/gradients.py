@@ -22,7 +22,7 @@ from worldsize.net.frames import RefusedError
 Gradient = Tensor | RowGradients
 
 
-def with_presence(pieces: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
+def encode_presence(pieces: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
     """Return a bucket's presence flags as sent after its gradient, (pieces,): 1 or 0 per piece.
 
     None if all pieces have a gradient. Missing gradients are sent as zeros. The optimizer must not update a piece if
@@ -58,12 +58,12 @@ class StepGradients:
         self._updated = 0  # number of applied means
         self._is_weighed = False
 
-    def empty(self, step: int) -> StepGradients:
+    def create_empty(self, step: int) -> StepGradients:
         """Return an empty instance for ``step``, with the same buckets and tables."""
         buckets, tables = len(self._arrivals), len(self._row_parts)
         return StepGradients(step, logical_ranks=self._logical_ranks, buckets=buckets, tables=tables)
 
-    def add(
+    def add_contribution(
         self, index: int, gradient: Gradient, *, step: int, width: int, node: int, present: Tensor | None = None
     ) -> bool:
         """Add a contribution to gradient ``index``: tree node ``node`` of the level with ``width`` nodes, see
@@ -92,17 +92,17 @@ class StepGradients:
             self.present.pop(index, None)
         elif index not in self._is_full:
             self.present[index] = present | self.present.get(index, present)
-        mean = self._mean(index, gradient, width, node)
+        mean = self._compute_mean(index, gradient, width, node)
         if mean is not None:
             self.means[index] = mean
         return True
 
-    def _mean(self, index: int, gradient: Gradient, width: int, node: int) -> Gradient | None:
+    def _compute_mean(self, index: int, gradient: Gradient, width: int, node: int) -> Gradient | None:
         """Add a contribution; return the mean over all logical ranks if it was the last one."""
         if isinstance(gradient, Tensor):
             self._arrivals[index].add(width, node, [gradient])
-            total = self._arrivals[index].total()
-            return None if total is None else _divided(total[0], self._logical_ranks)
+            total = self._arrivals[index].compute_total()
+            return None if total is None else _divide_total(total[0], self._logical_ranks)
         parts = self._row_parts[index - len(self._arrivals)]
         parts[width, node] = gradient
         return row_mean(parts, self._logical_ranks) if len(self._covered[index]) == self._logical_ranks else None
@@ -112,14 +112,14 @@ class StepGradients:
         """Whether all means are complete and none has been applied."""
         return len(self.means) == len(self._covered)
 
-    def weigh(self, factor: float) -> None:
+    def scale_means(self, factor: float) -> None:
         """Multiply all means by ``factor``. Repeated calls are ignored."""
         if not self._is_weighed:
             for gradient in self.means.values():
                 (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
         self._is_weighed = True
 
-    def take(self, index: int) -> Gradient:
+    def pop_mean(self, index: int) -> Gradient:
         """Remove and return the mean of gradient ``index``, to apply it."""
         self._updated += 1
         return self.means.pop(index)
@@ -129,7 +129,7 @@ class StepGradients:
         """Whether all means have been applied, so that the step is complete."""
         return self._updated == len(self._covered)
 
-    def image(self) -> dict[str, Any]:
+    def export_gradients(self) -> dict[str, Any]:
         """Return all gradients received for this step, for a standby. Tensors are not copied."""
         return {
             "means": [[index, gradient] for index, gradient in self.means.items()],
@@ -161,19 +161,19 @@ def row_mean(parts: Mapping[tuple[int, int], RowGradients], logical_ranks: int) 
     """
     if len(parts) == 1:
         ((ids_n, values_nd),) = parts.values()
-        return ids_n, _divided(values_nd, logical_ranks)
+        return ids_n, _divide_total(values_nd, logical_ranks)
     ids_n = torch.unique(torch.cat([ids for ids, _ in parts.values()]))
     arrivals = PartialSums(logical_ranks)
     for (width, node), (ids, values) in parts.items():
         part_nd = values.new_zeros(len(ids_n), values.shape[1])
         part_nd[torch.searchsorted(ids_n, ids)] = values
         arrivals.add(width, node, [part_nd])
-    total = arrivals.total()
+    total = arrivals.compute_total()
     assert total is not None, "all logical ranks have come"
-    return ids_n, _divided(total[0], logical_ranks)
+    return ids_n, _divide_total(total[0], logical_ranks)
 
 
-def _divided(total: Tensor, count: int) -> Tensor:
+def _divide_total(total: Tensor, count: int) -> Tensor:
     return total.div_(count) if count > 1 else total
 
 
@@ -197,7 +197,7 @@ class UnitLog:
         self._logical_ranks, self._gradients = logical_ranks, gradients
         self._taken: dict[tuple[int, int], set[int]] = {}  # only for steps after `closed`
 
-    def add(self, unit: tuple[int, int], index: int) -> bool:
+    def record_gradient(self, unit: tuple[int, int], index: int) -> bool:
         """Record gradient ``index`` of a unit as received; return False if it already was."""
         if unit[0] <= self.closed or index in self._taken.get(unit, ()):
             return False
@@ -218,7 +218,7 @@ class UnitLog:
                 del self._taken[unit]
             self.closed += 1
 
-    def image(self) -> dict[str, object]:
+    def export_log(self) -> dict[str, object]:
         """Return the complete log, for a standby."""
         return {"closed": self.closed, "taken": [[*unit, sorted(come)] for unit, come in self._taken.items()]}
 
@@ -237,7 +237,7 @@ class GradientCodec(ABC):
     dtype: torch.dtype = torch.uint8
 
     @abstractmethod
-    def length(self, numel: int) -> int:
+    def compute_length(self, numel: int) -> int:
         """Return the payload length for ``numel`` elements, in elements of ``dtype``."""
 
     @abstractmethod
@@ -255,7 +255,7 @@ class HalfBytes(GradientCodec):
 
     dtype = torch.bfloat16
 
-    def length(self, numel: int) -> int:
+    def compute_length(self, numel: int) -> int:
         return numel
 
     def encode(self, gradient_n: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class HalfBytes(GradientCodec):
 class OneBit(GradientCodec):
     """1-bit SGD: signs, and means of positive and negative elements (Seide et al., Interspeech 2014)."""
 
-    def length(self, numel: int) -> int:
+    def compute_length(self, numel: int) -> int:
         return 8 + -(-numel // 8)
 
     def encode(self, gradient_n: Tensor) -> Tensor:
@@ -291,14 +291,14 @@ class TopK(GradientCodec):
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def _count(self, numel: int) -> int:
+    def _count_kept(self, numel: int) -> int:
         return max(1, int(numel * self._share))
 
-    def length(self, numel: int) -> int:
-        return 8 * self._count(numel)
+    def compute_length(self, numel: int) -> int:
+        return 8 * self._count_kept(numel)
 
     def encode(self, gradient_n: Tensor) -> Tensor:
-        places_k = gradient_n.abs().topk(self._count(len(gradient_n)), sorted=False).indices
+        places_k = gradient_n.abs().topk(self._count_kept(len(gradient_n)), sorted=False).indices
         return torch.cat([places_k.int().view(torch.uint8), gradient_n[places_k].view(torch.uint8)])
 
     def decode(self, payload: Tensor, numel: int) -> Tensor:
@@ -324,6 +324,6 @@ class Feedback:
         return payload
 
 
-def codec_of(compression: Compression, *, share: float) -> GradientCodec | None:
+def create_codec(compression: Compression, *, share: float) -> GradientCodec | None:
     """Create the wire format, or None for no compression. "topk" sends the fraction ``share``."""
     return {"none": None, "bf16": HalfBytes(), "onebit": OneBit(), "topk": TopK(share)}[compression]

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plugins.parameter_server.protocol import Operation, Peer, Peers
-from plugins.parameter_server.remote_embedding import linked_model, remotes, take_gradients
+from plugins.parameter_server.remote_embedding import build_linked_model, find_remote_tables, take_gradients
 from plugins.parameter_server.row_store import Sharding, check_rows
 from plugins.parameter_server.row_tables import RowGradients, RowRule
-from plugins.parameter_server.server_group import ServerGroup, Transport, joined_rows, train_state_of, with_tables
+from plugins.parameter_server.server_group import ServerGroup, Transport, add_tables, create_train_state, join_rows
 from plugins.parameter_server.shard import Rule
 from plugins.parameter_server.shard_link import ShardLink
 from plugins.parameter_server.sharding import ShardingPlan
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -42,7 +42,7 @@ from worldsize.strategies.gradient_reducer import Backward, GradientReducer, cli
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.step_hooks import recipe_hooks, refuse_hooks_on
-from worldsize.strategies.synchronous import SynchronousReplica, replicated
+from worldsize.strategies.synchronous import SynchronousReplica, wrap_in_ddp
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import sparse_embeddings
 
@@ -94,11 +94,11 @@ class HybridParameterServer(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         workers = cluster.processes - self.servers
-        self._group.check(cluster, workers)
+        self._group.check_cluster(cluster, workers)
         return {"server": Role(self.servers, serves=True), "worker": Role(workers)}
 
     def prepare(self, folder: Any) -> None:
-        self._group.prepare(folder)
+        self._group.prepare_keys(folder)
 
     def serve(self, recipe: Recipe, context: RunContext) -> None:
         synchronous = self.consistency == "sync"
@@ -106,7 +106,7 @@ class HybridParameterServer(Strategy):
         finite = numerics.nonfinite == "stop"
         rule = Rule(context.logical_ranks, synchronous=synchronous, requires_commit=numerics.needs_norm, finite=finite)
         plan = ShardingPlan([()] * self.servers, self._rows)
-        pending = self._group.server(recipe, train_state_of(recipe), context, plan=plan, rule=rule)
+        pending = self._group.create_server(recipe, create_train_state(recipe), context, plan=plan, rule=rule)
         pending.succession.run()
         pending.serve(leader_prefix="worker-").master.log.ended.wait()
 
@@ -115,7 +115,7 @@ class HybridParameterServer(Strategy):
         return self.consistency == "sync"
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
-        dialer = self._group.dialer(f"worker-{context.world.rank}", context)
+        dialer = self._group.create_dialer(f"worker-{context.world.rank}", context)
         return _HybridReplica(self, recipe, context, dialer, self._rows)
 
 
@@ -145,8 +145,8 @@ class RowGradientCapture(GradientReducer):
     def is_ordered(self) -> bool:
         return self._inner.is_ordered
 
-    def resumed(self) -> None:
-        self._inner.resumed()
+    def on_resume(self) -> None:
+        self._inner.on_resume()
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
         self._inner.scale(parameters, factor)
@@ -169,12 +169,12 @@ class RowGradientCapture(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         numbers = {id(batch): number for number, batch in enumerate(batches)}
 
-        def captured(batch: MicroBatch, scale: float) -> LossRecord:
+        def run_backward(batch: MicroBatch, scale: float) -> LossRecord:
             loss = backward(batch, scale)
             self.captured[numbers[id(batch)]] = [(ids_n, values_nd.div_(scale)) for ids_n, values_nd in self._take()]
             return loss
 
-        return self._inner.run(batches, captured)
+        return self._inner.run(batches, run_backward)
 
 
 @final
@@ -187,50 +187,54 @@ class _HybridReplica(Replica):
         world = context.world
         self._world, self._dialer, self._rule = world, dialer, rule
         self._synchronous = strategy.consistency == "sync"
-        model, self._tables = linked_model(recipe, rule)
+        model, self._tables = build_linked_model(recipe, rule)
         model.to(world.device)
-        self._tables.connect([ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)])
-        module = self._wrapped(model, find_unused_parameters=strategy.find_unused_parameters)
+        self._tables.replace_table_links(
+            [ShardLink(dialer, shard, time.time_ns()) for shard in range(strategy.servers)]
+        )
+        module = self._wrap_model(model, find_unused_parameters=strategy.find_unused_parameters)
         sums = gradient_reducer(strategy.reduce, module or model, world.group)
         self._capture = RowGradientCapture(
-            sums, partial(take_gradients, list(remotes(model))), self._rows_norm, self._approve
+            sums, partial(take_gradients, list(find_remote_tables(model))), self._rows_norm, self._commit_step
         )
         self._inner = SynchronousReplica(
             recipe,
             context,
-            train_state=TrainState.of(recipe, model),
+            train_state=TrainState.from_recipe(recipe, model),
             reducer=self._capture,
             module=module,
         )
         self._step = self._tables.links[0].step
 
-    def _wrapped(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module | None:
+    def _wrap_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module | None:
         dense = any(parameter.requires_grad for parameter in model.parameters())
         if self._world.size == 1 or not dense:
             return None
-        return replicated(model, self._world, find_unused_parameters=find_unused_parameters)
+        return wrap_in_ddp(model, self._world, find_unused_parameters=find_unused_parameters)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self._tables.step = self._step if self._synchronous else 0
         self._step += 1
         result = self._inner.step(micro_batches)
-        self._push()
+        self._push_rows()
         return result
 
-    def _push(self) -> None:
+    def _push_rows(self) -> None:
         width = len(self._capture.captured) * self._world.size
         for number, gradients in sorted(self._capture.captured.items()):
             rank = number * self._world.size + self._world.rank  # strided, like the data
-            self._tables.push(gradients, step=self._step, width=width, node=rank)  # acknowledged by the next pull
+            self._tables.push_row_gradients(
+                gradients, step=self._step, width=width, node=rank
+            )  # acknowledged by the next pull
         self._capture.captured.clear()
 
     def _rows_norm(self) -> Tensor:
         """Return the norm of this step's mean row gradient, a scalar, requested by rank 0."""
-        self._push()
+        self._push_rows()
         norm = torch.zeros((), device=self._world.device)
         if self._world.rank == 0:
-            with phase("communication"):
-                answers = self._peers.ask(Operation.NORMS)
+            with measure_phase("communication"):
+                answers = self._peers.request_messages(Operation.NORMS)
             norm += torch.linalg.vector_norm(
                 torch.tensor([n for norms_of in answers for norms in norms_of.values() for n in norms])
             )
@@ -238,13 +242,13 @@ class _HybridReplica(Replica):
             torch.distributed.broadcast(norm, group=self._world.group, group_src=0)
         return norm
 
-    def _approve(self, norm: Tensor, factor: Tensor) -> None:
+    def _commit_step(self, norm: Tensor, factor: Tensor) -> None:
         """Commit the step on the servers, or skip it if the dense parameters skip it."""
-        skipped = self._inner.numerics.skips(norm)
+        skipped = self._inner.numerics.should_skip_update(norm)
         if self._world.rank == 0:
             decision = {"step": self._step, "factor": None if skipped else float(factor)}
-            with phase("communication"):
-                self._peers.command(Operation.APPLY, decision)
+            with measure_phase("communication"):
+                self._peers.send_commands(Operation.APPLY, decision)
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         self._tables.step = self._step if self._synchronous else 0
@@ -252,9 +256,9 @@ class _HybridReplica(Replica):
 
     def advance_schedules(self, value: float, *, step: int) -> None:
         self._inner.advance_schedules(value, step=step)
-        self._settle()  # all rows of this step are updated with the old learning rate
+        self._wait_for_pushes()  # all rows of this step are updated with the old learning rate
         if self._world.rank == 0:
-            self._peers.command(Operation.ADVANCE, {"value": value, "step": step})
+            self._peers.send_commands(Operation.ADVANCE, {"value": value, "step": step})
         if self._world.group is not None:
             torch.distributed.barrier(self._world.group)  # all later rows are updated with the new one
 
@@ -262,18 +266,18 @@ class _HybridReplica(Replica):
         """Return the load of each server, on rank 0 only."""
         if self._world.rank:
             return {}
-        return {"servers": self._peers.ask(Operation.FACTS)}
+        return {"servers": self._peers.request_messages(Operation.FACTS)}
 
     def state(self) -> StateDict:
         """Fetch all rows on all workers, since each saves a shard of the state."""
-        self._settle()
-        states = [state["tables"] for state in self._peers.request(Peer.state)]
-        return with_tables(self._inner.state(), self._inner.model, joined_rows(states), self._rule)
+        self._wait_for_pushes()
+        states = [state["tables"] for state in self._peers.call_peers(Peer.request_state)]
+        return add_tables(self._inner.state(), self._inner.model, join_rows(states), self._rule)
 
-    def _settle(self) -> None:
+    def _wait_for_pushes(self) -> None:
         """Wait until the servers have acknowledged the pushes of all workers."""
         for link in self._tables.links:
-            link.settle()
+            link.wait_for_pushes()
         if self._world.group is not None:
             torch.distributed.barrier(self._world.group)
 
@@ -288,9 +292,9 @@ class _HybridReplica(Replica):
         self._step = self._tables.links[0].step
 
     def close(self, *, complete: bool) -> None:
-        self._settle()
+        self._wait_for_pushes()
         for link in self._tables.links:
             link.close()
         if self._world.rank == 0:
-            self._dialer.registry.end()
-            self._peers.command(Operation.STOP, {})
+            self._dialer.registry.mark_ended()
+            self._peers.send_commands(Operation.STOP, {})

@@ -16,11 +16,19 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
-from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.checkpoint.manifest_tree import join_tensors, split_tensors
 from worldsize.net.channel import Channel, LostError
-from worldsize.net.frames import DTYPES, MAX_MESSAGE_BYTES, CommonOperation, Header, RefusedError, message, view
+from worldsize.net.frames import (
+    DTYPES,
+    MAX_MESSAGE_BYTES,
+    CommonOperation,
+    Header,
+    RefusedError,
+    encode_message,
+    view_bytes,
+)
 from worldsize.net.registry import Dialer
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 T = TypeVar("T")
 
@@ -81,10 +89,10 @@ _NAMES = {str(dtype): dtype for dtype in (*DTYPES, torch.bool, torch.int32, torc
 
 def send_tree(channel: Channel, tree: Any) -> None:
     """Send a state: dicts, lists, tensors and plain values. Raises LostError."""
-    tensors, values = split(tree)
+    tensors, values = split_tensors(tree)
     facts = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     head = json.dumps({"values": values, "tensors": facts}).encode()
-    parts = [memoryview(_LENGTH.pack(len(head)) + head), *(view(t.contiguous()) for t in tensors.values())]
+    parts = [memoryview(_LENGTH.pack(len(head)) + head), *(view_bytes(t.contiguous()) for t in tensors.values())]
     channel.send(Header(Operation.TREE, shape=(sum(part.nbytes for part in parts),)), parts)
 
 
@@ -95,23 +103,23 @@ def receive_tree(channel: Channel) -> Any:
         LostError: The peer has disconnected.
         RefusedError: The frame is not a state, or its length does not match the tensors.
     """
-    header = channel.answer(Operation.TREE)
+    header = channel.receive_answer(Operation.TREE)
     head = bytearray(_LENGTH.size)
-    channel.fill([memoryview(head)])
+    channel.receive_into([memoryview(head)])
     (length,) = _LENGTH.unpack(head)
     if header.dtype != torch.uint8 or not 0 < length <= min(header.length, MAX_MESSAGE_BYTES):
         raise RefusedError(f"a state announces {length} bytes of names in {header.length}")
     facts = bytearray(length)
-    channel.fill([memoryview(facts)])
+    channel.receive_into([memoryview(facts)])
     try:
-        described = parse(bytes(facts), at_most=MAX_MESSAGE_BYTES)
+        described = parse_strict_json(bytes(facts), at_most=MAX_MESSAGE_BYTES)
     except ValueError as error:
         raise RefusedError(f"a state's names are not JSON: {error}") from None
     tensors = {name: torch.empty(shape, dtype=_NAMES[dtype]) for name, (dtype, shape) in described["tensors"].items()}
     if sum(tensor.nbytes for tensor in tensors.values()) + length + _LENGTH.size != header.length:
         raise RefusedError("a state's tensors are not as long as its frame")
-    channel.fill([view(tensor) for tensor in tensors.values()])
-    return join(described["values"], tensors)
+    channel.receive_into([view_bytes(tensor) for tensor in tensors.values()])
+    return join_tensors(described["values"], tensors)
 
 
 Frame = tuple[Header, Sequence[memoryview]]
@@ -125,7 +133,7 @@ class Peer:
         self._dialer, self._service = dialer, shard_service(shard)
         self._channel, _ = dialer.connect(self._service, "peer")
 
-    def _request(self, frame: Frame, receive: Callable[[Channel], T]) -> T:
+    def _send_request(self, frame: Frame, receive: Callable[[Channel], T]) -> T:
         while True:
             try:
                 self._channel.send(*frame)
@@ -134,23 +142,27 @@ class Peer:
                 self._channel.close()
                 self._channel, _ = self._dialer.connect(self._service, "peer")
 
-    def ask(self, operation: Operation) -> Any:
+    def request_message(self, operation: Operation) -> Any:
         """Request a message with NORMS or FACTS."""
         frame: Frame = (Header(operation), [])
-        return self._request(frame, lambda channel: channel.message(channel.answer(CommonOperation.MESSAGE)))
+        return self._send_request(
+            frame, lambda channel: channel.receive_message(channel.receive_answer(CommonOperation.MESSAGE))
+        )
 
-    def command(self, operation: Operation, facts: Any) -> None:
+    def send_command(self, operation: Operation, facts: Any) -> None:
         """Send a command, such as APPLY, and wait until it is done."""
-        self._request(message(operation, facts), lambda channel: channel.answer(CommonOperation.DONE))
+        self._send_request(
+            encode_message(operation, facts), lambda channel: channel.receive_answer(CommonOperation.DONE)
+        )
 
-    def state(self) -> Any:
+    def request_state(self) -> Any:
         """Request a copy of the shard's state."""
 
-        def receive(channel: Channel) -> Any:
-            channel.answer(CommonOperation.DONE)
+        def receive_state(channel: Channel) -> Any:
+            channel.receive_answer(CommonOperation.DONE)
             return receive_tree(channel)
 
-        return self._request((Header(Operation.STATE), []), receive)
+        return self._send_request((Header(Operation.STATE), []), receive_state)
 
 
 @final
@@ -161,17 +173,17 @@ class Peers:
         self._peers = [Peer(dialer, shard) for shard in shards]
         self._pool = ThreadPoolExecutor(max(1, len(self._peers)), "peer")
 
-    def request(self, question: Callable[[Peer], T]) -> list[T]:
+    def call_peers(self, question: Callable[[Peer], T]) -> list[T]:
         """Call ``question`` with each peer; return the answers in shard order."""
         return list(self._pool.map(question, self._peers))
 
-    def ask(self, operation: Operation) -> list[Any]:
-        """Request a message from each peer; see :meth:`Peer.ask`."""
-        return self.request(lambda peer: peer.ask(operation))
+    def request_messages(self, operation: Operation) -> list[Any]:
+        """Request a message from each peer; see :meth:`Peer.request_message`."""
+        return self.call_peers(lambda peer: peer.request_message(operation))
 
-    def command(self, operation: Operation, facts: Any) -> None:
-        """Send a command to each peer, and wait until all are done; see :meth:`Peer.command`."""
-        self.request(lambda peer: peer.command(operation, facts))
+    def send_commands(self, operation: Operation, facts: Any) -> None:
+        """Send a command to each peer, and wait until all are done; see :meth:`Peer.send_command`."""
+        self.call_peers(lambda peer: peer.send_command(operation, facts))
 
 
 @dataclass
@@ -195,7 +207,7 @@ class Sessions:
         self._by_name: dict[str, Session] = {}
         self._taken_by_master: dict[int, int] = {}  # last sequence number by epoch, recorded as a standby
 
-    def open(self, name: str, epoch: int) -> Session:
+    def open_session(self, name: str, epoch: int) -> Session:
         """Return a worker's session: a new one for a later epoch, else the existing one.
 
         Raises:
@@ -212,7 +224,7 @@ class Sessions:
         """Record, on a standby, the last push that the master has applied."""
         self._taken_by_master[epoch] = sequence
 
-    def image(self) -> dict[int, int]:
+    def export_sequences(self) -> dict[int, int]:
         """Return the last sequence number of each epoch, for a standby."""
         return {**self._taken_by_master, **{each.epoch: each.sequence for each in self._by_name.values()}}
 

@@ -44,7 +44,7 @@ class RemoteTable(nn.Module):
         self._pull = pull
         self.touched: list[_Touch] = []
 
-    def rows(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+    def pull_rows(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Pull the unique rows of ``ids``, a tensor of any shape.
 
         Returns:
@@ -58,7 +58,7 @@ class RemoteTable(nn.Module):
         padding = (ids_n == self.table.padding).nonzero() if self.table.padding is not None else ids_n[:0]
         return rows_nd, inverse, int(padding) if len(padding) else None
 
-    def take(self) -> RowGradients:
+    def take_gradient(self) -> RowGradients:
         """Return new gradients: unique sorted ids, int64 (n,), and values, float32 (n, dim)."""
         touched, self.touched = [touch for touch in self.touched if touch.rows_nd.grad is not None], []
         if not touched:
@@ -77,7 +77,7 @@ class RemoteEmbedding(RemoteTable):
     """An nn.Embedding with rows on servers."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows_nd, inverse, padding = self.rows(ids)
+        rows_nd, inverse, padding = self.pull_rows(ids)
         return F.embedding(inverse, rows_nd, padding_idx=padding)
 
 
@@ -90,7 +90,7 @@ class RemoteEmbeddingBag(RemoteTable):
         self.mode, self.include_last_offset = like.mode, like.include_last_offset
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        rows_nd, inverse, padding = self.rows(ids)
+        rows_nd, inverse, padding = self.pull_rows(ids)
         return F.embedding_bag(
             inverse,
             rows_nd,
@@ -128,14 +128,14 @@ def _no_rows(table: Table, ids_n: Tensor) -> Tensor:
     raise AssertionError(f"{table.name} lacks rows in a process that does not train")
 
 
-def remotes(model: nn.Module) -> Iterator[RemoteTable]:
+def find_remote_tables(model: nn.Module) -> Iterator[RemoteTable]:
     """Iterate over the tables of ``model`` that are on servers, in model order."""
     return (module for module in model.modules() if isinstance(module, RemoteTable))
 
 
 def take_gradients(remotes: Sequence[RemoteTable]) -> list[RowGradients]:
     """Return the gradients of each table since the last call: ids (n,) and values (n, dim)."""
-    return [remote.take() for remote in remotes]
+    return [remote.take_gradient() for remote in remotes]
 
 
 @final
@@ -161,32 +161,32 @@ class TableLinks:
         self.step = 0
         self.oldest: int | None = None
 
-    def connect(self, links: Sequence[ShardLink]) -> None:
+    def replace_table_links(self, links: Sequence[ShardLink]) -> None:
         """Replace the connections to the servers, and clear the cache."""
         self.links = links
         self._caches = [RowCache(self._cache_rows, table.dim) for table in self._tables]
 
-    def pull(self, table: Table, ids_n: Tensor) -> Tensor:
+    def pull_table_rows(self, table: Table, ids_n: Tensor) -> Tensor:
         """Return the rows (n, dim), float32, for unique sorted ids, int64 (n,)."""
         if self.oldest is None or not self._cache_rows:
-            return self._pulled(table, ids_n)[0]
+            return self._pull_uncached(table, ids_n)[0]
         cache = self._caches[self._numbers[table.name]]
         rows_nd, missing_n = cache.get(ids_n, self.oldest)
         wanted_n = ids_n[missing_n]
         if len(wanted_n):
-            pulled_nd, clock = self._pulled(table, wanted_n)
+            pulled_nd, clock = self._pull_uncached(table, wanted_n)
             rows_nd[missing_n] = pulled_nd
             cache.put(wanted_n, pulled_nd, clock)
         return rows_nd
 
-    def _pulled(self, table: Table, ids_n: Tensor) -> tuple[Tensor, int]:
+    def _pull_uncached(self, table: Table, ids_n: Tensor) -> tuple[Tensor, int]:
         """Pull float32 (n, dim) from the servers; also return the lowest of their clocks."""
         number = self._numbers[table.name]
         if len(self.links) == 1:
             (link,) = self.links
             link.ask_rows(number, ids_n, step=self.step)
             return link.receive_rows(number, ids_n, table.dim, step=self.step)
-        rows_nd, owners_n, clocks = torch.empty(len(ids_n), table.dim), self._rule.shard_of(ids_n, table), []
+        rows_nd, owners_n, clocks = torch.empty(len(ids_n), table.dim), self._rule.assign_shards(ids_n, table), []
         mine = [(owners_n == shard).nonzero().flatten() for shard in range(len(self.links))]
         asked = [(link, mine_n, ids_n[mine_n]) for link, mine_n in zip(self.links, mine, strict=True) if len(mine_n)]
         for link, _, wanted_n in asked:  # send all requests before waiting for the first answer
@@ -196,14 +196,14 @@ class TableLinks:
             clocks.append(clock)
         return rows_nd, min(clocks, default=0)
 
-    def push(self, gradients: Sequence[RowGradients], *, step: int, width: int, node: int) -> None:
+    def push_row_gradients(self, gradients: Sequence[RowGradients], *, step: int, width: int, node: int) -> None:
         """Push to all servers, even without affected rows, so that all detect complete steps."""
         part = {"step": step, "width": width, "node": node}
         for number, (table, (ids_n, gradients_nd)) in enumerate(zip(self._tables, gradients, strict=True)):
             if len(self.links) == 1:
                 self.links[0].push_rows(number, ids_n, gradients_nd, **part)
                 continue
-            owners_n = self._rule.shard_of(ids_n, table)
+            owners_n = self._rule.assign_shards(ids_n, table)
             for shard, link in enumerate(self.links):
                 mine_n = (owners_n == shard).nonzero().flatten()
                 link.push_rows(number, ids_n[mine_n], gradients_nd[mine_n], **part)
@@ -214,12 +214,12 @@ class TableLinks:
         return [f"{1 - cache.missed / cache.read:.0%} of {table.name} cached" for table, cache in each if cache.read]
 
 
-def linked_model(recipe: Recipe, rule: RowRule, *, cache_rows: int = 0) -> tuple[nn.Module, TableLinks]:
+def build_linked_model(recipe: Recipe, rule: RowRule, *, cache_rows: int = 0) -> tuple[nn.Module, TableLinks]:
     """Build the recipe's model with tables on servers; also return their connections."""
     model = recipe.model()
     listed = find_tables(model, recipe.row_values(model))
     links = TableLinks(listed, rule, cache_rows=cache_rows)
-    return replace_tables(model, listed, links.pull), links
+    return replace_tables(model, listed, links.pull_table_rows), links
 
 
 @final

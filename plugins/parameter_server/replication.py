@@ -64,21 +64,21 @@ class ReplicationLog:
 
     def start(self) -> None:
         """Start checking the mastership regularly."""
-        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+        threading.Thread(target=self._watch_mastership, daemon=True, name="watch").start()
 
-    def _watch(self) -> None:
+    def _watch_mastership(self) -> None:
         """Send heartbeats to the standby; exit this process if a different server has become master."""
         while not self.ended.wait(self._lease / 4):
             if not self._mastership.is_current():
                 _end_fenced()
             with self.changed:
-                self.forward(Header(CommonOperation.HEARTBEAT), [])
+                self.forward_operation(Header(CommonOperation.HEARTBEAT), [])
 
     def wait_for_standby(self) -> None:
         """Wait for at most one lease until a standby has connected, if one is expected."""
         self._is_followed.wait(self._lease)
 
-    def lead(self, channel: Channel, name: str, image: Callable[[], Any]) -> None:
+    def serve_standby(self, channel: Channel, name: str, image: Callable[[], Any]) -> None:
         """Send the standby ``name`` the state, then all operations until it disconnects.
 
         Args:
@@ -102,13 +102,13 @@ class ReplicationLog:
         _logger.info("%s stands by", name)
         with suppress(LostError, RefusedError):
             while True:
-                channel.answer(CommonOperation.DONE)
+                channel.receive_answer(CommonOperation.DONE)
                 with self.changed:
                     standby.made += 1
                     self.changed.notify_all()
-        self._abandon(standby)
+        self._drop_standby(standby)
 
-    def forward(self, header: Header, payload: Sequence[memoryview]) -> Ticket | None:
+    def forward_operation(self, header: Header, payload: Sequence[memoryview]) -> Ticket | None:
         """Send an operation to the standby, if there is one.
 
         The caller must hold the lock until it has performed the operation itself, so that the order is the same on
@@ -120,24 +120,24 @@ class ReplicationLog:
         try:
             standby.channel.send(header, payload)
         except LostError:
-            self._abandon(standby)
+            self._drop_standby(standby)
             return None
         standby.sent += 1
         return standby, standby.sent
 
-    def settle(self, ticket: Ticket | None) -> None:
+    def wait_for_ticket(self, ticket: Ticket | None) -> None:
         """Wait until the standby performed the operation or is given up. Call without the lock."""
         if ticket is not None:
             standby, number = ticket
             with self.changed:
                 self.changed.wait_for(lambda: standby.made >= number or self._standby is not standby)
 
-    def _abandon(self, standby: _Standby) -> None:
+    def _drop_standby(self, standby: _Standby) -> None:
         """Continue without a standby, unless it has declared this server dead and become master."""
         with self.changed:
             if self._standby is not standby or self.ended.is_set():
                 return
-            if not self._mastership.renew():
+            if not self._mastership.claim_next_epoch():
                 _end_fenced()
             self._standby = None
             self.changed.notify_all()
@@ -195,18 +195,18 @@ class Succession:
 
     def _becomes_master(self) -> bool:
         service = self.mastership.service
-        entry = self._registry.newest(service)
+        entry = self._registry.read_newest(service)
         if entry is None and self._is_first:
-            return self.mastership.renew()
-        entry = entry or self._registry.wait(service)
+            return self.mastership.claim_next_epoch()
+        entry = entry or self._registry.wait_for_server(service)
         self.mastership.epoch = entry.epoch
         try:
             if self._stand_by(entry):
-                return self.mastership.renew()
+                return self.mastership.claim_next_epoch()
         except RefusedError:  # the master has not yet noticed that its old standby is dead
             time.sleep(_POLL)
             return False
-        return self._nobody_came(entry) and self.mastership.renew()
+        return self._nobody_came(entry) and self.mastership.claim_next_epoch()
 
     def _stand_by(self, entry: Registration) -> bool:
         """Act as the master's standby until it dies. Returns False if it is already dead.
@@ -216,7 +216,7 @@ class Succession:
         """
         self._registry.check_open()
         try:
-            channel, _ = self._dialer.attempt(entry, "standby")
+            channel, _ = self._dialer.connect_once(entry, "standby")
         except LostError:
             return False
         try:
@@ -229,7 +229,7 @@ class Succession:
         channel.wait_at_most(self._lease)
         _logger.info("%s stands by for %s", self._dialer.name, entry.name)
         try:
-            self._follow(channel)
+            self._follow_master(channel)
         except LostError as error:
             self._registry.check_open()
             _logger.info("%s is gone: %s", entry.name, error)
@@ -240,39 +240,39 @@ class Succession:
     def _nobody_came(self, entry: Registration) -> bool:
         """Return whether no standby has taken over within a lease after the master's death."""
         deadline = time.monotonic() + (self._lease if self._has_standbys else 0.0)
-        while (now := self._registry.newest(self.mastership.service)) is None or now.epoch == entry.epoch:
+        while (now := self._registry.read_newest(self.mastership.service)) is None or now.epoch == entry.epoch:
             self._registry.check_open()
             if time.monotonic() > deadline:
                 return True
             time.sleep(_POLL)
         return False
 
-    def _follow(self, channel: Channel) -> None:
+    def _follow_master(self, channel: Channel) -> None:
         """Perform the master's operations in order. Pushes that it refused have no effect."""
         while True:
-            header = channel.header()
+            header = channel.receive_header()
             try:
-                self._make(channel, header)
+                self._perform_operation(channel, header)
             except RefusedError as error:
                 _logger.info("refused, as by the master: %s", error)
             channel.send(Header(CommonOperation.DONE))
 
-    def _make(self, channel: Channel, header: Header) -> None:
+    def _perform_operation(self, channel: Channel, header: Header) -> None:
         shard = self.receiver.shard
         match header.operation:
             case Operation.PUSH | Operation.PUSH_ROWS:
-                _, gradient = self.receiver.receive(channel, header)
+                _, gradient = self.receiver.receive_push(channel, header)
                 fields = Fields._make(header.fields)
                 self.sessions.note_taken(fields.epoch, fields.sequence)
-                self.receiver.take(header, gradient)
+                self.receiver.push_gradient(header, gradient)
             case Operation.APPLY:
-                shard.apply(**channel.message(header))
+                shard.commit_step(**channel.receive_message(header))
             case Operation.WEIGH:
-                shard.weigh(**channel.message(header))
+                shard.scale_gradient(**channel.receive_message(header))
             case Operation.ADVANCE:
-                shard.parameters.advance_schedule_by(**channel.message(header))
+                shard.parameters.advance_schedule_by(**channel.receive_message(header))
             case Operation.RESET:
-                shard.reset(**channel.message(header))
+                shard.reset_to_step(**channel.receive_message(header))
             case CommonOperation.HEARTBEAT:
                 pass
             case _:
@@ -283,7 +283,7 @@ class Mastership(ABC):
     """A server's right to acknowledge pushes to its shard."""
 
     @abstractmethod
-    def renew(self) -> bool:
+    def claim_next_epoch(self) -> bool:
         """Become master of the next epoch; return False if a different server already has."""
 
     @abstractmethod
@@ -295,7 +295,7 @@ class Mastership(ABC):
 class SoleMastership(Mastership):
     """Unregistered mastership of a server without competitors."""
 
-    def renew(self) -> bool:
+    def claim_next_epoch(self) -> bool:
         return True
 
     def is_current(self) -> bool:
@@ -321,12 +321,12 @@ class RegisteredMastership(Mastership):
         self.service = service
         self.epoch = 0
 
-    def renew(self) -> bool:
+    def claim_next_epoch(self) -> bool:
         if not self._registry.acquire(self.service, self.epoch + 1, self._address, self._name):
             return False
         self.epoch += 1
         return True
 
     def is_current(self) -> bool:
-        entry = self._registry.newest(self.service)
+        entry = self._registry.read_newest(self.service)
         return entry is None or entry.epoch == self.epoch

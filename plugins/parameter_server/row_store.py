@@ -45,7 +45,7 @@ class RowStore:
         """Number of stored rows."""
         return self._used - len(self._free)
 
-    def touch(self, slots_n: Tensor, now: int) -> None:
+    def record_use(self, slots_n: Tensor, now: int) -> None:
         """Record that the rows in ``slots_n`` (n,) were used at the clock ``now``."""
         if self._capacity is not None:
             self._touched.index_fill_(0, slots_n, now)
@@ -53,14 +53,14 @@ class RowStore:
     def allocate(self, ids_n: Tensor, now: int) -> Tensor:
         """Allocate slots for new rows ``ids_n`` (n,): int64 (n,). The caller fills ``data``."""
         if self._capacity is not None and self.count + len(ids_n) > self._capacity:
-            self._evict(self.count + len(ids_n) - self._capacity, self._capacity)
-        slots_n = self._room(len(ids_n))
+            self._evict_rows(self.count + len(ids_n) - self._capacity, self._capacity)
+        slots_n = self._allocate_slots(len(ids_n))
         self._ids[slots_n] = ids_n
         self._touched[slots_n] = now
         self.index.set(ids_n, slots_n)
         return slots_n
 
-    def _room(self, count: int) -> Tensor:
+    def _allocate_slots(self, count: int) -> Tensor:
         """Return slots (count,) for ``count`` new rows, free ones first."""
         reused, self._free = self._free[:count], self._free[count:]
         first, self._used = self._used, self._used + count - len(reused)
@@ -71,23 +71,23 @@ class RowStore:
             self._ids, self._touched = torch.cat([self._ids, unset]), torch.cat([self._touched, unset])
         return torch.cat([reused, torch.arange(first, self._used)])
 
-    def _evict(self, least: int, capacity: int) -> None:
+    def _evict_rows(self, least: int, capacity: int) -> None:
         """Evict at least ``least`` of the least recently used rows."""
-        live_n = self._live()
+        live_n = self._find_live_slots()
         count = min(len(live_n), max(least, int(capacity * _EVICTED)))
         gone_n = live_n[self._touched[live_n].topk(count, largest=False).indices]
         self.index.set(self._ids[gone_n], torch.full((count,), -1))
         self._free = torch.cat([self._free, gone_n])
         self.evicted += count
 
-    def _live(self) -> Tensor:
+    def _find_live_slots(self) -> Tensor:
         live_n = torch.ones(self._used, dtype=torch.bool)
         live_n[self._free] = False
         return live_n.nonzero().flatten()
 
-    def by_id(self) -> tuple[Tensor, Tensor]:
+    def copy_sorted_rows(self) -> tuple[Tensor, Tensor]:
         """Return copies of all ids and rows, sorted by id: int64 (n,) and float32 (n, width)."""
-        live_n = self._live()
+        live_n = self._find_live_slots()
         order_n = live_n[self._ids[live_n].argsort()]
         return self._ids[order_n].clone(), self.data[order_n].clone()
 
@@ -122,16 +122,16 @@ class DirectSlotIndex(SlotIndex):
         self._block, self._shards, self._sharding = block, shards, sharding
         self._slots = torch.full((block,), -1, dtype=torch.int64)
 
-    def _local(self, ids_n: Tensor) -> Tensor:
+    def _map_to_local(self, ids_n: Tensor) -> Tensor:
         if self._shards == 1:
             return ids_n
         return ids_n // self._shards if self._sharding == "hash" else ids_n % self._block
 
     def get(self, ids_n: Tensor) -> Tensor:
-        return self._slots.index_select(0, self._local(ids_n))
+        return self._slots.index_select(0, self._map_to_local(ids_n))
 
     def set(self, ids_n: Tensor, slots_n: Tensor) -> None:
-        self._slots[self._local(ids_n)] = slots_n
+        self._slots[self._map_to_local(ids_n)] = slots_n
 
 
 @final
@@ -177,7 +177,7 @@ class RowUpdate(ABC):
     def __init__(self, group: Mapping[str, Any]) -> None:
         self.group = group
 
-    def width(self, dim: int) -> int:
+    def compute_width(self, dim: int) -> int:
         """Return the number of elements of a row with ``dim`` values and its state."""
         return dim * (1 + self.row_state) + self.scalar_state
 
@@ -186,7 +186,7 @@ class RowUpdate(ABC):
         return 0.0
 
     @abstractmethod
-    def apply(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+    def update_rows(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         """Update rows of ``data``, float32 (slots, width), in place.
 
         Args:
@@ -208,7 +208,7 @@ def _read_change_write(data: Tensor, slots_n: Tensor, change: Callable[[Tensor],
 class SGDRows(RowUpdate):
     """The update of torch.optim.SGD without momentum."""
 
-    def apply(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+    def update_rows(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         data.scatter_add_(0, slots_n[:, None].expand(-1, dim), gradients_nd * -lr)  # twice as fast as index_add_
 
 
@@ -221,10 +221,10 @@ class AdagradRows(RowUpdate):
     def initial_state(self) -> float:
         return float(self.group["initial_accumulator_value"])
 
-    def apply(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
-        _read_change_write(data, slots_n, lambda rows_nw: self._change(rows_nw, gradients_nd, lr, dim))
+    def update_rows(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+        _read_change_write(data, slots_n, lambda rows_nw: self._change_adagrad_rows(rows_nw, gradients_nd, lr, dim))
 
-    def _change(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+    def _change_adagrad_rows(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         values_nd, sums_nd = rows_nw[:, :dim], rows_nw[:, dim:]
         sums_nd.addcmul_(gradients_nd, gradients_nd)
         values_nd.addcdiv_(gradients_nd, sums_nd.sqrt().add_(self.group["eps"]), value=-lr)
@@ -236,10 +236,10 @@ class AdamRows(RowUpdate):
 
     row_state, scalar_state = 2, 1
 
-    def apply(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
-        _read_change_write(data, slots_n, lambda rows_nw: self._change(rows_nw, gradients_nd, lr, dim))
+    def update_rows(self, data: Tensor, slots_n: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+        _read_change_write(data, slots_n, lambda rows_nw: self._change_adam_rows(rows_nw, gradients_nd, lr, dim))
 
-    def _change(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
+    def _change_adam_rows(self, rows_nw: Tensor, gradients_nd: Tensor, lr: float, dim: int) -> None:
         values_nd, means_nd, squares_nd = rows_nw[:, :dim], rows_nw[:, dim : 2 * dim], rows_nw[:, 2 * dim : 3 * dim]
         steps_n1 = rows_nw[:, 3 * dim :].add_(1).double()  # float64: 1 - beta^steps cancels in float32
         first, second = self.group["betas"]
@@ -252,7 +252,7 @@ class AdamRows(RowUpdate):
         values_nd.sub_((lr / (1 - first**steps_n1)).float() * means_nd / denominator_nd)
 
 
-def update_of(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> RowUpdate:
+def create_row_update(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> RowUpdate:
     """Return ``optimizer``'s row-wise form for the table ``name``, with ``group``'s options.
 
     Raises:
@@ -279,4 +279,4 @@ def check_rows(model: nn.Module, optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) in names:
-                update_of(optimizer, group, names[id(parameter)])
+                create_row_update(optimizer, group, names[id(parameter)])

@@ -70,18 +70,18 @@ def initial_rows(seed: int, table: Table, ids_n: Tensor) -> Tensor:
     digest = hashlib.blake2b(f"{seed}/row/{table.name}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
     counter_nd = ids_n[:, None] * table.dim + torch.arange(table.dim)
-    first_nd = _uniform(counter_nd + key)
+    first_nd = _hash_to_uniform(counter_nd + key)
     if table.values.kind == "uniform":
         rows_nd = (2 * first_nd - 1) * table.values.scale
     else:
-        angle_nd = _uniform(counter_nd + (key ^ 0x5DEECE66D)) * (2 * torch.pi)
+        angle_nd = _hash_to_uniform(counter_nd + (key ^ 0x5DEECE66D)) * (2 * torch.pi)
         rows_nd = (-2 * (1 - first_nd).log()).sqrt() * angle_nd.cos() * table.values.scale
     if table.padding is not None:
         rows_nd[ids_n == table.padding] = 0.0
     return rows_nd.float()
 
 
-def _uniform(counter: Tensor) -> Tensor:
+def _hash_to_uniform(counter: Tensor) -> Tensor:
     """Hash int64 to float64 in [0, 1). Arithmetic wraps around, and shifts are logical."""
     x = counter * -7046029254386353131
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -109,7 +109,7 @@ class RowRule:
     admit_after: int = 0
     capacity: int | None = None
 
-    def shard_of(self, ids_n: Tensor, table: Table) -> Tensor:
+    def assign_shards(self, ids_n: Tensor, table: Table) -> Tensor:
         """Return the server of each row ``ids_n`` (n,), int64 (n,)."""
         if self.sharding == "hash":
             return ids_n % self.shards
@@ -134,7 +134,7 @@ class Rows:
     def __init__(self, table: Table, rule: RowRule, shard: int, update: RowUpdate) -> None:
         index = slot_index(table.rows, shards=rule.shards, sharding=rule.sharding)
         self.table, self.rule, self.shard = table, rule, shard
-        self.store = RowStore(update.width(table.dim), index, capacity=rule.capacity)
+        self.store = RowStore(update.compute_width(table.dim), index, capacity=rule.capacity)
         self.missed = 0
         self._update = update
         self._clock = 0  # counts pulls and pushes
@@ -145,11 +145,11 @@ class Rows:
         """Read rows ``ids_n`` (n,) as float32 (n, dim); initial values if not stored."""
         self._clock += 1
         slots_n = self.store.index.get(ids_n)
-        if self.rule.admit_after == 0 and _lacks(slots_n):
-            self._create(torch.unique(ids_n[slots_n < 0]))
+        if self.rule.admit_after == 0 and _has_missing_slots(slots_n):
+            self._create_rows(torch.unique(ids_n[slots_n < 0]))
             slots_n = self.store.index.get(ids_n)
         if self.rule.admit_after == 0 or bool((slots_n >= 0).all()):
-            self.store.touch(slots_n, self._clock)
+            self.store.record_use(slots_n, self._clock)
             return self.store.data[:, : self.table.dim].index_select(0, slots_n)
         rows_nd, kept_n = initial_rows(self.rule.seed, self.table, ids_n), slots_n >= 0
         rows_nd[kept_n] = self.store.data[slots_n[kept_n], : self.table.dim]
@@ -164,33 +164,33 @@ class Rows:
         if self._clock % _SAMPLED == 0:
             self._sampled.update(ids_n.tolist())
         if self.rule.admit_after:
-            self._admit(ids_n)
+            self._admit_rows(ids_n)
         slots_n = self.store.index.get(ids_n)
-        if _lacks(slots_n):
+        if _has_missing_slots(slots_n):
             kept_n = slots_n >= 0
             self.missed += int((~kept_n).sum())
             slots_n, gradients_nd = slots_n[kept_n], gradients_nd[kept_n]
         lr = float(self._update.group["lr"]) * share
-        self._update.apply(self.store.data, slots_n, gradients_nd, lr, self.table.dim)
-        self.store.touch(slots_n, self._clock)
+        self._update.update_rows(self.store.data, slots_n, gradients_nd, lr, self.table.dim)
+        self.store.record_use(slots_n, self._clock)
 
-    def _admit(self, ids_n: Tensor) -> None:
+    def _admit_rows(self, ids_n: Tensor) -> None:
         """Count pushes of new rows, and create rows that were pushed often enough."""
         new = ids_n[self.store.index.get(ids_n) < 0].tolist()
         self._pending.update(new)
         admitted = [row for row in new if self._pending[row] >= self.rule.admit_after]
         for row in admitted:
             del self._pending[row]
-        self._create(torch.tensor(admitted, dtype=torch.int64))
+        self._create_rows(torch.tensor(admitted, dtype=torch.int64))
 
-    def _create(self, ids_n: Tensor) -> None:
+    def _create_rows(self, ids_n: Tensor) -> None:
         if not len(ids_n):
             return
         slots_n = self.store.allocate(ids_n, self._clock)
         self.store.data[slots_n] = self._update.initial_state()
         self.store.data[slots_n, : self.table.dim] = initial_rows(self.rule.seed, self.table, ids_n)
 
-    def facts(self, *, hottest: int) -> dict[str, Any]:
+    def collect_usage(self, *, hottest: int) -> dict[str, Any]:
         """Return counts, and the ``hottest`` rows of sampled new pushes as [id, count]."""
         often = [[row, times] for row, times in self._sampled.most_common(hottest)]
         self._sampled.clear()
@@ -198,17 +198,17 @@ class Rows:
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of all rows with state, sorted by id: ids (n,) and rows (n, width)."""
-        ids_n, rows_nw = self.store.by_id()
+        ids_n, rows_nw = self.store.copy_sorted_rows()
         return {"ids": ids_n, "rows": rows_nw}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load the rows of a :meth:`state` that belong to this server: ids (n,) and rows (n, width)."""
-        mine_n = self.rule.shard_of(state["ids"], self.table) == self.shard
+        mine_n = self.rule.assign_shards(state["ids"], self.table) == self.shard
         ids_n = state["ids"][mine_n]
-        self._create(ids_n)
+        self._create_rows(ids_n)
         self.store.data[self.store.index.get(ids_n)] = state["rows"][mine_n]
 
 
-def _lacks(slots_n: Tensor) -> bool:
+def _has_missing_slots(slots_n: Tensor) -> bool:
     """Return whether any slot is missing. NumPy takes a third of torch's time for few rows."""
     return len(slots_n) > 0 and bool(slots_n.numpy().min() < 0)

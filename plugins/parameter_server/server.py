@@ -19,7 +19,7 @@ from plugins.parameter_server.shard_master import ShardMaster, ignore_step
 from worldsize.net.channel import Channel
 from worldsize.net.credentials import Credentials
 from worldsize.net.endpoints import ConnectionServer, Service
-from worldsize.net.frames import CommonOperation, Header, RefusedError, view
+from worldsize.net.frames import CommonOperation, Header, RefusedError, view_bytes
 
 SERVER_PREFIX = "server-"  # prefix of server names
 
@@ -55,7 +55,7 @@ class ShardServer:
     ) -> None:
         self.master, self.start_of_step = master, StepStart(master, on_begin)
         workers = WorkerService(master)
-        leader = LeaderService(master, self.start_of_step, self.facts, leader_prefix=leader_prefix)
+        leader = LeaderService(master, self.start_of_step, self.collect_server_load, leader_prefix=leader_prefix)
         own = {"data": workers.serve, "peer": leader.serve, "standby": self._serve_standby}
         self.connections = ConnectionServer(
             listener, credentials, {**own, **services}, timeout=master.timeout, operations=Operation
@@ -66,15 +66,15 @@ class ShardServer:
         self.connections.start()
         self.master.log.start()
 
-    def facts(self) -> dict[str, Any]:
+    def collect_server_load(self) -> dict[str, Any]:
         """Return the load since the last call, and total lost updates and refused frames."""
-        return self.master.facts(refused=self.connections.refused)
+        return self.master.collect_shard_load(refused=self.connections.refused)
 
     def _serve_standby(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         name = str(facts["name"])
         if not name.startswith(SERVER_PREFIX):
             raise RefusedError(f"{name} is not a server")
-        self.master.log.lead(channel, name, self.master.image)
+        self.master.log.serve_standby(channel, name, self.master.export_standby_image)
 
 
 @final
@@ -101,29 +101,29 @@ class LeaderService:
             raise RefusedError(f"{name} does not lead this run")
         channel.send_message(CommonOperation.WELCOME, {"step": self._master.shard.step})
         while True:
-            self._answer(channel, channel.header(), name)
+            self._answer_request(channel, channel.receive_header(), name)
 
-    def _answer(self, channel: Channel, header: Header, name: str) -> None:
+    def _answer_request(self, channel: Channel, header: Header, name: str) -> None:
         match header.operation:
             case Operation.NORMS:
-                channel.send_message(CommonOperation.MESSAGE, self._master.norms())
+                channel.send_message(CommonOperation.MESSAGE, self._master.compute_step_norms())
             case Operation.APPLY:
-                self._master.apply(**channel.message(header))
+                self._master.commit_update(**channel.receive_message(header))
                 channel.send(Header(CommonOperation.DONE))
             case Operation.WEIGH:
-                self._master.weigh(**channel.message(header))
+                self._master.scale_step_gradient(**channel.receive_message(header))
                 channel.send(Header(CommonOperation.DONE))
             case Operation.ADVANCE:
-                self._master.advance(**channel.message(header))
+                self._master.advance_schedule(**channel.receive_message(header))
                 channel.send(Header(CommonOperation.DONE))
             case Operation.RESET:
-                self._master.reset(**channel.message(header))
+                self._master.reset_shard(**channel.receive_message(header))
                 channel.send(Header(CommonOperation.DONE))
             case Operation.BEGIN:
-                self._start.keep(**channel.message(header))
+                self._start.save_state(**channel.receive_message(header))
                 channel.send(Header(CommonOperation.DONE))
             case Operation.ROLL_BACK:
-                self._start.roll_back(**channel.message(header))
+                self._start.roll_back(**channel.receive_message(header))
                 channel.send(Header(CommonOperation.DONE))
             case Operation.FACTS:
                 channel.send_message(CommonOperation.MESSAGE, self._facts())
@@ -132,7 +132,7 @@ class LeaderService:
                 channel.send(Header(CommonOperation.DONE))  # the state is copied; the shard may change again
                 send_tree(channel, state)
             case Operation.STOP:
-                channel.message(header)
+                channel.receive_message(header)
                 channel.send(Header(CommonOperation.DONE))
                 self._master.log.ended.set()
             case _:
@@ -152,16 +152,18 @@ class WorkerService:
     def serve(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Serve the connection of one worker until it ends. Raises LostError or RefusedError."""
         self._master.log.wait_for_standby()
-        session = self._master.open_session(str(facts["name"]), _number(facts, "epoch"), seen=_number(facts, "seen", 0))
+        session = self._master.open_session(
+            str(facts["name"]), _read_number(facts, "epoch"), seen=_read_number(facts, "seen", 0)
+        )
         welcome = {"sequence": session.sequence, "step": self._master.shard.step}
         channel.send_message(CommonOperation.WELCOME, welcome)
         while True:
-            header = channel.header()
+            header = channel.receive_header()
             match header.operation:
                 case Operation.PUSH | Operation.PUSH_ROWS:
-                    self._push(channel, header, session)
+                    self._receive_push(channel, header, session)
                 case Operation.PULL:
-                    self._pull(channel, header)
+                    self._send_buckets(channel, header)
                 case Operation.PULL_ROWS:
                     self._pull_rows(channel, header)
                 case CommonOperation.SHARE:
@@ -169,26 +171,26 @@ class WorkerService:
                 case _:
                     raise RefusedError(f"{header.operation.name} from a worker")
 
-    def _push(self, channel: Channel, header: Header, session: Session) -> None:
+    def _receive_push(self, channel: Channel, header: Header, session: Session) -> None:
         fields = Fields._make(header.fields)
         if fields.epoch != session.epoch or fields.sequence != session.sequence + 1:
             raise RefusedError(
                 f"received PUSH {fields.sequence} of epoch {fields.epoch}, expected {session.sequence + 1} of "
                 f"{session.epoch}"
             )
-        payload, gradient = self._master.receiver.receive(channel, header)
-        self._master.push(header, payload, gradient, session)
+        payload, gradient = self._master.receiver.receive_push(channel, header)
+        self._master.apply_push(header, payload, gradient, session)
         acknowledged = Fields(table=fields.table, sequence=fields.sequence)
         channel.send_later(Header(CommonOperation.DONE, fields=acknowledged))
 
-    def _pull(self, channel: Channel, header: Header) -> None:
+    def _send_buckets(self, channel: Channel, header: Header) -> None:
         """Send all buckets, once they include the updates up to the step in the header."""
         shard = self._master.shard
         seen = self._master.wait_for(Fields._make(header.fields).step) % _SEEN_MODULUS
         parameters = shard.parameters
         for index, (bucket, values_n) in enumerate(zip(parameters.buckets, parameters.values, strict=True)):
             fields = Fields(index, seen=seen, step=shard.step)
-            channel.send(Header(Operation.WEIGHTS, bucket.dtype, (bucket.numel,), fields), [view(values_n)])
+            channel.send(Header(Operation.WEIGHTS, bucket.dtype, (bucket.numel,), fields), [view_bytes(values_n)])
         self._master.count_pull(sum(values_n.nbytes for values_n in parameters.values))
 
     def _pull_rows(self, channel: Channel, header: Header) -> None:
@@ -197,11 +199,11 @@ class WorkerService:
         rows, ids_n = self._master.receiver.receive_ids(channel, header)
         rows_nd, updates, step = self._master.pull_rows(rows, ids_n, step=asked.step)
         fields = Fields(asked.table, seen=updates % _SEEN_MODULUS, step=step)
-        channel.send(Header(Operation.WEIGHTS, torch.float32, tuple(rows_nd.shape), fields), [view(rows_nd)])
+        channel.send(Header(Operation.WEIGHTS, torch.float32, tuple(rows_nd.shape), fields), [view_bytes(rows_nd)])
         self._master.count_pull(rows_nd.nbytes)
 
 
-def _number(facts: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _read_number(facts: Mapping[str, Any], key: str, default: int | None = None) -> int:
     number = facts.get(key, default)
     if not isinstance(number, int):
         raise RefusedError(f"JOIN has {key}={str(number)[:50]}")
@@ -221,11 +223,11 @@ class StepStart:
         self._master, self._on_begin = master, on_begin
         self._kept: Any = None
 
-    def keep(self, step: int) -> None:
+    def save_state(self, step: int) -> None:
         """Save the state at the start of ``step``; gradients may already have arrived."""
         self._on_begin(step)
         with self._master.log.changed:
-            self._kept = deepcopy(self._master.shard.parameters.image())
+            self._kept = deepcopy(self._master.shard.parameters.export_parameters())
 
     def roll_back(self, updates: int) -> None:
         """Restore the saved state as update number ``updates``. Repeated calls are ignored.
@@ -238,5 +240,5 @@ class StepStart:
             if shard.step < updates:
                 shard.parameters.restore(deepcopy(self._kept))  # a copy, since the optimizer changes these tensors
                 shard.step = updates
-                shard.reset(updates, None)
+                shard.reset_to_step(updates, None)
                 self._master.log.changed.notify_all()

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plugins.parameter_server.protocol import Operation, Sessions, shard_service
-from plugins.parameter_server.remote_embedding import RemoteTable, remotes, rowless_model
+from plugins.parameter_server.remote_embedding import RemoteTable, find_remote_tables, rowless_model
 from plugins.parameter_server.replication import RegisteredMastership, ReplicationLog, Succession
-from plugins.parameter_server.row_store import RowUpdate, update_of
+from plugins.parameter_server.row_store import RowUpdate, create_row_update
 from plugins.parameter_server.row_tables import RowRule, Rows, Table, initial_rows
 from plugins.parameter_server.server import SERVER_PREFIX, ShardServer
 from plugins.parameter_server.shard import PushReceiver, Rule, Shard
@@ -29,10 +29,10 @@ from plugins.parameter_server.shard_parameters import ShardParameters
 from plugins.parameter_server.sharding import ShardingPlan
 from worldsize.core import ONE_UPDATE, Cluster, ConfigError, Recipe, Rendezvous, RunContext, StateDict
 from worldsize.net.credentials import Credentials, create_authority, issue_certificate
-from worldsize.net.endpoints import Service, address_of, listen
+from worldsize.net.endpoints import Service, get_listener_address, open_listener
 from worldsize.net.registry import Dialer, Registry
-from worldsize.optimizers.groups import optimizer_of
-from worldsize.record.run_directory import private
+from worldsize.optimizers.groups import create_optimizer
+from worldsize.record.run_directory import create_private_folder
 from worldsize.strategies.train_state import OptimizerPart, TrainState
 
 Transport = Literal["auto", "unix", "tls", "tcp"]
@@ -118,7 +118,7 @@ class ServerGroup:
         """The transport in use, with "auto" resolved."""
         return self.transport if self.transport != "auto" else "unix" if self.nodes == 1 else "tls"
 
-    def check(self, cluster: Cluster, workers: int) -> None:
+    def check_cluster(self, cluster: Cluster, workers: int) -> None:
         """Raise ConfigError if the options are invalid for ``cluster`` with this number of workers."""
         if cluster.device != "cpu":
             raise ConfigError(
@@ -137,18 +137,18 @@ class ServerGroup:
                 "Set strategy.transport=tls."
             )
 
-    def prepare(self, folder: Path) -> None:
+    def prepare_keys(self, folder: Path) -> None:
         """Create the run's certificate authority if TLS is used. Called in the launching process."""
         if self.wire == "tls":
-            create_authority(private(folder) / "keys")
+            create_authority(create_private_folder(folder) / "keys")
 
-    def dialer(self, name: str, context: RunContext) -> Dialer:
+    def create_dialer(self, name: str, context: RunContext) -> Dialer:
         """Create a dialer from process ``name`` to the servers. Raises ConfigError outside a run."""
         meeting = context.meeting_place(needs="a parameter server needs its servers")
         credentials = issue_certificate(meeting.folder / "keys", name) if self.wire == "tls" else None
         return Dialer(name, Registry(meeting.folder, meeting.timeout), credentials, meeting.timeout, Operation)
 
-    def server(
+    def create_server(
         self, recipe: Recipe, train_state: TrainState, context: RunContext, *, plan: ShardingPlan, rule: Rule
     ) -> PendingServer:
         """Create this process's server with the state of the newest checkpoint.
@@ -161,11 +161,11 @@ class ServerGroup:
             rule: When gradients become an update.
         """
         index = context.world.rank % self.servers
-        shard, full = self._shard(recipe, train_state, context, index, plan=plan, rule=rule)
-        dialer = self.dialer(f"{SERVER_PREFIX}{context.world.rank}", context)
-        return self.pending(PushReceiver(shard, plan.codec), full, context, dialer, number=index)
+        shard, full = self._create_shard(recipe, train_state, context, index, plan=plan, rule=rule)
+        dialer = self.create_dialer(f"{SERVER_PREFIX}{context.world.rank}", context)
+        return self.create_pending_server(PushReceiver(shard, plan.codec), full, context, dialer, number=index)
 
-    def pending(
+    def create_pending_server(
         self, receiver: PushReceiver, full: TrainState, context: RunContext, dialer: Dialer, *, number: int
     ) -> PendingServer:
         """Create this process's server for shard ``number``.
@@ -179,7 +179,7 @@ class ServerGroup:
         """
         meeting = context.meeting_place(needs="a server needs its workers")
         listener = self._listener(dialer.credentials, meeting, f"{dialer.name}-{number}")
-        service, address = shard_service(number), address_of(listener)
+        service, address = shard_service(number), get_listener_address(listener)
         succession = Succession(
             dialer,
             RegisteredMastership(dialer.registry, service, address=address, name=dialer.name),
@@ -191,7 +191,7 @@ class ServerGroup:
         )
         return PendingServer(full, succession, dialer, listener, self.lease, self.replicas > 0)
 
-    def _shard(
+    def _create_shard(
         self,
         recipe: Recipe,
         train_state: TrainState,
@@ -202,39 +202,42 @@ class ServerGroup:
         rule: Rule,
     ) -> tuple[Shard, TrainState]:
         """Create the shard and the full model, from the newest checkpoint if there is one."""
-        full, part = train_state_of(recipe), train_state.parts[ONE_UPDATE]
+        full, part = create_train_state(recipe), train_state.parts[ONE_UPDATE]
         full.model.load_state_dict(train_state.model.state_dict())  # for frozen weights, which no shard has
         restored = context.checkpoints.restore(lambda: full_state(full, empty_rows(part), plan.rows))
         state, step = restored or (None, 0)
         if state is not None:
             load_full_state(train_state, state)
             load_full_state(full, state)
-        tables = tables_of(part, plan.rows, index)  # after loading, which replaces the optimizer's groups
+        tables = create_tables(part, plan.rows, index)  # after loading, which replaces the optimizer's groups
         if state is not None:
             for each in tables:
                 each.load(state["tables"][each.table.name])
-        own = ShardParameters(part, plan.shards[index], tables, make=partial(optimizer_of, recipe))
+        own = ShardParameters(part, plan.shards[index], tables, make=partial(create_optimizer, recipe))
         return Shard(own, rule, step=step), full
 
     def _listener(self, credentials: Credentials | None, meeting: Rendezvous, name: str) -> socket.socket:
         if self.wire == "unix":
-            return listen(f"unix:{meeting.socket(f'{name}-{os.getpid()}')}", None)
+            return open_listener(f"unix:{meeting.get_socket_path(f'{name}-{os.getpid()}')}", None)
         host = self.host or ("127.0.0.1" if self.wire == "tcp" else meeting.address)
-        return listen(f"tcp:{host}:0", credentials)
+        return open_listener(f"tcp:{host}:0", credentials)
 
 
 _DENSE = 1 << 30  # bytes; smaller tables are also saved as dense weights, including untouched rows
 RowStates = Mapping[str, Mapping[str, Tensor]]
 
 
-def train_state_of(recipe: Recipe) -> TrainState:
+def create_train_state(recipe: Recipe) -> TrainState:
     """Create the model and optimizer of a recipe, without table rows."""
-    return TrainState.of(recipe, rowless_model(recipe))
+    return TrainState.from_recipe(recipe, rowless_model(recipe))
 
 
-def tables_of(part: OptimizerPart, rule: RowRule, shard: int) -> list[Rows]:
+def create_tables(part: OptimizerPart, rule: RowRule, shard: int) -> list[Rows]:
     """Create a server's rows of each table, updated with the options of its parameter group."""
-    return [Rows(each.table, rule, shard, _update_of(part.optimizer, each)) for each in remotes(part.model)]
+    return [
+        Rows(each.table, rule, shard, _create_row_update(part.optimizer, each))
+        for each in find_remote_tables(part.model)
+    ]
 
 
 def empty_rows(part: OptimizerPart) -> dict[str, dict[str, Tensor]]:
@@ -242,19 +245,19 @@ def empty_rows(part: OptimizerPart) -> dict[str, dict[str, Tensor]]:
     return {
         each.table.name: {
             "ids": torch.empty(0, dtype=torch.int64),
-            "rows": torch.empty(0, _update_of(part.optimizer, each).width(each.table.dim)),
+            "rows": torch.empty(0, _create_row_update(part.optimizer, each).compute_width(each.table.dim)),
         }
-        for each in remotes(part.model)
+        for each in find_remote_tables(part.model)
     }
 
 
-def _update_of(optimizer: Optimizer, remote: RemoteTable) -> RowUpdate:
+def _create_row_update(optimizer: Optimizer, remote: RemoteTable) -> RowUpdate:
     groups = optimizer.param_groups
     own = next((group for group in groups if any(each is remote.weight for each in group["params"])), groups[0])
-    return update_of(optimizer, own, remote.table.name)
+    return create_row_update(optimizer, own, remote.table.name)
 
 
-def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
+def join_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
     """Join the rows of all shards, sorted by id, by table: ids (n,) and rows (n, width)."""
     joined = {}
     for name in states[0]:
@@ -267,22 +270,22 @@ def joined_rows(states: Sequence[RowStates]) -> dict[str, dict[str, Tensor]]:
 
 def full_state(train_state: TrainState, rows: RowStates, rule: RowRule) -> StateDict:
     """Return model, optimizer and schedule like :meth:`TrainState.state`, with the tables."""
-    return with_tables({**train_state.state(), "scaler": {}}, train_state.model, rows, rule)
+    return add_tables({**train_state.state(), "scaler": {}}, train_state.model, rows, rule)
 
 
-def with_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
+def add_tables(state: StateDict, model: nn.Module, rows: RowStates, rule: RowRule) -> StateDict:
     """Add the tables' rows to ``state``; small tables also as the model's dense weights."""
     if not rows:
         return state
     dense = {
-        remote.table.name: _dense(remote.table, rows[remote.table.name], rule)
-        for remote in remotes(model)
+        remote.table.name: _build_dense_weight(remote.table, rows[remote.table.name], rule)
+        for remote in find_remote_tables(model)
         if remote.table.rows * remote.table.dim * 4 <= _DENSE
     }
     return {**state, "model": {**state["model"], **dense}, "tables": {name: dict(each) for name, each in rows.items()}}
 
 
-def _dense(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
+def _build_dense_weight(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
     values_rd = initial_rows(rule.seed, table, torch.arange(table.rows))
     values_rd[state["ids"]] = state["rows"][:, : table.dim]
     return values_rd
@@ -290,5 +293,5 @@ def _dense(table: Table, state: Mapping[str, Tensor], rule: RowRule) -> Tensor:
 
 def load_full_state(train_state: TrainState, state: StateDict) -> None:
     """Load a :func:`full_state` without its tables."""
-    empty = {remote.table.name: remote.weight for remote in remotes(train_state.model)}
+    empty = {remote.table.name: remote.weight for remote in find_remote_tables(train_state.model)}
     train_state.load({**state, "model": {**state["model"], **empty}})

@@ -18,7 +18,7 @@ from plugins.parameter_server.protocol import Fields, Operation
 from plugins.parameter_server.row_tables import Rows
 from plugins.parameter_server.shard_parameters import ShardParameters
 from worldsize.net.channel import Channel
-from worldsize.net.frames import Header, RefusedError, view
+from worldsize.net.frames import Header, RefusedError, view_bytes
 
 
 @final
@@ -32,7 +32,7 @@ class Rule:
             gradient is an update, with a fraction of the learning rate.
         by_staleness: Whether that fraction is 1 / staleness of the gradient (Zhang et al. 2016, arXiv 1511.05950)
             instead of 1 / logical ranks.
-        requires_commit: Whether the update of a step waits for :meth:`Shard.apply`.
+        requires_commit: Whether the update of a step waits for :meth:`Shard.commit_step`.
         finite: Whether NaN and infinite gradients are refused.
     """
 
@@ -70,7 +70,7 @@ class Shard:
         """The last step up to which all steps are complete."""
         return self.step if self.rule.synchronous else self._units.closed
 
-    def push(
+    def add_gradient(
         self,
         index: int,
         gradient: Gradient,
@@ -105,10 +105,10 @@ class Shard:
             raise RefusedError(f"a gradient for step {step} is NaN or infinite (nonfinite=ignore would accept it)")
         if not self.rule.synchronous:
             return self._push_unit(index, gradient, (step, node), seen, present)
-        is_new = self._gradients.add(index, gradient, step=step, width=width, node=node, present=present)
+        is_new = self._gradients.add_contribution(index, gradient, step=step, width=width, node=node, present=present)
         if index in self._gradients.means and not self.rule.requires_commit:
             present = self._gradients.present.get(index)
-            self.parameters.update(index, self._gradients.take(index), present=present)
+            self.parameters.apply_gradient(index, self._gradients.pop_mean(index), present=present)
             if self._gradients.all_taken:
                 self._end_step()
         return is_new
@@ -117,11 +117,11 @@ class Shard:
         self, index: int, gradient: Gradient, unit: tuple[int, int], seen: int, present: Tensor | None
     ) -> bool:
         """Apply a unit's gradient at lr / logical ranks, or lr / staleness if configured."""
-        if not self._units.add(unit, index):
+        if not self._units.record_gradient(unit, index):
             return False
         staleness = max(1, (self.updates - seen + 1) % 2**32)
         share = 1 / (staleness if self.rule.by_staleness else self.rule.logical_ranks)
-        self.parameters.update(index, gradient, share, present=present)
+        self.parameters.apply_gradient(index, gradient, share, present=present)
         if self._units.is_complete(unit):
             self.updates += 1
             if self.updates % self.rule.logical_ranks == 0:
@@ -134,26 +134,26 @@ class Shard:
         self.step += 1
         self.updates += 1
         self.parameters.advance_schedule()
-        self._gradients = self._gradients.empty(self.step + 1)
+        self._gradients = self._gradients.create_empty(self.step + 1)
 
     @property
     def waits_for_commit(self) -> bool:
         """Whether the mean gradient of the next step is complete and waits for :meth:`apply`."""
         return self.rule.requires_commit and self._gradients.all_wait
 
-    def weigh(self, step: int, factor: float) -> None:
+    def scale_gradient(self, step: int, factor: float) -> None:
         """Scale the uncommitted mean gradient of ``step`` by ``factor``. Repeated calls are ignored.
 
         If losses are (sum, weight), this turns the mean of gradients into the gradient of the weighted mean.
         """
         if step == self.step + 1 and self.waits_for_commit:
-            self._gradients.weigh(factor)
+            self._gradients.scale_means(factor)
 
-    def norms(self) -> dict[str, list[float]]:
+    def compute_norms(self) -> dict[str, list[float]]:
         """Return the L2 norms of the uncommitted mean gradient's pieces, by parameter."""
-        return self.parameters.norms(self._gradients.means, self._gradients.present)
+        return self.parameters.compute_piece_norms(self._gradients.means, self._gradients.present)
 
-    def apply(self, step: int, factor: float | None) -> None:
+    def commit_step(self, step: int, factor: float | None) -> None:
         """Commit ``step`` with its gradient scaled by ``factor``; None skips the update."""
         if step != self.step + 1 or not self.waits_for_commit:
             return  # already committed by a request whose answer was lost
@@ -162,34 +162,34 @@ class Shard:
             if factor not in (None, 1.0):
                 (gradient if isinstance(gradient, Tensor) else gradient[1]).mul_(factor)
             if factor is not None:
-                self.parameters.update(index, gradient, present=self._gradients.present.get(index))
+                self.parameters.apply_gradient(index, gradient, present=self._gradients.present.get(index))
         self._end_step()
 
-    def reset(self, step: int, factor: float | None) -> None:
+    def reset_to_step(self, step: int, factor: float | None) -> None:
         """Prepare for a new leader: complete a committed ``step``, drop later gradients.
 
         ``factor``: the gradient factor of the commit of ``step``. None if its update was skipped.
         """
-        self.apply(step, factor)
+        self.commit_step(step, factor)
         if self.rule.synchronous:
-            self._gradients = self._gradients.empty(self.step + 1)
+            self._gradients = self._gradients.create_empty(self.step + 1)
 
-    def image(self) -> dict[str, Any]:
+    def export_image(self) -> dict[str, Any]:
         """Return the complete state for a standby, with pending gradients, without copying."""
         return {
-            "parameters": self.parameters.image(),
+            "parameters": self.parameters.export_parameters(),
             "step": self.step,
             "updates": self.updates,
             "last_factor": self.last_factor,
-            "gradients": self._gradients.image(),
-            "units": self._units.image(),
+            "gradients": self._gradients.export_gradients(),
+            "units": self._units.export_log(),
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
         """Load an :meth:`image` of the master's shard."""
         self.parameters.restore(image["parameters"])
         self.step, self.updates, self.last_factor = image["step"], image["updates"], image["last_factor"]
-        self._gradients = self._gradients.empty(self.step + 1)
+        self._gradients = self._gradients.create_empty(self.step + 1)
         self._gradients.restore(image["gradients"])
         self._units.restore(**image["units"])
 
@@ -208,11 +208,11 @@ class PushReceiver:
     def __init__(self, shard: Shard, codec: GradientCodec | None) -> None:
         self.shard, self._codec = shard, codec
 
-    def receive(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
+    def receive_push(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
         """Receive the payload of a push; return its bytes and the decoded gradient.
 
         If pieces of a bucket lack a gradient, presence flags follow the gradient, also in the result; see
-        :func:`with_presence`.
+        :func:`encode_presence`.
 
         Raises:
             LostError: The peer has disconnected.
@@ -224,44 +224,44 @@ class PushReceiver:
         if table >= len(buckets):
             raise RefusedError(f"PUSH of table {table}; there are {len(buckets)}")
         bucket = buckets[table]
-        dtype, length = (codec.dtype, codec.length(bucket.numel)) if codec else (bucket.dtype, bucket.numel)
+        dtype, length = (codec.dtype, codec.compute_length(bucket.numel)) if codec else (bucket.dtype, bucket.numel)
         pieces = len(bucket.pieces) if header.shape == (length + len(bucket.pieces),) else 0
-        header.require(dtype, (length + pieces,))
+        header.require_payload(dtype, (length + pieces,))
         received = torch.empty(length + pieces, dtype=dtype)
-        channel.fill(payload := [view(received)])
+        channel.receive_into(payload := [view_bytes(received)])
         if codec is None:
             return payload, received
         gradient_n = codec.decode(received[:length], bucket.numel)
         return payload, torch.cat([gradient_n, received[length:].to(gradient_n.dtype)]) if pieces else gradient_n
 
     def _receive_rows(self, channel: Channel, header: Header) -> tuple[list[memoryview], Gradient]:
-        rows = self._rows(header)
+        rows = self._find_rows(header)
         count, rest = divmod(header.length, _ID_BYTES + _NUMBER_BYTES * rows.table.dim)
         if rest or header.dtype != torch.uint8 or count > rows.table.rows:
             raise RefusedError(f"PUSH_ROWS of {rows.table.name} carries {header.length} bytes")
         ids_n, gradients_nd = torch.empty(count, dtype=torch.int64), torch.empty(count, rows.table.dim)
-        channel.fill(payload := [view(ids_n), view(gradients_nd)])
+        channel.receive_into(payload := [view_bytes(ids_n), view_bytes(gradients_nd)])
         _check_ids(rows, ids_n)
         return payload, (ids_n, gradients_nd)
 
     def receive_ids(self, channel: Channel, header: Header) -> tuple[Rows, Tensor]:
         """Receive PULL_ROWS: the table and ids, int64 (n,). Raises like :meth:`receive`."""
-        rows = self._rows(header)
+        rows = self._find_rows(header)
         if header.dtype != torch.int64 or len(header.shape) != 1 or header.shape[0] > rows.table.rows:
             raise RefusedError(f"PULL_ROWS of {rows.table.name} carries {header.dtype} {list(header.shape)}")
         ids_n = torch.empty(header.shape, dtype=torch.int64)
-        channel.fill([view(ids_n)])
+        channel.receive_into([view_bytes(ids_n)])
         _check_ids(rows, ids_n)
         return rows, ids_n
 
-    def _rows(self, header: Header) -> Rows:
+    def _find_rows(self, header: Header) -> Rows:
         table, tables = Fields._make(header.fields).table, self.shard.parameters.tables
         if table >= len(tables):
             raise RefusedError(f"rows of table {table}; there are {len(tables)}")
         return tables[table]
 
-    def take(self, header: Header, gradient: Gradient) -> None:
-        """Push a received gradient to the shard. Raises RefusedError like :meth:`Shard.push`."""
+    def push_gradient(self, header: Header, gradient: Gradient) -> None:
+        """Push a received gradient to the shard. Raises RefusedError like :meth:`Shard.add_gradient`."""
         fields = Fields._make(header.fields)
         first = len(self.shard.parameters.buckets) if header.operation == Operation.PUSH_ROWS else 0
         part = {"step": fields.step, "width": fields.width, "node": fields.node, "seen": fields.seen}
@@ -270,7 +270,7 @@ class PushReceiver:
             numel = self.shard.parameters.buckets[fields.table].numel
             present = gradient[numel:] > 0 if len(gradient) > numel else None
             gradient = gradient[:numel]
-        self.shard.push(first + fields.table, gradient, present=present, **part)
+        self.shard.add_gradient(first + fields.table, gradient, present=present, **part)
 
 
 def _check_ids(rows: Rows, ids_n: Tensor) -> None:
@@ -282,5 +282,5 @@ def _check_ids(rows: Rows, ids_n: Tensor) -> None:
         raise RefusedError(f"ids of rows of {rows.table.name} must be sorted and unique; these are not")
     if ids[0] < 0 or ids[-1] >= rows.table.rows:
         raise RefusedError(f"{rows.table.name} has rows 0 to {rows.table.rows - 1}; the request has others")
-    if rows.rule.shards > 1 and not bool((rows.rule.shard_of(ids_n, rows.table) == rows.shard).all()):
+    if rows.rule.shards > 1 and not bool((rows.rule.assign_shards(ids_n, rows.table) == rows.shard).all()):
         raise RefusedError(f"the request has rows of {rows.table.name} that belong to a different server")

@@ -11,12 +11,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from plugins.parameter_server.gradients import Feedback, with_presence
+from plugins.parameter_server.gradients import Feedback, encode_presence
 from plugins.parameter_server.protocol import Fields, Operation, shard_service
 from plugins.parameter_server.sharding import Bucket, BucketKey, ShardingPlan
 from worldsize.core import FaultPoints
 from worldsize.net.channel import LostError
-from worldsize.net.frames import CommonOperation, Header, RefusedError, view
+from worldsize.net.frames import CommonOperation, Header, RefusedError, view_bytes
 from worldsize.net.registry import Dialer
 
 
@@ -48,36 +48,36 @@ class ShardLink:
         self._asked_step = 0
         self._pending: deque[_Push] = deque()
         self._channel, facts = dialer.connect(self._service, "data", epoch=epoch)
-        self._channel.share(dialer.timeout)
+        self._channel.offer_share(dialer.timeout)
         self.step = int(facts["step"])
 
-    def push(
+    def push_bucket(
         self, table: int, dtype: torch.dtype, payload: Sequence[memoryview], *, step: int, width: int, node: int
     ) -> None:
         """Send the gradient of a bucket; :meth:`settle` waits until it is acknowledged."""
         shape = (sum(part.nbytes for part in payload) // dtype.itemsize,)
         header = Header(Operation.PUSH, dtype, shape, Fields(table, width, node, step=step))
-        self._push(header, payload)
+        self._send_push(header, payload)
 
     def push_rows(self, table: int, ids_n: Tensor, gradients_nd: Tensor, *, step: int, width: int, node: int) -> None:
         """Send row gradients, float32 (n, dim), with unique sorted ids, int64 (n,)."""
-        payload = [view(ids_n), view(gradients_nd.contiguous())]
+        payload = [view_bytes(ids_n), view_bytes(gradients_nd.contiguous())]
         shape = (ids_n.nbytes + gradients_nd.nbytes,)
         header = Header(Operation.PUSH_ROWS, torch.uint8, shape, Fields(table, width, node, step=step))
-        self._push(header, payload)
+        self._send_push(header, payload)
 
-    def _push(self, header: Header, payload: Sequence[memoryview]) -> None:
+    def _send_push(self, header: Header, payload: Sequence[memoryview]) -> None:
         self._sequence += 1
         table, width, node, _, _, _, step = header.fields
         fields = Fields(table, width, node, self._seen, self._epoch, self._sequence, step)
         numbered = header._replace(fields=fields)
         self._pending.append(_Push(numbered, payload))
-        self._persist(lambda: self._channel.send(numbered, payload))
+        self._send_or_recover(lambda: self._channel.send(numbered, payload))
 
     def ask_rows(self, table: int, ids_n: Tensor, *, step: int) -> None:
         """Request rows ``ids_n``, int64 (n,), including updates to ``step`` and all own pushes."""
         header = Header(Operation.PULL_ROWS, torch.int64, (len(ids_n),), Fields(table, step=step))
-        while not self._persist(lambda: self._channel.send(header, [view(ids_n)])):
+        while not self._send_or_recover(lambda: self._channel.send(header, [view_bytes(ids_n)])):
             pass
 
     def receive_rows(self, table: int, ids_n: Tensor, dim: int, *, step: int) -> tuple[Tensor, int]:
@@ -89,65 +89,65 @@ class ShardLink:
         rows_nd = torch.empty(len(ids_n), dim)
         while True:
             try:
-                answer = self._weights()
-                answer.require(torch.float32, (len(ids_n), dim))
-                self._channel.fill([view(rows_nd)])
+                answer = self._receive_weights_header()
+                answer.require_payload(torch.float32, (len(ids_n), dim))
+                self._channel.receive_into([view_bytes(rows_nd)])
                 fields = Fields._make(answer.fields)
                 self._seen = fields.seen
                 return rows_nd, fields.step
             except LostError:
-                self._recover()
+                self._reconnect()
                 self.ask_rows(table, ids_n, step=step)
 
-    def _weights(self) -> Header:
+    def _receive_weights_header(self) -> Header:
         """Receive acknowledgments of pushes up to the next weights, and return the weights' header."""
         done = CommonOperation.DONE
-        while (header := self._channel.answer(Operation.WEIGHTS, done)).operation == done:
+        while (header := self._channel.receive_answer(Operation.WEIGHTS, done)).operation == done:
             self._pending.popleft()
         return header
 
-    def settle(self) -> None:
+    def wait_for_pushes(self) -> None:
         """Wait until all pushes are acknowledged."""
         while self._pending:
             try:
-                self._channel.answer(CommonOperation.DONE)
+                self._channel.receive_answer(CommonOperation.DONE)
                 self._pending.popleft()
             except LostError:
-                self._recover()
+                self._reconnect()
 
-    def ask(self, step: int) -> None:
+    def request_weights(self, step: int) -> None:
         """Request weights that include all updates up to ``step``."""
         self._asked_step = step
-        while not self._persist(lambda: self._channel.send(Header(Operation.PULL, fields=Fields(step=step)))):
+        while not self._send_or_recover(lambda: self._channel.send(Header(Operation.PULL, fields=Fields(step=step)))):
             pass
 
-    def _persist(self, send: Callable[[], None]) -> bool:
+    def _send_or_recover(self, send: Callable[[], None]) -> bool:
         """Return whether ``send`` succeeded; if not, reconnect and resend the unacknowledged pushes."""
         try:
             send()
         except LostError:
-            self._recover()
+            self._reconnect()
             return False
         return True
 
-    def receive(self, tables: Sequence[tuple[torch.dtype, Sequence[memoryview]]]) -> None:
+    def receive_weights(self, tables: Sequence[tuple[torch.dtype, Sequence[memoryview]]]) -> None:
         """Receive the requested weights directly into the memory of ``tables``."""
         while True:
             try:
                 for index, (dtype, parts) in enumerate(tables):
-                    header = self._weights()
+                    header = self._receive_weights_header()
                     fields = Fields._make(header.fields)
-                    header.require(dtype, (sum(part.nbytes for part in parts) // dtype.itemsize,))
+                    header.require_payload(dtype, (sum(part.nbytes for part in parts) // dtype.itemsize,))
                     if fields.table != index:
                         raise RefusedError(f"received weights of table {fields.table}, expected table {index}")
-                    self._channel.fill(parts)
+                    self._channel.receive_into(parts)
                     self._seen = fields.seen
                 return
             except LostError:
-                self._recover()
-                self.ask(self._asked_step)
+                self._reconnect()
+                self.request_weights(self._asked_step)
 
-    def _recover(self) -> None:
+    def _reconnect(self) -> None:
         """Reconnect to the current master, and resend the pushes that it has not applied."""
         while True:
             self._channel.close()
@@ -159,7 +159,7 @@ class ShardLink:
                 push.header = push.header._replace(fields=fields)
             self._sequence = taken + len(self._pending)
             with suppress(LostError):
-                self._channel.share(self._dialer.timeout)
+                self._channel.offer_share(self._dialer.timeout)
                 for push in self._pending:
                     self._channel.send(push.header, push.payload)
                 return
@@ -192,7 +192,10 @@ class DenseLinks:
         self._order = [(first + turn) % len(plan.shards) for turn in range(len(plan.shards))]
         self._feedback = Feedback(plan.codec) if plan.codec else None
         self._memory = [
-            [(bucket.dtype, [view(piece.of(parameters[piece.name])) for piece in bucket.pieces]) for bucket in shard]
+            [
+                (bucket.dtype, [view_bytes(piece.slice_tensor(parameters[piece.name])) for piece in bucket.pieces])
+                for bucket in shard
+            ]
             for shard in plan.shards
         ]
 
@@ -201,22 +204,22 @@ class DenseLinks:
         """Number of servers."""
         return len(self._shards)
 
-    def connect(self, links: Sequence[ShardLink]) -> None:
+    def replace_dense_links(self, links: Sequence[ShardLink]) -> None:
         """Replace the connections to the servers."""
         self._links = links
 
-    def pull(self, step: int) -> None:
+    def pull_weights(self, step: int) -> None:
         """Pull all weights, once they include the updates up to ``step``."""
         for link in self._links:
-            link.ask(step)
+            link.request_weights(step)
         for server in self._order:
-            self._links[server].receive(self._memory[server])
+            self._links[server].receive_weights(self._memory[server])
 
-    def push(self, gradients: Mapping[str, Tensor | None], *, step: int, width: int, node: int) -> None:
+    def push_buckets(self, gradients: Mapping[str, Tensor | None], *, step: int, width: int, node: int) -> None:
         """Push all gradients, by parameter name and in parameter shapes; see :meth:`push_bucket`."""
         part = {"step": step, "width": width, "node": node}
         for turn, server in enumerate(self._order):
-            self._faults.at("push:next-server" if turn else "push:begin")
+            self._faults.report_point("push:next-server" if turn else "push:begin")
             for table in range(len(self._shards[server])):
                 self.push_bucket((server, table), gradients, part)
 
@@ -226,27 +229,27 @@ class DenseLinks:
         Args:
             key: The bucket.
             gradients: Gradients of the bucket's parameters by name, in parameter shapes; None for a missing gradient.
-            part: Keyword arguments ``step``, ``width`` and ``node`` of :meth:`ShardLink.push`.
+            part: Keyword arguments ``step``, ``width`` and ``node`` of :meth:`ShardLink.push_bucket`.
         """
         server, table = key
         bucket = self._shards[server][table]
         own = [gradients[piece.name] for piece in bucket.pieces]
         pieces = [
-            torch.zeros(piece.shape, dtype=piece.dtype) if each is None else piece.of(each).cpu().contiguous()
+            torch.zeros(piece.shape, dtype=piece.dtype) if each is None else piece.slice_tensor(each).cpu().contiguous()
             for piece, each in zip(bucket.pieces, own, strict=True)
         ]
-        dtype, payload = self._encoded(bucket, pieces)
-        if (presence := with_presence([each is not None for each in own], dtype)) is not None:
-            payload.append(view(presence))
-        self._links[server].push(table, dtype, payload, **part)
+        dtype, payload = self._encode_pieces(bucket, pieces)
+        if (presence := encode_presence([each is not None for each in own], dtype)) is not None:
+            payload.append(view_bytes(presence))
+        self._links[server].push_bucket(table, dtype, payload, **part)
 
-    def settle(self) -> None:
+    def wait_for_all_pushes(self) -> None:
         """Wait until all pushes on these links, including rows, are acknowledged."""
         for link in self._links:
-            link.settle()
+            link.wait_for_pushes()
 
-    def _encoded(self, bucket: Bucket, pieces: Sequence[Tensor]) -> tuple[torch.dtype, list[memoryview]]:
+    def _encode_pieces(self, bucket: Bucket, pieces: Sequence[Tensor]) -> tuple[torch.dtype, list[memoryview]]:
         if self._feedback is None:
-            return bucket.dtype, [view(piece) for piece in pieces]
+            return bucket.dtype, [view_bytes(piece) for piece in pieces]
         flat_n = torch.cat([piece.flatten() for piece in pieces])
-        return self._feedback.codec.dtype, [view(self._feedback.encode(bucket, flat_n))]
+        return self._feedback.codec.dtype, [view_bytes(self._feedback.encode(bucket, flat_n))]

@@ -18,7 +18,7 @@ from plugins.parameter_server.protocol import Fields, Operation, Session, Sessio
 from plugins.parameter_server.replication import ReplicationLog
 from plugins.parameter_server.row_tables import Rows
 from plugins.parameter_server.shard import PushReceiver, Shard
-from worldsize.net.frames import Header, RefusedError, message
+from worldsize.net.frames import Header, RefusedError, encode_message
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ShardMaster:
     def open_session(self, name: str, epoch: int, *, seen: int) -> Session:
         """Open the session of a worker with weights of ``seen`` updates. Raises RefusedError."""
         with self.log.changed:
-            session = self._sessions.open(name, epoch)
+            session = self._sessions.open_session(name, epoch)
             missing = seen - self.shard.updates - self._lost
             if missing > 0:  # this server was restored from a checkpoint
                 self._lost += missing
@@ -67,21 +67,21 @@ class ShardMaster:
                 _logger.info(text, self._lost, name, self.shard.step)
             return session
 
-    def push(self, header: Header, payload: Sequence[memoryview], gradient: Gradient, session: Session) -> None:
+    def apply_push(self, header: Header, payload: Sequence[memoryview], gradient: Gradient, session: Session) -> None:
         """Apply a session's next push here and on the standby. Raises RefusedError."""
         sequence = Fields._make(header.fields).sequence
-        self._load.queue(+1)
+        self._load.count_waiting(+1)
         with self.log.changed:
-            self._load.queue(-1)
+            self._load.count_waiting(-1)
             if sequence != session.sequence + 1:
                 raise RefusedError(f"PUSH {sequence} was received twice at once")
             self._on_step(self.shard.step + 1)
-            ticket = self.log.forward(header, payload)
-            self.receiver.take(header, gradient)
+            ticket = self.log.forward_operation(header, payload)
+            self.receiver.push_gradient(header, gradient)
             session.sequence += 1
             self._load.count_push(header.length)
             self.log.changed.notify_all()
-        self.log.settle(ticket)
+        self.log.wait_for_ticket(ticket)
 
     def wait_for(self, step: int) -> int:
         """Wait until updates to ``step`` are applied; return the number of applied updates.
@@ -111,7 +111,7 @@ class ShardMaster:
         """Count a pull of ``nbytes`` bytes of weights."""
         self._load.count_pull(nbytes)
 
-    def norms(self) -> dict[str, list[float]]:
+    def compute_step_norms(self) -> dict[str, list[float]]:
         """Return the gradient norms of the uncommitted step by parameter, once complete.
 
         Raises:
@@ -119,59 +119,59 @@ class ShardMaster:
         """
         with self.log.changed:
             _await_gradients(self.log, self.shard, seconds=self.timeout)
-            return self.shard.norms()
+            return self.shard.compute_norms()
 
-    def apply(self, step: int, factor: float | None) -> None:
-        """Commit the update of ``step``. Repeated calls are ignored. See :meth:`Shard.apply`."""
+    def commit_update(self, step: int, factor: float | None) -> None:
+        """Commit the update of ``step``. Repeated calls are ignored. See :meth:`Shard.commit_step`."""
         with self.log.changed:
-            ticket = self.log.forward(*message(Operation.APPLY, {"step": step, "factor": factor}))
-            self.shard.apply(step, factor)
+            ticket = self.log.forward_operation(*encode_message(Operation.APPLY, {"step": step, "factor": factor}))
+            self.shard.commit_step(step, factor)
             self.log.changed.notify_all()
-        self.log.settle(ticket)
+        self.log.wait_for_ticket(ticket)
 
-    def advance(self, value: float, step: int) -> None:
+    def advance_schedule(self, value: float, step: int) -> None:
         """Advance the schedule by the metric evaluated after ``step``. Repeated calls are ignored."""
         with self.log.changed:
-            ticket = self.log.forward(*message(Operation.ADVANCE, {"value": value, "step": step}))
+            ticket = self.log.forward_operation(*encode_message(Operation.ADVANCE, {"value": value, "step": step}))
             self.shard.parameters.advance_schedule_by(value, step=step)
-        self.log.settle(ticket)
+        self.log.wait_for_ticket(ticket)
 
-    def weigh(self, step: int, factor: float) -> None:
-        """Scale the mean gradient of ``step`` by ``factor``, once complete; see :meth:`Shard.weigh`.
+    def scale_step_gradient(self, step: int, factor: float) -> None:
+        """Scale the mean gradient of ``step`` by ``factor``, once complete; see :meth:`Shard.scale_gradient`.
 
         Raises:
             RefusedError: The gradients did not arrive in time.
         """
         with self.log.changed:
             _await_gradients(self.log, self.shard, seconds=self.timeout)
-            ticket = self.log.forward(*message(Operation.WEIGH, {"step": step, "factor": factor}))
-            self.shard.weigh(step, factor)
-        self.log.settle(ticket)
+            ticket = self.log.forward_operation(*encode_message(Operation.WEIGH, {"step": step, "factor": factor}))
+            self.shard.scale_gradient(step, factor)
+        self.log.wait_for_ticket(ticket)
 
-    def reset(self, step: int, factor: float | None) -> None:
-        """Prepare for a new leader, given the last commit's ``factor``; see :meth:`Shard.reset`."""
+    def reset_shard(self, step: int, factor: float | None) -> None:
+        """Prepare for a new leader, given the last commit's ``factor``; see :meth:`Shard.reset_to_step`."""
         with self.log.changed:
-            ticket = self.log.forward(*message(Operation.RESET, {"step": step, "factor": factor}))
-            self.shard.reset(step, factor)
+            ticket = self.log.forward_operation(*encode_message(Operation.RESET, {"step": step, "factor": factor}))
+            self.shard.reset_to_step(step, factor)
             self.log.changed.notify_all()
-        self.log.settle(ticket)
+        self.log.wait_for_ticket(ticket)
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the shard's state."""
         with self.log.changed:
             return self.shard.state()
 
-    def image(self) -> dict[str, Any]:
+    def export_standby_image(self) -> dict[str, Any]:
         """Return the complete state for a standby. The caller must hold the lock."""
-        return {"shard": self.shard.image(), "sessions": self._sessions.image()}
+        return {"shard": self.shard.export_image(), "sessions": self._sessions.export_sequences()}
 
-    def facts(self, *, refused: int) -> dict[str, Any]:
+    def collect_shard_load(self, *, refused: int) -> dict[str, Any]:
         """Return the load since the last call, and total lost updates and ``refused`` frames."""
         with self.log.changed:
             load, self._load = self._load, ServerLoad(waiting=self._load.waiting)
-            tables = {rows.table.name: rows.facts(hottest=_HOTTEST) for rows in self.shard.parameters.tables}
+            tables = {rows.table.name: rows.collect_usage(hottest=_HOTTEST) for rows in self.shard.parameters.tables}
         state = {"step": self.shard.step, "lost_updates": self._lost, "refused": refused}
-        return {**state, **load.facts(), **({"tables": tables} if tables else {})}
+        return {**state, **load.export_counts(), **({"tables": tables} if tables else {})}
 
 
 def _await_gradients(log: ReplicationLog, shard: Shard, *, seconds: float) -> None:
@@ -199,7 +199,7 @@ class ServerLoad:
     longest_queue: int = 0
     since: float = field(default_factory=time.perf_counter)
 
-    def queue(self, change: int) -> None:
+    def count_waiting(self, change: int) -> None:
         """Count a push that starts (1) or stops (-1) waiting."""
         self.waiting += change
         self.longest_queue = max(self.longest_queue, self.waiting)
@@ -212,7 +212,7 @@ class ServerLoad:
         self.pulls += 1
         self.bytes_out += nbytes
 
-    def facts(self) -> dict[str, Any]:
+    def export_counts(self) -> dict[str, Any]:
         """Return the counts as plain values."""
         return {
             "pushes": self.pushes,

@@ -18,7 +18,7 @@ from plugins.parameter_server.row_tables import Rows
 from plugins.parameter_server.sharding import Bucket, RowPiece
 from worldsize.core import ConfigError
 from worldsize.optimizers.groups import all_parameters
-from worldsize.strategies.optimizer_trial import substituted
+from worldsize.strategies.optimizer_trial import substitute_parameters
 from worldsize.strategies.train_state import OptimizerPart
 
 
@@ -49,7 +49,7 @@ class ShardParameters:
         model = part.model
         full = dict(model.named_parameters())
         self.buckets, self.tables = buckets, tables
-        self.values = [_flat(bucket, full) for bucket in buckets]
+        self.values = [_flatten_bucket(bucket, full) for bucket in buckets]
         self._leading, self._schedule = part.optimizer, part.schedule
         self._own = [
             BucketOptimizer(make, model, self._leading, bucket, values)
@@ -69,7 +69,9 @@ class ShardParameters:
     def lr(self) -> float:
         return float(self._leading.param_groups[0]["lr"])
 
-    def update(self, index: int, gradient: Gradient, share: float = 1.0, *, present: Tensor | None = None) -> None:
+    def apply_gradient(
+        self, index: int, gradient: Gradient, share: float = 1.0, *, present: Tensor | None = None
+    ) -> None:
         """Update a bucket or table by its gradient, with ``share`` of the learning rate.
 
         ``present``: which pieces of the bucket have a gradient, bool (pieces,). None if all have one.
@@ -77,39 +79,41 @@ class ShardParameters:
         if not isinstance(gradient, Tensor):
             self.tables[index - len(self.buckets)].push(*gradient, share)
             return
-        views = self.buckets[index].views(gradient)
+        views = self.buckets[index].split_views(gradient)
         has = _presence(present, len(views))
         self._own[index].step([view if own else None for view, own in zip(views, has, strict=True)], share)
 
     def advance_schedule(self) -> None:
         """Set the learning rate and other scheduled options for the next step."""
         if self._schedule is not None:
-            self._advance(self._schedule.step)
+            self._advance_options(self._schedule.step)
 
     def advance_schedule_by(self, value: float, *, step: int) -> None:
         """Advance a metric-based schedule by the value evaluated after ``step``."""
         if self._schedule is not None:
-            self._advance(partial(self._schedule.advance_by, value, step=step))
+            self._advance_options(partial(self._schedule.advance_by, value, step=step))
 
-    def _advance(self, advance: Callable[[], None]) -> None:
+    def _advance_options(self, advance: Callable[[], None]) -> None:
         """Call ``advance``, and copy the options that it changes to all buckets."""
-        before = options_of(self._leading)
+        before = collect_options(self._leading)
         advance()
         changed = [
             {name: value for name, value in options.items() if name not in old or value is not old[name]}
-            for options, old in zip(options_of(self._leading), before, strict=True)
+            for options, old in zip(collect_options(self._leading), before, strict=True)
         ]
         for own in self._own:
             own.set_options(changed)
 
-    def norms(self, gradients: Mapping[int, Gradient], present: Mapping[int, Tensor]) -> dict[str, list[float]]:
+    def compute_piece_norms(
+        self, gradients: Mapping[int, Gradient], present: Mapping[int, Tensor]
+    ) -> dict[str, list[float]]:
         """Return L2 norms of the gradients' pieces, by parameter; ``present``: bool (pieces,)."""
         norms: dict[str, list[float]] = {}
         for index, gradient in gradients.items():
             if isinstance(gradient, Tensor):
                 bucket = self.buckets[index]
                 has = _presence(present.get(index), len(bucket.pieces))
-                for piece, view, has_gradient in zip(bucket.pieces, bucket.views(gradient), has, strict=True):
+                for piece, view, has_gradient in zip(bucket.pieces, bucket.split_views(gradient), has, strict=True):
                     if has_gradient:
                         norms.setdefault(piece.name, []).append(float(torch.linalg.vector_norm(view)))
             else:
@@ -117,12 +121,12 @@ class ShardParameters:
                 norms.setdefault(name, []).append(float(torch.linalg.vector_norm(gradient[1])))
         return norms
 
-    def image(self) -> dict[str, Any]:
+    def export_parameters(self) -> dict[str, Any]:
         """Return the complete state by position, for a standby. Tensors are not copied."""
         return {
             "values": self.values,
-            "states": [own.states() for own in self._own],
-            "groups": [options_of(self._leading), *(own.groups() for own in self._own)],
+            "states": [own.export_states() for own in self._own],
+            "groups": [collect_options(self._leading), *(own.export_groups() for own in self._own)],
             "schedule": self._schedule_state(),
             "tables": [rows.state() for rows in self.tables],
         }
@@ -146,27 +150,27 @@ class ShardParameters:
         """Return a copy by name: pieces with first row, value and optimizer state."""
         entries: dict[str, Any] = {}
         for bucket, own in zip(self.buckets, self._own, strict=True):
-            for piece, parameter, state in zip(bucket.pieces, own.parameters, own.states(), strict=True):
+            for piece, parameter, state in zip(bucket.pieces, own.parameters, own.export_states(), strict=True):
                 copy = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
                 entry = {"first": piece.first, "value": parameter.detach().clone(), "state": copy}
                 entries.setdefault(piece.name, []).append(entry)
         return {
             "parameters": entries,
             "schedule": self._schedule_state(),
-            "groups": self._groups(),
+            "groups": self._export_groups(),
             "tables": {rows.table.name: rows.state() for rows in self.tables},
         }
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _export_groups(self) -> list[dict[str, Any]]:
         """Return the options of the parameter groups, with the counters of the first bucket."""
-        return self._own[0].groups() if self._own else options_of(self._leading)
+        return self._own[0].export_groups() if self._own else collect_options(self._leading)
 
     def _schedule_state(self) -> dict[str, Any]:
         return self._schedule.state_dict() if self._schedule is not None else {}
 
 
-def _flat(bucket: Bucket, full: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([piece.of(full[piece.name]).detach().flatten() for piece in bucket.pieces])
+def _flatten_bucket(bucket: Bucket, full: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([piece.slice_tensor(full[piece.name]).detach().flatten() for piece in bucket.pieces])
 
 
 def _presence(present: Tensor | None, pieces: int) -> list[bool]:
@@ -181,7 +185,7 @@ def gather_states(states: Sequence[Mapping[str, Any]], part: OptimizerPart) -> N
             pieces.setdefault(name, []).extend(entries)
     for name, parameter in part.model.named_parameters():
         if name in pieces:
-            _gather(parameter, sorted(pieces[name], key=lambda entry: int(entry["first"])), part.optimizer)
+            _gather_parameter(parameter, sorted(pieces[name], key=lambda entry: int(entry["first"])), part.optimizer)
     counted = next((state for state in states if state["parameters"]), states[0])
     for group, values in zip(part.optimizer.param_groups, counted["groups"], strict=True):
         group.update(values)
@@ -189,15 +193,15 @@ def gather_states(states: Sequence[Mapping[str, Any]], part: OptimizerPart) -> N
         part.schedule.load_state_dict(states[0]["schedule"])
 
 
-def _gather(parameter: nn.Parameter, entries: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+def _gather_parameter(parameter: nn.Parameter, entries: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
     with torch.no_grad():
-        parameter.copy_(_joined([entry["value"] for entry in entries]))
-    state = {key: _joined([entry["state"][key] for entry in entries]) for key in entries[0]["state"]}
+        parameter.copy_(_join_pieces([entry["value"] for entry in entries]))
+    state = {key: _join_pieces([entry["state"][key] for entry in entries]) for key in entries[0]["state"]}
     if state:
         optimizer.state[parameter] = state
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _join_pieces(values: Sequence[Any]) -> Any:
     is_divided = len(values) > 1 and isinstance(values[0], Tensor) and values[0].ndim
     return torch.cat(list(values)) if is_divided else values[0]
 
@@ -226,14 +230,14 @@ class BucketOptimizer:
     def __init__(
         self, make: MakeOptimizer, model: nn.Module, leading: Optimizer, bucket: Bucket, values: Tensor
     ) -> None:
-        self.parameters = [nn.Parameter(view) for view in bucket.views(values)]
+        self.parameters = [nn.Parameter(view) for view in bucket.split_views(values)]
         pairs = list(zip(bucket.pieces, self.parameters, strict=True))
-        self._optimizers = [_made(make, model, leading, part) for part in _apart(pairs)]
+        self._optimizers = [_create_optimizer(make, model, leading, part) for part in _group_distinct_pieces(pairs)]
         self._owner = {id(each): optimizer for optimizer in self._optimizers for each in all_parameters(optimizer)}
         full = dict(model.named_parameters())
         for piece, parameter in pairs:
             if (state := leading.state.get(full[piece.name])) and (owner := self._owner.get(id(parameter))):
-                owner.state[parameter] = {key: _part(value, piece) for key, value in state.items()}
+                owner.state[parameter] = {key: _slice_state(value, piece) for key, value in state.items()}
 
     def step(self, gradients: Sequence[Tensor | None], share: float) -> None:
         """Update the pieces by gradients of their shapes, with ``share`` of the learning rate.
@@ -252,9 +256,9 @@ class BucketOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def groups(self) -> list[dict[str, Any]]:
+    def export_groups(self) -> list[dict[str, Any]]:
         """Return the options of the parameter groups."""
-        return options_of(self._optimizers[0])
+        return collect_options(self._optimizers[0])
 
     def set_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Set some options of each parameter group."""
@@ -262,7 +266,7 @@ class BucketOptimizer:
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
 
-    def states(self) -> list[dict[str, Any]]:
+    def export_states(self) -> list[dict[str, Any]]:
         """Return the optimizer state of each piece. Tensors are not copied."""
         return [
             dict(owner.state.get(each, {})) if (owner := self._owner.get(id(each))) else {} for each in self.parameters
@@ -275,7 +279,7 @@ class BucketOptimizer:
                 owner.state[parameter] = dict(state)
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def collect_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the options of each parameter group."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
@@ -283,7 +287,7 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 _Part = list[tuple[RowPiece, nn.Parameter]]
 
 
-def _apart(pairs: _Part) -> list[_Part]:
+def _group_distinct_pieces(pairs: _Part) -> list[_Part]:
     """Group pieces so that no group has two pieces of the same parameter."""
     parts: list[_Part] = [[]]
     for piece, parameter in pairs:
@@ -294,7 +298,7 @@ def _apart(pairs: _Part) -> list[_Part]:
     return parts
 
 
-def _made(make: MakeOptimizer, model: nn.Module, leading: Optimizer, part: _Part) -> Optimizer:
+def _create_optimizer(make: MakeOptimizer, model: nn.Module, leading: Optimizer, part: _Part) -> Optimizer:
     """Create the recipe's optimizer for these pieces only."""
     full = dict(model.named_parameters(remove_duplicate=False))
     replacements = {
@@ -302,7 +306,7 @@ def _made(make: MakeOptimizer, model: nn.Module, leading: Optimizer, part: _Part
         for each in full.values()
     }
     replacements.update({id(full[piece.name]): parameter for piece, parameter in part})
-    with substituted(model, replacements):
+    with substitute_parameters(model, replacements):
         optimizer = make(model)
     own, updated = {id(parameter) for _, parameter in part}, {id(each) for each in all_parameters(leading)}
     given = {id(each) for each in all_parameters(optimizer)}
@@ -313,11 +317,11 @@ def _made(make: MakeOptimizer, model: nn.Module, leading: Optimizer, part: _Part
             f"{f', without {lost[0]}' if lost else ''}: a server has parts of the parameters. Take parameters from the "
             "model that it is given, in groups that do not depend on sizes, or use strategy=ddp."
         )
-    for group, options in zip(optimizer.param_groups, options_of(leading), strict=True):
+    for group, options in zip(optimizer.param_groups, collect_options(leading), strict=True):
         group["params"] = [each for each in group["params"] if id(each) in own]
         group.update(options)
     return optimizer
 
 
-def _part(value: Any, piece: RowPiece) -> Any:
-    return piece.of(value).clone() if isinstance(value, Tensor) else value
+def _slice_state(value: Any, piece: RowPiece) -> Any:
+    return piece.slice_tensor(value).clone() if isinstance(value, Tensor) else value

@@ -46,7 +46,7 @@ class RowPiece:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def slice_tensor(self, tensor: Tensor) -> Tensor:
         """Return this piece of a full ``tensor``, a view of its rows, or a whole scalar."""
         return tensor[self.first : self.first + self.shape[0]] if self.shape and tensor.ndim else tensor
 
@@ -66,7 +66,7 @@ class Bucket:
     def numel(self) -> int:
         return sum(piece.numel for piece in self.pieces)
 
-    def views(self, flat_n: Tensor) -> list[Tensor]:
+    def split_views(self, flat_n: Tensor) -> list[Tensor]:
         """Return the pieces of a flat tensor (n,), as views with their own shapes."""
         ends = accumulate(piece.numel for piece in self.pieces)
         return [flat_n[end - p.numel : end].view(p.shape) for end, p in zip(ends, self.pieces, strict=True)]
@@ -104,17 +104,17 @@ def plan_shards(parameters: Mapping[str, Tensor], count: int, *, bucket_bytes: i
     total = sum(tensor.nbytes for tensor in parameters.values())
     order = {name: place for place, name in enumerate(reversed(list(parameters)))}
     largest = max(_SMALLEST, total // (4 * count)) if cut and count > 1 else total
-    pieces = [piece for name, tensor in parameters.items() for piece in _pieces(name, tensor, largest, count)]
+    pieces = [piece for name, tensor in parameters.items() for piece in _split_parameter(name, tensor, largest, count)]
     loads, owned = [0] * count, [list[RowPiece]() for _ in range(count)]
     for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, order[piece.name], piece.first)):
         least = loads.index(min(loads))
         loads[least] += piece.nbytes
         owned[least].append(piece)
     arrival = [sorted(mine, key=lambda piece: (order[piece.name], piece.first)) for mine in owned]
-    return [tuple(Bucket(tuple(group)) for group in _bucketed(mine, bucket_bytes)) for mine in arrival]
+    return [tuple(Bucket(tuple(group)) for group in _group_into_buckets(mine, bucket_bytes)) for mine in arrival]
 
 
-def _pieces(name: str, tensor: Tensor, largest: int, count: int) -> Iterator[RowPiece]:
+def _split_parameter(name: str, tensor: Tensor, largest: int, count: int) -> Iterator[RowPiece]:
     shape = tuple(tensor.shape)
     parts = min(count, shape[0]) if shape and tensor.nbytes > largest else 1
     ends = [shape[0] * part // parts for part in range(parts + 1)] if shape else []
@@ -125,7 +125,7 @@ def _pieces(name: str, tensor: Tensor, largest: int, count: int) -> Iterator[Row
         yield RowPiece(name, tensor.dtype, (end - first, *shape[1:]), first)
 
 
-def _bucketed(pieces: Sequence[RowPiece], limit: int) -> Iterator[list[RowPiece]]:
+def _group_into_buckets(pieces: Sequence[RowPiece], limit: int) -> Iterator[list[RowPiece]]:
     group: list[RowPiece] = []
     for piece in pieces:
         full = sum(member.nbytes for member in group) + piece.nbytes > limit
@@ -156,7 +156,7 @@ class ShardPlanner:
     rows: RowRule
     codec: GradientCodec | None
 
-    def plans(self, recipe: Recipe, train_state: TrainState) -> dict[str, ShardingPlan]:
+    def create_plans(self, recipe: Recipe, train_state: TrainState) -> dict[str, ShardingPlan]:
         """Return plans by optimizer name. Raises ConfigError if servers cannot run one.
 
         Each plan starts with a different server, so that the largest pieces are not all on the same one.
@@ -164,12 +164,12 @@ class ShardPlanner:
         plans, owned = {}, parameters_by_optimizer(train_state)
         for place, (name, part) in enumerate(train_state.parts.items()):
             check_served(part.model, part.optimizer)
-            shards = self._shards(recipe, part.model, owned[name], part.optimizer)
+            shards = self._plan_shards(recipe, part.model, owned[name], part.optimizer)
             turned = [shards[(server - place) % self.servers] for server in range(self.servers)]
             plans[name] = ShardingPlan(turned, self.rows, self.codec)
         return plans
 
-    def _shards(
+    def _plan_shards(
         self, recipe: Recipe, model: nn.Module, parameters: Mapping[str, Tensor], optimizer: Optimizer
     ) -> list[ShardLayout]:
         cut = self.servers > 1 and not self.keeps_whole and updates_elements(recipe, model, optimizer)

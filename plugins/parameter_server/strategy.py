@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plugins.parameter_server.coordinator import run_server
-from plugins.parameter_server.gradients import Compression, codec_of
-from plugins.parameter_server.remote_embedding import linked_model
+from plugins.parameter_server.gradients import Compression, create_codec
+from plugins.parameter_server.remote_embedding import build_linked_model
 from plugins.parameter_server.row_store import Sharding, check_rows
 from plugins.parameter_server.row_tables import RowRule
-from plugins.parameter_server.server_group import ServerGroup, Transport, train_state_of
+from plugins.parameter_server.server_group import ServerGroup, Transport, create_train_state
 from plugins.parameter_server.shard import Rule
 from plugins.parameter_server.sharding import (
     ShardPlanner,
@@ -33,8 +33,8 @@ from plugins.parameter_server.update_coordinator import UpdateCoordinator
 from plugins.parameter_server.update_servers import pending_update_server
 from plugins.parameter_server.update_worker import UpdateWorker
 from plugins.parameter_server.worker import Worker, WorkerOptions
-from worldsize.collectives.cluster_cost import across, served_bytes, served_seconds
-from worldsize.collectives.cost import exposed_seconds
+from worldsize.collectives.cluster_cost import estimate_leaving_bytes, estimate_push_bytes, estimate_push_seconds
+from worldsize.collectives.cost import estimate_exposed_seconds
 from worldsize.core import (
     ONE_UPDATE,
     Cluster,
@@ -51,7 +51,7 @@ from worldsize.core import (
 )
 from worldsize.core.limits import MEBIBYTES, SECONDS
 from worldsize.strategies.declared_buffers import refuse_unserved_buffers
-from worldsize.strategies.loss_watch import bounded_embeddings, bounded_rows
+from worldsize.strategies.loss_watch import build_max_norm_error, find_bounded_embeddings
 from worldsize.strategies.optimizer_checks import refuse_extra_state, refuse_joint_updates
 from worldsize.strategies.train_state import TrainState
 
@@ -141,11 +141,11 @@ class ParameterServer(Strategy):
         return ServerGroup(self.servers, self.replicas, self.lease, self.transport, self.host, self.nodes)
 
     def prepare(self, folder: Path) -> None:
-        self._group.prepare(folder)
+        self._group.prepare_keys(folder)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         workers = cluster.processes - self._group.processes
-        self._group.check(cluster, workers)
+        self._group.check_cluster(cluster, workers)
         restart: Literal["gang", "individual"] = "individual" if self.replicas or self.bound else "gang"
         return {
             "server": Role(self._group.processes, restart=restart, serves=True, min_processes=self.servers),
@@ -157,9 +157,9 @@ class ParameterServer(Strategy):
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         numel = round(work.parameter_bytes / 4)
-        codec = codec_of(self.compression, share=self.top_share)
-        pushed_bytes = codec.length(numel) * codec.dtype.itemsize if codec else work.parameter_bytes
-        return served_cost(
+        codec = create_codec(self.compression, share=self.top_share)
+        pushed_bytes = codec.compute_length(numel) * codec.dtype.itemsize if codec else work.parameter_bytes
+        return estimate_server_cost(
             work,
             cluster,
             servers=self.servers,
@@ -177,19 +177,19 @@ class ParameterServer(Strategy):
         raise ConfigError("the processes of a parameter server serve, without a replica. Call serve instead.")
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        planner = self._planner(context.numerics)
+        planner = self._create_planner(context.numerics)
         if recipe.has_several_updates:
             return run_updates(recipe, context, self._group, planner)
         if context.world.role == "server":
-            train_state = train_state_of(recipe)
-            plan = planner.plans(recipe, train_state)[ONE_UPDATE]
-            rule = _rule(context, self.bound, by_staleness=self.by_staleness)
-            pending = self._group.server(recipe, train_state, context, plan=plan, rule=rule)
+            train_state = create_train_state(recipe)
+            plan = planner.create_plans(recipe, train_state)[ONE_UPDATE]
+            rule = _create_rule(context, self.bound, by_staleness=self.by_staleness)
+            pending = self._group.create_server(recipe, train_state, context, plan=plan, rule=rule)
             _warn_of_momentum(pending.train_state.optimizer, staleness=self.staleness)
             return run_server(pending, context, bound=self.bound, rows=_row_rule(self))
-        model, tables = linked_model(recipe, _row_rule(self), cache_rows=self.cache_rows)
-        plan = planner.plans(recipe, TrainState.of(recipe, model))[ONE_UPDATE]
-        dialer = self._group.dialer(f"worker-{context.world.rank}", context)
+        model, tables = build_linked_model(recipe, _row_rule(self), cache_rows=self.cache_rows)
+        plan = planner.create_plans(recipe, TrainState.from_recipe(recipe, model))[ONE_UPDATE]
+        dialer = self._group.create_dialer(f"worker-{context.world.rank}", context)
         options = WorkerOptions(self.bound == 0, staleness=self.staleness)
         Worker(recipe, context, dialer, plan, options, model=model, tables=tables).run(self.lease)
         return None
@@ -204,21 +204,21 @@ class ParameterServer(Strategy):
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         check_served(model, optimizer)
         refuse_unserved_buffers(recipe, model)
-        for name in bounded_embeddings(model):
-            raise bounded_rows(name)
+        for name in find_bounded_embeddings(model):
+            raise build_max_norm_error(name)
         check_rows(model, optimizer)
         refuse_joint_updates(recipe, model, optimizer, because="each server updates some of them")
         refuse_extra_state(recipe, model, optimizer)
         if recipe.has_several_updates:
             check_no_tables(recipe, model)
 
-    def _planner(self, numerics: Numerics) -> ShardPlanner:
+    def _create_planner(self, numerics: Numerics) -> ShardPlanner:
         return ShardPlanner(
             self.servers,
             bucket_bytes=int(self.bucket_mb * 2**20),
             keeps_whole=self.reduce == "ordered" and numerics.clip_norm is not None,  # for norms of whole parameters
             rows=_row_rule(self),
-            codec=codec_of(self.compression, share=self.top_share),
+            codec=create_codec(self.compression, share=self.top_share),
         )
 
 
@@ -229,7 +229,7 @@ def _row_rule(strategy: ParameterServer) -> RowRule:
 _DIVERGES = 36  # momentum / (1 - momentum) × staleness above which training slows down or diverges
 
 
-def _rule(context: RunContext, bound: float, *, by_staleness: bool) -> Rule:
+def _create_rule(context: RunContext, bound: float, *, by_staleness: bool) -> Rule:
     synchronous = bound == 0
     return Rule(
         context.logical_ranks,
@@ -254,7 +254,7 @@ def _warn_of_momentum(optimizer: Optimizer, *, staleness: int) -> None:
             )
 
 
-def served_cost(
+def estimate_server_cost(
     work: Workload,
     cluster: Cluster,
     *,
@@ -271,15 +271,15 @@ def served_cost(
     ``first_worker``.
     """
     payload, shards, workers = work.parameter_bytes, range(servers), range(first_worker, cluster.processes)
-    pull, push = (served_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))
+    pull, push = (estimate_push_seconds(each, workers, shards, cluster) for each in (payload, pushed_bytes))
     added = len(workers) / servers * work.sum_seconds
-    frame = served_seconds(min(pushed_bytes, bucket_bytes), workers, shards, cluster)
-    pushed = max(frame, exposed_seconds(max(push, added), work.overlap * work.compute_seconds))
+    frame = estimate_push_seconds(min(pushed_bytes, bucket_bytes), workers, shards, cluster)
+    pushed = max(frame, estimate_exposed_seconds(max(push, added), work.overlap * work.compute_seconds))
     worker = 2 * payload + work.activation_bytes
     return Cost(
         memory_bytes=max(worker, (payload + work.optimizer_bytes) / servers),
         sent_bytes=max(pushed_bytes, len(workers) * payload / servers),
-        across_bytes=across(cluster, served_bytes(payload, workers, shards, cluster)),
+        across_bytes=estimate_leaving_bytes(cluster, estimate_push_bytes(payload, workers, shards, cluster)),
         communication_seconds=push + pull,
         exposed_seconds=pushed + pull,
         added_seconds=work.update_seconds / servers - work.update_seconds,
@@ -296,11 +296,11 @@ def run_updates(
         On the first server, the replica for the training loop. Otherwise None, after the run ends.
     """
     model, serves = recipe.model(), context.world.role == "server"
-    train_state = TrainState.of(recipe, model if serves else model.to(context.world.device))
-    plans = planner.plans(recipe, train_state)
+    train_state = TrainState.from_recipe(recipe, model if serves else model.to(context.world.device))
+    plans = planner.create_plans(recipe, train_state)
     if serves:
         pending = pending_update_server(group, recipe, train_state, context, plans=plans)
         return pending.run(context, count=group.servers)
-    dialer = group.dialer(f"worker-{context.world.rank}", context)
+    dialer = group.create_dialer(f"worker-{context.world.rank}", context)
     UpdateWorker(recipe, context, dialer, plans, train_state).run(group.lease)
     return None

@@ -21,7 +21,7 @@ from worldsize.net.channel import Channel, LostError
 from worldsize.net.frames import CommonOperation, Header, RefusedError
 from worldsize.net.registry import Dialer, EndedError
 from worldsize.strategies.loss_watch import LossWatch
-from worldsize.strategies.model_replica import autocast, collected_metrics
+from worldsize.strategies.model_replica import autocast, collect_metrics
 
 _logger = logging.getLogger(__name__)
 
@@ -63,12 +63,12 @@ class TaskLoop:
         heartbeat = WorkerHeartbeat(self._dialer, lease)
         try:
             with suppress(EndedError):
-                while not self._joined():
+                while not self._join_and_work():
                     _logger.info("joins again")
         finally:
             heartbeat.stop()
 
-    def _joined(self) -> bool:
+    def _join_and_work(self) -> bool:
         """Join and work. Returns False if the leading server is lost, or has retired this worker."""
         with ExitStack() as connections:
             control, facts = self._dialer.connect(shard_service(0), "control")
@@ -79,16 +79,16 @@ class TaskLoop:
                     links.append(ShardLink(self._dialer, shard, facts["epoch"]))
                     connections.callback(links[-1].close)
                 self._connect(links)
-                return self._work(control)
+                return self._execute_tasks(control)
             except LostError:
                 return False
 
-    def _work(self, control: Channel) -> bool:
+    def _execute_tasks(self, control: Channel) -> bool:
         """Execute tasks until the run ends. Returns False if this worker's membership ends earlier."""
         done: dict[str, Any] = {}
         while True:
             control.send_message(Operation.TICK, {**done, "leaves": self._stop.is_wanted()})
-            task = control.message(control.answer(Operation.TASK))
+            task = control.receive_message(control.receive_answer(Operation.TASK))
             if task["do"] == "stop":
                 _logger.info("%s", "; ".join([f"ends: {task['why']}", *self._last_words()]))
                 return True
@@ -109,9 +109,9 @@ class WorkerHeartbeat:
     def __init__(self, dialer: Dialer, lease: float) -> None:
         self._dialer, self._interval = dialer, lease / 4
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        threading.Thread(target=self._send_heartbeats, daemon=True, name="heartbeat").start()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         channel: Channel | None = None
         while not self._ended.wait(self._interval):
             try:
@@ -127,7 +127,7 @@ class WorkerHeartbeat:
         self._ended.set()
 
 
-def evaluated_part(recipe: Recipe, model: nn.Module, context: RunContext, task: Mapping[str, Any]) -> dict[str, Any]:
+def evaluate_part(recipe: Recipe, model: nn.Module, context: RunContext, task: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate the split's part assigned by ``task``; return the fields of the message TICK.
 
     Args:
@@ -139,14 +139,14 @@ def evaluated_part(recipe: Recipe, model: nn.Module, context: RunContext, task: 
     device = context.world.device
     batches = context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])
     with autocast(device, context.numerics.precision):
-        collector = collected_metrics(recipe, model, batches, device=device)
+        collector = collect_metrics(recipe, model, batches, device=device)
     sums_by_index = {
         i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in collector.sums.items()
     }
     return {"part": task["part"], "sums": sums_by_index, "names": collector.names}
 
 
-def served_watch(model: nn.Module, context: RunContext) -> LossWatch:
+def create_worker_watch(model: nn.Module, context: RunContext) -> LossWatch:
     """Watch the losses of a worker, which has no group; pulls overwrite its weight changes."""
     return LossWatch(model, processes=2, logical_ranks=context.logical_ranks, ordered=False, has_group=False)
 
@@ -169,7 +169,7 @@ class UnownedWeights:
         }
         self._before = self._versions()
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise ConfigError if one of these tensors has changed since this object was created."""
         for name, version in self._versions().items():
             if version != self._before[name]:

@@ -76,18 +76,18 @@ class StalenessScheduler:
         """The slowest clock; a dead worker's clock counts until its unit is done."""
         return min([*(member.clock for member in self.members.values()), *self.orphans.values()], default=math.inf)
 
-    def open(self, last: int) -> None:
+    def allow_steps(self, last: int) -> None:
         """Allow steps up to ``last`` to begin."""
         self.last = max(self.last, last)
 
-    def join(self, name: str, now: float) -> int:
+    def add_member(self, name: str, now: float) -> int:
         """(Re)admit a worker at time ``now``, in seconds, at the slowest clock; return that."""
-        self.retire(name)
+        self.remove_member(name)
         clock = 0 if self.floor == math.inf else int(self.floor)
         self.members[name] = _Member(self._opened if self.staleness == 0 else clock, now + self.lease)
         return self.members[name].clock
 
-    def retire(self, name: str) -> Unit | None:
+    def remove_member(self, name: str) -> Unit | None:
         """Remove a worker; return its unit, which will be reassigned."""
         member = self.members.pop(name, None)
         if member is None:
@@ -98,13 +98,13 @@ class StalenessScheduler:
             self.orphans[self._todo.pop()] = member.clock  # a unit that the worker had not started
         return member.hand
 
-    def renew(self, name: str, now: float) -> bool:
+    def renew_lease(self, name: str, now: float) -> bool:
         """Renew a worker's lease at time ``now``, in seconds. Returns False if it is not a member."""
         if name in self.members:
             self.members[name].deadline = now + self.lease
         return name in self.members
 
-    def expired(self, now: float, busy: Container[str] = ()) -> list[str]:
+    def find_expired_members(self, now: float, busy: Container[str] = ()) -> list[str]:
         """Return workers with pending work and an expired lease at time ``now``, in seconds.
 
         A worker has pending work if it has a unit, has not begun its share of a synchronous step, or is in ``busy``.
@@ -113,7 +113,7 @@ class StalenessScheduler:
         late = [(name, member) for name, member in self.members.items() if member.deadline < now]
         return [name for name, member in late if member.hand or name in busy or member.clock < owed]
 
-    def finish(self, name: str, unit: Unit) -> bool:
+    def finish_unit(self, name: str, unit: Unit) -> bool:
         """Record ``unit`` as completed by ``name``. Returns False if it is not assigned to it."""
         member = self.members.get(name)
         if member is None or member.hand != unit:
@@ -126,17 +126,17 @@ class StalenessScheduler:
         self.done += len(unit.logical_ranks)
         return True
 
-    def next(self, name: str, now: float) -> Unit | None:
+    def assign_unit(self, name: str, now: float) -> Unit | None:
         """Assign a unit to ``name`` at time ``now``, in seconds, or return None if it has to wait."""
         member = self.members[name]
         hands = {each.hand for each in self.members.values()}
         orphan = next((unit for unit in self.orphans if unit not in hands), None)
-        member.hand = member.hand or orphan or self._dealt(member)
+        member.hand = member.hand or orphan or self._pop_unit(member)
         if member.hand:
             member.deadline = now + self.lease
         return member.hand
 
-    def repeat(self) -> None:
+    def reassign_step(self) -> None:
         """Reassign the step in progress to the current members. Only for ``staleness`` 0."""
         self._opened -= 1
         self.done = (self._opened - self.first) * self.logical_ranks
@@ -145,16 +145,16 @@ class StalenessScheduler:
         for member in self.members.values():
             member.hand, member.clock = None, self._opened
 
-    def _dealt(self, member: _Member) -> Unit | None:
+    def _pop_unit(self, member: _Member) -> Unit | None:
         if self.floor < member.clock - self.staleness:
             return None
         if not self._todo and self._opened < self.last:
-            self._deal()
+            self._split_next_step()
         if self.staleness == 0 and member.clock >= self._opened:
             return None  # it has completed its share of this step
         return self._todo.popleft() if self._todo else None
 
-    def _deal(self) -> None:
+    def _split_next_step(self) -> None:
         """Split the next step into units: one per member, or one per logical rank if steps overlap."""
         self._opened += 1
         ranks = range(self.logical_ranks)
@@ -188,7 +188,7 @@ class EvaluationTasks:
         self.hands: dict[str, int] = {}
         self._todo = deque(range(parts))
 
-    def deal(self, name: str) -> int | None:
+    def assign_part(self, name: str) -> int | None:
         """Assign a part to a worker, or return None if none is left."""
         if not self._todo:
             return None
@@ -200,16 +200,16 @@ class EvaluationTasks:
         if (part := self.hands.pop(name, None)) is not None:
             self._todo.append(part)
 
-    def take(self, name: str, facts: Mapping[str, Any]) -> None:
+    def record_part(self, name: str, facts: Mapping[str, Any]) -> None:
         """Record the result of a part, if it is assigned to the worker."""
         if self.hands.get(name) == facts["part"]:
             del self.hands[name]
             self.done += 1
             self.names = tuple(facts["names"])
-            self.sums.update({int(index): _sums(pairs) for index, pairs in facts["sums"].items()})
+            self.sums.update({int(index): _parse_sums(pairs) for index, pairs in facts["sums"].items()})
 
 
-def _sums(pairs: Mapping[str, Any]) -> Sums:
+def _parse_sums(pairs: Mapping[str, Any]) -> Sums:
     return {name: (torch.tensor(a, dtype=torch.float64), torch.tensor(b)) for name, (a, b) in pairs.items()}
 
 
@@ -227,35 +227,35 @@ class TaskPool:
         self._records: dict[tuple[int, int], LossRecord] = {}  # records not yet returned, by step and logical rank
         self._recent: deque[LossRecord] = deque(maxlen=staleness.logical_ranks)  # with metric counts set to 0
 
-    def join(self, name: str, now: float) -> int:
+    def add_worker(self, name: str, now: float) -> int:
         """Admit or readmit a worker, without a task, at time ``now`` in seconds; return its clock."""
         self.evaluation.give_back(name)
-        return self.staleness.join(name, now)
+        return self.staleness.add_member(name, now)
 
-    def retire(self, name: str) -> Unit | None:
+    def remove_worker(self, name: str) -> Unit | None:
         """Remove a worker and release its tasks; return its training unit."""
         self.evaluation.give_back(name)
-        return self.staleness.retire(name)
+        return self.staleness.remove_member(name)
 
-    def deal(self, name: str, now: float) -> dict[str, Any] | None:
+    def assign_task(self, name: str, now: float) -> dict[str, Any] | None:
         """Return a member's next task at ``now``, in seconds, as TASK fields; None to wait."""
-        if (part := self.evaluation.deal(name)) is not None:
-            self.staleness.renew(name, now)
+        if (part := self.evaluation.assign_part(name)) is not None:
+            self.staleness.renew_lease(name, now)
             which = {"split": self.evaluation.split, "step": self.evaluation.step}
             return {"do": "evaluate", "part": part, "parts": self.evaluation.parts, **which}
-        unit = self.staleness.next(name, now)
+        unit = self.staleness.assign_unit(name, now)
         return {"do": "train", "step": unit.step, "ranks": unit.logical_ranks} if unit else None
 
-    def take(self, name: str, facts: Mapping[str, Any]) -> None:
+    def record_task_result(self, name: str, facts: Mapping[str, Any]) -> None:
         """Record the result in a worker's TICK message, if it belongs to the assigned task."""
         if "unit" in facts:
             step, ranks = facts["unit"]
-            if self.staleness.finish(name, Unit(step, tuple(ranks))):
+            if self.staleness.finish_unit(name, Unit(step, tuple(ranks))):
                 records = [LossRecord.from_message(message) for message in facts["records"]]
                 self._records.update({(step, rank): record for rank, record in zip(ranks, records, strict=True)})
-                self._recent.extend(record.without_counts() for record in records)
+                self._recent.extend(record.zero_metrics() for record in records)
         if "part" in facts:
-            self.evaluation.take(name, facts)
+            self.evaluation.record_part(name, facts)
 
     def pop_records(self, step: int) -> list[LossRecord]:
         """Return a loss record per logical rank. Each received metric counts once per run.
@@ -268,8 +268,8 @@ class TaskPool:
         due = {key: self._records.pop(key) for key in sorted(self._records) if key[0] <= step or not is_whole}
         losses = [due[step, rank] for rank in ranks] if is_whole else self._recent
         counted = ([record for (_, rank), record in due.items() if rank == own] for own in ranks)
-        return [record.with_counts_of(records) for record, records in zip(losses, counted, strict=True)]
+        return [record.replace_metrics(records) for record, records in zip(losses, counted, strict=True)]
 
-    def expired(self, now: float) -> list[str]:
+    def find_expired_workers(self, now: float) -> list[str]:
         """Return workers with a task and an expired lease at time ``now``, in seconds."""
-        return self.staleness.expired(now, self.evaluation.hands)
+        return self.staleness.find_expired_members(now, self.evaluation.hands)

@@ -46,31 +46,31 @@ class TaskScheduler:
 
     # ------------------------------------------------------------ for connections
 
-    def admit(self, name: str) -> int:
+    def admit_worker(self, name: str) -> int:
         """Admit a worker to the run; return the epoch of its membership."""
         with self.changed:
-            clock = self._pool.join(name, time.monotonic())
+            clock = self._pool.add_worker(name, time.monotonic())
             self._epoch_of[name] = epoch = next(self._epochs)
             self.changed.notify_all()
         _logger.info("%s joins at clock %d", name, clock)
         return epoch
 
-    def expects(self, name: str) -> bool:
+    def is_expected(self, name: str) -> bool:
         """Return whether a worker is still expected to request tasks."""
         return self.ended is None or name in self.staleness.members
 
-    def renew(self, name: str) -> None:
+    def record_heartbeat(self, name: str) -> None:
         """Record a worker's heartbeat."""
         with self.changed:
-            self.staleness.renew(name, time.monotonic())
+            self.staleness.renew_lease(name, time.monotonic())
 
-    def retire(self, name: str, epoch: int, why: str) -> None:
+    def retire_worker(self, name: str, epoch: int, why: str) -> None:
         """End the membership that began in ``epoch``, unless the worker has rejoined since."""
         with self.changed:
             if self._epoch_of.get(name) != epoch:
                 return
             del self._epoch_of[name]
-            unit = self._pool.retire(name)
+            unit = self._pool.remove_worker(name)
             self.changed.notify_all()
         _logger.info("%s is retired: %s%s", name, why, f"; {unit} is reassigned" if unit else "")
 
@@ -83,17 +83,17 @@ class TaskScheduler:
         with self.changed:
             if self._epoch_of.get(name) != epoch:
                 return {"do": "join"}  # it was retired meanwhile
-            self._pool.take(name, facts)
+            self._pool.record_task_result(name, facts)
             self.changed.notify_all()
             leaves = facts.get("leaves") and len(self.staleness.members) > 1
             while not leaves and self.ended is None:
                 if self._epoch_of.get(name) != epoch:
                     return {"do": "join"}
-                if task := self._pool.deal(name, time.monotonic()):
+                if task := self._pool.assign_task(name, time.monotonic()):
                     return task
                 self.changed.wait()
             if self.ended is None:
-                self.retire(name, epoch, "asked to leave")  # under the lock, so that at least one worker stays
+                self.retire_worker(name, epoch, "asked to leave")  # under the lock, so that at least one worker stays
             return {"do": "stop", "why": self.ended or "asked to leave"}
 
     # ------------------------------------------------------------ for the training loop
@@ -103,18 +103,18 @@ class TaskScheduler:
         """Names of the current members."""
         return list(self.staleness.members)
 
-    def meet(self, count: int, *, seconds: float) -> None:
+    def wait_for_workers(self, count: int, *, seconds: float) -> None:
         """Wait until ``count`` workers have joined, for at most ``seconds``; others may join later."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.staleness.members) >= count, seconds)
 
-    def open(self, step: int) -> None:
+    def open_steps(self, step: int) -> None:
         """Allow steps up to ``step`` to begin."""
         with self.changed:
-            self.staleness.open(step)
+            self.staleness.allow_steps(step)
             self.changed.notify_all()
 
-    def finished(self, step: int) -> list[LossRecord]:
+    def wait_for_step(self, step: int) -> list[LossRecord]:
         """Wait for ``step``; return loss records by logical rank, recent ones if steps overlap.
 
         Raises:
@@ -137,7 +137,7 @@ class TaskScheduler:
         self._pool.evaluation = EvaluationTasks(0)
         return evaluation.sums, evaluation.names
 
-    def end(self, why: str) -> None:
+    def end_run(self, why: str) -> None:
         """End each worker's membership after its current task. Returns once all have been notified."""
         with self.changed:
             self.ended = why
@@ -151,11 +151,11 @@ class TaskScheduler:
             WorldsizeError: There were no workers for longer than the timeout.
         """
         since = time.monotonic()
-        with PEER_WAIT.during("work of the workers"), self.changed:
+        with PEER_WAIT.record_wait("work of the workers"), self.changed:
             while not done():
                 self.changed.wait(self.staleness.lease / 4)
                 now = time.monotonic()
-                late = [(name, self._epoch_of[name]) for name in self._pool.expired(now)]
+                late = [(name, self._epoch_of[name]) for name in self._pool.find_expired_workers(now)]
                 since = now if self.staleness.members else since
                 if now - since > self._timeout and not alone:
                     raise WorldsizeError(
@@ -163,7 +163,7 @@ class TaskScheduler:
                         "Look into the workers' logs, or add workers."
                     )
                 for name, epoch in late:
-                    self.retire(name, epoch, f"no heartbeat within its lease of {self.staleness.lease:g} s")
+                    self.retire_worker(name, epoch, f"no heartbeat within its lease of {self.staleness.lease:g} s")
 
 
 NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # arguments: worker, epoch, and the last result
@@ -181,31 +181,31 @@ class TaskService:
     def __init__(self, scheduler: TaskScheduler, next_task: NextTask | None = None) -> None:
         self._scheduler, self._next_task = scheduler, next_task or scheduler.next_task
 
-    def control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
+    def serve_control(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Serve a worker: TICK has its last result, TASK its next task. Raises RefusedError."""
         name = str(facts["name"])
-        epoch = self._scheduler.admit(name)
+        epoch = self._scheduler.admit_worker(name)
         try:
             channel.send_message(CommonOperation.WELCOME, {"epoch": epoch})
-            while self._scheduler.expects(name):
-                header = channel.header()
+            while self._scheduler.is_expected(name):
+                header = channel.receive_header()
                 if header.operation != Operation.TICK:
                     raise RefusedError(f"received {header.operation.name}, expected TICK")
-                task = self._next_task(name, epoch, channel.message(header))
+                task = self._next_task(name, epoch, channel.receive_message(header))
                 channel.send_message(Operation.TASK, task)
                 if task["do"] == "stop":
-                    self._scheduler.retire(name, epoch, task["why"])
+                    self._scheduler.retire_worker(name, epoch, task["why"])
         except LostError as error:
-            self._scheduler.retire(name, epoch, f"its connection ended ({error})")
+            self._scheduler.retire_worker(name, epoch, f"its connection ended ({error})")
         except RefusedError:
-            self._scheduler.retire(name, epoch, "it was refused")
+            self._scheduler.retire_worker(name, epoch, "it was refused")
             raise
 
-    def beat(self, channel: Channel, facts: Mapping[str, Any]) -> None:
+    def receive_heartbeats(self, channel: Channel, facts: Mapping[str, Any]) -> None:
         """Receive a worker's heartbeats. Raises LostError or RefusedError."""
         channel.send_message(CommonOperation.WELCOME, {})
         while True:
-            header = channel.header()
+            header = channel.receive_header()
             if header.operation != CommonOperation.HEARTBEAT:
                 raise RefusedError(f"received {header.operation.name}, expected HEARTBEAT")
-            self._scheduler.renew(str(facts["name"]))
+            self._scheduler.record_heartbeat(str(facts["name"]))

@@ -18,11 +18,11 @@ from plugins.parameter_server.shard_parameters import gather_states
 from plugins.parameter_server.task_pool import Unit
 from plugins.parameter_server.task_scheduler import TaskScheduler
 from worldsize.collectives.exact import reduce_metrics
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult
 from worldsize.errors import WorldsizeError
 from worldsize.net.registry import Registry
-from worldsize.optimizers.groups import parameters_of
+from worldsize.optimizers.groups import get_trainable_parameters
 from worldsize.strategies.gradient_reducer import clip_factor
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics
 from worldsize.strategies.loss_scaling import weight_factor
@@ -70,7 +70,7 @@ class UpdateCoordinator(Replica):
         """
         step = self.step_reached + 1
         rates = {name: shards.own.master.shard.parameters.lr for name, shards in self._shards.items()}
-        results, attempts = self._attempt(step, again=False), 1
+        results, attempts = self._attempt_step(step, again=False), 1
         while results is None:
             if attempts == _ATTEMPTS:
                 raise WorldsizeError(
@@ -80,52 +80,54 @@ class UpdateCoordinator(Replica):
             _logger.info("step %d is repeated, since a worker was lost in it", step)
             for shards in self._shards.values():
                 shards.roll_back()
-            results, attempts = self._attempt(step, again=True), attempts + 1
-        returned = step_metrics(self._scheduler.finished(step))
+            results, attempts = self._attempt_step(step, again=True), attempts + 1
+        returned = step_metrics(self._scheduler.wait_for_step(step))
         self.step_reached = step
         return step_result(results, rates, returned, kind=self._rounds.kind, step=step)
 
-    def _attempt(self, step: int, *, again: bool) -> list[UpdateResult] | None:
+    def _attempt_step(self, step: int, *, again: bool) -> list[UpdateResult] | None:
         """Compute the updates of ``step``; return None if a worker was lost."""
         counts = {name: shards.own.master.shard.step for name, shards in self._shards.items()}
-        self._rounds.open(step, counts, again=again)
+        self._rounds.start_attempt(step, counts, again=again)
         for shards in self._shards.values():  # while the workers compute the first update
-            shards.begin(step)
+            shards.save_step_start(step)
         results: list[UpdateResult] = []
         while True:
-            with phase("communication"):
-                reported = self._rounds.reported(step)
+            with measure_phase("communication"):
+                reported = self._rounds.wait_for_update(step)
             if reported is None:
                 return None
             if not reported.names:
                 return results
-            with phase("update"):
+            with measure_phase("update"):
                 results.append(self._applied(reported))
             self._rounds.complete_update()
 
     def _applied(self, reported: Reported) -> UpdateResult:
         """Weigh and clip the mean gradient, and apply it on the shards of the optimizers."""
         counts = {name: self._shards[name].own.master.shard.step + 1 for name in reported.names}
-        losses, factor = _weighed(reported.records)
+        losses, factor = _weigh_losses(reported.records)
         if factor is not None:
             for name, count in counts.items():
-                self._shards[name].weigh(count, factor)
+                self._shards[name].scale_gradients(count, factor)
         skipped, clipping, norm = False, 1.0, None
         if self._numerics.needs_norm:
-            norms = [each for name in reported.names for each in self._norms(name)]
+            norms = [each for name in reported.names for each in self._compute_part_norms(name)]
             norm = torch.linalg.vector_norm(torch.stack(norms))
-            skipped = self._numerics.skips(norm)
+            skipped = self._numerics.should_skip_update(norm)
             clipping = float(clip_factor(norm, self._numerics.norm_limit))
         for name, count in counts.items():
-            self._shards[name].apply(count, None if skipped else clipping)
+            self._shards[name].commit_all_shards(count, None if skipped else clipping)
         return UpdateResult(reported.names, losses, norm, skipped, step_metrics(reported.records))
 
-    def _norms(self, name: str) -> list[Tensor]:
+    def _compute_part_norms(self, name: str) -> list[Tensor]:
         """Return the norm of each parameter's gradient, in the order of the optimizer."""
-        pieces = self._shards[name].norms()
+        pieces = self._shards[name].collect_norms()
         part = self._train_state.parts[name]
         names = {id(parameter): each for each, parameter in part.model.named_parameters()}
-        norms = [torch.tensor(pieces[names[id(each)]]) for each in parameters_of(part.optimizer) if each.numel()]
+        norms = [
+            torch.tensor(pieces[names[id(each)]]) for each in get_trainable_parameters(part.optimizer) if each.numel()
+        ]
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
@@ -136,12 +138,12 @@ class UpdateCoordinator(Replica):
 
     def advance_schedules(self, value: float, *, step: int) -> None:
         for shards in self._shards.values():
-            shards.advance(value, step)
+            shards.advance_schedules(value, step)
 
     def state(self) -> StateDict:
         """Gather the state of all shards."""
         for name, shards in self._shards.items():
-            gather_states(shards.states(), self._train_state.parts[name])
+            gather_states(shards.collect_states(), self._train_state.parts[name])
         return {**self._train_state.state(), "scaler": {}}
 
     def load(self, state: StateDict) -> None:
@@ -149,18 +151,18 @@ class UpdateCoordinator(Replica):
 
     def facts(self) -> Mapping[str, Any]:
         """Return each server's load over all optimizers since the last call, and the worker count."""
-        loads = zip(*(shards.facts() for shards in self._shards.values()), strict=True)
-        servers = [_combined_load(each, step=self.step_reached) for each in loads]
+        loads = zip(*(shards.collect_loads() for shards in self._shards.values()), strict=True)
+        servers = [_combine_loads(each, step=self.step_reached) for each in loads]
         return {"servers": servers, "workers": len(self._scheduler.workers)}
 
     def close(self, *, complete: bool) -> None:
-        self._registry.end()
-        self._scheduler.end("the run is complete" if complete else "the run pauses")
+        self._registry.mark_ended()
+        self._scheduler.end_run("the run is complete" if complete else "the run pauses")
         for shards in self._shards.values():
             shards.stop()
 
 
-def _weighed(records: Sequence[LossRecord]) -> tuple[list[Tensor], float | None]:
+def _weigh_losses(records: Sequence[LossRecord]) -> tuple[list[Tensor], float | None]:
     """Return the loss terms, and the gradient's factor if losses are sums, else None."""
     check_same_form(records)
     if not records[0].is_weighted:
@@ -169,8 +171,8 @@ def _weighed(records: Sequence[LossRecord]) -> tuple[list[Tensor], float | None]
     return [record.loss[0] * factor for record in records], float(factor)
 
 
-def _combined_load(loads: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, Any]:
-    """Combine the loads (:meth:`ShardServer.facts`) of one server's shards, one per optimizer."""
+def _combine_loads(loads: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, Any]:
+    """Combine the loads (:meth:`ShardServer.collect_server_load`) of one server's shards, one per optimizer."""
     counts = ("lost_updates", "refused", "pushes", "pulls", "bytes_in", "bytes_out")
     largest = {name: max(load[name] for load in loads) for name in ("longest_queue", "seconds")}
     return {"step": step, **{name: sum(load[name] for load in loads) for name in counts}, **largest}
@@ -252,7 +254,7 @@ class UpdateRounds:
 
     # ------------------------------------------------------------ for the training loop
 
-    def open(self, step: int, counts: Mapping[str, int], *, again: bool) -> None:
+    def start_attempt(self, step: int, counts: Mapping[str, int], *, again: bool) -> None:
         """Start or restart ``step``.
 
         Args:
@@ -264,10 +266,10 @@ class UpdateRounds:
             self._end_round(is_applied=False)
             self._attempt, self._counts = self._attempt + 1, dict(counts)
             if again:
-                self.scheduler.staleness.repeat()
-            self.scheduler.open(step)
+                self.scheduler.staleness.reassign_step()
+            self.scheduler.open_steps(step)
 
-    def reported(self, step: int) -> Reported | None:
+    def wait_for_update(self, step: int) -> Reported | None:
         """Wait until all workers contributed to the next update of ``step``, or finished it.
 
         Returns:
@@ -280,11 +282,11 @@ class UpdateRounds:
         staleness, current = self.scheduler.staleness, self._round
         before = (step - 1 - staleness.first) * staleness.logical_ranks
 
-        def arrived() -> bool:
+        def has_arrived() -> bool:
             ended = staleness.done - before
             return bool(staleness.orphans) or len(current.records) + ended == staleness.logical_ranks
 
-        self.scheduler.wait_for(arrived)
+        self.scheduler.wait_for(has_arrived)
         with self.scheduler.changed:
             if staleness.orphans:
                 return None

@@ -22,7 +22,7 @@ from plugins.parameter_server.task_scheduler import TaskScheduler, TaskService
 from plugins.parameter_server.update_coordinator import UpdateCoordinator, UpdateRounds
 from worldsize.core import Recipe, RunContext
 from worldsize.net.registry import Dialer, EndedError
-from worldsize.optimizers.groups import optimizer_of
+from worldsize.optimizers.groups import create_optimizer
 from worldsize.strategies.train_state import TrainState
 
 
@@ -59,23 +59,23 @@ class PendingUpdateServer:
         except EndedError:
             return None
         if context.world.rank == 0:
-            return self._lead(context, count=count)
+            return self._lead_run(context, count=count)
         first, *others = self.servers.values()
-        served = [first.serve(on_begin=context.faults.enter), *(server.serve() for server in others)]
+        served = [first.serve(on_begin=context.faults.report_step), *(server.serve() for server in others)]
         for server in served:
             server.master.log.ended.wait()
         return None
 
-    def _lead(self, context: RunContext, *, count: int) -> UpdateCoordinator:
+    def _lead_run(self, context: RunContext, *, count: int) -> UpdateCoordinator:
         staleness = StalenessScheduler(0, context.logical_ranks, self.lease, first=self.step)
         scheduler = TaskScheduler(staleness, timeout=self.dialer.timeout)
         rounds = UpdateRounds(self.kind, scheduler)
         tasks = TaskService(scheduler, rounds.next_task)
         own = [
-            server.serve(services={} if place else {"control": tasks.control, "beat": tasks.beat})
+            server.serve(services={} if place else {"control": tasks.serve_control, "beat": tasks.receive_heartbeats})
             for place, server in enumerate(self.servers.values())
         ]
-        scheduler.meet(context.workers, seconds=self.lease)
+        scheduler.wait_for_workers(context.workers, seconds=self.lease)
         peers = [Peers(self.dialer, range(first + 1, first + count)) for first in range(0, len(own) * count, count)]
         shards = dict(zip(self.servers, map(AllShards, own, peers), strict=True))
         return UpdateCoordinator(
@@ -100,8 +100,8 @@ def pending_update_server(
         context: The context of the run, with its newest checkpoint.
         plans: The assignment of parameters to servers, by optimizer name.
     """
-    index, dialer = context.world.rank, group.dialer(f"{SERVER_PREFIX}{context.world.rank}", context)
-    full = TrainState.of(recipe, recipe.model())
+    index, dialer = context.world.rank, group.create_dialer(f"{SERVER_PREFIX}{context.world.rank}", context)
+    full = TrainState.from_recipe(recipe, recipe.model())
     full.model.load_state_dict(train_state.model.state_dict())
     rows = next(iter(plans.values())).rows
     state, step = context.checkpoints.restore(lambda: full_state(full, {}, rows)) or (None, 0)
@@ -115,8 +115,8 @@ def pending_update_server(
     )
     servers = {}
     for place, (name, plan) in enumerate(plans.items()):
-        make = partial(optimizer_of, recipe, name=name)
+        make = partial(create_optimizer, recipe, name=name)
         shard = Shard(ShardParameters(train_state.parts[name], plan.shards[index], make=make), rule)
         receiver, number = PushReceiver(shard, plan.codec), place * group.servers + index
-        servers[name] = group.pending(receiver, full, context, dialer, number=number)
+        servers[name] = group.create_pending_server(receiver, full, context, dialer, number=number)
     return PendingUpdateServer(type(recipe).__name__, servers, full, step, dialer, group.lease)

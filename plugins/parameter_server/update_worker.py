@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from plugins.parameter_server.shard_link import DenseLinks, ShardLink
 from plugins.parameter_server.sharding import ShardingPlan, parameters_by_optimizer
-from plugins.parameter_server.task_loop import Task, TaskLoop, UnownedWeights, evaluated_part, served_watch
+from plugins.parameter_server.task_loop import Task, TaskLoop, UnownedWeights, create_worker_watch, evaluate_part
 from worldsize.collectives.ordered import PartialSums
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import ConfigError, Recipe, RunContext
 from worldsize.net.registry import Dialer
-from worldsize.optimizers.groups import parameters_of
-from worldsize.strategies.gradient_reducer import Presence, taken
+from worldsize.optimizers.groups import get_trainable_parameters
+from worldsize.strategies.gradient_reducer import Presence, pop_gradients
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.model_replica import ModelFlags, autocast
@@ -57,7 +57,7 @@ class UpdateWorker:
         prepare_passes(recipe, self._model, context.numerics, context.world.device)
         self._parameters = parameters_by_optimizer(train_state)
         self._unowned = UnownedWeights(self._model)
-        self._watch = served_watch(self._model, context)
+        self._watch = create_worker_watch(self._model, context)
         self._dense = {
             name: DenseLinks(self._parameters[name], plan, first=context.world.rank, faults=context.faults)
             for name, plan in plans.items()
@@ -72,67 +72,67 @@ class UpdateWorker:
             self._dialer,
             self._context.stop,
             shards=self._servers * len(self._dense),
-            connect=self._connect,
-            acts={"train": self._begin, "continue": self._continue, "evaluate": self._evaluate},
+            connect=self._connect_shards,
+            acts={"train": self._start_unit, "continue": self._continue, "evaluate": self._evaluate},
         ).run(lease)
 
-    def _connect(self, links: Sequence[ShardLink]) -> None:
+    def _connect_shards(self, links: Sequence[ShardLink]) -> None:
         self._pulled.clear()
         for place, dense in enumerate(self._dense.values()):
-            dense.connect(links[place * self._servers : (place + 1) * self._servers])
+            dense.replace_dense_links(links[place * self._servers : (place + 1) * self._servers])
 
-    def _begin(self, task: Task) -> dict[str, Any]:
+    def _start_unit(self, task: Task) -> dict[str, Any]:
         """Start a unit, or restart the last one; return the fields for its first update."""
         if self._unit is not None:
             self._unit.close()
-        self._unit = self._updates(task)
+        self._unit = self._run_unit(task)
         return next(self._unit)
 
     def _continue(self, _: Task) -> dict[str, Any]:
-        self._context.faults.at("update:continue")
+        self._context.faults.report_point("update:continue")
         assert self._unit is not None, "the server lets nobody go on who has not begun"
         return next(self._unit)
 
     def _evaluate(self, task: Task) -> dict[str, Any]:
         self._pulled.clear()
         for dense in self._dense.values():
-            dense.pull(0)
-        return evaluated_part(self._recipe, self._model, self._context, task)
+            dense.pull_weights(0)
+        return evaluate_part(self._recipe, self._model, self._context, task)
 
-    def _updates(self, task: Task) -> Generator[dict[str, Any], None, None]:
+    def _run_unit(self, task: Task) -> Generator[dict[str, Any], None, None]:
         """Compute a unit; yield the TICK fields of each update, and finally of the unit."""
         step, ranks, counts = task["step"], task["ranks"], dict(task["counts"])
         unit = {"unit_of": [step, ranks], "attempt": task["attempt"]}
         batches = [self._context.data.micro_batch(step, rank) for rank in ranks]
-        options = self._options()
+        options = self._copy_options()
         flags = ModelFlags(self._model)
         device, names = self._context.world.device, self._parts
         passes = [UpdatePass(self._recipe, each, names=names, device=device, flags=flags) for each in batches]
-        with self._context.timing.measured(step), taken_back(self._model, passes):
+        with self._context.timing.measured(step), restore_on_abort(self._model, passes):
             for each, count in counts.items():
-                self._pull(each, count)
+                self._pull_update(each, count)
             while True:
-                records, arrivals = self._computed(passes, ranks)
+                records, arrivals = self._compute_update(passes, ranks)
                 if not arrivals:
                     break
                 for name, parts in arrivals.items():
                     counts[name] += 1
-                    self._push(name, parts, count=counts[name])
-                messages = [record.message() for record in records]
-                with phase("communication"):
+                    self._push_gradients(name, parts, count=counts[name])
+                messages = [record.to_message() for record in records]
+                with measure_phase("communication"):
                     yield {"update": list(arrivals), **unit, "records": messages}
                 for name in arrivals:
-                    self._pull(name, counts[name])
+                    self._pull_update(name, counts[name])
         self._watch.end_step()
-        self._unowned.check()
-        if self._options() != options:
+        self._unowned.check_unchanged()
+        if self._copy_options() != options:
             raise ConfigError(
                 f"{type(self._recipe).__name__}.updates has changed an optimizer's options, such as its learning rate; "
                 "the servers take the updates and do not see that. Give the recipe schedules, or use strategy=ddp."
             )
-        yield {"unit": [step, ranks], "records": [each.take_metrics().message() for each in passes]}
+        yield {"unit": [step, ranks], "records": [each.take_metrics().to_message() for each in passes]}
 
-    def _computed(
+    def _compute_update(
         self, passes: Sequence[UpdatePass], ranks: Sequence[int]
     ) -> tuple[list[LossRecord], Mapping[str, _Sums]]:
         """Run all generators to the next update, and compute its gradient.
@@ -149,23 +149,23 @@ class UpdateWorker:
             current.check_same(passes[0])
             if current.update:
                 loss, record = current.take_loss()
-                owned = [parameter for name in current.update for parameter in self._owned(name)]
+                owned = [parameter for name in current.update for parameter in self._list_trained(name)]
                 loss.backward(inputs=owned)  # type: ignore[no-untyped-call]
                 records.append(record)
                 for name in current.update:
                     parameters = list(self._parameters[name].values())
                     sums, presence = arrivals.setdefault(name, (PartialSums(total), Presence(parameters)))
-                    presence.note()
-                    sums.add(total, rank, taken(parameters))
+                    presence.record_gradients()
+                    sums.add(total, rank, pop_gradients(parameters))
         return records, {
-            name: {node: presence.without_absent(gradients) for node, gradients in sums.parts.items()}
+            name: {node: presence.mask_absent(gradients) for node, gradients in sums.parts.items()}
             for name, (sums, presence) in arrivals.items()
         }
 
-    def _owned(self, name: str) -> list[nn.Parameter]:
+    def _list_trained(self, name: str) -> list[nn.Parameter]:
         """Return the parameters currently trained by optimizer ``name``; servers must own them all."""
         owned, trained = {id(each) for each in self._parameters[name].values()}, []
-        for parameter in parameters_of(self._parts[name].optimizer):
+        for parameter in get_trainable_parameters(self._parts[name].optimizer):
             if parameter.numel() and id(parameter) not in owned:
                 raise ConfigError(
                     f"{type(self._recipe).__name__} begins to train a parameter of {name!r} that was frozen when the "
@@ -174,31 +174,33 @@ class UpdateWorker:
             trained.append(parameter)
         return trained
 
-    def _push(self, name: str, arrivals: Mapping[tuple[int, int], Sequence[Tensor | None]], *, count: int) -> None:
+    def _push_gradients(
+        self, name: str, arrivals: Mapping[tuple[int, int], Sequence[Tensor | None]], *, count: int
+    ) -> None:
         """Push the gradient of update ``count``, and wait until all shards acknowledge it."""
         for (width, node), gradients in arrivals.items():
             named = dict(zip(self._parameters[name], gradients, strict=True))
-            self._dense[name].push(named, step=count, width=width, node=node)
-        self._dense[name].settle()
+            self._dense[name].push_buckets(named, step=count, width=width, node=node)
+        self._dense[name].wait_for_all_pushes()
 
-    def _pull(self, name: str, count: int) -> None:
+    def _pull_update(self, name: str, count: int) -> None:
         """Pull weights that include ``count`` updates, unless the model already has them.
 
         This invalidates autograd graphs that saved the old weights, which torch detects by their version.
         """
         if self._pulled.get(name) != count:
-            self._dense[name].pull(count)
+            self._dense[name].pull_weights(count)
             self._pulled[name] = count
             torch.autograd.graph.increment_version(tuple(self._parameters[name].values()))
 
-    def _options(self) -> list[dict[str, Any]]:
+    def _copy_options(self) -> list[dict[str, Any]]:
         """Return a copy of all optimizers' options, such as learning rates."""
         groups = [group for part in self._parts.values() for group in part.optimizer.param_groups]
-        return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+        return [{key: _convert_to_plain(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
 @contextmanager
-def taken_back(model: nn.Module, passes: Sequence[UpdatePass]) -> Iterator[None]:
+def restore_on_abort(model: nn.Module, passes: Sequence[UpdatePass]) -> Iterator[None]:
     """Close the passes and restore the model, if the step is abandoned."""
     start = UnitStart(model)
     try:
@@ -210,7 +212,7 @@ def taken_back(model: nn.Module, passes: Sequence[UpdatePass]) -> Iterator[None]
         raise
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from worldsize.devices import on_device
+from worldsize.devices import move_to_device
 
 BLOCK = 32
 _BIAS, _NAN = 127, 255
@@ -23,12 +23,12 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)
 _BOUNDS = torch.where(torch.arange(7) % 2 == 0, torch.nextafter(_MIDDLES, torch.tensor(1.0)), _MIDDLES)
 
 
-def size(numel: int) -> int:
+def count_bytes(numel: int) -> int:
     """Return the encoded size of ``numel`` elements in bytes; ``numel`` is a multiple of BLOCK."""
     return numel // 2 + numel // BLOCK
 
 
-def encode(rows_rn: Tensor) -> Tensor:
+def encode_rows(rows_rn: Tensor) -> Tensor:
     """Encode float32 (r, n), n a multiple of BLOCK, as uint8 (r, n / 2 + n / BLOCK).
 
     Each byte has two codes. Elements are rounded to the nearest representable value, ties to the even code. The scale
@@ -39,17 +39,17 @@ def encode(rows_rn: Tensor) -> Tensor:
     fraction, exponent = torch.frexp(largest_rk1)
     top_rk1 = (exponent - (fraction < 0.75).int()).clamp(-_BIAS, _BIAS)
     scaled_rkb = torch.ldexp(blocks_rkb.abs(), -top_rk1)
-    code_rkb = torch.bucketize(scaled_rkb, on_device(_BOUNDS, rows_rn.device), right=True).byte()
+    code_rkb = torch.bucketize(scaled_rkb, move_to_device(_BOUNDS, rows_rn.device), right=True).byte()
     code_rn = (code_rkb | (blocks_rkb < 0).byte() << 3).flatten(1)
     scale_rk = torch.where(largest_rk1.isfinite(), top_rk1 + _BIAS, _NAN).flatten(1).byte()
     return torch.cat([code_rn[:, ::2] | code_rn[:, 1::2] << 4, scale_rk], dim=1)
 
 
-def decode(payload_rp: Tensor, numel: int) -> Tensor:
+def decode_rows(payload_rp: Tensor, numel: int) -> Tensor:
     """Decode ``payload_rp`` from :func:`encode` to float32 rows (r, numel)."""
     pair_rh, scale_rk = payload_rp[:, : numel // 2], payload_rp[:, numel // 2 :]
     code_rn = torch.stack([pair_rh & 15, pair_rh >> 4], dim=2).flatten(1)
-    known = on_device(_VALUES, payload_rp.device)
+    known = move_to_device(_VALUES, payload_rp.device)
     blocks_rkb = known[code_rn.long()].view(*scale_rk.shape, BLOCK)
     values_rkb = torch.ldexp(blocks_rkb, scale_rk.int()[:, :, None] - _BIAS)
     return torch.where(scale_rk[:, :, None] == _NAN, torch.nan, values_rkb).flatten(1)

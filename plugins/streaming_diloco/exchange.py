@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugins.streaming_diloco.e3m0 import BLOCK, decode, encode, size
-from worldsize.collectives.group import start
+from plugins.streaming_diloco.e3m0 import BLOCK, count_bytes, decode_rows, encode_rows
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import sum_level
 from worldsize.strategies.periodic_exchange import Begun, Exchange
 
@@ -19,54 +19,54 @@ from worldsize.strategies.periodic_exchange import Begun, Exchange
 class Gathered(Exchange):
     """All-gather rows; every worker sums them. Rounds once, sends (workers − 1) × n / 2 bytes."""
 
-    def _begin(self, row_n: Tensor) -> Begun:
-        padded, numel = _blocks(row_n, 1), row_n.numel()
-        mine = encode(padded)
+    def _start_average(self, row_n: Tensor) -> Begun:
+        padded, numel = _pad_to_blocks(row_n, 1), row_n.numel()
+        mine = encode_rows(padded)
         theirs_kp = mine.new_empty(self.size, mine.shape[1])
-        work = start(dist.all_gather_into_tensor, theirs_kp.view(-1), mine.view(-1), group=self.group)
+        work = start_collective(dist.all_gather_into_tensor, theirs_kp.view(-1), mine.view(-1), group=self.group)
 
-        def mean() -> Tensor:
+        def compute_mean() -> Tensor:
             work.wait()
-            return (sum_level(decode(theirs_kp, padded.shape[1]).unbind()) / self.size)[:numel]
+            return (sum_level(decode_rows(theirs_kp, padded.shape[1]).unbind()) / self.size)[:numel]
 
-        return lambda: mean
+        return lambda: compute_mean
 
-    def sent(self, numel: int) -> int:
-        return (self.size - 1) * size(-(-numel // BLOCK) * BLOCK)
+    def count_sent_bytes(self, numel: int) -> int:
+        return (self.size - 1) * count_bytes(-(-numel // BLOCK) * BLOCK)
 
 
 @final
 class Scattered(Exchange):
     """Reduce-scatter, then all-gather. Rounds twice, sends 2 × (workers − 1) / workers × n / 2 bytes."""
 
-    def _begin(self, row_n: Tensor) -> Begun:
+    def _start_average(self, row_n: Tensor) -> Begun:
         numel = row_n.numel()
-        mine_ks = _blocks(row_n, self.size)
-        sent_kp = encode(mine_ks)
+        mine_ks = _pad_to_blocks(row_n, self.size)
+        sent_kp = encode_rows(mine_ks)
         theirs_kp = torch.empty_like(sent_kp)
-        work = start(dist.all_to_all_single, theirs_kp, sent_kp, group=self.group)
+        work = start_collective(dist.all_to_all_single, theirs_kp, sent_kp, group=self.group)
 
-        def second() -> Callable[[], Tensor]:
+        def start_all_gather() -> Callable[[], Tensor]:
             work.wait()
             shard = mine_ks.shape[1]
-            mean_1s = (sum_level(decode(theirs_kp, shard).unbind()) / self.size)[None]
+            mean_1s = (sum_level(decode_rows(theirs_kp, shard).unbind()) / self.size)[None]
             gathered_kp = torch.empty_like(theirs_kp)
-            row = encode(mean_1s).view(-1)
-            last = start(dist.all_gather_into_tensor, gathered_kp.view(-1), row, group=self.group)
+            row = encode_rows(mean_1s).view(-1)
+            last = start_collective(dist.all_gather_into_tensor, gathered_kp.view(-1), row, group=self.group)
 
-            def mean() -> Tensor:
+            def decode_mean() -> Tensor:
                 last.wait()
-                return decode(gathered_kp, shard).flatten()[:numel]
+                return decode_rows(gathered_kp, shard).flatten()[:numel]
 
-            return mean
+            return decode_mean
 
-        return second
+        return start_all_gather
 
-    def sent(self, numel: int) -> int:
-        return 2 * (self.size - 1) * size(-(-numel // (self.size * BLOCK)) * BLOCK)
+    def count_sent_bytes(self, numel: int) -> int:
+        return 2 * (self.size - 1) * count_bytes(-(-numel // (self.size * BLOCK)) * BLOCK)
 
 
-def _blocks(row_n: Tensor, rows: int) -> Tensor:
+def _pad_to_blocks(row_n: Tensor, rows: int) -> Tensor:
     """Zero-pad ``row_n`` and reshape it to float32 (rows, length), with whole blocks per row."""
     length = -(-row_n.numel() // (rows * BLOCK)) * BLOCK
     return torch.nn.functional.pad(row_n.float(), (0, rows * length - row_n.numel())).view(rows, length)

@@ -17,9 +17,9 @@ from worldsize.strategies.periodic import (
     OuterRate,
     PeriodicSyncStrategy,
     Rounds,
-    averaged_buffers,
     averaging_cost,
-    trained_parameters,
+    find_averaged_buffers,
+    find_trained_parameters,
 )
 from worldsize.strategies.periodic_exchange import Exact, Exchange, Fragment
 from worldsize.strategies.train_state import TrainState
@@ -78,7 +78,7 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
         offsets = [place * self.inner_steps // len(parts) for place in range(len(parts))]
         exchange = _EXCHANGES[self.wire](world)
         fragments = [Fragment(part, exchange, lr=self.outer_lr, momentum=self.outer_momentum) for part in parts]
-        if buffers := averaged_buffers(train_state.model):
+        if buffers := find_averaged_buffers(train_state.model):
             fragments.append(Fragment(buffers, Exact(world), lr=1.0, momentum=0.0))
             offsets.append(offsets[-1])
         return Rounds(fragments, offsets, inner_steps=self.inner_steps, delay=self.delay, mix=self.mix)
@@ -90,7 +90,7 @@ def partition(model: nn.Module, blocks: Sequence[nn.Module], each: int) -> list[
     A parameter shared by several blocks belongs to the first one.
     """
     count = -(-len(blocks) // each)
-    left = {id(parameter): parameter for parameter in trained_parameters(model)}
+    left = {id(parameter): parameter for parameter in find_trained_parameters(model)}
     fragments: list[list[Tensor]] = [[] for _ in range(count)]
     for place, block in enumerate(blocks):
         fragments[place % count] += [

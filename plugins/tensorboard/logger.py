@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone, logged_name
+from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone, format_logger_name
 from worldsize.errors import require
 from worldsize.observe.events import Alert, alert_for
 
@@ -36,14 +36,14 @@ class TensorBoard:
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted(first=first):
-                self._open(first)
+                self._open_files(first)
             case StepDone(step=step):
                 self._step = step
-                for name, value in event.figures().items():
+                for name, value in event.collect_log_values().items():
                     self._writer.add_scalar(f"train/{name}", value, step)
             case Evaluated(step=step, metrics=metrics):
                 for name, value in metrics.items():
-                    self._writer.add_scalar(logged_name(name), value, step)
+                    self._writer.add_scalar(format_logger_name(name), value, step)
                 self._writer.flush()
             case RunEnded() | RunFailed() if self._writer is not None:
                 self._writer.close()
@@ -57,7 +57,7 @@ class TensorBoard:
         self._writer.add_text(f"alerts/{alert.key}", alert.text, alert.step or self._step)
         self._writer.flush()
 
-    def _open(self, first: int) -> None:
+    def _open_files(self, first: int) -> None:
         """Open the event files; when resuming after step ``first``, hide records of later steps."""
         from torch.utils.tensorboard import SummaryWriter  # slow import (seconds)
 

@@ -41,12 +41,12 @@ class DLRM(nn.Module):
     def __init__(self, *, dim: int, rows: int, bottom: Sequence[int], top: Sequence[int], sparse: bool) -> None:
         super().__init__()
         self.rows = rows
-        self.bottom = _network([COUNTS, *bottom, dim], last=nn.ReLU())
+        self.bottom = _build_mlp([COUNTS, *bottom, dim], last=nn.ReLU())
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, dim, mode="sum", sparse=sparse) for _ in range(CATEGORIES))
         for table in self.tables:
             assert isinstance(table, nn.EmbeddingBag)
-            _row_values(rows).fill(table)
-        self.top = _network([dim + (CATEGORIES + 1) * CATEGORIES // 2, *top, 1], last=nn.Identity())
+            _row_values(rows).fill_embedding(table)
+        self.top = _build_mlp([dim + (CATEGORIES + 1) * CATEGORIES // 2, *top, 1], last=nn.Identity())
         self.register_buffer("below", torch.tril_indices(CATEGORIES + 1, CATEGORIES + 1, -1), persistent=False)
 
     def forward(self, counts_bc: Tensor, categories_bf: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class DLRM(nn.Module):
         return logits.squeeze(1)
 
 
-def _network(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
+def _build_mlp(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
     """Chain linear layers of the given sizes with ReLUs between them, followed by ``last``."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
@@ -96,7 +96,7 @@ class ClickThrough(Recipe):
         return self.make_schedule(optimizer) if self.make_schedule else None
 
     def data(self, split: str) -> TensorDataset:
-        return self.samples.read(split)
+        return self.samples.read_split(split)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         counts, categories, labels = batch
@@ -114,4 +114,4 @@ class ClickThrough(Recipe):
         }
 
     def files(self) -> Mapping[str, Path]:
-        return self.samples.files()
+        return self.samples.list_files()

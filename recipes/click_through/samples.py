@@ -24,10 +24,10 @@ class Samples(ABC):
     """Source of samples, selected by ``data=``."""
 
     @abstractmethod
-    def read(self, split: str) -> TensorDataset:
+    def read_split(self, split: str) -> TensorDataset:
         """Return counts float32 (n, 13) as log(1 + count), categories int64 (n, 26) and labels float32 (n,)."""
 
-    def files(self) -> Mapping[str, Path]:
+    def list_files(self) -> Mapping[str, Path]:
         """Return the files read by :meth:`read`, by name."""
         return {}
 
@@ -49,19 +49,19 @@ class Criteo(Samples):
     def _file(self) -> Path:
         return Path(self.path).expanduser() / "train.txt"
 
-    def read(self, split: str) -> TensorDataset:
+    def read_split(self, split: str) -> TensorDataset:
         first, count = (0, self.rows) if split == "train" else (self.rows, self.test_rows)
         try:
             with self._file.open() as lines:
-                return _parsed(islice(enumerate(lines, 1), first, first + count), self._file)
+                return _parse_lines(islice(enumerate(lines, 1), first, first + count), self._file)
         except FileNotFoundError:
             raise ConfigError(f"{self._file} is not there. Set data.path, or data=synthetic.") from None
 
-    def files(self) -> Mapping[str, Path]:
+    def list_files(self) -> Mapping[str, Path]:
         return {"train.txt": self._file}
 
 
-def _parsed(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
+def _parse_lines(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
     """Parse numbered lines. Raises ConfigError with the line number if a line is malformed."""
     labels, counts, categories = [], [], []
     for number, line in lines:
@@ -98,8 +98,8 @@ class Synthetic(Samples):
     exponent: Annotated[float, Range()]
     seed: Annotated[int, Range(least=0, most=2**32 - 3)]  # 32 bits in NumPy; the splits use seed + 1 and + 2
 
-    def read(self, split: str) -> TensorDataset:
-        counts_nc, categories_nf, chance_n, random = self._drawn(split)
+    def read_split(self, split: str) -> TensorDataset:
+        counts_nc, categories_nf, chance_n, random = self._draw_samples(split)
         labels_n = random.random_sample(len(chance_n)) < chance_n
         return TensorDataset(
             torch.from_numpy(numpy.log1p(counts_nc).astype(numpy.float32)),
@@ -107,12 +107,12 @@ class Synthetic(Samples):
             torch.from_numpy(labels_n.astype(numpy.float32)),
         )
 
-    def best(self, split: str) -> float:
+    def compute_best_loss(self, split: str) -> float:
         """Return the lowest achievable mean log loss: the entropy of the clicks."""
-        chance_n = self._drawn(split)[2]
+        chance_n = self._draw_samples(split)[2]
         return float(-(chance_n * numpy.log(chance_n) + (1 - chance_n) * numpy.log1p(-chance_n)).mean())
 
-    def _drawn(self, split: str) -> tuple[Array, Array, Array, numpy.random.RandomState]:
+    def _draw_samples(self, split: str) -> tuple[Array, Array, Array, numpy.random.RandomState]:
         """Sample counts, categories and click probabilities; return the generator, too."""
         hidden = numpy.random.RandomState(self.seed)
         weights_fk = hidden.normal(0, 0.5, (CATEGORIES, self.categories))

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recipes.hf_causal_lm.samples import LanguageBatch, check_source, language_batch, source_split, vocabulary_of
-from recipes.hf_causal_lm.text import Bytes, Tokenizer, files_of, tokens_of
+from recipes.hf_causal_lm.samples import LanguageBatch, check_source, find_vocabulary_size, language_batch, source_split
+from recipes.hf_causal_lm.text import Bytes, Tokenizer, find_text_files, read_tokens
 from recipes.stdlib_lm.corpus import Windows
 from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe
 from worldsize.data.source import Source
@@ -26,7 +26,7 @@ from worldsize.errors import require
 _OPTIONS = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 
 
-def _names(file: Path) -> Collection[str]:
+def _read_tensor_names(file: Path) -> Collection[str]:
     from safetensors import safe_open
 
     opened: Any = safe_open(file, "pt")
@@ -34,7 +34,7 @@ def _names(file: Path) -> Collection[str]:
     return names
 
 
-def _built(recipe: HFCausalLM) -> nn.Module:
+def _build_model(recipe: HFCausalLM) -> nn.Module:
     """Build the model with random weights, or with zeros if the recipe is ``empty``."""
     transformers = _transformers()
     from transformers.initialization import no_init_weights  # slow import (seconds)
@@ -58,16 +58,16 @@ def _vocabulary(recipe: HFCausalLM) -> int:
     tokens = recipe.config.get("vocab_size")
     if tokens is None and (recipe.source is None or recipe.tokenizer or recipe.pretrained):
         tokens = _tokenizer(recipe).size
-    return int(tokens or 0) if recipe.source is None else vocabulary_of(recipe.source, tokens)
+    return int(tokens or 0) if recipe.source is None else find_vocabulary_size(recipe.source, tokens)
 
 
 def _tokenizer(recipe: HFCausalLM) -> Tokenizer:
     name = recipe.tokenizer or recipe.pretrained
-    return _loaded_tokenizer(name) if name else Bytes()
+    return _load_tokenizer(name) if name else Bytes()
 
 
 @lru_cache(1)
-def _loaded_tokenizer(name: str) -> Tokenizer:
+def _load_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(_transformers().AutoTokenizer.from_pretrained(name))
 
 
@@ -125,7 +125,7 @@ class HFCausalLM(Recipe):
 
     def model(self) -> nn.Module:
         if self.pretrained is None or self.empty:
-            return _built(self)
+            return _build_model(self)
         auto = _transformers().AutoModelForCausalLM
         model: nn.Module = auto.from_pretrained(self.pretrained, use_safetensors=True, **_OPTIONS)
         return model.train()
@@ -135,7 +135,7 @@ class HFCausalLM(Recipe):
         files = sorted(Path(self.pretrained).glob("*.safetensors")) if self.pretrained else []
         if self.empty or not files:
             return None
-        names = {name for file in files for name in _names(file)}
+        names = {name for file in files for name in _read_tensor_names(file)}
         apart = replace(self, empty=True)
         with torch.device("meta"):
             tensors = apart.model().state_dict(keep_vars=True)
@@ -158,7 +158,7 @@ class HFCausalLM(Recipe):
             return source_split(
                 self.source, split, share=self.test_share, tokens=self.test_tokens, context=self.context
             )
-        tokens = tokens_of(self.files().values(), _tokenizer(self))
+        tokens = read_tokens(self.files().values(), _tokenizer(self))
         first = int(len(tokens) * (1 - self.test_share))
         if min(first, len(tokens) - first) < self.context:
             raise ConfigError(
@@ -175,14 +175,14 @@ class HFCausalLM(Recipe):
         A batch of token ids has shape (batch, sequence), its logits (batch, sequence, vocabulary).
         """
         asked = language_batch(batch)
-        logits, targets = _logits(model, asked), asked.targets_bt.flatten()
+        logits, targets = _compute_logits(model, asked), asked.targets_bt.flatten()
         nats = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         return nats, (targets != IGNORED).sum()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Return nats per token, the cross entropy, as (sum, count); exp gives the perplexity."""
         asked = language_batch(batch)
-        logits, targets = _logits(model, asked).float(), asked.targets_bt.flatten()
+        logits, targets = _compute_logits(model, asked).float(), asked.targets_bt.flatten()
         nats = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none").double().sum()
         return {"nats_per_token": (nats, (targets != IGNORED).sum())}
 
@@ -195,13 +195,13 @@ class HFCausalLM(Recipe):
         _tokenizer(self).save(folder)
 
     def files(self) -> Mapping[str, Path]:
-        return {} if self.source is not None else files_of(self.text)
+        return {} if self.source is not None else find_text_files(self.text)
 
     def fingerprints(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self.source is None else {"source": self.source.fingerprint()}
 
 
-def _logits(model: nn.Module, asked: LanguageBatch) -> Tensor:
+def _compute_logits(model: nn.Module, asked: LanguageBatch) -> Tensor:
     """Return logits [batch * time, vocabulary]."""
     positions = {} if asked.positions_bt is None else {"position_ids": asked.positions_bt}
     logits_btv: Tensor = model(input_ids=asked.inputs_bt, use_cache=False, **positions).logits

@@ -42,7 +42,7 @@ def language_batch(batch: Any) -> LanguageBatch:
 def check_source(source: Source, context: int) -> None:
     """Raise ConfigError unless the samples of ``source`` are windows of ``context`` tokens."""
     makers: dict[str, str] = {}
-    for part in _parts(source):
+    for part in _list_parts(source):
         if not isinstance(part, TokenFiles):
             raise ConfigError(
                 f"a language model learns from tokens, and data reads {type(part).__name__}. Prepare tokens with "
@@ -61,7 +61,7 @@ def check_source(source: Source, context: int) -> None:
         )
 
 
-def vocabulary_of(source: Source, given: int | None) -> int:
+def find_vocabulary_size(source: Source, given: int | None) -> int:
     """Return the vocabulary size of a model to train on ``source``.
 
     Args:
@@ -70,7 +70,7 @@ def vocabulary_of(source: Source, given: int | None) -> int:
     Raises:
         ConfigError: neither size is known, or the data's vocabulary is larger.
     """
-    known = [part.vocabulary for part in _parts(source) if isinstance(part, TokenFiles)]
+    known = [part.vocabulary for part in _list_parts(source) if isinstance(part, TokenFiles)]
     most = max((number for number in known if number is not None), default=None)
     if given is None and (most is None or None in known):
         raise ConfigError(
@@ -85,7 +85,7 @@ def vocabulary_of(source: Source, given: int | None) -> int:
     return given if given is not None else most or 0
 
 
-def _parts(source: Source) -> list[Source]:
+def _list_parts(source: Source) -> list[Source]:
     return [part.source for part in source.sources.values()] if isinstance(source, Mixture) else [source]
 
 

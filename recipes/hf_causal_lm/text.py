@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from recipes.stdlib_lm.corpus import sources
+from recipes.stdlib_lm.corpus import find_modules
 from worldsize.core import ConfigError
 
 
@@ -52,10 +52,10 @@ class Bytes(Tokenizer):
         """Do nothing: transformers lacks an equivalent tokenizer."""
 
 
-def files_of(text: str | None) -> Mapping[str, Path]:
+def find_text_files(text: str | None) -> Mapping[str, Path]:
     """Return the files of ``text`` by name. Raises ConfigError if there are none."""
     if text is None:
-        return sources()
+        return find_modules()
     root = Path(text).expanduser()
     files = {root.name: root} if root.is_file() else {str(path.relative_to(root)): path for path in root.rglob("*.txt")}
     if not files:
@@ -65,6 +65,6 @@ def files_of(text: str | None) -> Mapping[str, Path]:
     return dict(sorted(files.items()))
 
 
-def tokens_of(files: Iterable[Path], tokenizer: Tokenizer) -> Tensor:
+def read_tokens(files: Iterable[Path], tokenizer: Tokenizer) -> Tensor:
     """Concatenate the tokens of all files, uint8 or int64 (tokens,)."""
     return torch.cat([tokenizer.encode(file.read_bytes()) for file in files])

@@ -22,16 +22,16 @@ _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 _BUILT = ("_sysconfigdata", "config-")  # generated when Python was built; they contain machine-specific paths
 
 
-def sources(root: Path | None = None) -> dict[str, Path]:
+def find_modules(root: Path | None = None) -> dict[str, Path]:
     """Return all modules of the standard library except tests, by relative path in sorted order."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    modules = {path.relative_to(root).as_posix(): path for path in _walk(root)}
+    modules = {path.relative_to(root).as_posix(): path for path in _walk_modules(root)}
     if not modules:
         raise ConfigError(f"no .py files in {root}. Use a Python whose standard library is installed as source.")
     return {name: modules[name] for name in sorted(modules)}
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def _walk_modules(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
         # skip site-packages, which may have a hundred times more files than the library
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(_BUILT)]
@@ -40,22 +40,22 @@ def _walk(root: Path) -> Iterator[Path]:
 
 def is_test(name: str) -> bool:
     """Return whether a file belongs to the test split: one in ten, by a hash of its path."""
-    return _hash(name)[0] < 26
+    return _hash_name(name)[0] < 26
 
 
-def read(split: str, limit: int | None = None) -> Tensor:
+def read_split(split: str, limit: int | None = None) -> Tensor:
     """Return at most ``limit`` bytes of a split, uint8 (bytes,); a zero byte ends each file.
 
     Files are in the order of their hashes, so that a limit samples the whole library instead of the first letters of
     the alphabet.
     """
-    modules = sources()
-    chosen = sorted((name for name in modules if is_test(name) == (split == "test")), key=_hash)
+    modules = find_modules()
+    chosen = sorted((name for name in modules if is_test(name) == (split == "test")), key=_hash_name)
     text = b"".join(modules[name].read_bytes() + b"\0" for name in chosen)
     return torch.from_numpy(numpy.frombuffer(text[:limit], dtype=numpy.uint8).copy())
 
 
-def _hash(name: str) -> bytes:
+def _hash_name(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 

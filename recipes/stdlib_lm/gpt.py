@@ -80,22 +80,22 @@ class Block(nn.Module):
         self.register_buffer("sine", sine, persistent=False)
 
     def forward(self, hidden_btw: Tensor) -> Tensor:
-        hidden_btw = hidden_btw + self._drop(self._attend(self.attention_norm(hidden_btw)))
-        return hidden_btw + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden_btw)))))
+        hidden_btw = hidden_btw + self._apply_dropout(self._compute_attention(self.attention_norm(hidden_btw)))
+        return hidden_btw + self._apply_dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden_btw)))))
 
-    def _attend(self, hidden_btw: Tensor) -> Tensor:
+    def _compute_attention(self, hidden_btw: Tensor) -> Tensor:
         """Attend with the projected heads, which under tensor parallelism are only this rank's."""
         batch, time, _ = hidden_btw.shape
         rotation = (self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time])
         projected = self.query_key_value(hidden_btw).view(batch, time, -1, 3, self.head_size)
         query_bhtd, key_bhtd, value_bhtd = projected.permute(3, 0, 2, 1, 4)
         mixed_bhtd = F.scaled_dot_product_attention(
-            rotate(query_bhtd, rotation), rotate(key_bhtd, rotation), value_bhtd, is_causal=True
+            rotate_pairs(query_bhtd, rotation), rotate_pairs(key_bhtd, rotation), value_bhtd, is_causal=True
         )
         attended_btw: Tensor = self.attention_out(mixed_bhtd.transpose(1, 2).flatten(2))
         return attended_btw
 
-    def _drop(self, hidden: Tensor) -> Tensor:
+    def _apply_dropout(self, hidden: Tensor) -> Tensor:
         return F.dropout(hidden, self.dropout, self.training)
 
 
@@ -106,7 +106,7 @@ def rotations(context: int, size: int) -> tuple[Tensor, Tensor]:
     return angle_tf.cos(), angle_tf.sin()
 
 
-def rotate(x_bhtd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_pairs(x_bhtd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate pairs (i, i + d/2) of the last axis by their position's angle, in float32."""
     cosine_tf, sine_tf = rotation
     first, second = x_bhtd.chunk(2, dim=-1)

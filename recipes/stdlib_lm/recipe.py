@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recipes.stdlib_lm.corpus import Windows, read, sources
+from recipes.stdlib_lm.corpus import Windows, find_modules, read_split
 from recipes.stdlib_lm.gpt import GPT, Block, Logits, Sizes
 from worldsize.core import Range, Recipe, TensorStyle
 from worldsize.data.sources.documents import IGNORED
@@ -64,8 +64,8 @@ class StdlibLM(Recipe):
     def data(self, split: str) -> Windows:
         """Return windows of ``context`` bytes and the next byte of each, int64 (context,) each."""
         if split == "test":
-            return Windows(read("test", self.test_bytes), self.context)
-        text = read("train")
+            return Windows(read_split("test", self.test_bytes), self.context)
+        text = read_split("train")
         return Windows(text[: len(text) // self.context * self.context], self.context)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -104,4 +104,4 @@ class StdlibLM(Recipe):
         return {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
 
     def files(self) -> Mapping[str, Path]:
-        return sources()
+        return find_modules()

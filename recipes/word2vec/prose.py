@@ -17,29 +17,29 @@ _SKIPPED = {"test", "tests", "idle_test", "lib2to3", "site-packages"}
 _WORD = re.compile(r"[a-z]+")
 
 
-def library() -> Path:
+def find_library() -> Path:
     """Return the folder of the standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def sources() -> list[Path]:
+def list_modules() -> list[Path]:
     """Return the standard library's modules, sorted, without tests and generated files."""
-    modules = [*library().glob("*.py"), *library().glob("[a-z]*[a-z]/*.py")]
+    modules = [*find_library().glob("*.py"), *find_library().glob("[a-z]*[a-z]/*.py")]
     return sorted(path for path in modules if path.parent.name not in _SKIPPED and not path.name.startswith("_sysc"))
 
 
 @lru_cache(maxsize=1)
-def texts() -> tuple[str, ...]:
+def read_texts() -> tuple[str, ...]:
     """Return one text per topic of the language reference, then one per docstring."""
     from pydoc_data.topics import topics
 
     prose = [topics[name] for name in sorted(topics)]
-    for path in sources():
+    for path in list_modules():
         prose += _DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace"))
     return tuple(prose)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Split a text into its lower-case words."""
     return _WORD.findall(text.lower())
 
@@ -51,7 +51,7 @@ def vocabulary(pages: Sequence[Sequence[str]], min_count: int) -> dict[str, int]
     return dict(sorted(kept, key=lambda pair: (-pair[1], pair[0])))
 
 
-def pairs(pages: Sequence[NDArray[numpy.int32]], window: int, seed: int) -> NDArray[numpy.int32]:
+def pair_words(pages: Sequence[NDArray[numpy.int32]], window: int, seed: int) -> NDArray[numpy.int32]:
     """Pair each word with its neighbors; return ids int32 (n, 2).
 
     Neighbors are at most r words apart in the same text, with r sampled from 1 to ``window`` for each word.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from recipes.word2vec.prose import library, pairs, texts, vocabulary, words
+from recipes.word2vec.prose import find_library, pair_words, read_texts, split_words, vocabulary
 from worldsize.core import Range, Recipe, RowValues
 
 _TEST = 20  # holds out one in 20 texts
@@ -40,8 +40,8 @@ class SkipGram(nn.Module):
         self.inner = nn.Embedding(words, dim, sparse=sparse)
         self.outer = nn.Embedding(words, dim, sparse=sparse)
         values = _row_values(dim)
-        values["inner"].fill(self.inner)
-        values["outer"].fill(self.outer)
+        values["inner"].fill_embedding(self.inner)
+        values["outer"].fill_embedding(self.outer)
 
     def forward(self, center_b: Tensor, others_bk: Tensor) -> Tensor:
         """Return scores (b, k) of each center with each of its k candidate words."""
@@ -94,7 +94,7 @@ class Word2Vec(Recipe):
 
     @cached_property
     def _pages(self) -> list[list[str]]:
-        return [words(text) for text in texts()]
+        return [split_words(text) for text in read_texts()]
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -117,10 +117,10 @@ class Word2Vec(Recipe):
         """Return word pairs with negatives; one in 20 texts belongs to the test split."""
         counts = torch.tensor(list(self.counts.values()))
         chosen = [page for number, page in enumerate(self._pages) if (number % _TEST == 0) == (split == "test")]
-        paired = torch.from_numpy(pairs(self._numbered(chosen), self.window, seed=0))
+        paired = torch.from_numpy(pair_words(self._convert_to_ids(chosen), self.window, seed=0))
         return Pairs(paired, counts, self.negatives)
 
-    def _numbered(self, pages: list[list[str]]) -> list[Any]:
+    def _convert_to_ids(self, pages: list[list[str]]) -> list[Any]:
         """Convert texts to word ids, randomly dropping frequent words (equation 5 of the paper)."""
         ids = {word: number for number, word in enumerate(self.counts)}
         shares = numpy.array(list(self.counts.values())) / sum(self.counts.values())
@@ -155,4 +155,4 @@ class Word2Vec(Recipe):
         ]
 
     def files(self) -> Mapping[str, Path]:
-        return {"topics.py": library() / "pydoc_data" / "topics.py"}
+        return {"topics.py": find_library() / "pydoc_data" / "topics.py"}

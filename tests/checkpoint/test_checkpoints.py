@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from worldsize.checkpoint import format
-from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, complete, read, verify
-from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, complete, read_checkpoint, verify_checkpoint
+from worldsize.checkpoint.load import find_newest, load_checkpoint
+from worldsize.checkpoint.manifest_tree import join_tensors, split_tensors
 from worldsize.checkpoint.safetensors import DTYPES, read_entries
 from worldsize.checkpoint.save import Saver
 from worldsize.core import ONE_UPDATE, StateDict, World
@@ -51,7 +51,7 @@ def a_state(seed: int) -> StateDict:
 
 
 def bits(state: StateDict) -> dict[str, bytes]:
-    tensors, _ = split(state)
+    tensors, _ = split_tensors(state)
     return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
@@ -91,7 +91,7 @@ def test_a_loaded_state_has_the_order_and_the_memory_layout_of_a_trained_one(tmp
         return learning
 
     def layout(state: StateDict) -> list[tuple[str, tuple[int, ...], int]]:
-        return [(name, tensor.stride(), tensor.data_ptr() % 64) for name, tensor in split(state)[0].items()]
+        return [(name, tensor.stride(), tensor.data_ptr() % 64) for name, tensor in split_tensors(state)[0].items()]
 
     def body(world: World) -> None:
         before, after = trained(), trained()
@@ -99,9 +99,9 @@ def test_a_loaded_state_has_the_order_and_the_memory_layout_of_a_trained_one(tmp
         writer.save(before.state(), step=1, facts={"metrics": {}})
         writer.finish()
         writer.close()
-        checkpoint = newest(tmp_path, world)
+        checkpoint = find_newest(tmp_path, world)
         assert checkpoint is not None
-        after.load(load(checkpoint, after.state()))
+        after.load(load_checkpoint(checkpoint, after.state()))
         assert bits(after.state()) == bits(before.state())
         assert layout(after.state()) == layout(before.state())
         kept = [[list(state) for state in part.optimizer.state.values()] for part in (before, after)]
@@ -119,7 +119,7 @@ def test_a_frozen_parameter_has_no_optimizer_state_before_or_after_a_load() -> N
     before = learning.state()
     learning.load(before)
     assert before["optimizer"]["state"].keys() == {"0.weight", "0.bias"}
-    assert split(learning.state())[1] == split(before)[1]
+    assert split_tensors(learning.state())[1] == split_tensors(before)[1]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 1), (4, 2)])
@@ -127,9 +127,9 @@ def test_every_bit_comes_back_at_any_world_size(tmp_path: Path, before: int, aft
     run_in_worlds(lambda world: saved(tmp_path, world, 7), before)
 
     def loaded(world: World) -> bool:
-        checkpoint = newest(tmp_path, world)
+        checkpoint = find_newest(tmp_path, world)
         assert checkpoint is not None
-        state = load(checkpoint, a_state(1))
+        state = load_checkpoint(checkpoint, a_state(1))
         assert state["optimizer"]["groups"] == a_state(7)["optimizer"]["groups"]
         return bits(state) == bits(a_state(7)) and checkpoint.step == 7
 
@@ -137,7 +137,7 @@ def test_every_bit_comes_back_at_any_world_size(tmp_path: Path, before: int, aft
 
 
 def test_each_rank_writes_its_part(root: Path) -> None:
-    checkpoint = read(complete(root)[-1])
+    checkpoint = read_checkpoint(complete(root)[-1])
     headers = [read_entries(checkpoint.path / name).values() for name in checkpoint.files]
     sizes = [sum(entry.nbytes for entry in entries) for entries in headers]
     assert len(sizes) == 2
@@ -162,15 +162,15 @@ def test_sharded_state_is_loaded_by_another_number_of_ranks_and_unsharded(tmp_pa
 
     def sharded(world: World) -> dict[str, Any]:
         model = layers(2, shard=True)
-        checkpoint = newest(tmp_path, world)
+        checkpoint = find_newest(tmp_path, world)
         assert checkpoint is not None
-        model.load_state_dict(load(checkpoint, {"model": model.state_dict()})["model"])
+        model.load_state_dict(load_checkpoint(checkpoint, {"model": model.state_dict()})["model"])
         return {name: tensor.full_tensor().numpy() for name, tensor in model.state_dict().items()}
 
     def plain(world: World) -> dict[str, Any]:
-        checkpoint = newest(tmp_path, world)
+        checkpoint = find_newest(tmp_path, world)
         assert checkpoint is not None
-        state = load(checkpoint, {"model": layers(2).state_dict()})["model"]
+        state = load_checkpoint(checkpoint, {"model": layers(2).state_dict()})["model"]
         return {name: tensor.numpy() for name, tensor in state.items()}
 
     run_in_worlds(save, 4)
@@ -185,12 +185,12 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> Non
         state, writer = a_state(1), saver(tmp_path, world)
         before = bits(state)
         writer.save(state, step=1, facts={"metrics": {}})
-        for tensor in split(state)[0].values():
+        for tensor in split_tensors(state)[0].values():
             tensor.zero_()
         writer.finish()
-        checkpoint = newest(tmp_path, world)
+        checkpoint = find_newest(tmp_path, world)
         assert checkpoint is not None
-        return bits(load(checkpoint, a_state(2))) == before
+        return bits(load_checkpoint(checkpoint, a_state(2))) == before
 
     assert all(run_in_worlds(body, 2))
 
@@ -222,9 +222,9 @@ def test_damage_anywhere_in_any_file_is_refused_with_file_and_digests(
             damage(data, place)
             path.write_bytes(data)
             with pytest.raises(CheckpointError, match=rf"damaged: .*({path.name}|{MANIFEST}) has .*, expected"):
-                verify(read(folder))
+                verify_checkpoint(read_checkpoint(folder))
         path.write_bytes(original)
-    verify(read(folder))
+    verify_checkpoint(read_checkpoint(folder))
 
 
 def missing_shard(folder: Path) -> None:
@@ -290,8 +290,8 @@ def test_a_folder_that_is_not_as_it_was_written_is_refused_and_an_older_one_used
 ) -> None:
     craft(complete(root)[-1])
     with pytest.raises(RuntimeError, match="step_0000002.*--allow-older"):
-        run_in_worlds(lambda world: newest(root, world), 2)
-    older = alone(lambda world: newest(root, world, allow_older=True))
+        run_in_worlds(lambda world: find_newest(root, world), 2)
+    older = alone(lambda world: find_newest(root, world, allow_older=True))
     assert older.step == 1
 
 
@@ -301,10 +301,10 @@ def test_a_checkpoint_of_another_schema_is_refused_with_what_reads_it(root: Path
     resealed(folder, lambda manifest: manifest.update(schema_version=version))
     said = rf"schema version {version}; this worldsize reads version 2. {remedy}"
     with pytest.raises(OtherSchemaError, match=said):
-        read(folder)
+        read_checkpoint(folder)
     for allow_older in (False, True):  # it may be intact: no older checkpoint replaces it, and none is saved over it
         with pytest.raises(RuntimeError, match=said):
-            run_in_worlds(lambda world: newest(root, world, allow_older=allow_older), 2)  # noqa: B023
+            run_in_worlds(lambda world: find_newest(root, world, allow_older=allow_older), 2)  # noqa: B023
     with pytest.raises(RuntimeError, match=said):
         alone(lambda world: saved_again(root, world))
     assert complete(root)[-1] == folder
@@ -338,18 +338,18 @@ def test_no_pickle_in_any_file_is_ever_run(root: Path, tmp_path: Path, name: str
     canary.unlink()  # unpickling does create it
     (complete(root)[-1] / name).write_bytes(pickle.dumps(Malice(canary)))
     with pytest.raises(RuntimeError, match="damaged"):
-        alone(lambda world: newest(root, world))
+        alone(lambda world: find_newest(root, world))
     assert not canary.exists()
 
 
 def test_another_model_is_refused_before_anything_is_written_and_a_part_can_be_ignored(root: Path) -> None:
-    checkpoint, template = read(complete(root)[-1]), a_state(1)
+    checkpoint, template = read_checkpoint(complete(root)[-1]), a_state(1)
     template["model"]["of int8"] = torch.zeros(4, 4, dtype=torch.int8)
     before = bits(template)
     with pytest.raises(CheckpointError, match=r"model/of int8: int8\[3, 5\] saved, int8\[4, 4\] now"):
-        load(checkpoint, template)
+        load_checkpoint(checkpoint, template)
     assert bits(template) == before
-    state = load(checkpoint, template, ignore=["model"])
+    state = load_checkpoint(checkpoint, template, ignore=["model"])
     assert bits({"optimizer": state["optimizer"]}) == bits({"optimizer": a_state(2)["optimizer"]})
     assert bits({"model": state["model"]}) == bits({"model": template["model"]})
 
@@ -382,7 +382,7 @@ def test_ignored_hyperparameters_are_those_of_now_and_the_rate_keeps_its_place_i
         writer.save(first.state(), step=1, facts={})
         writer.finish()
         writer.close()
-        second.load(load(read(complete(tmp_path)[-1]), second.state(), ignore=ignore))
+        second.load(load_checkpoint(read_checkpoint(complete(tmp_path)[-1]), second.state(), ignore=ignore))
         (group,) = second.optimizer.param_groups
         momentum = second.optimizer.state[second.model.bias]["momentum_buffer"]  # type: ignore[index]
         return group["lr"], group["weight_decay"], float(momentum)
@@ -393,10 +393,10 @@ def test_ignored_hyperparameters_are_those_of_now_and_the_rate_keeps_its_place_i
 
 def test_a_value_that_is_neither_a_tensor_nor_plain_data_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="a/b is a function"):
-        split({"a": {"b": lambda: 0}})
+        split_tensors({"a": {"b": lambda: 0}})
     tree = {"a": [1, (2.5, None)], "b": {1: "x"}, "c": {"$tensor": "not one"}, "d": -math.inf}
-    tensors, value = split(tree)
-    assert join(json.loads(json.dumps(value)), tensors) == tree
+    tensors, value = split_tensors(tree)
+    assert join_tensors(json.loads(json.dumps(value)), tensors) == tree
 
 
 @pytest.mark.parametrize(
@@ -410,8 +410,8 @@ def test_a_value_that_is_neither_a_tensor_nor_plain_data_is_refused_by_name() ->
 )
 def test_retention_keeps_the_last_the_spaced_and_the_best(tmp_path: Path, keep: Retention, left: list[int]) -> None:
     alone(lambda world: saved(tmp_path, world, 1, 2, 3, 4, 5, 6))
-    format.apply(keep, complete(tmp_path)[-1], lambda _: None)
-    assert [read(path).step for path in complete(tmp_path)] == left
+    format.apply_retention(keep, complete(tmp_path)[-1], lambda _: None)
+    assert [read_checkpoint(path).step for path in complete(tmp_path)] == left
     assert {path.name[:5] for path in tmp_path.iterdir()} == {"step_"}
 
 
@@ -477,10 +477,10 @@ def test_after_a_failure_on_any_rank_all_know_where_a_restart_begins_and_save_ag
         return newest
 
     assert run_in_worlds(body, 3) == [3 if is_published else 1] * 3
-    checkpoints = [read(path) for path in complete(tmp_path)]
+    checkpoints = [read_checkpoint(path) for path in complete(tmp_path)]
     assert [each.step for each in checkpoints] == ([1, 2, 3, 4] if is_published else [1, 4])
     for each in checkpoints:
-        verify(each)
+        verify_checkpoint(each)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("step_")] == []
 
 
@@ -503,7 +503,7 @@ def test_a_folder_that_cannot_be_made_fails_each_save_until_it_can(tmp_path: Pat
         writer.close()
 
     run_in_worlds(body, 2)
-    assert [read(path).step for path in complete(root)] == [3]
+    assert [read_checkpoint(path).step for path in complete(root)] == [3]
 
 
 def test_a_model_with_a_nan_is_not_saved_over_a_good_one(tmp_path: Path) -> None:
@@ -518,7 +518,7 @@ def test_a_model_with_a_nan_is_not_saved_over_a_good_one(tmp_path: Path) -> None
         assert not isinstance(failed.value, SaveFailedError)  # training must stop instead of continuing with a NaN
 
     run_in_worlds(body, 2)
-    assert [read(path).step for path in complete(tmp_path)] == [1]
+    assert [read_checkpoint(path).step for path in complete(tmp_path)] == [1]
 
 
 def test_a_damaged_later_checkpoint_does_not_push_out_the_one_that_training_goes_on_with(tmp_path: Path) -> None:
@@ -531,7 +531,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_the_one_that_training_goes
         writer.finish()
 
     alone(body)
-    assert alone(lambda world: newest(tmp_path, world, allow_older=True)).step == 6
+    assert alone(lambda world: find_newest(tmp_path, world, allow_older=True)).step == 6
 
 
 def sealed_over(folder: Path, text: bytes) -> None:
@@ -583,7 +583,7 @@ def test_a_sealed_file_that_is_no_manifest_is_refused_and_an_older_checkpoint_us
 
 def alone_newest(root: Path, *, allow_older: bool = False) -> Any:
     """Call ``newest`` in this process, so that its own errors are raised."""
-    return newest(root, World.alone(torch.device("cpu")), allow_older=allow_older)
+    return find_newest(root, World.create_single(torch.device("cpu")), allow_older=allow_older)
 
 
 @pytest.mark.parametrize("state", [{"a/b": 1, "a": {"b": 2}}, {0: 1, "0": 2}])
@@ -592,7 +592,7 @@ def test_two_tensors_of_one_path_are_refused_instead_of_one_being_lost(state: di
         return {key: tensors(child) for key, child in node.items()} if isinstance(node, dict) else torch.tensor(node)
 
     with pytest.raises(CheckpointError, match="two tensors of the state are called"):
-        split(tensors(state))
+        split_tensors(tensors(state))
 
 
 def test_a_tensor_may_change_shape_and_dtype_from_save_to_save(tmp_path: Path) -> None:
@@ -606,8 +606,8 @@ def test_a_tensor_may_change_shape_and_dtype_from_save_to_save(tmp_path: Path) -
 
     alone(body)
     for path in complete(tmp_path):
-        tensor = given[read(path).step]
-        loaded = load(read(path), {"x": torch.zeros_like(tensor)})
+        tensor = given[read_checkpoint(path).step]
+        loaded = load_checkpoint(read_checkpoint(path), {"x": torch.zeros_like(tensor)})
         assert torch.equal(loaded["x"], tensor)
 
 
@@ -619,7 +619,7 @@ def test_a_metric_that_is_nan_is_never_the_best(tmp_path: Path) -> None:
         writer.finish()
 
     alone(body)
-    assert [read(path).step for path in complete(tmp_path)] == [2, 4]
+    assert [read_checkpoint(path).step for path in complete(tmp_path)] == [2, 4]
 
 
 def test_any_error_of_rank_0_reaches_every_rank_at_once(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from worldsize.checkpoint.export import SelectedWeights, published, write_safetensors, write_torch
-from worldsize.checkpoint.format import Retention, complete, read
+from worldsize.checkpoint.export import SelectedWeights, publish_output, write_safetensors, write_torch
+from worldsize.checkpoint.format import Retention, complete, read_checkpoint
 from worldsize.checkpoint.safetensors import read_entries
 from worldsize.checkpoint.save import Saver
-from worldsize.checkpoint.weights import INDEX, CheckpointWeights, open_weights, source_of
+from worldsize.checkpoint.weights import INDEX, CheckpointWeights, open_weights, resolve_source
 from worldsize.core import World
 from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.testing.worlds import run_in_worlds
@@ -38,7 +38,7 @@ MODEL = {
 
 
 def saved(folder: Path, model: dict[str, Tensor], world: World | None = None, **parts: Any) -> Path:
-    own = world or World.alone(torch.device("cpu"))
+    own = world or World.create_single(torch.device("cpu"))
     saver = Saver(folder / "checkpoints", own, own.groups.get("checkpoint/worker"), keep=Retention())
     saver.save({"model": model, **parts}, step=3, facts={"metrics": {}})
     saver.finish()
@@ -47,7 +47,7 @@ def saved(folder: Path, model: dict[str, Tensor], world: World | None = None, **
 
 
 def weights_of(run: Path, **options: Any) -> CheckpointWeights:
-    return CheckpointWeights(read(complete(run / "checkpoints")[-1]), **options)
+    return CheckpointWeights(read_checkpoint(complete(run / "checkpoints")[-1]), **options)
 
 
 def assert_same(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -95,7 +95,7 @@ def test_a_model_that_ranks_have_saved_in_parts_is_put_together(tmp_path: Path) 
 
     run_in_worlds(body, 3)
     weights = weights_of(tmp_path)
-    assert_same({name: weights.tensor(name) for name in weights.entries}, {"rows": whole, "columns": whole})
+    assert_same({name: weights.read_tensor(name) for name in weights.entries}, {"rows": whole, "columns": whole})
 
 
 def test_torch_loads_the_state_dict_that_is_written(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_averaged_weights_and_another_precision_are_exported(tmp_path: Path) -> 
     run = saved(tmp_path, MODEL, ema=average)
     weights = SelectedWeights(weights_of(run, averaged=True), dtype=torch.float16, without=["flag"])
     assert "flag" not in weights.entries
-    assert torch.equal(weights.tensor("net.weight"), (MODEL["net.weight"] + 1).half())
-    assert weights.tensor("count").dtype == torch.int8
+    assert torch.equal(weights.read_tensor("net.weight"), (MODEL["net.weight"] + 1).half())
+    assert weights.read_tensor("count").dtype == torch.int8
     assert weights.entries["half"].dtype == torch.float16
 
 
@@ -128,7 +128,7 @@ def test_no_more_than_a_tensor_is_held_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fails", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, fails: BaseException) -> None:
     def export(make: Callable[[Path], object]) -> None:
-        with published(tmp_path / "out") as draft:
+        with publish_output(tmp_path / "out") as draft:
             make(draft)
             raise fails
 
@@ -139,21 +139,21 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, fails: BaseExce
 
 
 def test_the_output_is_blamed_for_what_cannot_be_written_there_only(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught, published(tmp_path / "out"):
+    with pytest.raises(FileNotFoundError) as caught, publish_output(tmp_path / "out"):
         (tmp_path / "tokenizer.json").read_text()
     assert caught.value.filename == str(tmp_path / "tokenizer.json")
-    with pytest.raises(OSError, match="no tokenizer"), published(tmp_path / "out"):
+    with pytest.raises(OSError, match="no tokenizer"), publish_output(tmp_path / "out"):
         raise OSError("no tokenizer")  # as transformers does
     (tmp_path / "file").touch()
     for fails in (tmp_path / "file" / "out", tmp_path / "other"):
-        with pytest.raises(WorldsizeError, match="cannot be written"), published(fails) as draft:
+        with pytest.raises(WorldsizeError, match="cannot be written"), publish_output(fails) as draft:
             (draft / "absent" / "model").write_text("")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("precious")
-    with pytest.raises(WorldsizeError, match="exists"), published(tmp_path / "out"):
+    with pytest.raises(WorldsizeError, match="exists"), publish_output(tmp_path / "out"):
         pass
     assert (tmp_path / "out").read_text() == "precious"
 
@@ -164,9 +164,9 @@ def test_foreign_files_are_read_as_their_library_reads_them(tmp_path: Path) -> N
     torch.save(MODEL, tmp_path / "model.pt")
     torch.save(MODEL, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     run = saved(tmp_path / "run", MODEL)
-    for place in (tmp_path, tmp_path / "model.pt", tmp_path / "old.pt", source_of(run)):
+    for place in (tmp_path, tmp_path / "model.pt", tmp_path / "old.pt", resolve_source(run)):
         weights = open_weights(place)
-        assert_same({name: weights.tensor(name) for name in weights.entries}, MODEL)
+        assert_same({name: weights.read_tensor(name) for name in weights.entries}, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -246,4 +246,4 @@ def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     for name in ("absent", "empty"):
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(WorldsizeError, match="is not there|not contain a run, a checkpoint"):
-            open_weights(source_of(tmp_path / name))
+            open_weights(resolve_source(tmp_path / name))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worldsize.checkpoint.holders import partly_held, written_here
+from worldsize.checkpoint.holders import partly_held, select_tensors_to_write
 from worldsize.core import World
 from worldsize.errors import CheckpointError
 from worldsize.testing.worlds import run_in_worlds
@@ -32,7 +32,7 @@ def test_the_least_loaded_holder_writes_each_tensor(data: st.DataObject) -> None
         expected[name] = min(held[name], key=lambda rank: (loads[rank], rank))
         loads[expected[name]] += tensors[name].nbytes
     worlds = [World("worker", rank, ranks, rank, ranks, rank, 0, torch.device("cpu")) for rank in range(ranks)]
-    written = {name: world.rank for world in worlds for name, _ in written_here(tensors, partly, world)}
+    written = {name: world.rank for world in worlds for name, _ in select_tensors_to_write(tensors, partly, world)}
     assert written == expected
 
 

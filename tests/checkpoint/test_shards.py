@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, complete, read, verify
-from worldsize.checkpoint.load import load
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, complete, read_checkpoint, verify_checkpoint
+from worldsize.checkpoint.load import load_checkpoint
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.checkpoint.safetensors import DTYPES
 from worldsize.checkpoint.save import Saver
 from worldsize.checkpoint.weights import CheckpointWeights, open_weights
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import RunContext, StateDict, Strategy, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.errors import CheckpointError
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.strategies.ddp import DDP
@@ -40,7 +40,7 @@ from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 PART = re.compile(r"(?s)(.*)\[([\d:,]*)\]")
 
 
@@ -108,7 +108,7 @@ STRATEGIES: dict[str, Strategy] = {
 def trained(strategy: Strategy, world: World) -> StateDict:
     recipe = Chain()
     replica = strategy.replica(recipe, RunContext(world))
-    mine = (0, 1) if isinstance(strategy, Mesh) else logical_ranks_of(world.rank, world.size, 2)
+    mine = (0, 1) if isinstance(strategy, Mesh) else assign_logical_ranks(world.rank, world.size, 2)
     order = Order(seed=3, batch_size=8, logical_ranks=2, mine=mine)
     batches = micro_batches(recipe.data("train"), order, world.device)
     config = LoopConfig(2, batch_size=8)
@@ -121,7 +121,7 @@ def test_the_library_reads_what_each_rank_of_a_strategy_has_saved(name: str, tmp
     def body(world: World) -> dict[str, Any]:
         state = trained(STRATEGIES[name], world)
         saved(tmp_path, state, world)
-        return {path: each.numpy() for path, each in gather_full(split(state)[0], world).items()}
+        return {path: each.numpy() for path, each in gather_full(split_tensors(state)[0], world).items()}
 
     expected = {path: torch.from_numpy(values) for path, values in run_in_worlds(body, 2)[0].items()}
     files = shards_of(tmp_path)
@@ -131,7 +131,7 @@ def test_the_library_reads_what_each_rank_of_a_strategy_has_saved(name: str, tmp
     assert_same_bits(put_together(files), expected)
     cut = {path for file in files for path in told(file)[0] if path.endswith("]")}
     assert bool(cut) == (name in ("fsdp", "tensor"))
-    verify(read(complete(tmp_path)[-1]))
+    verify_checkpoint(read_checkpoint(complete(tmp_path)[-1]))
 
 
 def test_a_shard_tells_a_reader_without_the_manifest_what_it_is(tmp_path: Path) -> None:
@@ -181,14 +181,14 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @given(st.dictionaries(names, tensors() | st.dictionaries(names, tensors(), max_size=3), max_size=5))
 def test_the_library_opens_the_checkpoint_of_any_state(state: StateDict) -> None:
     try:
-        expected, _ = split(state)
+        expected, _ = split_tensors(state)
     except CheckpointError:  # two tensors with the same path
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         saved(root, state)
-        checkpoint = read(complete(root)[-1])
-        verify(checkpoint)
+        checkpoint = read_checkpoint(complete(root)[-1])
+        verify_checkpoint(checkpoint)
         files = shards_of(root)
         assert len(files) == bool(expected)
         assert_same_bits(put_together(files), expected)
@@ -196,7 +196,7 @@ def test_the_library_opens_the_checkpoint_of_any_state(state: StateDict) -> None
             for chunk in facts["chunks"]:
                 assert chunk["offset"] % DTYPES[facts["dtype"]].itemsize == 0 or not chunk["length"]
         empty = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-        assert_same_bits(split(load(checkpoint, _with(state, iter(empty.values()))))[0], expected)
+        assert_same_bits(split_tensors(load_checkpoint(checkpoint, _with(state, iter(empty.values()))))[0], expected)
 
 
 def _with(state: Any, values: Any) -> Any:
@@ -300,7 +300,7 @@ def test_a_header_that_disagrees_with_the_manifest_is_damage_though_all_digests_
     assert len(text) == length
     sealed_again(folder, data[:8] + text + data[8 + length :], change)
     with pytest.raises(CheckpointError) as refused:
-        verify(read(folder))
+        verify_checkpoint(read_checkpoint(folder))
     assert re.match(rf"the checkpoint is damaged: {re.escape(str(file))} {said}", str(refused.value))
 
 
@@ -318,7 +318,7 @@ def test_a_header_that_is_far_too_long_is_not_looked_into(folder: Path) -> None:
 
     sealed_again(folder, len(text).to_bytes(8, "little") + text + data[8 + length :], later)
     with pytest.raises(CheckpointError, match=f"the length of its header is invalid: {len(text)} bytes"):
-        verify(read(folder))
+        verify_checkpoint(read_checkpoint(folder))
 
 
 def test_a_manifest_that_gives_a_tensor_the_bytes_of_the_header_or_leaves_some_to_nobody_is_refused(
@@ -336,7 +336,7 @@ def test_a_manifest_that_gives_a_tensor_the_bytes_of_the_header_or_leaves_some_t
     for change, said in ((in_the_header, "no chunk has the bytes of"), (between, "where its dtype cannot")):
         sealed_again(folder, data, change)
         with pytest.raises(CheckpointError, match=f"is not a manifest .*{said}"):
-            read(folder)
+            read_checkpoint(folder)
 
 
 # ---------------------------------------------------------------- parts of weights
@@ -351,17 +351,17 @@ def test_a_part_of_a_weight_is_read_from_the_shards_that_have_some_of_it(tmp_pat
         saved(tmp_path, {"model": {"grid": grid, "scale": torch.tensor(2.0)}}, world)
 
     run_in_worlds(body, 4)
-    weights = CheckpointWeights(read(complete(tmp_path)[-1]))
+    weights = CheckpointWeights(read_checkpoint(complete(tmp_path)[-1]))
     for _ in range(200):
         place = tuple(slice(*sorted(chance.choices(range(size + 1), k=2))) for size in whole.shape)
-        assert torch.equal(weights.part("grid", place), whole[place])
-    assert torch.equal(weights.tensor("grid"), whole)
-    assert weights.part("scale", ()) == 2
+        assert torch.equal(weights.read_slice("grid", place), whole[place])
+    assert torch.equal(weights.read_tensor("grid"), whole)
+    assert weights.read_slice("scale", ()) == 2
     for file in shards_of(tmp_path)[1:]:
         file.unlink()
-    assert torch.equal(weights.part("grid", (slice(1, 7), slice(0, 3))), whole[1:7, :3])
+    assert torch.equal(weights.read_slice("grid", (slice(1, 7), slice(0, 3))), whole[1:7, :3])
     with pytest.raises(FileNotFoundError):
-        weights.part("grid", (slice(1, 8), slice(0, 3)))
+        weights.read_slice("grid", (slice(1, 8), slice(0, 3)))
 
 
 def test_one_rank_s_file_is_not_taken_for_a_model(folder: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.checkpoint.manifest_tree import join_tensors, split_tensors
 from worldsize.errors import CheckpointError
 
 NUMBERS: list[tuple[Any, bool | int | float | str]] = [
@@ -26,15 +26,15 @@ NUMBERS: list[tuple[Any, bool | int | float | str]] = [
 
 @pytest.mark.parametrize(("number", "expected"), NUMBERS, ids=[type(number).__name__ for number, _ in NUMBERS])
 def test_a_number_of_numpy_comes_back_as_one_of_python(number: Any, expected: Any) -> None:
-    tensors, values = split({"best": number, "all": [number, (number,)], "x": torch.ones(2)})
-    read = join(json.loads(json.dumps(values)), tensors)
+    tensors, values = split_tensors({"best": number, "all": [number, (number,)], "x": torch.ones(2)})
+    read = join_tensors(json.loads(json.dumps(values)), tensors)
     assert (read["best"], read["all"]) == (expected, [expected, (expected,)])
     assert type(read["best"]) is type(expected)
 
 
 def test_numbers_of_numpy_may_be_keys() -> None:
-    tensors, values = split({np.int64(3): 1.0, "b": 2.0})
-    assert join(json.loads(json.dumps(values)), tensors) == {3: 1.0, "b": 2.0}
+    tensors, values = split_tensors({np.int64(3): 1.0, "b": 2.0})
+    assert join_tensors(json.loads(json.dumps(values)), tensors) == {3: 1.0, "b": 2.0}
 
 
 @pytest.mark.parametrize("value", [np.complex64(1j), np.datetime64("2020-01-01"), np.ones(2), 1j, object(), {1, 2}])
@@ -42,4 +42,4 @@ def test_any_other_value_is_refused_by_name(value: Any) -> None:
     with pytest.raises(
         CheckpointError, match=r"optimizer/best is a .*, which checkpoints do not support\. Keep tensors"
     ):
-        split({"optimizer": {"best": value}})
+        split_tensors({"optimizer": {"best": value}})

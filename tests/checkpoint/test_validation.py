@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, read
-from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.manifest_tree import Box, check_encoded, covers_exactly, split
+from worldsize.checkpoint.format import COMPLETE, MANIFEST, Retention, read_checkpoint
+from worldsize.checkpoint.load import find_newest, load_checkpoint
+from worldsize.checkpoint.manifest_tree import Box, check_encoded, covers_exactly, split_tensors
 from worldsize.checkpoint.save import Saver
 from worldsize.core import World
 from worldsize.errors import CheckpointError
@@ -30,7 +30,7 @@ Change = Callable[[dict[str, Any]], Any]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A checkpoint of a vector of eight numbers, a scalar and some plain values."""
-    world = World.alone(torch.device("cpu"))
+    world = World.create_single(torch.device("cpu"))
     writer = Saver(tmp_path, world, None, keep=Retention())
     state = {"model": {"x": torch.arange(8.0), "y": torch.tensor(1.0)}, "schedule": {"lr": 0.1, "ends": (1, math.inf)}}
     writer.save(state, step=3, facts={"metrics": {"accuracy": 0.5}, "skipped": 0, "evaluated": True})
@@ -142,22 +142,24 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 def test_a_hostile_manifest_is_refused_with_its_file_and_the_reason(folder: Path, change: Change, reason: str) -> None:
     sealed_again(folder, change)
     with pytest.raises(CheckpointError) as refused:
-        newest(folder.parent, World.alone(torch.device("cpu")))
+        find_newest(folder.parent, World.create_single(torch.device("cpu")))
     assert str(refused.value).startswith(f"the checkpoint is damaged: {folder / MANIFEST} is not a manifest (")
     assert reason in str(refused.value)
 
 
 def test_a_manifest_that_is_sealed_again_unchanged_is_read(folder: Path) -> None:
     sealed_again(folder, chunks_of_x((5, 3), (0, 5)))
-    checkpoint = read(folder)
-    state = load(checkpoint, {"model": {"x": torch.zeros(8), "y": torch.zeros(())}, "schedule": {}})
+    checkpoint = read_checkpoint(folder)
+    state = load_checkpoint(checkpoint, {"model": {"x": torch.zeros(8), "y": torch.zeros(())}, "schedule": {}})
     assert state["model"]["x"].tolist() == [3, 4, 5, 6, 7, 0, 1, 2]  # in the order of the new chunks
     assert state["schedule"] == {"lr": 0.1, "ends": (1, math.inf)}
 
 
 def test_an_empty_chunk_beside_a_full_one_of_the_same_origin_hides_nothing(folder: Path) -> None:
     sealed_again(folder, chunks_of_x((0, 8), (0, 0)))
-    state = load(read(folder), {"model": {"x": torch.zeros(8), "y": torch.zeros(())}, "schedule": {}})
+    state = load_checkpoint(
+        read_checkpoint(folder), {"model": {"x": torch.zeros(8), "y": torch.zeros(())}, "schedule": {}}
+    )
     assert state["model"]["x"].tolist() == list(range(8))
 
 
@@ -167,21 +169,21 @@ def test_values_without_end_are_refused(folder: Path) -> None:
         nested = [nested]
     sealed_again(folder, put("values", "schedule", value=nested))
     with pytest.raises(CheckpointError, match="nested more than 100 deep"):
-        read(folder)
+        read_checkpoint(folder)
 
 
 def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(folder: Path) -> None:
     (folder / MANIFEST).unlink()
     os.mkfifo(folder / MANIFEST)
     with pytest.raises(CheckpointError, match=r"manifest.json has something else, expected a regular file"):
-        read(folder)
+        read_checkpoint(folder)
 
 
 def test_an_optimizer_of_another_form_is_refused_when_its_options_are_those_of_now(folder: Path) -> None:
     tensor = {"x": torch.zeros(8), "y": torch.zeros(())}
     now = {"model": tensor, "schedule": {}, "optimizer": {"param_groups": [{"lr": 0.1, "params": [0]}]}}
     with pytest.raises(CheckpointError, match=r"step_0000003 holds a different optimizer or schedule .*KeyError"):
-        load(read(folder), now, ignore=["hyperparameters"])
+        load_checkpoint(read_checkpoint(folder), now, ignore=["hyperparameters"])
 
 
 # ---------------------------------------------------------------- exact covers
@@ -267,7 +269,7 @@ trees = st.recursive(
 def test_what_is_written_of_any_state_is_accepted(state: dict[str, Any]) -> None:
     tensors: dict[str, Tensor]
     try:
-        tensors, value = split(state)
+        tensors, value = split_tensors(state)
     except CheckpointError:  # keys such as 1 and '1' would give their tensors the same path
         return
     check_encoded(json.loads(json.dumps(value)), tensors.keys())

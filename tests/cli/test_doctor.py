@@ -11,7 +11,7 @@ import torch
 
 from worldsize.cli import doctor
 from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.config.purpose import Examine
 from worldsize.core import Cluster
 from worldsize.launch import examine
@@ -61,9 +61,9 @@ def test_spare_nodes_are_examined_also_if_racks_do_not_divide_them(hosts: str, e
     spare = len(hosts.split(",")) - 4
     words = ["recipe=digits", "+cluster=ssh", f"cluster.hosts=[{hosts}]", f"cluster.spare_nodes={spare}"]
     cfg = compose_only([*words, "+cluster.tiers.rack=2", "strategy.on_failure=heal"])
-    settings = settings_of(cfg)
+    settings = build_settings(cfg)
     assert settings.cluster.tiers == {"rack": 2}, "four of them train"
-    examined = settings_of(cfg, doctor.with_spares(Examine(), cfg, settings)).cluster
+    examined = build_settings(cfg, doctor.add_spare_nodes(Examine(), cfg, settings)).cluster
     assert (examined.nodes, examined.spare_nodes, examined.tiers) == (4 + spare, 0, expected)
 
 
@@ -71,6 +71,6 @@ def test_spare_nodes_are_examined_also_if_the_strategy_could_not_train_on_as_man
     spares = ["cluster.spare_nodes=1", "cluster.spares=1"]
     words = ["recipe=stdlib_lm", "+cluster=ssh", "cluster.hosts=[a,b,c,d,e]", *spares]
     cfg = compose_only([*words, "strategy=mesh", "strategy.pipeline=2", "strategy.on_failure=heal"])
-    settings = settings_of(cfg, doctor.with_spares(Examine(), cfg, settings_of(cfg)))
+    settings = build_settings(cfg, doctor.add_spare_nodes(Examine(), cfg, build_settings(cfg)))
     assert settings.roles["worker"].processes == 5
     assert settings.cluster.spares == 0, "it would be started, and have no part"

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from tests.support.runs import Command, Run, environment
 from worldsize.cli import export
 from worldsize.record.determinism import state_digest, tensor_digests
-from worldsize.record.run_record import RunView, view
+from worldsize.record.run_record import RunView, read_run
 
 pytestmark = pytest.mark.heavy
 
@@ -78,7 +78,7 @@ def test_code_of_a_strangers_run_is_not_run(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(RunView, "is_own", property(lambda _: False))
-    assert not view(trained).is_own
+    assert not read_run(trained).is_own
     assert exported(trained, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 0
     assert exported(trained, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
     assert "this record was not written by you" in capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_code_that_only_an_unsigned_file_names_is_not_run(
     config.recipe = {"_target_": "planted.Recipe"}
     config.run.import_path, config.allow_targets = [str(tmp_path)], ["planted"]
     OmegaConf.save(config, folder / "config.yaml")
-    assert view(folder).is_own
+    assert read_run(folder).is_own
     assert exported(folder, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
     assert "not a model of transformers" in capsys.readouterr().err
     assert not marker.exists()

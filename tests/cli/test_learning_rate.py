@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.config.compose import compose_and_call, resolved
+from worldsize.config.compose import compose_and_call, resolve_config
 from worldsize.core import ConfigError
 
 RECIPE = '''"""A line is learned by an optimizer whose steps have one length."""
@@ -78,7 +78,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def composed(*words: str) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
-    compose_and_call(lambda cfg: found.append(resolved(cfg)), words)
+    compose_and_call(lambda cfg: found.append(resolve_config(cfg)), words)
     return found[0]
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.docs.blocks import REPOSITORY, files
 from tests.support.runs import Command, environment
-from worldsize.cli.scale import planned_points
+from worldsize.cli.scale import plan_points
 from worldsize.plan.predictor import Given, Predictor
-from worldsize.testing import composed
+from worldsize.testing import compose_recipe
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def test_a_step_takes_a_batch_for_each_logical_rank(project: None, train: Any) -
 
 def test_scale_gives_each_micro_batch_a_batch(project: None) -> None:
     words = ["recipe=walks", "world_sizes=2", "accumulations=3"]
-    (point,) = planned_points(words, "weak", Predictor(Given(compute_seconds=0.01)))
+    (point,) = plan_points(words, "weak", Predictor(Given(compute_seconds=0.01)))
     assert point.settings.training.batch_size == point.settings.logical_ranks == 6
     assert "batch_size=null" in point.words
 
 
 def test_scale_takes_epochs_in_place_of_its_own_steps(project: None) -> None:
     words = ["recipe=walks", "world_sizes=1", "epochs=2"]
-    (point,) = planned_points(words, "strong", Predictor(Given(compute_seconds=0.01)))
+    (point,) = plan_points(words, "strong", Predictor(Given(compute_seconds=0.01)))
     assert point.settings.training.steps == 80
 
 
@@ -61,5 +61,5 @@ def test_a_run_goes_on_with_as_many_batches_a_step_on_other_processes(
 
 
 def test_a_port_compares_one_batch_a_step(project: None) -> None:
-    _, config = composed("recipe=walks")
+    _, config = compose_recipe("recipe=walks")
     assert (config.batch_size, config.micro_batches) == (1, 1)

@@ -12,7 +12,7 @@ import torch
 from worldsize.cli.plan import rank_table
 from worldsize.collectives.cost import ring_all_reduce_seconds, ring_payload_bytes
 from worldsize.core import Cluster, Link, Workload
-from worldsize.observe.report.page import page
+from worldsize.observe.report.page import render_page
 from worldsize.plan.advice import size_text
 from worldsize.record.manifest import write_manifest
 from worldsize.strategies.ddp import DDP
@@ -196,7 +196,7 @@ def test_a_curve_has_the_textbooks_figures_at_each_size_and_is_drawn(plan: Any, 
     assert shares[0] == pytest.approx(2 * study["points"][1]["efficiency"] - 1)
     assert study["knee"] == {"ddp": 1}
     assert "ddp: the knee is at 1 processes, beyond which a further one adds less than 43% of the speed" in done.stdout
-    assert "Predicted; nothing was run." in page([tmp_path / "study"])
+    assert "Predicted; nothing was run." in render_page([tmp_path / "study"])
 
 
 def test_a_curve_has_the_sizes_that_fit_in_a_rack_and_those_that_racks_divide(plan: Any, tmp_path: Path) -> None:

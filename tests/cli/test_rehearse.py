@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.cli.rehearse import _show
+from worldsize.cli.rehearse import _show_outcome
 from worldsize.core import Cluster
 from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.memory import Peak
@@ -112,7 +112,7 @@ def ranks(*errors: str | None) -> list[Rehearsed]:
 def shown(rehearsed: Sequence[Rehearsed]) -> int:
     options = argparse.Namespace(steps=2, calls=None)
     cluster = Cluster("test", 1, 3, "cpu", "gloo")
-    return _show(rehearsed, cluster, options)
+    return _show_outcome(rehearsed, cluster, options)
 
 
 def test_what_several_ranks_fail_with_is_said_once_without_advice_on_differences(

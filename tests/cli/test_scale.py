@@ -10,10 +10,10 @@ from typing import Any, NoReturn, final
 
 import pytest
 
-from worldsize.cli.scale import planned_points
+from worldsize.cli.scale import plan_points
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError
-from worldsize.observe.report.page import page
+from worldsize.observe.report.page import render_page
 from worldsize.record.manifest import read_manifest
 
 pytestmark = pytest.mark.heavy
@@ -91,7 +91,7 @@ def test_an_option_of_a_strategy_is_for_those_that_have_it_and_a_size_is_measure
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["scale"])
     words = ("recipe=digits", "world_sizes=2,1,2", "strategies=ddp,local_sgd", "strategy.inner_steps=10")
-    points = planned_points(words, "strong", NoPredictor())  # type: ignore[arg-type]
+    points = plan_points(words, "strong", NoPredictor())  # type: ignore[arg-type]
     assert [(point.strategy, point.world_size) for point in points] == [
         *(("ddp", size) for size in (1, 2)),
         *(("local_sgd", size) for size in (1, 2)),
@@ -100,7 +100,7 @@ def test_an_option_of_a_strategy_is_for_those_that_have_it_and_a_size_is_measure
     with pytest.raises(
         ConfigError, match=r"no key 'strategy\.inner_stepz' of ddp, local_sgd; did you mean 'inner_steps'"
     ):
-        planned_points([*words[:3], "strategy.inner_stepz=10"], "strong", NoPredictor())  # type: ignore[arg-type]
+        plan_points([*words[:3], "strategy.inner_stepz=10"], "strong", NoPredictor())  # type: ignore[arg-type]
 
 
 def test_what_was_measured_before_a_point_failed_is_kept(
@@ -139,7 +139,7 @@ def test_nodes_and_processes_of_each_are_measured_on_hosts_of_their_own(hosts: A
     assert study["points"][1]["marginal"] == pytest.approx((second - first) / first)
     assert study["knee"] == {"ddp": 2 if second >= 1.5 * first else 1}
     assert "ddp at the node boundary, 1 × 1 to 2 × 1: efficiency 100% to" in done.stdout
-    assert "predicted" in page([file.parent])
+    assert "predicted" in render_page([file.parent])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.observe.run_folders import write_run
 from worldsize.cli import status
 from worldsize.core import BatchLauncher, Plan
 from worldsize.errors import WorldsizeError
-from worldsize.launch.scheduled import Scheduler, state_of
+from worldsize.launch.scheduled import Scheduler, describe_state
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunView
 
@@ -59,7 +59,7 @@ def test_a_run_has_not_ended_because_its_scheduler_does_not_answer(
     launcher = Asked(answer)
     view = RunView(RunDirectory(tmp_path), manifest)
     scheduler = Scheduler(view.directory, launcher)
-    assert [state_of(view, scheduler) for _ in range(3)] == [expected] * 3, "asked once, answered three times"
+    assert [describe_state(view, scheduler) for _ in range(3)] == [expected] * 3, "asked once, answered three times"
 
 
 def test_a_report_that_could_not_be_written_is_refused_before_any_host_is_examined(

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.observe.run_folders import write_run
-from worldsize.cli import _call
+from worldsize.cli import _run_command
 from worldsize.errors import WorldsizeError
-from worldsize.observe.report.page import page
-from worldsize.record.code import checked_out, read_patch
+from worldsize.observe.report.page import render_page
+from worldsize.record.code import check_out_code, read_patch
 from worldsize.record.run_directory import RunDirectory, runs_below
-from worldsize.record.run_record import opened, view
+from worldsize.record.run_record import open_record, read_run
 
 LONG = Path("/tmp") / ("x" * 300)  # raises OSError when it is inspected, like a folder without permission to enter
 
@@ -27,7 +27,7 @@ def test_a_run_that_cannot_be_looked_at_is_refused(
     runs = [str(LONG)] * (2 if command == "compare" else 1)
     monkeypatch.setattr(sys, "argv", ["worldsize", command, *runs])
     with pytest.raises(SystemExit) as ended:
-        _call()
+        _run_command()
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -49,7 +49,7 @@ def test_a_folder_that_one_may_not_read_is_not_called_empty(
     monkeypatch.setattr(os, "scandir", refuse)
     assert [run.path.name for run in runs_below(tmp_path)] == ["a"]
     assert caplog.messages == [f"{tmp_path / 'unseen'} cannot be read (Permission denied); runs in it are left out."]
-    for refused in (lambda: runs_below(tmp_path / "unseen"), lambda: page([tmp_path / "unseen"])):
+    for refused in (lambda: runs_below(tmp_path / "unseen"), lambda: render_page([tmp_path / "unseen"])):
         with pytest.raises(WorldsizeError, match="unseen cannot be read: Permission denied"):
             refused()
     assert runs_below(tmp_path / "absent") == []
@@ -66,22 +66,22 @@ def test_an_error_about_a_file_is_a_sentence_and_any_other_is_not_hidden(
     monkeypatch.setattr("worldsize.cli.status.main", fail)
     monkeypatch.setattr(sys, "argv", ["worldsize", "status"])
     with pytest.raises(SystemExit):
-        _call()
+        _run_command()
     assert capsys.readouterr().err == "/a/run cannot be read or written: Permission denied.\n"
     monkeypatch.setattr(sys, "argv", ["worldsize", "status"])
     with pytest.raises(BrokenPipeError):
-        _call()
+        _run_command()
 
 
 def test_what_one_may_not_enter_is_no_run_and_no_candidate(tmp_path: Path) -> None:
     with pytest.raises(WorldsizeError, match="cannot be read: File name too long"):
-        view(LONG)
-    with pytest.raises(WorldsizeError, match="cannot be read: File name too long"), opened(RunDirectory(LONG)):
+        read_run(LONG)
+    with pytest.raises(WorldsizeError, match="cannot be read: File name too long"), open_record(RunDirectory(LONG)):
         pass
     code = {"commit": "c0" * 20, "folder": ".", "remote": None}
     with (
         pytest.raises(WorldsizeError, match="is in no repository here"),
-        checked_out(code, b"", tmp_path / "code", [LONG]),
+        check_out_code(code, b"", tmp_path / "code", [LONG]),
     ):
         pass
 

@@ -208,9 +208,9 @@ def running_on(hosts: Hosts, folder: Path, *, port: int) -> Iterator[Slurm]:
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     try:
         _authenticate(slurm)
-        _run(replace(slurm, inside=hosts.on(last, [])), "slurmctld", "-c", "-f", f"{folder}/slurm.conf")
+        _run(replace(slurm, inside=hosts.wrap_command(last, [])), "slurmctld", "-c", "-f", f"{folder}/slurm.conf")
         for host in range(1, last):
-            replace(slurm, inside=hosts.on(host, [])).start(f"h{host}")
+            replace(slurm, inside=hosts.wrap_command(host, [])).start(f"h{host}")
         _wait_for_nodes(slurm, last - 1)
         yield slurm
     finally:

@@ -65,7 +65,7 @@ def examined(
         network = "cluster.links.network={bandwidth: 10e6, latency: 1e-4}"  # not 125e6, since this machine is busy
         command = [str(warm_python), "-m", "worldsize", "doctor", "--json", str(tmp_path / "report.json")]
         done = subprocess.run(
-            four.on(1, [*command, *words, *own, *learns, network, *options]),
+            four.wrap_command(1, [*command, *words, *own, *learns, network, *options]),
             cwd=project,
             env=environment_without_wandb,
             capture_output=True,
@@ -102,7 +102,7 @@ def test_versions_code_data_clock_and_a_slow_link_are_found_at_once(
     off.mkdir()
     (off / "sitecustomize.py").write_text(OFF)
     hidden = f"mount -t tmpfs none {tmp_path}/data"
-    four.shape("10mbit", host=4)
+    four.shape_links("10mbit", host=4)
     try:
         result = examined(
             "--patience=110",  # h2 does not use the warm interpreter, and imports torch
@@ -110,7 +110,7 @@ def test_versions_code_data_clock_and_a_slow_link_are_found_at_once(
             h3=f"mkdir -p recipes; touch recipes/other.py; {ALONE.format(hidden)}",
         )
     finally:
-        four.shape("1gbit", host=4)
+        four.shape_links("1gbit", host=4)
     assert result.code == 1
     other = {("torch", "h2"), ("clock", "h2")}
     lost = {("code", "h3"), ("data", "h3"), ("data files", "h3")}
@@ -125,10 +125,10 @@ def test_versions_code_data_clock_and_a_slow_link_are_found_at_once(
 def test_a_blocked_port_hides_neither_an_unwritable_run_folder_nor_a_missing_interface(
     examined: Any, four: namespaces.Hosts, tmp_path: Path
 ) -> None:
-    four.ip(3, "rule", "add", *BLOCKED)
+    four.run_ip(3, "rule", "add", *BLOCKED)
     for host in (1, 2, 3):
-        four.ip(host, "link", "add", "ib0", "type", "veth", "peer", "name", "ib1")
-        four.ip(host, "addr", "add", f"10.78.0.{host}/24", "dev", "ib0")
+        four.run_ip(host, "link", "add", "ib0", "type", "veth", "peer", "name", "ib1")
+        four.run_ip(host, "addr", "add", f"10.78.0.{host}/24", "dev", "ib0")
     runs = f"{tmp_path}/project/runs"
     only_read = f"mount --bind {runs} {runs}; mount -o remount,bind,ro {runs}"
     result = examined(
@@ -137,9 +137,9 @@ def test_a_blocked_port_hides_neither_an_unwritable_run_folder_nor_a_missing_int
         "cluster.interface=ib0",
         h2=f'[ $HID ] || HID=1 exec unshare -m sh -c \'{only_read}; exec "$@"\' sh $0 "$@"',
     )
-    four.ip(3, "rule", "del", *BLOCKED)
+    four.run_ip(3, "rule", "del", *BLOCKED)
     for host in (1, 2, 3):
-        four.ip(host, "link", "del", "ib0")
+        four.run_ip(host, "link", "del", "ib0")
     assert result.code == 1
     assert {("rendezvous", "h3"), ("run folder", "h2"), ("interface", "h4")} <= result.red, result.shown
     assert f"Open TCP port {PORT} of h1 to h3" in result.line("rendezvous", "h3")

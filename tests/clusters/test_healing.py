@@ -41,7 +41,7 @@ def launch(four: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str
         own = (f"cluster.ssh=[{','.join(four.ssh)}]", f"cluster.python={warm_python}", f"cluster.folder={folder}/%h")
         words = (*model, *ELASTIC, "strategy.on_failure=heal", *where, *own, *options)
         return subprocess.Popen(
-            four.on(1, [str(warm_python), str(REPOSITORY / "train.py"), *words]),
+            four.wrap_command(1, [str(warm_python), str(REPOSITORY / "train.py"), *words]),
             cwd=folder,
             env=environment_without_wandb,
             stdout=subprocess.PIPE,
@@ -121,11 +121,11 @@ def test_the_others_go_on_without_a_host_whose_link_is_cut(
     sharded = ("strategy=fsdp", "checkpoint.at_end=false")
     process = launch("steps=120", "launcher.node_timeout=6", f"faults=[{SLOW}]", *sharded)
     folder = begun(tmp_path / "project", after=8)
-    four.link(2, "down")
+    four.set_link(2, "down")
     try:
         digest, output, memberships = ended(process, tmp_path)
     finally:
-        four.link(2, "up")
+        four.set_link(2, "up")
     assert memberships == [[0, 1, 2, 3], [0, 2, 3]], output
     assert "the host h2 (node 1) has not answered for 6 s, or is gone; continuing without it" in output
     assert not list((folder / "checkpoints").glob("*"))
@@ -146,11 +146,11 @@ def test_spare_hosts_take_the_places_of_lost_ones_in_the_same_change(
     process = launch("steps=40", "launcher.node_timeout=6", *sharded, faults)
     folder = begun(tmp_path / "project", after=8)
     assert change_workers(folder, "list").count("waits") == 2
-    four.link(2, "down")
+    four.set_link(2, "down")
     try:
         digest, output, memberships = ended(process, tmp_path)
     finally:
-        four.link(2, "up")
+        four.set_link(2, "up")
     assert memberships == [[0, 1], [0, 2], [0, 3]], output
     assert json.loads((folder / "run_manifest.json").read_text())["cluster"]["spare_nodes"] == 2
     events = [*map(json.loads, (folder / "events.jsonl").read_text().splitlines())]
@@ -167,7 +167,7 @@ def test_another_host_leads_from_the_newest_checkpoint_when_the_first_is_lost(
     hosts = ("cluster.hosts=[h2,h3,h4]", "cluster.spare_nodes=1", "launcher.node_timeout=6", "launcher.max_restarts=1")
     process = launch("steps=90", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
     folder = begun(tmp_path / "project", after=25)
-    four.link(2, "down")
+    four.set_link(2, "down")
     try:
         wait_for(process, lambda: len(attempts(folder)) == 2)
         assert not four.processes("worldsize agent", 2)
@@ -175,7 +175,7 @@ def test_another_host_leads_from_the_newest_checkpoint_when_the_first_is_lost(
         assert (first["exit_reason"], first["lost_host"]) == ("killed", "h2")
         assert second["hosts"] == ["h3", "h4"]
     finally:
-        four.link(2, "up")
+        four.set_link(2, "up")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "starting again without h2, on h3, h4 (1 of 1)" in output
@@ -194,12 +194,12 @@ def test_the_hosts_that_are_left_go_on_without_the_first_until_it_comes_back(
     hosts = ("cluster.hosts=[h2,h3]", "launcher.node_timeout=6", "launcher.max_restarts=1")
     process = launch("steps=400", "checkpoint.every=10", *hosts, f"faults=[{SLOW}]")
     folder = begun(tmp_path / "project", after=15)
-    four.link(2, "down")
+    four.set_link(2, "down")
     try:
         wait_for(process, lambda: len(attempts(folder)) == 2)
         begun(folder, after=15)
     finally:
-        four.link(2, "up")
+        four.set_link(2, "up")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "the host h2 (node 1) has come back" in output
@@ -214,11 +214,11 @@ def test_a_host_whose_link_comes_back_takes_part_again(
 ) -> None:
     process = launch("steps=175", "launcher.node_timeout=6", f"faults=[{SLOWER}]")
     folder = begun(tmp_path / "project", after=8)
-    four.link(2, "down")
+    four.set_link(2, "down")
     try:
         wait_until((folder / "events.jsonl").exists)  # the other hosts continue
     finally:
-        four.link(2, "up")
+        four.set_link(2, "up")
     digest, output, memberships = ended(process, tmp_path)
     assert memberships[:2] == [[0, 1, 2, 3], [0, 2, 3]], output
     assert memberships[-1] == [0, 2, 3, 1], output
@@ -247,11 +247,11 @@ def test_a_host_that_is_cut_off_while_it_logs_writes_no_more(
     faults = f"faults=[{{action: kill, rank: 0, step: 5}}, {SLOWER}]"
     process = launch("steps=40", "launcher.node_timeout=6", faults)
     folder = begun(tmp_path / "project", after=12)
-    four.link(2, "down")  # the host of rank 1, now the logging rank
+    four.set_link(2, "down")  # the host of rank 1, now the logging rank
     try:
         digest, output, memberships = ended(process, tmp_path)
     finally:
-        four.link(2, "up")
+        four.set_link(2, "up")
     assert memberships == [[0, 1, 2, 3], [1, 2, 3], [2, 3]], output
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     steps = [line["step"] for line in lines if line["event"] == "step"]
@@ -287,17 +287,17 @@ def test_two_hosts_lead_in_turn_when_each_is_lost(
         lines = events.read_text().splitlines() if events.exists() else []
         return any(json.loads(line).get("joined") == [1] for line in lines)
 
-    four.link(2, "down")
+    four.set_link(2, "down")
     try:
         wait_for(process, lambda: len(attempts(folder)) == 2)
     finally:
-        four.link(2, "up")
+        four.set_link(2, "up")
     wait_for(process, has_come_back)
-    four.link(3, "down")
+    four.set_link(3, "down")
     try:
         wait_for(process, lambda: len(attempts(folder)) == 3)
     finally:
-        four.link(3, "up")
+        four.set_link(3, "up")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "starting again without h2, on h3 (1 of 2)" in output
@@ -313,11 +313,11 @@ def test_a_spare_host_gives_a_mesh_the_ranks_of_a_lost_one(
     hosts = ("cluster.hosts=[h1,h2,h3]", "cluster.spare_nodes=1", "launcher.node_timeout=6")
     process = launch("steps=60", *hosts, f"faults=[{SLOW}]", model=SHARED, each=2)
     folder = begun(tmp_path / "project", after=8)
-    four.link(2, "down")
+    four.set_link(2, "down")
     try:
         output, _ = process.communicate(timeout=200)
     finally:
-        four.link(2, "up")
+        four.set_link(2, "up")
     assert process.returncode == 0, output
     (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
     assert [each["members"] for each in attempt["memberships"]] == [[0, 1, 2, 3], [0, 1, 4, 5]], output

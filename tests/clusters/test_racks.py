@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from worldsize.plan.predictor import links_of
-from worldsize.testing.hosts import Hosts, missing, running
+from worldsize.plan.predictor import read_links
+from worldsize.testing.hosts import Hosts, find_missing_requirements, run_hosts
 
 REPOSITORY = Path(__file__).parents[2]
 DIGITS = ("recipe=digits", "cluster.threads=1", "logger=none", "steps=5", "logical_ranks=4", "batch_size=96")
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def racks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Four hosts in two racks."""
-    if why := missing():
+    if why := find_missing_requirements():
         pytest.skip(why)
-    with running(tmp_path_factory.mktemp("racks"), name="wsr", count=4, racks=2) as hosts:
+    with run_hosts(tmp_path_factory.mktemp("racks"), name="wsr", count=4, racks=2) as hosts:
         yield hosts
 
 
@@ -34,7 +34,7 @@ def trained(
     """Return the digest of the weights, and the hosts in the order of ranks."""
     own = (f"cluster.ssh=[{','.join(hosts.ssh)}]", f"cluster.python={python}", "cluster.folder=null")
     words = (*DIGITS, "+cluster=ssh", "cluster.hosts=[h1,h3,h2,h4]", *own, f"run.root={folder}", *options)
-    command = hosts.on(1, [str(python), str(REPOSITORY / "train.py"), *words])
+    command = hosts.wrap_command(1, [str(python), str(REPOSITORY / "train.py"), *words])
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = folder.rglob("result.json")
@@ -65,7 +65,7 @@ def test_doctor_tells_the_links_of_a_rack_from_the_uplink_that_its_hosts_share(
     """A host has 320 Mbit/s (40 MB/s), a rack's uplink 40 Mbit/s (5 MB/s); short bursts may exceed a limit."""
     (tmp_path / "topology.conf").write_text(TOPOLOGY)
     (tmp_path / "runs").mkdir()
-    racks.shape("320mbit")
+    racks.shape_links("320mbit")
     racks.shape_uplinks("40mbit")
     own = (f"cluster.ssh=[{','.join(racks.ssh)}]", f"cluster.python={warm_python}", "cluster.folder=null")
     where = ("+cluster=ssh", "cluster.hosts=[h1,h3,h2,h4]", f"cluster.topology={tmp_path}/topology.conf")
@@ -73,7 +73,7 @@ def test_doctor_tells_the_links_of_a_rack_from_the_uplink_that_its_hosts_share(
     words = ("recipe=digits", "cluster.threads=1", "cluster.processes_per_node=1", f"run.root={tmp_path}/runs")
     command = [str(warm_python), "-m", "worldsize", "doctor", "--json", str(tmp_path / "report.json")]
     done = subprocess.run(
-        racks.on(1, [*command, *words, *where, *own, declared]),
+        racks.wrap_command(1, [*command, *words, *where, *own, declared]),
         cwd=REPOSITORY,
         env=environment_without_wandb,
         capture_output=True,
@@ -82,7 +82,7 @@ def test_doctor_tells_the_links_of_a_rack_from_the_uplink_that_its_hosts_share(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    links = links_of(tmp_path / "report.json")
+    links = read_links(tmp_path / "report.json")
     assert 0.3 * 40e6 < links["rack"].bandwidth < 1.3 * 40e6
     assert 0.4 * 5e6 < links["network"].bandwidth < 1.3 * 5e6
     pairs = {(pair["from"], pair["to"]): pair["bandwidth"] for pair in report["pairs"]}

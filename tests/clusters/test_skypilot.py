@@ -110,7 +110,7 @@ class Cluster:
         addresses = "\n".join(f"10.77.0.{host}" for host in (1, 2))
         self.nodes = [
             subprocess.Popen(
-                hosts.on(host, ["bash", "-c", task["run"]]),
+                hosts.wrap_command(host, ["bash", "-c", task["run"]]),
                 cwd=home,
                 env={
                     **environment,

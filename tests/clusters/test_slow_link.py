@@ -22,7 +22,7 @@ def events_of(four: Hosts, folder: Path, environment: dict[str, str], python: Pa
     folder.mkdir()
     hosts = ("+cluster=ssh", "cluster.hosts=[h1,h2,h3,h4]", "cluster.processes_per_node=1")
     own = (f"cluster.ssh=[{','.join(four.ssh)}]", f"cluster.python={python}", "cluster.folder=null")
-    command = four.on(1, [str(python), str(REPOSITORY / "train.py"), *MODEL, *RUN, *hosts, *own])
+    command = four.wrap_command(1, [str(python), str(REPOSITORY / "train.py"), *MODEL, *RUN, *hosts, *own])
     subprocess.run(command, cwd=folder, env=environment, check=True, timeout=240)
     rows = [json.loads(line) for file in folder.rglob("events.jsonl") for line in file.read_text().splitlines()]
     return [row for row in rows if row["event"] == "straggling"]
@@ -32,11 +32,11 @@ def test_a_slow_link_is_measured_and_its_host_named_while_the_run_trains(
     four: Hosts, tmp_path: Path, environment_without_wandb: dict[str, str], warm_python: Path
 ) -> None:
     assert events_of(four, tmp_path / "well", environment_without_wandb, warm_python) == []
-    four.shape("50mbit", host=3)
+    four.shape_links("50mbit", host=3)
     try:
         (event,) = events_of(four, tmp_path / "slow", environment_without_wandb, warm_python)
     finally:
-        four.shape("1gbit", host=3)
+        four.shape_links("1gbit", host=3)
     assert (event["cause"], event["rank"], event["host"]) == ("network", 2, "h3")
     assert event["slower"] > 3
     assert event["step"] <= 24

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.clusters import slurm as real
-from worldsize.observe.report.page import page
+from worldsize.observe.report.page import render_page
 
 # these jobs start a fresh interpreter (not `warm_python`): Slurm would not bind processes of an outside parent
 CPUS = os.cpu_count() or 1
@@ -57,7 +57,7 @@ def test_a_node_with_fewer_cpus_than_its_ranks_need_is_warned_of(binding: real.S
     assert (
         "2 processes need 2 CPUs and may run on 1. Ask for more (with Slurm: cluster.cpus_per_task)" in log.read_text()
     )
-    assert "need 2 CPUs (cluster.threads, data_workers) and may run on 1" in page([run.folder])
+    assert "need 2 CPUs (cluster.threads, data_workers) and may run on 1" in render_page([run.folder])
 
 
 def test_more_cpus_than_a_node_has_are_refused_with_the_key_that_says_how_many(binding: real.Slurm, train: Any) -> None:

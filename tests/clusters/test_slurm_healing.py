@@ -121,4 +121,4 @@ def separate(hosts: Hosts, *apart: int, state: str) -> None:
     """Cut the connections between these hosts, but not to others ("on"), or restore them ("off")."""
     for host in apart:
         port = ("link", "set", f"p{host}", "type", "bridge_slave", "isolated", state)
-        subprocess.run(["ip", "-n", hosts.switch(host), *port], check=True, timeout=120)
+        subprocess.run(["ip", "-n", hosts.find_switch(host), *port], check=True, timeout=120)

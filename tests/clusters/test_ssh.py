@@ -35,7 +35,7 @@ class Launched:
         own = (f"cluster.ssh=[{ssh}]", f"cluster.python={python}", f"cluster.folder={folder}/%h")
         command = [str(python), str(REPOSITORY / "train.py"), *words, *own, *options]
         self.process = subprocess.Popen(
-            hosts.on(1, command),
+            hosts.wrap_command(1, command),
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -86,11 +86,11 @@ def test_a_host_whose_link_is_cut_is_named_before_collectives_time_out(
 ) -> None:
     launched = launch("steps=2000", SLOW, "launcher.node_timeout=10", "cluster.timeout=600")
     begun(tmp_path / "project")
-    hosts.link(2, "down")
+    hosts.set_link(2, "down")
     try:
         code, output = launched.end()
     finally:
-        hosts.link(2, "up")
+        hosts.set_link(2, "up")
     assert code == 1
     assert "the host h2 (node 1) has not answered for 10 s, or is gone" in output
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.group import INTERRUPTION, connect, receive, send
+from worldsize.collectives.group import INTERRUPTION, connect_groups, receive, send
 from worldsize.core import World
-from worldsize.healing.groups import _sockets  # of this process
+from worldsize.healing.groups import _list_sockets  # of this process
 from worldsize.testing.worlds import run_in_worlds
 
 WAITED = timedelta(seconds=600)
@@ -32,11 +32,11 @@ def test_after_that_rings_and_trees_connect_nobody() -> None:
 
     def body(world: World) -> tuple[int, int, int]:
         group = late_group(world)
-        counts = [len(_sockets())]
+        counts = [len(_list_sockets())]
         dist.barrier(world.group)  # before anybody connects
-        connect([group])
+        connect_groups([group])
         dist.barrier(group)  # the other ranks' last connections to this rank exist
-        counts.append(len(_sockets()))
+        counts.append(len(_list_sockets()))
         for size in (1, 11 * 40_000):
             row = torch.ones(size)
             dist.all_reduce(row, group=group)
@@ -47,7 +47,7 @@ def test_after_that_rings_and_trees_connect_nobody() -> None:
         places: list[object] = [None] * world.size
         dist.all_gather_object(places, "place", group=group)
         dist.broadcast_object_list(["place"], group=group, group_src=3)
-        counts.append(len(_sockets()))
+        counts.append(len(_list_sockets()))
         dist.barrier(world.group)  # a rank that leaves closes its connections
         before, connected, after = counts
         return before, connected, after
@@ -65,7 +65,7 @@ def test_a_wait_for_a_rank_that_never_connects_ends_when_the_gang_does(wait: str
     def body(world: World) -> None:
         group, row = late_group(world), torch.ones(4)
         waits: dict[str, Callable[[], None]] = {
-            "connect": lambda: connect([group]),
+            "connect": lambda: connect_groups([group]),
             "send": lambda: send(row, group, to=1 - waiting),
             "receive": lambda: receive(row, group, source=1 - waiting),
         }
@@ -76,7 +76,7 @@ def test_a_wait_for_a_rank_that_never_connects_ends_when_the_gang_does(wait: str
                 raise ConnectionError("the gang has ended")
 
         if world.rank == waiting:
-            INTERRUPTION.begin(check, longest=600)
+            INTERRUPTION.start_tracking(check, longest=600)
             with pytest.raises(ConnectionError):
                 waits[wait]()
         dist.barrier(world.group)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worldsize.collectives import exact
-from worldsize.collectives.exact import accumulated, exact_sum, reduce_metrics, rounded
+from worldsize.collectives.exact import accumulate_values, exact_sum, reduce_metrics, round_sums
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
@@ -52,7 +52,7 @@ def in_accumulators(values: Sequence[float]) -> float:
     """Sum in two accumulators, one per half."""
     middle = len(values) // 2
     first, second = (torch.tensor([half], dtype=torch.float64) for half in (values[:middle], values[middle:]))
-    return rounded(accumulated(first) + accumulated(second))[0]
+    return round_sums(accumulate_values(first) + accumulate_values(second))[0]
 
 
 @pytest.mark.parametrize("total", [in_accumulators, exact_sum])
@@ -98,7 +98,7 @@ def test_what_a_rank_sends_does_not_grow_with_its_batches(monkeypatch: pytest.Mo
         return table.cpu
 
     monkeypatch.setattr(exact, "start_all_reduce", start_all_reduce)
-    alone = World.alone(torch.device("cpu"))
+    alone = World.create_single(torch.device("cpu"))
     for count in (1, 1000):
         sums = {index: {"value": (torch.ones(()), torch.ones(()))} for index in range(count)}
         assert reduce_metrics(sums, ("value",), alone) == {"value": 1.0}

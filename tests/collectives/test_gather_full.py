@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from worldsize.checkpoint.safetensors import box_of
+from worldsize.checkpoint.safetensors import build_box
 from worldsize.collectives.gather_full import gather_full, use_full
-from worldsize.collectives.gather_full import whole as sharded_whole
+from worldsize.collectives.gather_full import gather_full_tensor as sharded_whole
 from worldsize.core import World
-from worldsize.healing.pieces import cut, pieces_of
+from worldsize.healing.pieces import collect_pieces, slice_box
 from worldsize.record.determinism import tensor_digests
 from worldsize.testing.worlds import run_in_worlds
 
@@ -64,8 +64,12 @@ def test_shards_of_layers_that_ranks_share_become_the_whole_tensor_and_lie_where
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             assert torch.equal(sharded_whole(parameter.detach()), expected[name])  # type: ignore[arg-type]
-            piece, own = pieces_of({name: parameter}).get(name), parameter.to_local()
-            place = cut(expected[name], box_of([0] * parameter.ndim, parameter.shape), piece.box) if piece else own[:0]
+            piece, own = collect_pieces({name: parameter}).get(name), parameter.to_local()
+            place = (
+                slice_box(expected[name], build_box([0] * parameter.ndim, parameter.shape), piece.box)
+                if piece
+                else own[:0]
+            )
             assert torch.equal(own, place)
 
     run_in_worlds(body, 6)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level, summation_tree
-from worldsize.collectives.staged import finished
+from worldsize.collectives.staged import finish_reduction
 from worldsize.core import World
 from worldsize.testing.worlds import run_in_worlds
 
@@ -40,7 +40,7 @@ def nodes_of(rank: int, size: int, total: int) -> list[Tensor]:
     tree, mine = Tree(total, size), values(total)[rank::size]
     counters = [Counter() for _ in range(tree.local_nodes)]
     for node, counter in enumerate(counters):
-        for leaf in tree.leaves(node):
+        for leaf in tree.list_leaves(node):
             counter.add([mine[leaf].clone()])
     return [counter.waiting[0][0] for counter in counters]
 
@@ -60,7 +60,7 @@ def test_sums_of_neighbouring_logical_ranks_finish_to_the_tree_by_definition(tot
     tree = summation_tree(total, size, "block")
     counters = [Counter() for _ in range(tree.local_nodes)]
     for node, counter in enumerate(counters):
-        for leaf in tree.leaves(node):
+        for leaf in tree.list_leaves(node):
             counter.add([sum_level(rows_pmn[:, leaf].unbind())])
     total_n = sum_level([counter.waiting[0][0] for counter in counters])
     assert torch.equal(total_n, by_definition(values(total * size)))
@@ -70,7 +70,7 @@ def test_processes_together_compute_the_tree_of_neighbouring_logical_ranks() -> 
     def reduced(world: World) -> Tensor:
         assert world.group is not None
         mine = values(12)[6 * world.rank : 6 * world.rank + 6]
-        return finished(reduce_ordered(mine.unbind(), world.group, "block"))
+        return finish_reduction(reduce_ordered(mine.unbind(), world.group, "block"))
 
     for result in run_in_worlds(reduced, 2):
         assert torch.equal(result, by_definition(values(12)))
@@ -89,7 +89,7 @@ def test_the_order_matters_for_these_values() -> None:
 def test_processes_together_compute_the_tree_by_definition(total: int, size: int) -> None:
     def reduced(world: World) -> Tensor:
         assert world.group is not None
-        return finished(reduce_ordered(nodes_of(world.rank, size, total), world.group))
+        return finish_reduction(reduce_ordered(nodes_of(world.rank, size, total), world.group))
 
     for result in run_in_worlds(reduced, size):
         assert torch.equal(result, by_definition(values(total)))
@@ -101,12 +101,12 @@ def test_processes_with_different_numbers_of_logical_ranks_compute_the_tree_by_d
 ) -> None:
     """Process p has the logical ranks p, p + size, ..., so that some have one less than others."""
     tree = Tree(total, size)
-    assert sum(tree.nodes_of(rank) for rank in range(size)) == tree.nodes == total
+    assert sum(tree.count_nodes(rank) for rank in range(size)) == tree.nodes == total
 
     def reduced(world: World) -> Tensor:
         assert world.group is not None
         mine = values(total)[world.rank :: size]
-        return finished(reduce_ordered([row.clone() for row in mine], world.group, nodes=tree.nodes))
+        return finish_reduction(reduce_ordered([row.clone() for row in mine], world.group, nodes=tree.nodes))
 
     for result in run_in_worlds(reduced, size):
         assert torch.equal(result, by_definition(values(total)))

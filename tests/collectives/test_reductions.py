@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.reductions import CODECS, all_reduced, compressed, hierarchical
-from worldsize.collectives.staged import finished
+from worldsize.collectives.reductions import CODECS, all_reduced, hierarchical, reduce_compressed
+from worldsize.collectives.staged import finish_reduction
 from worldsize.core import World
 from worldsize.strategies.communication_hooks import Tiers
 from worldsize.testing.worlds import run_in_worlds
@@ -55,7 +55,7 @@ def test_the_error_of_int8_is_at_most_half_a_level() -> None:
 def test_a_compressed_sum_is_near_the_exact_one_and_the_same_on_all_ranks(size: int, name: str, most: float) -> None:
     def body(world: World) -> Tensor:
         assert world.group is not None
-        return finished(compressed(row(world.rank), world.group, CODECS[name]))
+        return finish_reduction(reduce_compressed(row(world.rank), world.group, CODECS[name]))
 
     first, *others = run_in_worlds(body, size)
     assert error(first, exact(size)) < most
@@ -70,8 +70,8 @@ def test_compression_errors_are_fed_back() -> None:
         assert world.group is not None
         fed, left, lost = torch.zeros(LENGTH), torch.zeros(LENGTH), torch.zeros(LENGTH)
         for step in range(steps):
-            fed += finished(compressed(row(world.rank, step), world.group, CODECS["int8"], left))
-            lost += finished(compressed(row(world.rank, step), world.group, CODECS["int8"]))
+            fed += finish_reduction(reduce_compressed(row(world.rank, step), world.group, CODECS["int8"], left))
+            lost += finish_reduction(reduce_compressed(row(world.rank, step), world.group, CODECS["int8"]))
         return fed, lost
 
     fed, lost = run_in_worlds(body, 3)[0]
@@ -82,7 +82,9 @@ def test_compression_errors_are_fed_back() -> None:
 @pytest.mark.parametrize(("size", "local_size"), [(4, 2), (6, 3), (6, 2)])
 def test_a_hierarchical_sum_agrees_with_the_exact_one(size: int, local_size: int) -> None:
     def body(world: World) -> Tensor:
-        return finished(hierarchical(row(world.rank), [world.groups["node"]], world.groups["across"], all_reduced))
+        return finish_reduction(
+            hierarchical(row(world.rank), [world.groups["node"]], world.groups["across"], all_reduced)
+        )
 
     for total in run_in_worlds(body, size, local_size=local_size):
         assert error(total, exact(size)) < 1e-6
@@ -93,9 +95,9 @@ def test_a_sum_over_any_number_of_tiers_agrees_with_the_exact_one(
     size: int, local_size: int, tiers: dict[str, int]
 ) -> None:
     def body(world: World) -> tuple[Tensor, list[list[int]], int]:
-        groups = Tiers.of(world)
+        groups = Tiers.from_world(world)
         assert groups is not None
-        total = finished(hierarchical(row(world.rank), groups.inner, groups.across, all_reduced))
+        total = finish_reduction(hierarchical(row(world.rank), groups.inner, groups.across, all_reduced))
         return total, [dist.get_process_group_ranks(each) for each in (*groups.inner, groups.across)], groups.shares
 
     results = run_in_worlds(body, size, local_size=local_size, tiers=tiers)

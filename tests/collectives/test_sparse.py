@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from worldsize.collectives.per_rank import local_row
-from worldsize.collectives.reductions import RandomK, TopKSum, drawn
-from worldsize.collectives.staged import Summation, finished
+from worldsize.collectives.reductions import RandomK, TopKSum, draw_indices
+from worldsize.collectives.staged import Summation, finish_reduction
 from worldsize.core import ConfigError, Link, Numerics, RunContext, Workload, World
-from worldsize.data.batches import collate_of, fetch
+from worldsize.data.batches import fetch_batch, get_collate_fn
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
 from worldsize.strategies.communication_hooks import Errors
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.reducers import CompressionKind
 from worldsize.testing.contract import assert_close, assert_same
-from worldsize.testing.training import BATCH, CHAIN, SEED, Trained, cluster_of, train
+from worldsize.testing.training import BATCH, CHAIN, SEED, Trained, create_cluster, train
 from worldsize.testing.worlds import run_in_worlds
 
 LENGTH, DENSITY, SIZE, STEPS = 101, 0.07, 3, 6
@@ -41,7 +41,11 @@ def sums(summation: Summation, world: World) -> tuple[list[Tensor], list[Tensor]
     error, totals, kept = torch.zeros(LENGTH), [], []
     for step in range(STEPS):
         memory = error if summation.keeps_errors else None
-        totals.append(finished(summation.total(row(world.rank, step), world.group, error_n=memory, seed=step)).clone())
+        totals.append(
+            finish_reduction(
+                summation.all_reduce(row(world.rank, step), world.group, error_n=memory, seed=step)
+            ).clone()
+        )
         kept.append(error.clone())
     return totals, kept
 
@@ -72,14 +76,14 @@ def memory_sums(masks: Sequence[Tensor] | None) -> tuple[list[Tensor], list[list
 
 def mask_of(seed: int) -> Tensor:
     mask = torch.zeros(LENGTH, dtype=torch.bool)
-    mask[drawn(LENGTH, COUNT, seed)[0]] = True
+    mask[draw_indices(LENGTH, COUNT, seed)[0]] = True
     return mask
 
 
 @pytest.mark.parametrize(("kind", "sent"), [("topk", 320.0), ("randomk", 160.0)])
 def test_the_cost_formula_has_the_bytes_of_the_collectives(kind: CompressionKind, sent: float) -> None:
     """Of 800 numbers, 40 are sent: with their indices to the one peer, or in a ring, where 2 (n-1)/n = 1."""
-    cluster = replace(cluster_of(2), links={"node": Link(bandwidth=1e9, latency=1e-6)})
+    cluster = replace(create_cluster(2), links={"node": Link(bandwidth=1e9, latency=1e-6)})
     cost = DDP(compress=kind, density=0.05).cost(Workload(parameter_bytes=3200, optimizer_bytes=0), cluster)
     assert cost is not None
     assert cost.sent_bytes == pytest.approx(sent)
@@ -91,7 +95,7 @@ def test_the_cost_formula_has_the_bytes_of_the_collectives(kind: CompressionKind
             patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathered,
             patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
         ):
-            finished(summation.total(torch.randn(800), world.group, error_n=torch.zeros(800), seed=0))
+            finish_reduction(summation.all_reduce(torch.randn(800), world.group, error_n=torch.zeros(800), seed=0))
         messages = [
             *(call.args[1] for call in gathered.call_args_list),
             *(call.args[0] for call in reduced.call_args_list),
@@ -117,15 +121,15 @@ def test_random_places_follow_from_the_seed_and_leave_out_the_share_of_the_paper
 
     Each place is drawn with probability 1 / the length of its run, and the runs cover all places.
     """
-    places, widths = drawn(LENGTH, COUNT, 5)
-    assert torch.equal(places, drawn(LENGTH, COUNT, 5)[0])
-    assert not torch.equal(places, drawn(LENGTH, COUNT, 6)[0])
+    places, widths = draw_indices(LENGTH, COUNT, 5)
+    assert torch.equal(places, draw_indices(LENGTH, COUNT, 5)[0])
+    assert not torch.equal(places, draw_indices(LENGTH, COUNT, 6)[0])
     ends = widths.cumsum(0)
     assert ends[-1] == LENGTH
     assert widths.max() - widths.min() <= 1
     assert bool(((ends - widths <= places) & (places < ends)).all()), "one place of each run"
     times = 4000
-    drawings = [drawn(LENGTH, COUNT, seed)[0] for seed in range(times)]
+    drawings = [draw_indices(LENGTH, COUNT, seed)[0] for seed in range(times)]
     often = torch.bincount(torch.cat(drawings), minlength=LENGTH) / times
     chance = (1 / widths).repeat_interleave(widths)
     assert (often - chance).abs().max() < 5 * (chance.max() / times).sqrt(), "five standard deviations"
@@ -146,7 +150,9 @@ def test_random_numbers_without_memory_are_right_on_average() -> None:
         mean, squares = torch.zeros(8 * width), torch.zeros(())
         for seed in range(times):
             mine = row(world.rank, 0)[: 8 * width].clone()
-            total = finished(RandomK(1 / width, keeps_errors=False).total(mine, world.group, error_n=None, seed=seed))
+            total = finish_reduction(
+                RandomK(1 / width, keeps_errors=False).all_reduce(mine, world.group, error_n=None, seed=seed)
+            )
             mean += total / times
             squares += total.square().sum() / times
         return mean, squares
@@ -165,9 +171,9 @@ def test_a_number_that_is_not_finite_reaches_all_ranks_and_is_not_kept(summation
         if world.rank == 1:
             gradient[3] = float("nan")
             gradient[40] = float("inf")
-        broken = finished(summation.total(gradient, world.group, error_n=error, seed=1)).clone()
+        broken = finish_reduction(summation.all_reduce(gradient, world.group, error_n=error, seed=1)).clone()
         kept = error.clone()
-        after = finished(summation.total(row(world.rank, 1), world.group, error_n=error, seed=2))
+        after = finish_reduction(summation.all_reduce(row(world.rank, 1), world.group, error_n=error, seed=2))
         return broken, kept, after
 
     for broken, kept, after in run_in_worlds(body, 2):
@@ -189,7 +195,9 @@ def plain(density: float, ranks: int, steps: int) -> tuple[list[float], list[Ten
     for number in range(1, steps + 1):
         total, loss_of_all = torch.zeros_like(memories[0]), 0.0
         for rank, memory in enumerate(memories):
-            loss = CHAIN.loss(model, fetch(data, order.indices(number, rank, len(data)), collate_of(CHAIN)))
+            loss = CHAIN.loss(
+                model, fetch_batch(data, order.compute_indices(number, rank, len(data)), get_collate_fn(CHAIN))
+            )
             memory += nn.utils.parameters_to_vector(torch.autograd.grad(loss, parameters)) / ranks
             mask = largest(memory, int(len(memory) * density))
             total += memory * mask
@@ -228,14 +236,14 @@ def test_what_is_kept_belongs_to_parameters_and_not_to_buckets() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     first, *others = model.parameters()
     errors = Errors(model, shares=1)
-    errors.of(0, first.numel(), [first]).fill_(5.0)
-    assert errors.kept().tolist() == [5.0] * 6 + [0.0] * 5
-    errors.of(1, 5, others[::-1]).copy_(torch.arange(5.0))  # the last parameter first
-    kept = errors.kept()
+    errors.get_errors(0, first.numel(), [first]).fill_(5.0)
+    assert errors.copy_errors().tolist() == [5.0] * 6 + [0.0] * 5
+    errors.get_errors(1, 5, others[::-1]).copy_(torch.arange(5.0))  # the last parameter first
+    kept = errors.copy_errors()
     assert kept.tolist() == [5.0] * 6 + [3.0, 4.0] + [1.0, 2.0] + [0.0]
-    errors.begin(kept)
-    assert errors.of(0, 11, [*others, first]).tolist() == [3.0, 4.0, 1.0, 2.0, 0.0] + [5.0] * 6
-    assert errors.kept().tolist() == kept.tolist()
+    errors.restore_errors(kept)
+    assert errors.get_errors(0, 11, [*others, first]).tolist() == [3.0, 4.0, 1.0, 2.0, 0.0] + [5.0] * 6
+    assert errors.copy_errors().tolist() == kept.tolist()
 
 
 @pytest.mark.parametrize(
@@ -268,8 +276,8 @@ def test_what_cannot_keep_its_promise_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"errors would be lost\. Set strategy.error_feedback=true"):
         DDP(compress="topk", error_feedback=False)
     with pytest.raises(ConfigError, match=r"from 8 ranks: with strategy.density=0.2 .* at most 1/8"):
-        DDP(compress="topk", density=0.2).roles(cluster_of(8))
-    DDP(compress="topk", density=0.2, reduce="hierarchical").roles(cluster_of(8, nodes=2))
+        DDP(compress="topk", density=0.2).roles(create_cluster(8))
+    DDP(compress="topk", density=0.2, reduce="hierarchical").roles(create_cluster(8, nodes=2))
     with pytest.raises(ConfigError, match=r"Set precision=bf16"):
         DDP(compress="topk").check_numerics(Numerics(precision="fp16"))
     DDP(compress="randomk", error_feedback=False).check_numerics(Numerics(precision="fp16"))

@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as functional
 
 from plugins.local_sgd.strategy import LocalSGD
 from worldsize.collectives import step_timer
-from worldsize.collectives.step_timer import Phase, StepTimer, phase
+from worldsize.collectives.step_timer import Phase, StepTimer, measure_phase
 from worldsize.core import RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
@@ -41,26 +41,26 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> StepTimer:
 
 
 def test_time_within_a_phase_counts_there_and_all_other_time_is_computing(timer: StepTimer) -> None:
-    with timer.opened():
-        timer.start(data=7.0)  # reads 0
-        with phase("update"), phase("communication"):  # reads 1 and 2, then 3 and 4
+    with timer.record_phases():
+        timer.start_step(data=7.0)  # reads 0
+        with measure_phase("update"), measure_phase("communication"):  # reads 1 and 2, then 3 and 4
             pass
-        timer.end()  # reads 5
-    assert timer.take().tolist() == [[7.0, 2.0, 1.0, 2.0]]
-    assert timer.take().tolist() == []
+        timer.end_step()  # reads 5
+    assert timer.collect_step_times().tolist() == [[7.0, 2.0, 1.0, 2.0]]
+    assert timer.collect_step_times().tolist() == []
 
 
 def test_a_phase_that_fails_ends_and_one_that_nobody_measures_reads_no_clock(timer: StepTimer) -> None:
-    with phase("update"):
+    with measure_phase("update"):
         pass
-    with timer.opened():
-        with phase("update"):
+    with timer.record_phases():
+        with measure_phase("update"):
             pass
-        timer.start(data=0.0)
-        with suppress(ValueError), phase("update"):
+        timer.start_step(data=0.0)
+        with suppress(ValueError), measure_phase("update"):
             raise ValueError
-        timer.end()
-    assert timer.take().tolist() == [[0.0, 2.0, 0.0, 1.0]]
+        timer.end_step()
+    assert timer.collect_step_times().tolist() == [[0.0, 2.0, 0.0, 1.0]]
 
 
 def test_nothing_of_pytorch_is_replaced_while_a_timer_is_open(timer: StepTimer) -> None:
@@ -69,10 +69,10 @@ def test_nothing_of_pytorch_is_replaced_while_a_timer_is_open(timer: StepTimer) 
         return [value for place in places for name, value in vars(place).items() if "wait" in name or "cast" in name]
 
     before = waits()
-    with timer.opened():
-        timer.start(data=0.0)
+    with timer.record_phases():
+        timer.start_step(data=0.0)
         assert waits() == before
-        timer.end()
+        timer.end_step()
 
 
 STRATEGIES: Sequence[Strategy] = (
@@ -92,13 +92,13 @@ def measured(strategy: Strategy, world: World) -> list[float]:
     """Take three steps, and return the ticks spent in each phase of the last one."""
     replica, order = strategy.replica(Chain(), RunContext(world)), Order(0, 8, 4, (world.rank, 2 + world.rank))
     timer = StepTimer(world.device)
-    with timer.opened():
+    with timer.record_phases():
         for batches in islice(micro_batches(Chain().data("train"), order, world.device), 3):
-            timer.start(data=0.0)
+            timer.start_step(data=0.0)
             replica.step(batches)
-            timer.end()
+            timer.end_step()
     replica.close(complete=True)
-    return [float(seconds) for seconds in timer.take()[-1]]
+    return [float(seconds) for seconds in timer.collect_step_times()[-1]]
 
 
 def test_every_strategy_spends_time_computing_communicating_and_updating() -> None:
@@ -120,10 +120,10 @@ def test_the_wait_for_ddps_reducer_begins_after_the_last_gradient() -> None:
         batches = micro_batches(Chain().data("train"), order, world.device)
         replica.step(next(batches))  # the first step has extra exchanges
         _note(replica.model, timer, seen)
-        with timer.opened():
-            timer.start(data=0.0)
+        with timer.record_phases():
+            timer.start_step(data=0.0)
             replica.step(next(batches))
-            timer.end()
+            timer.end_step()
         return seen
 
     for seen in run_in_worlds(body, 2):
@@ -134,13 +134,13 @@ def test_the_wait_for_ddps_reducer_begins_after_the_last_gradient() -> None:
 
 def _note(model: nn.Module, timer: StepTimer, seen: list[str]) -> None:
     """Record gradients and phase changes in order."""
-    switch = timer.switch
+    switch = timer.switch_phase
 
     def noted(phase: Phase) -> Phase:
         seen.append(phase)
         return switch(phase)
 
-    timer.switch = noted  # type: ignore[method-assign]
+    timer.switch_phase = noted  # type: ignore[method-assign]
     for parameter in model.parameters():
         accumulates = get_gradient_edge(parameter).node  # hooks of parameters are called once a step, after all passes
         accumulates.register_hook(lambda *_: seen.append("gradient"))

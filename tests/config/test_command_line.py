@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from worldsize.config.command_line import REFUSED_FLAGS
 from worldsize.config.compose import compose_and_call, compose_only, task_overrides, wants_sweep
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.core import ConfigError
 
 FILES = {
@@ -129,9 +129,9 @@ def test_an_unknown_key_in_a_plugins_file_is_told_with_the_file(project: Path, g
     file.parent.mkdir(parents=True)
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"^no key {key}; did you mean .* It stands in {file}.$"):
-        settings_of(*composed(f"+{group}=mine", "recipe=digits"))
+        build_settings(*composed(f"+{group}=mine", "recipe=digits"))
     with pytest.raises(ConfigError) as typed:
-        settings_of(*composed("+strategy.bucket_me=3", "recipe=digits"))
+        build_settings(*composed("+strategy.bucket_me=3", "recipe=digits"))
     assert "stands in" not in str(typed.value)
 
 

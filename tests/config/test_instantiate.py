@@ -12,9 +12,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.support.runs import REPOSITORY
-from worldsize.config.instantiate import Allowed, build, bundled_targets, check_targets, resolve_target
+from worldsize.config.instantiate import Allowed, build_object, check_targets, find_bundled_targets, resolve_target
 from worldsize.config.schema import Schema
-from worldsize.config.search_path import bundle, make_importable
+from worldsize.config.search_path import get_bundle_folder, make_importable
 from worldsize.core import Cluster, ConfigError, Link, Strategy
 
 DDP_TARGET = "worldsize.strategies.ddp.DDP"
@@ -22,14 +22,14 @@ ALL = Allowed((*Allowed().prefixes, "worldsize"))  # as with allow_targets=[worl
 
 
 def make(node: dict[str, Any], allowed: Allowed | None = None) -> Strategy:
-    return build(node, Strategy, allowed=allowed or Allowed(), key="strategy")  # type: ignore[type-abstract]
+    return build_object(node, Strategy, allowed=allowed or Allowed(), key="strategy")  # type: ignore[type-abstract]
 
 
 def test_a_nested_target_is_built() -> None:
     link = {"_target_": "worldsize.core.Link", "bandwidth": 1e9, "latency": 1e-5}
     shape = {"name": "two", "nodes": 1, "processes": 2, "device": "cpu", "backend": "gloo"}
     node = {"_target_": "worldsize.core.Cluster", **shape, "links": {"node": link}}
-    built = build(node, Cluster, allowed=ALL, key="cluster")
+    built = build_object(node, Cluster, allowed=ALL, key="cluster")
     assert built == Cluster("two", 1, 2, "cpu", "gloo", links={"node": Link(1e9, 1e-5)})
 
 
@@ -93,7 +93,7 @@ def test_a_target_that_does_not_exist_names_its_neighbour() -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        "worldsize.cli.logs._shown",  # runs any command
+        "worldsize.cli.logs._show_command_output",  # runs any command
         "worldsize.launch.local.Local.launch",
         "worldsize.core.Cluster",
         "recipes.digits.recipe._anything",
@@ -120,12 +120,12 @@ def test_the_bundled_targets_are_those_of_all_bundled_files_and_of_the_schema() 
     folders = [REPOSITORY / "conf", *REPOSITORY.glob("plugins/*/conf"), *REPOSITORY.glob("recipes/*/conf")]
     files = [file for folder in folders for file in folder.rglob("*.yaml")]
     named = {target for file in files for target in targets_in(yaml.safe_load(file.read_text()))}
-    assert bundled_targets() == named | {*targets_in(OmegaConf.to_container(OmegaConf.structured(Schema)))}
+    assert find_bundled_targets() == named | {*targets_in(OmegaConf.to_container(OmegaConf.structured(Schema)))}
 
 
 def test_every_target_of_the_bundled_files_is_admitted_and_exists() -> None:
-    make_importable([bundle()])
-    for target in bundled_targets():
+    make_importable([get_bundle_folder()])
+    for target in find_bundled_targets():
         assert callable(resolve_target(target, Allowed(), "key")), target
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from worldsize.config.composed import written_lengths
+from worldsize.config.composed import find_lengths
 
 
 def test_texts_that_are_lengths_are_told_from_others_at_any_depth() -> None:
     node = {"_target_": "torch.steps", "warmup": 0.1, "milestones": ["2 epochs", 3], "floor": {"at": "1.5M tokens"}}
-    lengths = {key: (length.count, length.unit) for key, length in written_lengths(node)}
+    lengths = {key: (length.count, length.unit) for key, length in find_lengths(node)}
     assert lengths == {"schedule.milestones.0": (2, "epoch"), "schedule.floor.at": (1.5e6, "token")}
 
 

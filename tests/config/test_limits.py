@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 
-from worldsize.config.instantiate import Allowed, build, check_node
+from worldsize.config.instantiate import Allowed, build_object, check_node
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FilePath, FolderName, OneOf, Range
 from worldsize.core.limits import check_limits
@@ -57,7 +57,7 @@ def test_a_plugins_option_outside_its_annotation_is_refused_before_it_is_built(
 ) -> None:
     node = {"_target_": f"{__name__}.Options", name: value}
     with pytest.raises(ConfigError) as refused:
-        build(node, Options, allowed=Allowed((__name__,)), key="strategy")
+        build_object(node, Options, allowed=Allowed((__name__,)), key="strategy")
     assert str(refused.value) == message
 
 
@@ -150,9 +150,9 @@ def test_a_fault_is_planted_at_a_point_that_exists() -> None:
     source = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     assert {*re.findall(r'\bat\(\s*"([a-z]+:[a-z-]+)"', source)} - {*faults.POINTS} == set()
     assert all(source.count(f'"{point}"') > 1 for point in faults.POINTS)
-    assert faults.Faults.parsed([{"action": "kill", "point": "plugin:anywhere"}]).planned
+    assert faults.Faults.from_rows([{"action": "kill", "point": "plugin:anywhere"}]).planned
     with pytest.raises(ConfigError, match="no point 'step:forwards'; did you mean 'step:forward'?"):
-        faults.Faults.parsed([{"action": "kill", "point": "step:forwards"}])
+        faults.Faults.from_rows([{"action": "kill", "point": "step:forwards"}])
 
 
 def test_words_of_a_literal_are_named() -> None:
@@ -174,13 +174,13 @@ def test_arguments_of_a_function_have_limits_too() -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "-a", "a\\b", "a\0"])
 def test_what_no_folder_can_be_called_is_refused(name: str) -> None:
-    assert "cannot be a folder's name" in str(FolderName().refusal(name))
-    assert (FilePath().refusal(name) is None) == (name != "" and "\0" not in name)
+    assert "cannot be a folder's name" in str(FolderName().describe_violation(name))
+    assert (FilePath().describe_violation(name) is None) == (name != "" and "\0" not in name)
 
 
 @pytest.mark.parametrize("name", ["mine", "2026-01-01_x", "a b", "..a", "ä"])
 def test_other_names_are_taken(name: str) -> None:
-    assert FolderName().refusal(name) is None
+    assert FolderName().describe_violation(name) is None
 
 
 @pytest.mark.parametrize(

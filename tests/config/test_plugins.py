@@ -11,10 +11,17 @@ import pytest
 
 from worldsize.config import search_path as module
 from worldsize.config.compose import compose_and_call
-from worldsize.config.instantiate import Allowed, bundled_targets, resolve_target
-from worldsize.config.search_path import check_unique, config_folders, installed, options, plugins, used
+from worldsize.config.instantiate import Allowed, find_bundled_targets, resolve_target
+from worldsize.config.search_path import (
+    check_unique,
+    config_folders,
+    find_installed_plugins,
+    find_used_plugins,
+    list_options,
+    list_plugins,
+)
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.record.inputs import check_kept, digest_of, keep
+from worldsize.record.inputs import check_kept, compute_plugin_digest, copy_plugin
 
 YAML = "# What it does\n_target_: {target}\n"
 
@@ -50,13 +57,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         put(folder, option, f"{name}.strategy.S") if conf else folder.mkdir()
         (folder / "__init__.py").write_text("raise RuntimeError('it was imported')\n")
         monkeypatch.syspath_prepend(str(site))
-        installed.cache_clear()
-        bundled_targets.cache_clear()
+        find_installed_plugins.cache_clear()
+        find_bundled_targets.cache_clear()
         return folder
 
     yield package
-    installed.cache_clear()
-    bundled_targets.cache_clear()
+    find_installed_plugins.cache_clear()
+    find_bundled_targets.cache_clear()
 
 
 def test_an_installed_package_offers_its_options_and_is_not_imported(
@@ -64,7 +71,7 @@ def test_an_installed_package_offers_its_options_and_is_not_imported(
 ) -> None:
     folder = install("worldsize_made_up")
     assert folder / "conf" in config_folders()
-    (plugin,) = [plugin for plugin in plugins() if plugin.folder == folder]
+    (plugin,) = [plugin for plugin in list_plugins() if plugin.folder == folder]
     assert (plugin.name, plugin.source, plugin.version) == ("worldsize_made_up", "worldsize_made_up", "1.2")
     assert [(option.name, option.about) for option in plugin.options] == [("made_up", "What it does")]
     check_unique()
@@ -75,10 +82,10 @@ def test_an_installed_package_may_be_built_as_its_files_name_it_and_in_no_other_
     project: Path, install: Callable[..., Path]
 ) -> None:
     allowed = Allowed()
-    assert not allowed.admits("worldsize_imported.strategy.S")
+    assert not allowed.admits_path("worldsize_imported.strategy.S")
     folder = install("worldsize_imported")
     others = [f"worldsize_imported.strategy.{name}" for name in ("_run", "Other", "S._run", "os.system")]
-    assert [allowed.admits(each) for each in ("worldsize_imported.strategy.S", *others)] == [True] + [False] * 4
+    assert [allowed.admits_path(each) for each in ("worldsize_imported.strategy.S", *others)] == [True] + [False] * 4
     (folder / "__init__.py").write_text("")
     (folder / "strategy.py").write_text(
         "import os\nclass S:\n  def _run(self): ...\nclass Other: ...\ndef _run(): ...\n"
@@ -102,7 +109,7 @@ def test_an_entry_point_inside_a_package_is_found_without_importing_that(
 ) -> None:
     folder = install("worldsize_outer", conf=False)
     put(folder / "inner", "deep", "worldsize_outer.inner.strategy.S")
-    assert module._folders("worldsize_outer.inner") == [folder / "inner"]
+    assert module._find_module_folders("worldsize_outer.inner") == [folder / "inner"]
 
 
 def test_one_option_in_two_places_is_an_error_that_shows_both(
@@ -132,8 +139,14 @@ def test_a_run_uses_the_plugins_that_its_config_names_and_those_that_they_import
     put(project / "plugins" / "fourth", "fourth", "plugins.fourth.strategy.S", "# plugins.fifth\n")
     put(project / "plugins" / "fifth", "fifth", "plugins.fifth.strategy.S", "import plugins.first_aid\n")
     config = {"strategy": {"_target_": "plugins.first.strategy.S"}, "path": str(project / "plugins" / "fifth")}
-    assert [plugin.name for plugin in used(config, {})] == ["plugins.first", "plugins.second", "plugins.third"]
-    assert [plugin.name for plugin in used({}, {"strategy": "fifth", "recipe": "first"})] == ["plugins.fifth"]
+    assert [plugin.name for plugin in find_used_plugins(config, {})] == [
+        "plugins.first",
+        "plugins.second",
+        "plugins.third",
+    ]
+    assert [plugin.name for plugin in find_used_plugins({}, {"strategy": "fifth", "recipe": "first"})] == [
+        "plugins.fifth"
+    ]
 
 
 def test_a_copy_has_the_digest_of_its_original_until_a_byte_changes(project: Path) -> None:
@@ -141,9 +154,9 @@ def test_a_copy_has_the_digest_of_its_original_until_a_byte_changes(project: Pat
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "strategy.pyc").write_bytes(b"\0")
     (folder / "large").write_bytes(bytes((1 << 20) + 1))
-    record = [{"name": "plugins.mine", "sha256": digest_of(folder), "kept": True}]
+    record = [{"name": "plugins.mine", "sha256": compute_plugin_digest(folder), "kept": True}]
     copies = project / "run" / "plugins"
-    keep(folder, copies / "plugins" / "mine", str)
+    copy_plugin(folder, copies / "plugins" / "mine", str)
     check_kept(record, copies)
     copied = sorted(file.name for file in copies.rglob("*") if file.is_file())
     assert copied == ["mine.yaml", "strategy.py"]
@@ -155,11 +168,13 @@ def test_a_copy_has_the_digest_of_its_original_until_a_byte_changes(project: Pat
 def test_a_plugin_that_holds_a_secret_is_not_copied(project: Path) -> None:
     folder = put(project / "plugins" / "mine", "mine", "plugins.mine.strategy.S", "KEY = 'abcdef'\n")
     with pytest.raises(WorldsizeError, match=r"strategy.py holds a secret"):
-        keep(folder, project / "copy", lambda text: text.replace("abcdef", "<redacted>"))
+        copy_plugin(folder, project / "copy", lambda text: text.replace("abcdef", "<redacted>"))
 
 
 def test_every_bundled_option_says_what_it_does() -> None:
-    bundled = [option for option in options() if not option.file.is_relative_to(Path.cwd() / "conf" / "experiment")]
+    bundled = [
+        option for option in list_options() if not option.file.is_relative_to(Path.cwd() / "conf" / "experiment")
+    ]
     assert [f"{option.group}={option.name}" for option in bundled if len(option.about) < 10] == []
 
 

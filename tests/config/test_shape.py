@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
-from worldsize.config.shape import check_gpus, check_graphs, check_heals, nodes_of, with_processes
+from worldsize.config.composed import build_settings
+from worldsize.config.shape import check_gpus, check_graphs, check_heals, count_training_nodes, resolve_processes
 from worldsize.core import Cluster, Numerics, Role
 from worldsize.core.numerics import CompileMode
 from worldsize.errors import ConfigError
@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {"nodes": 1, "device": "cpu", "processes": None, "process
     ],
 )
 def test_processes_follow_from_what_is_given(given: dict[str, Any], gpus: int, processes: int) -> None:
-    assert with_processes({**BASE, **given}, gpus)["processes"] == processes
+    assert resolve_processes({**BASE, **given}, gpus)["processes"] == processes
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_processes_follow_from_what_is_given(given: dict[str, Any], gpus: int, p
 )
 def test_a_contradictory_shape_is_an_error(given: dict[str, Any], gpus: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        with_processes({**BASE, **given}, gpus)
+        resolve_processes({**BASE, **given}, gpus)
 
 
 def test_more_processes_than_gpus_is_an_error_that_says_how_many_there_are() -> None:
@@ -67,11 +67,11 @@ def test_more_processes_than_gpus_is_an_error_that_says_how_many_there_are() -> 
 
 
 def test_the_last_hosts_wait_and_one_at_least_trains() -> None:
-    assert nodes_of(["a", "b", "c"], spare=2) == 1
+    assert count_training_nodes(["a", "b", "c"], spare=2) == 1
     with pytest.raises(
         ConfigError, match="spare_nodes=3 of the 3 in cluster.hosts leaves none to train. Set at most 2"
     ):
-        nodes_of(["a", "b", "c"], spare=3)
+        count_training_nodes(["a", "b", "c"], spare=3)
 
 
 def test_spare_nodes_need_a_gang_that_heals_and_a_launcher_that_tells_nodes_of_each_other() -> None:
@@ -105,9 +105,9 @@ HEALS = ("recipe=digits", "strategy.on_failure=heal", "cluster.processes=2", "cl
 )
 def test_a_gang_heals_on_gpus_with_gloo_only_until_a_gpu_has_shown_more(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"only gloo was tried with it.* Set strategy\.on_failure=restart"):
-        settings_of(compose_only([*HEALS, *words]))
+        build_settings(compose_only([*HEALS, *words]))
     others = [word for word in words if "backend" not in word]
-    assert settings_of(compose_only([*HEALS, *others, "cluster.backend=gloo"])).heals
+    assert build_settings(compose_only([*HEALS, *others, "cluster.backend=gloo"])).heals
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

@@ -14,7 +14,7 @@ from worldsize.core import ConfigError
 from worldsize.core.limits import FolderName
 from worldsize.data.source import check_paths
 from worldsize.data.sources.json_lines import JsonLines
-from worldsize.launch.slurm import _quoted
+from worldsize.launch.slurm import _quote_value
 
 
 def value(key: str, *words: str) -> list[Any]:
@@ -72,13 +72,13 @@ def test_data_may_lie_in_the_home_folder_of_the_host_that_reads_them(
 
 @pytest.mark.parametrize("name", ["a\n#SBATCH --exclusive", "a\x1b[31m", "a\u2028b"])
 def test_a_name_of_several_lines_is_refused(name: str) -> None:
-    assert "cannot be a folder's name" in str(FolderName().refusal(name))
+    assert "cannot be a folder's name" in str(FolderName().describe_violation(name))
 
 
 def test_an_option_of_several_lines_is_no_line_of_a_job_script() -> None:
-    assert _quoted("a b") == '"a b"'
+    assert _quote_value("a b") == '"a b"'
     with pytest.raises(ConfigError, match="would be several lines of the job script"):
-        _quoted("a\n#SBATCH --exclusive")
+        _quote_value("a\n#SBATCH --exclusive")
 
 
 @pytest.mark.parametrize("text", ["'${'", "'${a b}'", "${oc.env:}", "${oc.nothing:x}"])

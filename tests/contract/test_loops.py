@@ -17,7 +17,7 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.cases import CASES
-from worldsize.testing.loops import Case, faults, outcomes
+from worldsize.testing.loops import Case, find_faults, outcomes
 from worldsize.testing.loss_loops import GRADIENT_CASES, Experts
 
 pytestmark = pytest.mark.heavy
@@ -48,7 +48,7 @@ def test_ordered_sums_give_every_case_one_digest_or_a_refusal() -> None:
         name: outcomes(strategy, cases, size, logical_ranks=LOGICAL_RANKS)
         for name, (strategy, size, cases) in ORDERED.items()
     }
-    wrong = [f"{name}: {line}" for name, each in ended.items() for line in faults(ORDERED[name][2], each)]
+    wrong = [f"{name}: {line}" for name, each in ended.items() for line in find_faults(ORDERED[name][2], each)]
     for case in CASES:
         outcome = {name: each[case.name] for name, each in ended.items() if case.name in each}
         trained = {name: each.weights for name, each in outcome.items() if not each.refusal}
@@ -65,7 +65,7 @@ def test_ordered_sums_give_every_case_one_digest_or_a_refusal() -> None:
 def test_a_mesh_of_data_and_summed_shards_train_what_a_plain_loop_trains() -> None:
     summed = FSDP(wrap="size", wrap_parameters=1, accumulate="sharded")
     for strategy, cases in ((Mesh(), GRADIENT_CASES), (summed, TOGETHER)):
-        wrong = faults(cases, outcomes(strategy, cases, 2))
+        wrong = find_faults(cases, outcomes(strategy, cases, 2))
         assert not wrong, "\n".join((str(strategy), *wrong))
 
 
@@ -84,7 +84,7 @@ def test_parameters_that_some_ranks_use_from_a_later_step_on_are_trained_as_in_a
         replicated = (kind(reduce=reduce, find_unused_parameters=True) for kind in (DDP, ZeRO))
         for strategy in (*replicated, FSDP(reduce=reduce), Mesh(reduce=reduce)):
             ended = outcomes(strategy, [case], 2, logical_ranks=LOGICAL_RANKS)
-            assert not faults([case], ended), strategy
+            assert not find_faults([case], ended), strategy
             assert not ended[case.name].refusal, strategy
             if reduce == "ordered":
                 assert all(torch.equal(value, first[name]) for name, value in ended[case.name].weights.items()), (

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from worldsize.core import DataWorkersChanged
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.data.worker_loader import AutoWorkers, loaded_by, settling_steps
+from worldsize.data.worker_loader import AutoWorkers, load_with_auto_workers, settling_steps
 
 CPU = torch.device("cpu")
 Times = Callable[[int], tuple[float, float]]  # seconds of wait and of the rest, by number of workers
@@ -27,7 +27,7 @@ def decided(times: Times, *, most: int = 16, steps: int = 400, batches: int = 1)
     auto = AutoWorkers(most, tell=told.append, rank=3)
     for step in range(1, steps + 1):
         wait, rest = times(auto.number)
-        auto.judge(step, wait=wait, rest=rest, batches=batches)
+        auto.record_step(step, wait=wait, rest=rest, batches=batches)
     assert all(event.rank == 3 for event in told)
     return [(event.before, event.workers) for event in told]
 
@@ -103,7 +103,7 @@ def test_the_share_that_an_event_tells_is_that_of_the_window_it_was_decided_by()
     told: list[DataWorkersChanged] = []
     auto = AutoWorkers(4, tell=told.append)
     for step in range(1, 26):
-        auto.judge(step, wait=0.03, rest=0.01, batches=1)
+        auto.record_step(step, wait=0.03, rest=0.01, batches=1)
     (event,) = told
     assert event == DataWorkersChanged(step=25, rank=0, workers=1, before=0, waited=event.waited)
     assert event.waited == pytest.approx(0.75)
@@ -152,7 +152,7 @@ def test_a_new_loader_goes_on_at_the_step_after_the_last_one_of_the_old() -> Non
         return made[-1]
 
     auto = AutoWorkers(2, tell=lambda event: None, clock=waiting_clock())
-    drawn = [each for (each,) in islice(loaded_by(auto, make, first=7, batches=1), 200)]
+    drawn = [each for (each,) in islice(load_with_auto_workers(auto, make, first=7, batches=1), 200)]
     assert [step for step, _ in drawn] == list(range(8, 208))
     assert [(loader.workers, loader.closed) for loader in made] == [(0, True), (1, True), (2, True), (0, False)]
     lengths = [sum(1 for _ in group) for _, group in groupby(workers for _, workers in drawn)]

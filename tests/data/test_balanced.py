@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 from worldsize.config.compose import compose_only
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Balanced, Order, logical_ranks_of
+from worldsize.data.order import Balanced, Order, assign_logical_ranks
 from worldsize.errors import ConfigError
-from worldsize.launch.execute import checked
+from worldsize.launch.execute import build_checked_settings
 
 CPU, SAMPLES, BATCH, LOGICAL, POOL = torch.device("cpu"), 500, 24, 4, 32
 
@@ -30,7 +30,7 @@ class Texts(TensorDataset):
 
 def drawn(steps: int, *, balanced: bool = True, rank: int = 0, size: int = 1, **options: Any) -> list[list[Tensor]]:
     """Return the samples of each step and logical rank of this process."""
-    order = Order(7, BATCH, LOGICAL, logical_ranks_of(rank, size, LOGICAL), balanced)
+    order = Order(7, BATCH, LOGICAL, assign_logical_ranks(rank, size, LOGICAL), balanced)
     batches = islice(micro_batches(Texts(), order, CPU, **options), steps)
     return [[batch.data[0] for batch in step] for step in batches]
 
@@ -57,12 +57,12 @@ def test_every_sample_comes_once_an_epoch_however_many_steps_that_has(samples: i
     order = Order(7, BATCH, LOGICAL, tuple(range(LOGICAL)))
 
     def plain(step: int) -> Tensor:
-        return torch.cat([order.indices(step, rank, samples) for rank in range(LOGICAL)])
+        return torch.cat([order.compute_indices(step, rank, samples) for rank in range(LOGICAL)])
 
     dealt = Balanced(plain, lengths, seed=7, logical_ranks=LOGICAL, epoch=samples)
     epochs = max(2, -(-3 * POOL * BATCH // samples))
     steps = range(1, -(-epochs * samples // BATCH) + 1)
-    drawn = [torch.cat([dealt.indices(step, rank) for rank in range(LOGICAL)]) for step in steps]
+    drawn = [torch.cat([dealt.compute_rank_indices(step, rank) for rank in range(LOGICAL)]) for step in steps]
     for epoch in range(1, epochs + 1):
         before, until = epoch * samples // BATCH, -(-epoch * samples // BATCH)  # the step where it ends is in both
         assert max(torch.cat(drawn[:before] or [torch.tensor([0])]).bincount(minlength=samples).tolist()) <= epoch
@@ -75,10 +75,10 @@ def test_the_order_stays_what_it_is() -> None:
     order = Order(seed=7, batch_size=4, logical_ranks=1, mine=(0,))
 
     def plain(step: int) -> Tensor:
-        return order.indices(step, 0, 10)
+        return order.compute_indices(step, 0, 10)
 
     dealt = Balanced(plain, lengths, seed=7, logical_ranks=2, epoch=10)
-    assert [[dealt.indices(step, rank).tolist() for rank in range(2)] for step in (1, 2, 3, 33)] == [
+    assert [[dealt.compute_rank_indices(step, rank).tolist() for rank in range(2)] for step in (1, 2, 3, 33)] == [
         [[9, 3], [1, 5]],
         [[7, 0], [4, 8]],
         [[9, 2], [1, 6]],
@@ -91,7 +91,7 @@ def test_the_order_stays_what_it_is() -> None:
         logical_ranks=2,
         epoch=128,
     )
-    assert [[whole.indices(step, rank).tolist() for rank in range(2)] for step in (1, 2, 33)] == [
+    assert [[whole.compute_rank_indices(step, rank).tolist() for rank in range(2)] for step in (1, 2, 33)] == [
         [[111, 108], [110, 109]],
         [[63, 60], [62, 61]],
         [[182, 179], [181, 180]],
@@ -111,7 +111,7 @@ def test_a_step_is_the_same_at_every_world_size_and_after_a_resumption(size: int
     for rank in range(size):
         part = drawn(10, rank=rank, size=size, first=40)
         for expected, batches in zip(whole[40:], part, strict=True):
-            for logical, batch in zip(logical_ranks_of(rank, size, LOGICAL), batches, strict=True):
+            for logical, batch in zip(assign_logical_ranks(rank, size, LOGICAL), batches, strict=True):
                 assert batch.tolist() == expected[logical].tolist()
 
 
@@ -147,5 +147,5 @@ def test_only_a_training_run_on_this_machine_looks_at_its_data_before(words: tup
     cfg = compose_only(["recipe=digits", "logger=none", "length_balanced=true", *words])
     before = torch.get_rng_state()
     with pytest.raises(ConfigError, match="lacks an attribute lengths") if refused else nullcontext():
-        checked(cfg)
+        build_checked_settings(cfg)
     assert torch.equal(torch.get_rng_state(), before)

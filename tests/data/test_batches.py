@@ -20,7 +20,7 @@ from worldsize.core import ConfigError, MicroBatch
 from worldsize.data.batches import map_tensors, to_device
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.worker.throughput import _on_meta
+from worldsize.worker.throughput import _move_to_meta
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 Pair = namedtuple("Pair", ["one", "other"])
@@ -94,7 +94,7 @@ def test_every_tensor_of_a_batch_reaches_the_device(batch: Any) -> None:
 
 def test_counting_operations_leaves_a_batch_that_moves_itself_where_it_is() -> None:
     batch = InPlace(a=torch.ones(2))
-    assert {tensor.device for tensor in _tensors(_on_meta(MicroBatch(batch, 0, 1)).data)} == {META}
+    assert {tensor.device for tensor in _tensors(_move_to_meta(MicroBatch(batch, 0, 1)).data)} == {META}
     assert {tensor.device for tensor in _tensors(batch)} == {CPU}
 
 

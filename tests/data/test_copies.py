@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import MicroBatch
 from worldsize.data import loader
-from worldsize.data.batches import SideStream, copied_ahead
+from worldsize.data.batches import SideStream, prefetch_copies
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
 
@@ -34,14 +34,14 @@ def test_each_copy_begins_a_step_ahead_and_is_waited_for_when_its_step_comes() -
         log.append(f"copy {step}")
         return finish
 
-    for step in copied_ahead(steps(), begin):
+    for step in prefetch_copies(steps(), begin):
         log.append(f"compute {step}")
     assert log == [
         *("load 1", "copy 1", "load 2", "copy 2", "wait for 1", "compute 1"),
         *("load 3", "copy 3", "wait for 2", "compute 2"),
         *("wait for 3", "compute 3"),
     ]
-    assert list(copied_ahead(iter(()), begin)) == []
+    assert list(prefetch_copies(iter(()), begin)) == []
 
 
 def test_on_the_cpu_no_batch_is_loaded_before_its_step_and_none_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from worldsize.config.instantiate import Allowed, build
+from worldsize.config.instantiate import Allowed, build_object
 from worldsize.core import ConfigError
 from worldsize.data.source import FileSource
 from worldsize.data.storage.cache import Cache
@@ -24,7 +24,7 @@ def composed(name: str, **changes: Any) -> Any:
 
 
 def built(name: str, **changes: Any) -> FileSource:
-    return build(composed(name, **changes), FileSource, allowed=Allowed(), key="data")  # type: ignore[type-abstract]
+    return build_object(composed(name, **changes), FileSource, allowed=Allowed(), key="data")  # type: ignore[type-abstract]
 
 
 @pytest.mark.parametrize("name", FILES)

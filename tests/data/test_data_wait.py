@@ -91,10 +91,10 @@ def test_stacks_of_workers_leave_no_open_file() -> None:
 
 def test_a_stop_ends_the_wait_before_the_step_and_no_other_wait() -> None:
     wait = DataWait(Patience(60.0, stops=lambda step: step == 2))
-    with wait.watched():
-        with wait.during(1, own_place):
+    with wait.run_watchdog():
+        with wait.monitor_step(1, own_place):
             threading.Event().wait(3 * data_wait._LOOK)
-        with pytest.raises(StopBetweenSteps), wait.during(2, own_place):
+        with pytest.raises(StopBetweenSteps), wait.monitor_step(2, own_place):
             _hang()
 
 
@@ -110,7 +110,7 @@ def test_data_that_come_during_a_vote_do_not_undo_it() -> None:
         came.set()
 
     wait = DataWait(Patience(60.0, stops=stops))
-    with wait.watched(), pytest.raises(StopBetweenSteps), wait.during(1, own_place):
+    with wait.run_watchdog(), pytest.raises(StopBetweenSteps), wait.monitor_step(1, own_place):
         receive()
 
 
@@ -119,7 +119,11 @@ def test_a_vote_that_fails_ends_the_wait_with_its_error() -> None:
         raise ConnectionError("the store is gone")
 
     wait = DataWait(Patience(60.0, stops=stops))
-    with wait.watched(), pytest.raises(ConnectionError, match="the store is gone"), wait.during(1, own_place):
+    with (
+        wait.run_watchdog(),
+        pytest.raises(ConnectionError, match="the store is gone"),
+        wait.monitor_step(1, own_place),
+    ):
         threading.Event().wait(BOUND)
 
 
@@ -128,11 +132,11 @@ def test_a_place_that_cannot_be_described_does_not_end_the_watch() -> None:
         raise LookupError("no worker")
 
     wait = DataWait(Patience(3 * data_wait._LOOK))
-    with wait.watched(), pytest.raises(DataWaitError, match="no worker"), wait.during(1, describe):
+    with wait.run_watchdog(), pytest.raises(DataWaitError, match="no worker"), wait.monitor_step(1, describe):
         threading.Event().wait(BOUND)
 
 
 def test_a_wait_within_its_bound_ends_with_the_data() -> None:
     wait = DataWait(Patience(60.0))
-    with wait.watched(), wait.during(1, own_place):
+    with wait.run_watchdog(), wait.monitor_step(1, own_place):
         threading.Event().wait(3 * data_wait._LOOK)

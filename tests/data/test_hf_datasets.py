@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from worldsize.core import Batch, ConfigError, Recipe, World
-from worldsize.data.batches import collate_of
+from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.port import PortConfig, same_losses
@@ -103,7 +103,7 @@ def lists_of(config: PortConfig) -> list[list[int]]:
     order, ranks = config.order(), range(config.micro_batches)
     steps = range(1, config.steps + 1)
     return [
-        torch.cat([order.indices(step, rank, ROWS) for rank in ranks]).tolist() for step in steps
+        torch.cat([order.compute_indices(step, rank, ROWS) for rank in ranks]).tolist() for step in steps
     ]  # as a plain loop's sampler yields them
 
 
@@ -135,7 +135,7 @@ RECIPES: dict[str, Points | Sentences] = {
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_table_trains_as_under_a_data_loader_of_torch(recipe: Points | Sentences) -> None:
     def batches() -> Iterable[Batch]:
-        return DataLoader(recipe.dataset, batch_sampler=lists_of(CONFIG), collate_fn=collate_of(recipe))
+        return DataLoader(recipe.dataset, batch_sampler=lists_of(CONFIG), collate_fn=get_collate_fn(recipe))
 
     same_losses(recipe, plain_loop(recipe, batches), CONFIG)
 
@@ -154,7 +154,7 @@ def test_data_workers_load_a_table() -> None:
 
     def loaded(workers: int) -> list[Batch]:
         steps = micro_batches(
-            recipe.dataset, CONFIG.order(), CONFIG.device, workers=workers, collate=collate_of(recipe)
+            recipe.dataset, CONFIG.order(), CONFIG.device, workers=workers, collate=get_collate_fn(recipe)
         )
         return [batch.data for step in islice(steps, 4) for batch in step]
 

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from worldsize.core import World
-from worldsize.data.batches import collate_of
+from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import evaluation_batches, micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.errors import ConfigError
 from worldsize.testing.recipes import Chain
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def order(batch_size: int, logical_ranks: int, rank: int = 0, size: int = 1, seed: int = 0) -> Order:
-    return Order(seed, batch_size, logical_ranks, logical_ranks_of(rank, size, logical_ranks))
+    return Order(seed, batch_size, logical_ranks, assign_logical_ranks(rank, size, logical_ranks))
 
 
 def world(rank: int, size: int) -> World:
@@ -56,7 +56,7 @@ def test_every_sample_is_drawn_once_an_epoch(length: int, batch_size: int) -> No
         int(index)
         for step in range(1, epochs * length // batch_size + 2)
         for rank in range(4)
-        for index in order(batch_size, 4).indices(step, rank, length)
+        for index in order(batch_size, 4).compute_indices(step, rank, length)
     ]
     for epoch in range(epochs):
         part = stream[epoch * length : (epoch + 1) * length]
@@ -65,7 +65,7 @@ def test_every_sample_is_drawn_once_an_epoch(length: int, batch_size: int) -> No
 
 def test_epochs_and_seeds_shuffle_differently() -> None:
     def epoch(seed: int, step: int) -> list[int]:
-        return list(order(50, 1, seed=seed).indices(step, 0, 50).tolist())
+        return list(order(50, 1, seed=seed).compute_indices(step, 0, 50).tolist())
 
     assert len({tuple(epoch(seed, step)) for seed in (0, 1) for step in (1, 2)}) == 4
 
@@ -80,7 +80,7 @@ def test_a_step_holds_the_same_samples_for_each_logical_rank_at_every_world_size
             for logical, batch in zip(mine.mine, batches, strict=True):
                 seen[step, logical] = batch.data[0].tolist()
     expected = {
-        (step, rank): order(12, 6).indices(step, rank, 40).tolist() for step in range(1, 6) for rank in range(6)
+        (step, rank): order(12, 6).compute_indices(step, rank, 40).tolist() for step in range(1, 6) for rank in range(6)
     }
     assert seen == expected
 
@@ -176,19 +176,21 @@ class PaddingStream(IterableDataset[dict[str, list[int]]]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_recipe_pads_the_samples_of_a_data_set_whose_batch_means_something_else(workers: int) -> None:
-    ((batch,),) = islice(micro_batches(Table(), order(5, 1), CPU, workers=workers, collate=collate_of(Padding())), 1)
+    ((batch,),) = islice(
+        micro_batches(Table(), order(5, 1), CPU, workers=workers, collate=get_collate_fn(Padding())), 1
+    )
     assert sorted((row != -1).sum() for row in batch.data) == [1, 2, 3, 4, 5]
     assert batch.data.shape == (5, 5)
 
 
 @pytest.mark.parametrize("dataset", [Table(), PaddingStream()], ids=["table", "stream"])
 def test_evaluation_and_streams_are_padded_too(dataset: Any) -> None:
-    first, last = evaluation_batches(dataset, world(0, 1), batch_size=4, collate=collate_of(Padding()))
+    first, last = evaluation_batches(dataset, world(0, 1), batch_size=4, collate=get_collate_fn(Padding()))
     assert (first.data.shape, last.data.shape) == ((4, 4), (1, 5))
-    ((batch,),) = islice(micro_batches(PaddingStream(), order(2, 1), CPU, collate=collate_of(Padding())), 1)
+    ((batch,),) = islice(micro_batches(PaddingStream(), order(2, 1), CPU, collate=get_collate_fn(Padding())), 1)
     assert batch.data.tolist() == [[0, -1], [0, 1]]
 
 
 def test_a_recipe_that_says_nothing_leaves_the_shortest_way_to_a_batch() -> None:
-    assert collate_of(Chain()) is default_collate
+    assert get_collate_fn(Chain()) is default_collate
     assert Chain().collate([torch.ones(2), torch.zeros(2)]).shape == (2, 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from worldsize.core import ConfigError
 from worldsize.data.loader import micro_batches
 from worldsize.data.mixture import Mixture, Part, mixture
-from worldsize.data.order import Order, epoch_length, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks, epoch_length
 from worldsize.data.permutation import Shuffle
 from worldsize.data.source import Source, Transformed
 from worldsize.data.splits import HeldOut, split_source
@@ -102,7 +102,7 @@ def test_a_step_holds_the_same_samples_at_every_world_size(size: int) -> None:
     data = mixed(100, 30, weights=(0.6, 0.4))
     seen: dict[tuple[int, int], Any] = {}
     for rank in range(size):
-        order = Order(0, 12, 6, logical_ranks_of(rank, size, 6))
+        order = Order(0, 12, 6, assign_logical_ranks(rank, size, 6))
         for step, batches in zip(range(1, 5), micro_batches(data, order, CPU), strict=False):
             seen |= {(step, each): batch.data for each, batch in zip(order.mine, batches, strict=True)}
     whole = Order(0, 12, 1, (0,))

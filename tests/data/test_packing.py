@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from worldsize.data.sources.documents import IGNORED, best_fit, next_tokens, packed, pieces_of
+from worldsize.data.sources.documents import IGNORED, best_fit, next_tokens, pack_documents, split_documents
 
 lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 
@@ -43,7 +43,7 @@ def test_bins_are_those_of_the_rule() -> None:
 @given(lengths_of_documents, st.integers(2, 12))
 def test_each_token_but_the_first_of_a_document_is_predicted_once(lengths: list[int], longest: int) -> None:
     bounds = bounds_of(lengths)
-    pieces = pieces_of(bounds, longest)
+    pieces = split_documents(bounds, longest)
     predicted = Counter(
         token
         for start, length in zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
@@ -57,14 +57,14 @@ def test_each_token_but_the_first_of_a_document_is_predicted_once(lengths: list[
 
 def test_packing_wastes_little() -> None:
     lengths = numpy.random.default_rng(0).integers(1, 60, 1024).tolist()
-    pieces, counts = packed(bounds_of(lengths), 65)
+    pieces, counts = pack_documents(bounds_of(lengths), 65)
     assert sum(counts) == len(pieces.lengths) == 1024
     assert sum(lengths) / (len(counts) * 65) > 0.97
 
 
 def test_the_packing_stays_what_it_is() -> None:
     """A change gives a resumed run different samples: it needs a new version of the index's kind."""
-    pieces, counts = packed(bounds_of([5, 0, 12, 3, 1, 7, 4, 2]), 8)
+    pieces, counts = pack_documents(bounds_of([5, 0, 12, 3, 1, 7, 4, 2]), 8)
     assert pieces.starts.tolist() == [5, 20, 21, 0, 17, 12, 32, 28]
     assert pieces.lengths.tolist() == [8, 1, 7, 5, 3, 5, 2, 4]
     assert counts == [1, 2, 2, 2, 1]

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from worldsize.data.order import Order
-from worldsize.data.permutation import ORDER, enciphered, permuted
+from worldsize.data.permutation import ORDER, encipher_numbers, permute_range
 from worldsize.seeds import derive_seed
 
 BILLION = 10**9
@@ -28,7 +28,7 @@ def numbers(length: int) -> NDArray[numpy.uint64]:
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 17, 100, 1000, 4097, 65_536, 100_003])
 def test_every_index_comes_once(length: int) -> None:
     for seed in range(3):
-        assert sorted(enciphered(seed, length, numbers(length))) == list(range(length))
+        assert sorted(encipher_numbers(seed, length, numbers(length))) == list(range(length))
 
 
 def by_hand(seed: int, length: int, number: int) -> int:
@@ -55,36 +55,36 @@ def by_hand(seed: int, length: int, number: int) -> int:
 def test_an_index_is_that_of_its_definition(length: int) -> None:
     first = length - 40
     expected = [by_hand(11, length, number) for number in range(first, length)]
-    assert permuted(11, length, range(first, length)).tolist() == expected
+    assert permute_range(11, length, range(first, length)).tolist() == expected
 
 
 def test_the_order_stays_what_it_is() -> None:
     """A change draws different samples in every run: it needs a new version of ORDER."""
     large = Order(seed=7, batch_size=4, logical_ranks=1, mine=(0,))
     assert ORDER == 3
-    assert large.indices(1, 0, BILLION).tolist() == [772796075, 993611603, 780072317, 671900538]
-    assert large.indices(1, 0, 10).tolist() == [4, 2, 1, 3]
+    assert large.compute_indices(1, 0, BILLION).tolist() == [772796075, 993611603, 780072317, 671900538]
+    assert large.compute_indices(1, 0, 10).tolist() == [4, 2, 1, 3]
 
 
 def test_the_order_of_a_small_data_set_is_that_of_torch() -> None:
     expected = torch.randperm(1000, generator=torch.Generator().manual_seed(derive_seed(7, "order", 2)))
     order = Order(seed=7, batch_size=100, logical_ranks=2, mine=(0, 1))
-    assert torch.equal(order.indices(21, 1, 1000), expected[50:100])
+    assert torch.equal(order.compute_indices(21, 1, 1000), expected[50:100])
 
 
 def test_an_epoch_ends_within_a_batch() -> None:
     order = Order(seed=7, batch_size=8, logical_ranks=1, mine=(0,))
     length = 5_000_001
     last, first = derive_seed(7, "order", 0), derive_seed(7, "order", 1)
-    expected = [*permuted(last, length, range(length - 1, length)), *permuted(first, length, range(7))]
-    assert order.indices(625_001, 0, length).tolist() == [int(index) for index in expected]
+    expected = [*permute_range(last, length, range(length - 1, length)), *permute_range(first, length, range(7))]
+    assert order.compute_indices(625_001, 0, length).tolist() == [int(index) for index in expected]
 
 
 LENGTH, SEEDS, CELLS = 1000, 1500, 20
 
 
 def keyed(seed: int) -> Indices:
-    return enciphered(seed, LENGTH, numbers(LENGTH))
+    return encipher_numbers(seed, LENGTH, numbers(LENGTH))
 
 
 def shuffled(seed: int) -> Indices:
@@ -142,7 +142,7 @@ def _cycles(order: Indices) -> int:
 
 
 def test_epochs_have_orders_of_their_own() -> None:
-    orders = [permuted(derive_seed(7, "order", epoch), 5_000_000, range(10_000)) for epoch in range(4)]
+    orders = [permute_range(derive_seed(7, "order", epoch), 5_000_000, range(10_000)) for epoch in range(4)]
     for first, second in pairwise(orders):
         correlation = numpy.corrcoef(first.double(), second.double())[0, 1]
         assert abs(correlation) < 0.05
@@ -151,10 +151,10 @@ def test_epochs_have_orders_of_their_own() -> None:
 
 def test_a_billion_samples_take_no_memory() -> None:
     order = Order(seed=7, batch_size=4096, logical_ranks=8, mine=(3,))
-    order.indices(1, 3, BILLION)
+    order.compute_indices(1, 3, BILLION)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
-    assert len(order.indices(1_000_000, 3, BILLION)) == 512
+    assert len(order.compute_indices(1_000_000, 3, BILLION)) == 512
     assert _status("VmHWM") - before < 1 << 20
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.range_server import served
 from tests.support.own_recipe import write_recipe
-from worldsize.observe.report.page import summary
+from worldsize.observe.report.page import collect_summary
 from worldsize.observe.report.read import read_run
 
 RECIPE = '''
@@ -73,7 +73,7 @@ def test_each_rank_counts_the_bytes_that_it_needs(train: Any, tokens: Path, work
     ahead = workers * 2 * BATCH // 2 * SAMPLE  # from steps that were loaded but not computed
     assert all(needed <= count <= needed + ahead for count in counted(done.folder, "read_bytes"))
     assert counted(done.folder, "fetched_bytes") == [0, 0]
-    assert ("data read", "768 B") in summary(read_run(done.folder)) or workers
+    assert ("data read", "768 B") in collect_summary(read_run(done.folder)) or workers
 
 
 def test_blocks_of_a_url_are_fetched_once_for_all_ranks(train: Any, tokens: Path) -> None:
@@ -88,4 +88,4 @@ def test_blocks_of_a_url_are_fetched_once_for_all_ranks(train: Any, tokens: Path
     assert sum(counted(again.folder, "fetched_bytes")) == 0
     assert counted(again.folder, "read_bytes") == counted(done.folder, "read_bytes")
     assert again.json("result.json")["state_digest"] == done.json("result.json")["state_digest"]
-    assert any(name == "of that from other machines" for name, _ in summary(read_run(done.folder)))
+    assert any(name == "of that from other machines" for name, _ in collect_summary(read_run(done.folder)))

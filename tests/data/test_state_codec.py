@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from worldsize.data.stream_state import decode, encode
+from worldsize.data.stream_state import decode_state, encode_state
 from worldsize.errors import CheckpointError, ConfigError
 
 keys = st.one_of(
@@ -43,29 +43,29 @@ def typed(node: Any) -> Any:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(trees)
 def test_plain_states_come_back_with_their_types_and_the_order_of_their_keys(tree: Any) -> None:
-    assert typed(decode(encode(tree))) == typed(tree)
+    assert typed(decode_state(encode_state(tree))) == typed(tree)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
 def test_tensors_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randint(0, 2, shape).to(dtype)
-    back = decode(encode({"t": tensor.requires_grad_(dtype.is_floating_point)}))["t"]
+    back = decode_state(encode_state({"t": tensor.requires_grad_(dtype.is_floating_point)}))["t"]
     assert (back.dtype, back.shape) == (dtype, tensor.shape)
     assert torch.equal(back, tensor.detach())
 
 
 def test_a_part_of_a_tensor_is_saved_without_the_rest() -> None:
     part = torch.arange(100_000).view(100, 1000)[::50, 3]
-    assert len(encode(part)) < 200
-    assert decode(encode(part)).tolist() == [3, 50_003]
+    assert len(encode_state(part)) < 200
+    assert decode_state(encode_state(part)).tolist() == [3, 50_003]
 
 
 @pytest.mark.parametrize("dtype", ["int16", "float32", "complex128", "bool", "U5", "S3", "datetime64[s]", ">i4"])
 def test_arrays_and_scalars_of_numpy_come_back(dtype: str) -> None:
     array = numpy.zeros((2, 3), dtype)
     array[1, 2] = 1
-    back = decode(encode([array, array[1, 2], array[:, :0], numpy.asfortranarray(array)]))
+    back = decode_state(encode_state([array, array[1, 2], array[:, :0], numpy.asfortranarray(array)]))
     assert [each.dtype for each in back] == [array.dtype, array[1, 2].dtype, array.dtype, array.dtype]
     assert numpy.array_equal(back[0], array)
     assert back[1] == array[1, 2]
@@ -77,7 +77,7 @@ def test_arrays_and_scalars_of_numpy_come_back(dtype: str) -> None:
 def test_generators_go_on_where_they_were() -> None:
     numbers, python = numpy.random.default_rng(3), random.Random(4)
     tensors = torch.Generator().manual_seed(5)
-    states = decode(encode((numbers.bit_generator.state, python.getstate(), tensors.get_state())))
+    states = decode_state(encode_state((numbers.bit_generator.state, python.getstate(), tensors.get_state())))
     expected = numbers.random(), python.random(), torch.rand((), generator=tensors).item()
     numbers.bit_generator.state = states[0]
     python.setstate(states[1])
@@ -86,7 +86,7 @@ def test_generators_go_on_where_they_were() -> None:
 
 
 def test_numbers_that_json_lacks_come_back() -> None:
-    back = decode(encode([math.inf, -math.inf, math.nan, -0.0, 1 << 127, bytearray(b"x")]))
+    back = decode_state(encode_state([math.inf, -math.inf, math.nan, -0.0, 1 << 127, bytearray(b"x")]))
     assert back[:2] == [math.inf, -math.inf]
     assert math.isnan(back[2])
     assert math.copysign(1, back[3]) == -1
@@ -117,14 +117,14 @@ class Colour(enum.IntEnum):
 )
 def test_what_would_come_back_as_something_else_is_refused_with_its_place_and_type(state: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        encode(state)
+        encode_state(state)
 
 
 def test_a_state_without_end_is_refused() -> None:
     state: list[Any] = []
     state.append(state)
     with pytest.raises(ConfigError, match="nested more than 100 deep"):
-        encode(state)
+        encode_state(state)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,6 @@ def test_a_state_without_end_is_refused() -> None:
 )
 def test_bytes_that_are_no_state_are_damage(value: Any) -> None:
     with pytest.raises(CheckpointError, match="state of the training stream is damaged"):
-        decode(json.dumps(value).encode())
+        decode_state(json.dumps(value).encode())
     with pytest.raises(CheckpointError, match="damaged"):
-        decode(b'{"a": ')
+        decode_state(b'{"a": ')

@@ -17,11 +17,11 @@ from torch import Tensor
 from tests.data.foreign import DIVIDED, SAMPLES, STATEFUL, WHOLE, Plain, Sharded, loader, row, table
 from tests.support.loggers import keep_loggers
 from tests.support.own_recipe import write_recipe
-from worldsize.checkpoint.format import Checkpoint, Retention, read
+from worldsize.checkpoint.format import Checkpoint, Retention, read_checkpoint
 from worldsize.checkpoint.save import Saver
 from worldsize.core import ConfigError, ShardedStream, StatefulStream, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.data.streams import TrainingStream
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ Seen = dict[tuple[int, int], list[int]]  # the samples of each step and logical 
 
 
 def order(rank: int = 0, size: int = 1, logical_ranks: int = RANKS) -> Order:
-    return Order(1, BATCH, logical_ranks, logical_ranks_of(rank, size, logical_ranks))
+    return Order(1, BATCH, logical_ranks, assign_logical_ranks(rank, size, logical_ranks))
 
 
 def rows(samples: list[Any]) -> list[int]:
@@ -61,7 +61,7 @@ def saved(root: Path, step: int, states: Mapping[str, Tensor]) -> Checkpoint:
     saver.save({"model": {"w": torch.zeros(2)}}, step=step, facts={}, streams=states)
     (done,) = saver.finish()
     saver.close()
-    return read(done.path)
+    return read_checkpoint(done.path)
 
 
 def resumed(
@@ -76,7 +76,7 @@ def resumed(
         states: dict[str, Tensor] = {}
         for reader in readers:
             seen |= reader.take(length)
-            states |= reader.stream.states(step)
+            states |= reader.stream.collect_states(step)
             reader.take(2)
         checkpoint = saved(root, step, states)
     return seen
@@ -110,7 +110,7 @@ def test_a_process_asks_a_divided_stream_only_for_its_own_parts(make: Callable[[
     parts = [Reader(make, order(rank, 4), None, 0) for rank in range(4)]
     seen = [part.take(STEPS) for part in parts]
     assert Counter(each for part in seen for rows_ in part.values() for each in rows_) == Counter(range(SAMPLES))
-    names = [set(part.stream.states(STEPS)) for part in parts]
+    names = [set(part.stream.collect_states(STEPS)) for part in parts]
     assert names == [{f"streams/{rank}" for rank in (first, first + 4, first + 8)} for first in range(4)]
 
 
@@ -119,7 +119,7 @@ def test_a_resume_reads_no_sample_again_where_there_is_a_state(tmp_path: Path) -
     reader = Reader(lambda: stream, order(0, 3), None, 0)
     reader.take(3)
     assert stream.read == [3 * BATCH // 3]  # a third of the samples, as a third of the logical ranks
-    checkpoint = saved(tmp_path, 3, {**reader.stream.states(3), **rest(3, (1, 2))})
+    checkpoint = saved(tmp_path, 3, {**reader.stream.collect_states(3), **rest(3, (1, 2))})
     stream = Sharded()
     Reader(lambda: stream, order(0, 12), checkpoint, 0).take(1)
     assert stream.read == [BATCH // 12]
@@ -128,7 +128,9 @@ def test_a_resume_reads_no_sample_again_where_there_is_a_state(tmp_path: Path) -
 def rest(step: int, ranks: Sequence[int]) -> dict[str, Tensor]:
     """Return the other two processes' states at the end of ``step``."""
     readers = [Reader(Sharded, order(rank, 3), None, 0) for rank in ranks]
-    return {name: state for each in readers if each.take(step) for name, state in each.stream.states(step).items()}
+    return {
+        name: state for each in readers if each.take(step) for name, state in each.stream.collect_states(step).items()
+    }
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -141,7 +143,7 @@ def test_what_has_no_state_is_read_again_and_says_at_the_start_what_that_costs(
     assert "neither state_dict nor load_state_dict" in said
     assert f"from its start, {BATCH} samples for each step that was taken" in said
     assert "is read again: 72 samples up to step 3" in said
-    assert not alone.stream.states(7)
+    assert not alone.stream.collect_states(7)
 
 
 def test_the_stream_of_the_documentation_resumes(tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_states_of_other_readers_are_refused_and_can_be_left_out(
 ) -> None:
     reader = Reader(Sharded, order(), None, 0)
     reader.take(3)
-    checkpoint = saved(tmp_path, 3, reader.stream.states(3))
+    checkpoint = saved(tmp_path, 3, reader.stream.collect_states(3))
     changed = order(logical_ranks=logical_ranks)
     with pytest.raises(ConfigError, match=r"12 reader\(s\) of the training stream.*--ignore streams"):
         Reader(make, changed, checkpoint, 0).take(1)
@@ -274,7 +276,7 @@ def test_a_stream_that_was_read_whole_may_have_other_logical_ranks(tmp_path: Pat
     """Steps have the same samples, split differently."""
     reader = Reader(loader, order(logical_ranks=12), None, 0)
     reader.take(2)
-    checkpoint = saved(tmp_path, 2, reader.stream.states(2))
+    checkpoint = saved(tmp_path, 2, reader.stream.collect_states(2))
     seen = Reader(loader, order(logical_ranks=2), checkpoint, 0).take(1)
     assert [each for rank in range(2) for each in seen[3, rank]] == list(range(48, 72))
 
@@ -303,7 +305,7 @@ def test_a_state_that_cannot_be_saved_is_an_error_in_the_first_step(workers: int
 def test_a_state_that_the_library_refuses_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     reader = Reader(Sharded, order(), None, 0)
     reader.take(1)
-    checkpoint = saved(tmp_path, 1, reader.stream.states(1))
+    checkpoint = saved(tmp_path, 1, reader.stream.collect_states(1))
     with pytest.raises(ConfigError, match=r"cannot resume .*KeyError: 'worker_3'.*--ignore streams"):
         Reader(Refusing, order(), checkpoint, 0).take(1)
 
@@ -317,7 +319,7 @@ def test_a_state_that_was_not_kept_is_an_error_and_not_another_one() -> None:
     reader = Reader(Sharded, order(), None, 0)
     reader.take(2)
     with pytest.raises(RuntimeError, match="at step 1 was not kept"):
-        reader.stream.states(1)
+        reader.stream.collect_states(1)
 
 
 def test_the_protocols_are_what_libraries_have() -> None:

@@ -193,7 +193,7 @@ def finished(tmp_path: Path) -> Path:
     for number, text in enumerate(TEXTS):
         (tmp_path / f"text_{number}.txt").write_text(text)
     inputs = [tmp_path / f"text_{number}.txt" for number in range(3)]
-    Preparation(inputs, Tokenizer("bytes"), shard_bytes=20).write(folder, processes=1)
+    Preparation(inputs, Tokenizer("bytes"), shard_bytes=20).write_shards(folder, processes=1)
     return folder
 
 

@@ -128,7 +128,7 @@ def test_commands_run_on_slurm(page: Path, bash: Bash, slurm: Slurm) -> None:
 def test_commands_run_on_two_hosts(page: Path, bash: Bash, hosts: Hosts) -> None:
     for block in blocks(page):
         if block.how == "hosts":  # a block that creates its own hosts runs outside of ours
-            bash(block, around=() if "worldsize.testing.hosts" in block.text else hosts.on(1, []))
+            bash(block, around=() if "worldsize.testing.hosts" in block.text else hosts.wrap_command(1, []))
 
 
 @of_pages("live")

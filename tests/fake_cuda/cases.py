@@ -125,9 +125,17 @@ _COMPARED = {  # ranks compare their first step, pass by pass, by recipe and mic
 }
 WAITS = (
     Wait("", f"collectives/exact.py _on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"),
-    Wait("^strategy=single ", "loop/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
-    Wait("^strategy=(?!single )", f"{_GATHERED} loop/window.py LoggedStep.event", _TO_HOST, {"loop": 3}, _LOGGED),
-    Wait("nonfinite=skip", "core/numerics.py Numerics.skips", "item", _STEPS, "the host decides whether to take it"),
+    Wait("^strategy=single ", "loop/window.py LoggedStep.create_event", _TO_HOST, {"loop": 3}, _LOGGED),
+    Wait(
+        "^strategy=(?!single )", f"{_GATHERED} loop/window.py LoggedStep.create_event", _TO_HOST, {"loop": 3}, _LOGGED
+    ),
+    Wait(
+        "nonfinite=skip",
+        "core/numerics.py Numerics.should_skip_update",
+        "item",
+        _STEPS,
+        "the host decides whether to take it",
+    ),
     # a fused step decides on the device
     Wait(
         r" fp16 (?!.*fused)", "strategies/loss_scaling.py step_scaled", "item", _STEPS, "GradScaler decides on the host"
@@ -142,7 +150,7 @@ WAITS = (
     ),
     Wait(
         "^strategy=local_sgd .* fp16 ",
-        "strategies/periodic.py PeriodicSyncReplica._of_first.<dictcomp>",
+        "strategies/periodic.py PeriodicSyncReplica._broadcast_figures.<dictcomp>",
         _FROM_HOST,
         _STATE,
         _SCALER,
@@ -157,7 +165,7 @@ WAITS = (
     ),
     Wait(
         "^strategy=(?!single |local_sgd ).* norms ",
-        "strategies/buffer_combinations.py _Equal.finish",
+        "strategies/buffer_combinations.py _Equal.write_buffers",
         "equal",
         _STEPS,
         'the host compares buffers with the rule "equal"',

@@ -24,16 +24,16 @@ from torch.distributed.checkpoint import state_dict_loader
 from tests.fake_cuda.device import GPU, believe_in_devices, faked
 from tests.fake_cuda.waits import OWN, Waits
 from worldsize.checkpoint.format import Checkpoint, Retention
-from worldsize.checkpoint.load import load
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.load import load_checkpoint
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.checkpoint.save import Saver
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.config.settings import Settings
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, RunContext, StateDict, StepResult, World
-from worldsize.data.batches import collate_of
+from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import micro_batches
 from worldsize.devices import backend_names
 from worldsize.loop.agreement import Agreement, Wishes
@@ -41,7 +41,7 @@ from worldsize.loop.averaging import AveragedReplica
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.plan.dry_run import world_seen_by
 from worldsize.seeds import seed_generators
-from worldsize.strategies.deferred.model import filled_with
+from worldsize.strategies.deferred.model import fill_with_fakes
 from worldsize.worker.evaluation import EvaluationData, evaluate_splits
 
 STEPS = 4
@@ -62,7 +62,7 @@ def run(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _run(words: Sequence[str], waits: Waits) -> list[str]:
-    settings = settings_of(compose_only(list(words)))
+    settings = build_settings(compose_only(list(words)))
     settings.determinism.apply("cuda")
     with world_seen_by(0, settings, GPU) as world:
         seed_generators(1, GPU)
@@ -72,7 +72,7 @@ def _run(words: Sequence[str], waits: Waits) -> list[str]:
 
         def save(progress: TrainingProgress) -> None:
             waits.phase = "save"
-            host.update(saver._copied(split(replica.state())[0]))
+            host.update(saver._copy_to_host(split_tensors(replica.state())[0]))
             waits.phase = "loop"
 
         def evaluate(step: int) -> Mapping[str, float]:
@@ -88,7 +88,11 @@ def _run(words: Sequence[str], waits: Waits) -> list[str]:
             STEPS, settings.training.batch_size, log_every=2, save_every=3, logical_ranks=None, stop_on_nonfinite=False
         )
         timer = StepTimer(GPU)
-        with timer.opened(), waits.mode, patch.object(Agreement, "reached", _go_on(Agreement.reached)):
+        with (
+            timer.record_phases(),
+            waits.mode,
+            patch.object(Agreement, "exchange_wishes", _go_on(Agreement.exchange_wishes)),
+        ):
             named = {name: group.group_name for name, group in world.groups.items()}
             if "gloo" not in backend_names(settings.cluster.backend):
                 of_host = (name for name in named if name.startswith(("host/", "checkpoint/")))
@@ -98,7 +102,7 @@ def _run(words: Sequence[str], waits: Waits) -> list[str]:
             fit(replica, _batches(settings, world, replica), world, config=config, callbacks=callbacks, timer=timer)
             waits.phase = "load"
             _load(replica, host)
-        return [name for name, tensor in host.items() if local(tensor).device.type != "cpu"]
+        return [name for name, tensor in host.items() if get_local_shard(tensor).device.type != "cpu"]
 
 
 def _go_on(reached: Callable[[Agreement, int], Wishes]) -> Callable[[Agreement, int], Wishes]:
@@ -121,7 +125,7 @@ def _built(settings: Settings, world: World, waits: Waits) -> Replica:
         logical_ranks=settings.logical_ranks,
     )
     defers = type(settings.strategy).__name__ in _DEFERS and world.size > 1
-    with filled_with(waits.mode) if defers else waits.mode:
+    with fill_with_fakes(waits.mode) if defers else waits.mode:
         inner: Any = settings.strategy.replica(settings.recipe, context)
     if defers:  # fully_shard's own device moves are faked in device.py
         with waits.mode:
@@ -136,10 +140,10 @@ def _built(settings: Settings, world: World, waits: Waits) -> Replica:
 def _batches(settings: Settings, world: World, replica: Replica) -> Iterator[list[MicroBatch]]:
     """Yield the batches of each step; their tensors have values as long as they are on the host."""
     part = settings.data_part(world)
-    order = settings.order(part.rank, part.size, replica.dealing)
+    order = settings.create_order(part.rank, part.size, replica.dealing)
     with unset_fake_temporarily():
         data = settings.recipe.data("train")
-        batches = micro_batches(data, order, GPU, collate=collate_of(settings.recipe))
+        batches = micro_batches(data, order, GPU, collate=get_collate_fn(settings.recipe))
     while True:
         with unset_fake_temporarily():
             step = next(batches)
@@ -149,16 +153,16 @@ def _batches(settings: Settings, world: World, replica: Replica) -> Iterator[lis
 def _load(replica: Replica, host: Mapping[str, Tensor]) -> None:
     """Load a state from host memory, like the reader of a checkpoint's files."""
     template = replica.state()
-    tensors, values = split(template)
+    tensors, values = split_tensors(template)
     facts = {name: {"dtype": str(each.dtype), "shape": list(each.shape)} for name, each in tensors.items()}
     checkpoint = Checkpoint(Path("nowhere"), 3, 1, {}, {}, facts, values)
 
     def read(held: Mapping[str, Tensor], **_: Any) -> None:
         for name, tensor in held.items():
-            local(tensor).detach().copy_(local(host[name]).detach(), non_blocking=True)
+            get_local_shard(tensor).detach().copy_(get_local_shard(host[name]).detach(), non_blocking=True)
 
     with patch.object(state_dict_loader, "load", read):
-        replica.load(load(checkpoint, template))
+        replica.load(load_checkpoint(checkpoint, template))
 
 
 class _Phased(Replica):

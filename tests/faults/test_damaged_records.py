@@ -15,17 +15,17 @@ import pytest
 
 from tests.observe.run_folders import write_run
 from tests.support.runs import Command
-from worldsize.cli import _call
-from worldsize.cli.logs import lines
+from worldsize.cli import _run_command
+from worldsize.cli.logs import read_log_lines
 from worldsize.config.recorded import read_settings
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.scheduled import Scheduler
-from worldsize.observe.report.page import page
+from worldsize.observe.report.page import render_page
 from worldsize.observe.watch import Watched
 from worldsize.record.compare import compare_runs
 from worldsize.record.manifest import read_manifest, write_manifest
 from worldsize.record.run_directory import RunDirectory, runs_below
-from worldsize.record.run_record import look, opened
+from worldsize.record.run_record import open_record, refresh_run
 
 
 def seal(path: Path, text: str) -> None:
@@ -74,7 +74,7 @@ def test_a_missing_field_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", steps=1)
     changed(run, lambda manifest: manifest.pop("code"))
     with pytest.raises(WorldsizeError, match="lacks the field 'code'"):
-        _ = look(RunDirectory(run)).manifest["code"]
+        _ = refresh_run(RunDirectory(run)).manifest["code"]
 
 
 def test_a_lock_that_is_a_folder_is_said_to_be(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_lock_that_is_a_folder_is_said_to_be(tmp_path: Path) -> None:
     changed(run, lambda manifest: manifest["attempts"][-1].update(exit_reason="running"))
     (run / ".lock").mkdir()
     with pytest.raises(WorldsizeError, match=r"\.lock is not a regular file"):
-        look(RunDirectory(run))
+        refresh_run(RunDirectory(run))
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_a_run_with_damaged_metrics_is_compared_watched_and_reported(tmp_path: P
     (runs[1] / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"event"')
     assert compare_runs(runs[0], runs[1], tolerance=0.0).metrics
     watched = Watched(runs[1])
-    watched.look()
+    watched.read_new_rows()
     assert watched.step
     assert watched.step["step"] == 80
     assert watched.evaluation
     assert watched.evaluation["step"] == 80
-    assert "3 damaged lines" in page([runs[1]])
+    assert "3 damaged lines" in render_page([runs[1]])
 
 
 def replaced(path: Path, *, link: Path | None = None) -> None:
@@ -145,10 +145,10 @@ def test_a_pipe_or_a_link_in_a_record_is_named_and_waited_for_by_nobody(
     before = {path for path in tmp_path.rglob("*")}
     monkeypatch.setattr(sys, "argv", ["worldsize", command, *[str(run)] * (2 if command == "compare" else 1)])
     with nullcontext() if command == "status" else pytest.raises(SystemExit, match="^2$"):  # it continues
-        _call()
+        _run_command()
     assert str(run / entry) in capsys.readouterr().err
     assert {path for path in tmp_path.rglob("*")} == before
-    with pytest.raises(WorldsizeError, match=f"{entry} is "), opened(RunDirectory(run)):
+    with pytest.raises(WorldsizeError, match=f"{entry} is "), open_record(RunDirectory(run)):
         pass
 
 
@@ -156,7 +156,7 @@ def test_logs_show_what_a_terminal_would_interpret_escaped(tmp_path: Path, capsy
     run = write_run(tmp_path / "a", steps=1)
     (run / "logs").mkdir()
     (run / "logs" / "worker_00000.log").write_bytes(b"\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\tseen\r\n\xe2\x80\xaeend")
-    shown = [*lines(Scheduler(RunDirectory(run)), None, follow=False)]
+    shown = [*read_log_lines(Scheduler(RunDirectory(run)), None, follow=False)]
     assert shown == [r"[worker 0] \x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J" + "\tseen", r"[worker 0] \u202eend"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.outcome import outcome
-from worldsize.checkpoint.format import complete, read, verify
+from worldsize.checkpoint.format import complete, read_checkpoint, verify_checkpoint
 
 pytestmark = pytest.mark.heavy
 OPTIONS = (
@@ -40,9 +40,9 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def verified(folder: Path) -> Sequence[int]:
     """Return the steps of a run's checkpoints, after reading and verifying each."""
-    checkpoints = [read(path) for path in complete(folder / "checkpoints")]
+    checkpoints = [read_checkpoint(path) for path in complete(folder / "checkpoints")]
     for each in checkpoints:
-        verify(each)
+        verify_checkpoint(each)
     return [each.step for each in checkpoints]
 
 

@@ -17,9 +17,9 @@ from tests.support.runs import Train
 from tests.support.waiting import wait_until
 from worldsize.collectives import group
 from worldsize.collectives.group import PEER_WAIT
-from worldsize.observe.report.page import page
+from worldsize.observe.report.page import render_page
 from worldsize.observe.report.read import read_run
-from worldsize.observe.report.timeline import hangs
+from worldsize.observe.report.timeline import list_hangs
 from worldsize.record.flight import collectives_file, flight_file, hang_report, hung_processes
 from worldsize.worker import flight
 from worldsize.worker.flight import hangs_watched
@@ -50,7 +50,7 @@ def test_the_error_and_the_report_of_a_hang_name_ranks_collectives_and_stacks(tr
     assert counts[2].startswith(f"{began - 1} begun, ")
     assert counts[2].endswith(" completed by worker_00001")
     assert run.folder is not None
-    section = page([run.folder]).partition("<h2>Hangs</h2>")[2].partition("<h2>")[0]
+    section = render_page([run.folder]).partition("<h2>Hangs</h2>")[2].partition("<h2>")[0]
     shown = " ".join(re.sub(r"<[^>]*>", " ", section).split())
     assert shown.startswith("attempt 1")
     waits = r"worker rank 1 waits in no collective; it began gloo:.*faults\.py.*worker rank 0 waits in gloo:all"
@@ -107,8 +107,8 @@ def test_collectives_that_end_in_another_order_are_counted_once_all_have_ended(
         for number in range(1, 21)
     ]
     status = {"0": {"last_enqueued_collective": "20", "last_completed_collective": "18"}}
-    monkeypatch.setattr(flight, "_recorded", lambda: {"entries": entries, "pg_status": status})
-    assert flight._counts() == {"0": [20, completed]}
+    monkeypatch.setattr(flight, "_read_flight_recorder", lambda: {"entries": entries, "pg_status": status})
+    assert flight._count_collectives() == {"0": [20, completed]}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_two_processes_of_a_rank_that_did_the_same_are_one_row_of_the_report(tmp
     (run / "logs").mkdir(exist_ok=True)
     for suffix, rank in (("", 1), ("_before_1", 1), ("", 2)):
         (run / "logs" / f"worker_{rank:05d}.flight{suffix}.json").write_text('{"attempt": 2}')
-    (hang,) = hangs(read_run(run))
+    (hang,) = list_hangs(read_run(run))
     assert [row.who for row in hang.rows] == ["worker ranks 1-2"]
 
 
@@ -194,7 +194,7 @@ def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
         assert len(hung_processes(tmp_path)) == number
 
     with hangs_watched(log, asked, attempt=1, timeout=1000.0):
-        with PEER_WAIT.during("work"):
+        with PEER_WAIT.record_wait("work"):
             now[0] += 700
             await_record(1)
             now[0] += 700  # the same hang
@@ -204,7 +204,7 @@ def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
         now[0] += 10
         asked.touch()  # by a second process, because of the same hang
         await_record(2)
-        with PEER_WAIT.during("an answer"):
+        with PEER_WAIT.record_wait("an answer"):
             now[0] += 700
             await_record(3)
     names = ["server_00000.flight_before_1.json", "server_00000.flight_before_2.json", "server_00000.flight.json"]

@@ -22,8 +22,8 @@ from worldsize.errors import CheckpointError, RunFolderError
 from worldsize.launch.interruption import FolderWatch
 from worldsize.record import run_record
 from worldsize.record.manifest import read_manifest, write_manifest
-from worldsize.record.run_directory import RunDirectory, writing
-from worldsize.record.run_record import look, opened
+from worldsize.record.run_directory import RunDirectory, wrap_write_errors
+from worldsize.record.run_record import open_record, refresh_run
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = ("recipe=digits", "recipe.width=4", "cluster.threads=1", "cluster.processes=2", "logger=none", "log_every=1")
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_not_saved_into_a_folder_without_a_manifest(tmp_path: Pa
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     run.manifest.touch()
-    saver = Saver(run.checkpoints, World.alone(torch.device("cpu")), None, keep=Retention(), owner=run.manifest)
+    saver = Saver(run.checkpoints, World.create_single(torch.device("cpu")), None, keep=Retention(), owner=run.manifest)
     saver.save({"x": torch.ones(2)}, step=1, facts={})
     saver.finish()
     run.manifest.unlink()
@@ -111,8 +111,8 @@ def test_a_manifest_counts_as_deleted_when_it_is_missing_twice_in_a_row(
         manifest.unlink(missing_ok=True)
         if is_there:
             manifest.touch()
-        assert watch.look() == is_deleted
-        assert not never_there.look()
+        assert watch.check_folder() == is_deleted
+        assert not never_there.check_folder()
 
 
 def test_the_folder_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_the_folder_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypat
     monkeypatch.setattr(time, "monotonic", lambda: begun + sum(elapsed))
     for _ in range(350):
         elapsed.append(0.01)
-        watch.look()
+        watch.check_folder()
     assert len(looks) == 3
 
 
@@ -180,7 +180,7 @@ def test_how_an_attempt_ended_is_noted_in_the_room_that_was_kept_for_it(
             full()
         return write_manifest(path, manifest, own=own)
 
-    with opened(run) as record:
+    with open_record(run) as record:
         record.begin_attempt([], world_size=1)
         monkeypatch.setattr(run_record, "write_manifest", on_full_disk)
         record.end_attempt(Outcome("failed", 1))
@@ -188,24 +188,24 @@ def test_how_an_attempt_ended_is_noted_in_the_room_that_was_kept_for_it(
         with pytest.raises(OSError, match="No space"):
             record.begin_attempt([], world_size=1)
         record.give_up("no room")
-    assert [attempt["exit_reason"] for attempt in look(run).attempts] == ["failed", "failed"]
-    assert [attempt["number"] for attempt in look(run).attempts] == [1, 2]
+    assert [attempt["exit_reason"] for attempt in refresh_run(run).attempts] == ["failed", "failed"]
+    assert [attempt["number"] for attempt in refresh_run(run).attempts] == [1, 2]
 
 
 def test_an_attempt_that_has_ended_is_not_given_up(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(run) as record:
+    with open_record(run) as record:
         record.begin_attempt([], world_size=1)
         monkeypatch.setattr(run_record, "write_result", full)
         with pytest.raises(OSError, match="No space"):
             record.end_attempt(Outcome("interrupted", 130))
         record.give_up("no room")
-    assert [attempt["exit_reason"] for attempt in look(run).attempts] == ["interrupted"]
+    assert [attempt["exit_reason"] for attempt in refresh_run(run).attempts] == ["interrupted"]
 
 
 def test_a_record_that_can_no_longer_be_written_at_all_is_given_up_in_silence(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(run) as record:
+    with open_record(run) as record:
         record.begin_attempt([], world_size=1)
         monkeypatch.setattr(run_record, "write_manifest", full)
         record.give_up("no room")
@@ -215,31 +215,31 @@ def test_a_record_that_can_no_longer_be_written_at_all_is_given_up_in_silence(
 
 
 def test_a_run_is_not_resumed_on_a_full_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(run) as record:
+    with open_record(run) as record:
         record.begin_attempt([], world_size=1)
     monkeypatch.setattr(run_record, "write_manifest", full)
-    with pytest.raises(RunFolderError, match="No space left on device"), opened(run):
+    with pytest.raises(RunFolderError, match="No space left on device"), open_record(run):
         pass
 
 
 def test_an_error_that_is_not_the_folders_keeps_its_type(run: RunDirectory) -> None:
     for error in (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), FileNotFoundError(errno.ENOENT, "", "sbatch")):
-        with pytest.raises(type(error)), writing(run):
+        with pytest.raises(type(error)), wrap_write_errors(run):
             raise error
-    with pytest.raises(RunFolderError, match=r"the run folder .* \(Permission denied\)"), writing(run):
+    with pytest.raises(RunFolderError, match=r"the run folder .* \(Permission denied\)"), wrap_write_errors(run):
         raise PermissionError(errno.EACCES, "Permission denied", str(run.metrics))
-    with pytest.raises(RunFolderError, match=r"^/elsewhere/x cannot be written any more"), writing(run):
+    with pytest.raises(RunFolderError, match=r"^/elsewhere/x cannot be written any more"), wrap_write_errors(run):
         raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/x")
 
 
 def test_a_manifest_without_room_for_the_reserve_is_not_begun(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(run) as record:
+    with open_record(run) as record:
         run.reserve.unlink()
         monkeypatch.setattr(Path, "write_bytes", full)
         with pytest.raises(OSError, match="No space"):
             record.begin_attempt([], world_size=1)
         record.give_up("no room")
     assert json.loads(run.manifest.read_text()) == read_manifest(run.manifest)
-    assert [attempt["exit_reason"] for attempt in look(run).attempts] == ["failed"]
+    assert [attempt["exit_reason"] for attempt in refresh_run(run).attempts] == ["failed"]

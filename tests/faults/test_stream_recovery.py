@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 
 from tests.support.own_recipe import write_recipe
-from worldsize.checkpoint.format import STREAMS, Retention, read
+from worldsize.checkpoint.format import STREAMS, Retention, read_checkpoint
 from worldsize.checkpoint.load import read_tensors
-from worldsize.checkpoint.manifest_tree import join
+from worldsize.checkpoint.manifest_tree import join_tensors
 from worldsize.checkpoint.save import Saver
 from worldsize.core import World
 
@@ -170,7 +170,7 @@ def digests(folder: Path) -> dict[str, Any]:
 
 def counts(folder: Path, step: int) -> list[float]:
     """Return how often each sample was seen."""
-    checkpoint = read(folder / "checkpoints" / f"step_{step:07d}")
+    checkpoint = read_checkpoint(folder / "checkpoints" / f"step_{step:07d}")
     return [round(float(value), 3) for value in read_tensors(checkpoint, "model")["seen"]]
 
 
@@ -181,7 +181,7 @@ def said(folder: Path, line: str) -> int:
 
 def sizes(folder: Path, step: int) -> dict[str, int]:
     """Return the bytes of each state in a checkpoint."""
-    checkpoint = read(folder / "checkpoints" / f"step_{step:07d}")
+    checkpoint = read_checkpoint(folder / "checkpoints" / f"step_{step:07d}")
     return {name: len(state) for name, state in read_tensors(checkpoint, STREAMS).items()}
 
 
@@ -235,7 +235,7 @@ def test_of_ranks_that_read_the_same_the_first_writes_their_states(train: Any, r
     done = resume(run.folder, "faults=[]")
     assert done.returncode == 0, done.stderr
     assert digests(run.folder) == digests(undisturbed.folder)
-    tensors = read(run.folder / "checkpoints" / "step_0000006").tensors
+    tensors = read_checkpoint(run.folder / "checkpoints" / "step_0000006").tensors
     states = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{STREAMS}/")}
     assert states.keys() == {f"{STREAMS}/{rank}" for rank in range(8)}
     writers = {chunk["file"] for tensor in states.values() for chunk in tensor["chunks"]}
@@ -274,7 +274,7 @@ def test_a_checkpoint_without_states_resumes_by_reading_again(complete: Path, re
     """It was saved before checkpoints had states."""
     folder = complete / "checkpoints" / "step_0000006"
     shutil.rmtree(folder)
-    assert STREAMS in read(complete / "checkpoints" / "step_0000004").values
+    assert STREAMS in read_checkpoint(complete / "checkpoints" / "step_0000004").values
     without_states(complete / "checkpoints" / "step_0000004")
     done = resume(complete, "steps=8", "cluster.processes=3")
     assert done.returncode == 0, done.stderr
@@ -284,10 +284,10 @@ def test_a_checkpoint_without_states_resumes_by_reading_again(complete: Path, re
 
 def without_states(folder: Path) -> None:
     """Rewrite a checkpoint as if the stream had no state."""
-    checkpoint = read(folder)
+    checkpoint = read_checkpoint(folder)
     model = {name: tensor for name, tensor in read_tensors(checkpoint, "model").items()}
     values = {part: child for part, child in checkpoint.values.items() if part != STREAMS}
-    state = join(values, {f"model/{name}": tensor for name, tensor in model.items()})
+    state = join_tensors(values, {f"model/{name}": tensor for name, tensor in model.items()})
     root = folder.with_name("again")
     saver = Saver(root, World("worker", 0, 1, 0, 1, 0, 0, torch.device("cpu")), None, keep=Retention())
     saver.save(state, step=checkpoint.step, facts=checkpoint.facts)

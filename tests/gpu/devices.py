@@ -17,7 +17,7 @@ import torch.distributed as dist
 from worldsize.core import Cluster, Role, World
 from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.environments import Placement
-from worldsize.world.world import world_of
+from worldsize.world.world import create_world
 
 _MISSING = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="this machine has no GPU that torch can use")
 CUDA = pytest.param("cuda", marks=(pytest.mark.gpu, _MISSING))
@@ -60,7 +60,7 @@ def _called(body: Body, kind: str, placement: Placement) -> Any:
             timeout=timedelta(seconds=cluster.timeout),
         )
     try:
-        return body(world_of(placement, cluster, {"worker": Role(size)}, device))
+        return body(create_world(placement, cluster, {"worker": Role(size)}, device))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -17,21 +17,21 @@ from tests.gpu.devices import CUDA, DEVICES, run_on_one_device
 from tests.gpu.test_runs import GPT
 from tests.support.runs import environment
 from worldsize.checkpoint.format import Retention
-from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.checkpoint.save import Saver
 from worldsize.core import MicroBatch, RunContext, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing.recipes import Chain
-from worldsize.testing.worlds import gathered
+from worldsize.testing.worlds import gather_losses
 
 
 def resumed_losses(world: World, folder: Path) -> tuple[list[float], list[float]]:
     """Return the losses of two steps, from a replica that continues and from one that has loaded its checkpoint."""
     recipe, strategy = Chain(), FSDP(wrap="size", wrap_parameters=100)
     first, second = (strategy.replica(recipe, RunContext(world, logical_ranks=8)) for _ in range(2))
-    order = Order(0, 16, 8, logical_ranks_of(world.rank, world.size, 8, first.dealing))
+    order = Order(0, 16, 8, assign_logical_ranks(world.rank, world.size, 8, first.dealing))
     steps = micro_batches(recipe.data("train"), order, world.device)
     batches: list[list[MicroBatch]] = [list(next(steps)) for _ in range(4)]
     for each in batches[:2]:
@@ -41,10 +41,12 @@ def resumed_losses(world: World, folder: Path) -> tuple[list[float], list[float]
     saver.save(first.state(), step=2, facts={"metrics": {}})
     saver.finish()
     saver.close()
-    checkpoint = newest(folder, world)
+    checkpoint = find_newest(folder, world)
     assert checkpoint is not None
-    second.load(load(checkpoint, second.state()))
-    went_on, resumed = ([sum(gathered(each.step(b).losses, world)) for b in batches[2:]] for each in (first, second))
+    second.load(load_checkpoint(checkpoint, second.state()))
+    went_on, resumed = (
+        [sum(gather_losses(each.step(b).losses, world)) for b in batches[2:]] for each in (first, second)
+    )
     return went_on, resumed
 
 

@@ -17,15 +17,15 @@ from tests.strategies.test_recomputed import Blocks
 from worldsize.core import MicroBatch, Numerics, Replica, RunContext, Strategy, World
 from worldsize.core.numerics import ActivationCheckpointing, PrecisionName
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.record.determinism import Determinism
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
 from worldsize.testing.training import plain_step
-from worldsize.testing.worlds import gathered
+from worldsize.testing.worlds import gather_losses
 
 STEPS, BATCH = 4, 16
 GROUPS = {
@@ -63,7 +63,9 @@ def plain_losses(clip: float | None = None) -> list[float]:
 def trained(kind: str, **numerics: Any) -> tuple[list[float], Replica]:
     """Return the losses of a single-device replica, and the replica."""
     device = device_of(kind)
-    replica = alone(RECIPE, RECIPE.model().to(device), RunContext(World.alone(device), Numerics(**numerics)))
+    replica = create_local_replica(
+        RECIPE, RECIPE.model().to(device), RunContext(World.create_single(device), Numerics(**numerics))
+    )
     losses = []
     for step, (inputs, targets) in enumerate(rows(), 1):
         batch = MicroBatch((inputs.to(device), targets.to(device)), seed=step, step=step)
@@ -126,7 +128,9 @@ def test_recomputing_and_offloading_take_less_of_the_device(device: str) -> None
     def peak(**numerics: Any) -> int:
         place = device_of(device)
         recipe = Blocks(dropout=0.0)
-        replica = alone(recipe, recipe.model().to(place), RunContext(World.alone(place), Numerics(**numerics)))
+        replica = create_local_replica(
+            recipe, recipe.model().to(place), RunContext(World.create_single(place), Numerics(**numerics))
+        )
         batch = torch.randn(2**15, 10, device=place)
         torch.cuda.reset_peak_memory_stats(place)
         replica.step([MicroBatch((batch[:, :7], batch[:, 7:]), seed=1)])
@@ -147,11 +151,11 @@ def weights_by_strategy(world: World) -> dict[str, tuple[list[float], dict[str, 
 def _weights(world: World, strategy: Strategy) -> tuple[list[float], dict[str, Tensor]]:
     recipe = Chain()
     replica = strategy.replica(recipe, RunContext(world, logical_ranks=8))
-    order = Order(0, BATCH, 8, logical_ranks_of(world.rank, world.size, 8, replica.dealing))
+    order = Order(0, BATCH, 8, assign_logical_ranks(world.rank, world.size, 8, replica.dealing))
     batches, losses = micro_batches(recipe.data("train"), order, world.device), []
     for _ in range(STEPS):
         mine = replica.step(next(batches)).losses
-        losses.append(math.fsum(gathered(mine, world)) / 8)
+        losses.append(math.fsum(gather_losses(mine, world)) / 8)
     state = {} if isinstance(strategy, FSDP) else replica.state()["model"]
     return losses, {key: each.cpu().clone() for key, each in state.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from worldsize.core import World
-from worldsize.healing.loop import agreed_ends
+from worldsize.healing.loop import agree_on_ends
 from worldsize.loop.fit import TrainingProgress
 from worldsize.testing.worlds import run_in_worlds
 
@@ -27,6 +27,6 @@ def test_an_evaluation_is_done_if_all_that_completed_the_step_completed_it(
     known: tuple[TrainingProgress | None, ...], has_logged: bool, expected: tuple[bool, bool]
 ) -> None:
     def body(world: World) -> tuple[bool, bool]:
-        return agreed_ends(8, world, known[world.rank], has_logged=has_logged)
+        return agree_on_ends(8, world, known[world.rank], has_logged=has_logged)
 
     assert run_in_worlds(body, 3) == [expected] * 3

@@ -18,8 +18,8 @@ from worldsize.errors import CheckpointError
 from worldsize.healing import recovery
 from worldsize.healing.copies import ShardCopies
 from worldsize.healing.pieces import Generation, Held, PieceLayout, Place
-from worldsize.healing.placements import Piece, inventory_of
-from worldsize.healing.recovery import Recovery, handed_over
+from worldsize.healing.placements import Piece, build_inventory
+from worldsize.healing.recovery import Recovery, hand_over_shards
 from worldsize.testing.worlds import run_in_worlds
 
 ROWS = 11
@@ -40,9 +40,9 @@ def state(ranks: Sequence[int], step: int, filled: bool = True) -> StateDict:
 def kept(world: World, steps: int) -> list[Generation]:
     copies = ShardCopies(1, dist.group.WORLD, Place("one"), device=world.device)
     for step in range(steps + 1):
-        copies.take(state(range(world.size), step), step=step, skipped=step // 2)
+        copies.start_copy(state(range(world.size), step), step=step, skipped=step // 2)
     copies.close()
-    return copies.left()
+    return copies.collect_generations()
 
 
 def restored(world: World, dead: Sequence[int]) -> list[tuple[int, int, bool]]:
@@ -140,7 +140,7 @@ def divided_among_two(survivors: Sequence[int], size: int = 3) -> Tensor:
         left = kept(world, 3)
         if world.size > len(survivors):
             everyone = dist.new_group(list(survivors))
-            left = handed_over(left, everyone, 2) if isinstance(everyone, dist.ProcessGroup) else []
+            left = hand_over_shards(left, everyone, 2) if isinstance(everyone, dist.ProcessGroup) else []
         group = dist.new_group([0, 1])
         if not isinstance(group, dist.ProcessGroup):  # this rank is not a member
             return None
@@ -165,10 +165,10 @@ def test_a_part_that_several_ranks_hold_is_kept_by_two_of_them_and_sent_by_none(
         mesh = init_device_mesh("cpu", (2, 2))
         table = distribute_tensor(TABLE, mesh, [Replicate(), Shard(0)])
         copies = ShardCopies(1, dist.group.WORLD, Place("one"), device=world.device)
-        copies.take({"model": {"table": table}}, step=1, skipped=0)
-        before = sum(part.numel() for part in copies.left()[0].parts.values())
+        copies.start_copy({"model": {"table": table}}, step=1, skipped=0)
+        before = sum(part.numel() for part in copies.collect_generations()[0].parts.values())
         copies.close()
-        return before, sum(part.numel() for part in copies.left()[0].parts.values())
+        return before, sum(part.numel() for part in copies.collect_generations()[0].parts.values())
 
     assert run_in_worlds(taken, 4) == [(18, 18), (15, 15)] * 2
 
@@ -176,21 +176,23 @@ def test_a_part_that_several_ranks_hold_is_kept_by_two_of_them_and_sent_by_none(
 def test_peers_are_on_other_hosts_and_train_other_data_if_there_are_several() -> None:
     rows = [Piece("table", ((rank, rank + 1),)) for rank in range(4)]
     layout = layout_of(rows, "aabb")
-    assert [layout.peer(rank) for rank in range(4)] == [2, 3, 0, 1]
-    assert [layout.peer_before(layout.peer(rank)) for rank in range(4)] == [0, 1, 2, 3]
+    assert [layout.find_peer(rank) for rank in range(4)] == [2, 3, 0, 1]
+    assert [layout.peer_before(layout.find_peer(rank)) for rank in range(4)] == [0, 1, 2, 3]
     common = layout_of([Piece("bias", ((0, 4096),))] * 4, "aabb")
-    keepers = [rank for rank in range(4) if common.kept(rank)]
+    keepers = [rank for rank in range(4) if common.list_shared(rank)]
     assert len(keepers) == 2
     assert {"aabb"[rank] for rank in keepers} == {"a", "b"}
-    assert [layout_of(rows, "aaaa", (0, 0, 1, 1)).peer(rank) for rank in range(4)] == [2, 3, 0, 1]
+    assert [layout_of(rows, "aaaa", (0, 0, 1, 1)).find_peer(rank) for rank in range(4)] == [2, 3, 0, 1]
     both = layout_of([Piece("bias", ((4 * part, 4 * part + 4),)) for part in (0, 0, 1, 1)], "aaaa", (0, 0, 1, 1))
-    assert [len(both.sole(rank)) for rank in range(4)] == [1, 0, 0, 1]  # one of a part's ranks sends a copy
+    assert [len(both.list_sole(rank)) for rank in range(4)] == [1, 0, 0, 1]  # one of a part's ranks sends a copy
     count = layout_of([Piece("step", ((0, 1),))] * 4, "aabb")
-    assert all(count.kept(rank) for rank in range(4))
+    assert all(count.list_shared(rank) for rank in range(4))
 
 
 def layout_of(pieces: Sequence[Piece], hosts: str, parts: Sequence[int | None] = (None,) * 4) -> PieceLayout:
     """Return the layout of ranks that each hold one part of the same tensor."""
     dtypes = {pieces[0].name: torch.float32}
     told = zip(pieces, hosts, parts, strict=True)
-    return PieceLayout([Held(inventory_of([piece], dtypes), Place(host, part)) for piece, host, part in told], dtypes)
+    return PieceLayout(
+        [Held(build_inventory([piece], dtypes), Place(host, part)) for piece, host, part in told], dtypes
+    )

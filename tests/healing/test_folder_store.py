@@ -84,7 +84,7 @@ def test_a_wait_for_a_silent_peer_ends_when_the_connections_are_cut(tmp_path: Pa
             while not (has_ended := ended.exists()) and time.monotonic() < deadline:
                 time.sleep(0.01)
             return has_ended
-        threading.Timer(0.2, connections.cut).start()
+        threading.Timer(0.2, connections.cut_sockets).start()
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.ones(4), group=group)
         ended.touch()

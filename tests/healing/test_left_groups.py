@@ -40,7 +40,7 @@ def interrupted(start: Callable[[Tensor, World], None], world: World) -> weakref
         start(torch.ones(NUMBERS), own[0])
         raise ConnectionError("the gang has ended")
     except ConnectionError:
-        LEFT_GROUPS.keep()
+        LEFT_GROUPS.keep_groups()
     dist.destroy_process_group()
     return weakref.ref(group)
 
@@ -50,7 +50,7 @@ def freed(start: Callable[[Tensor, World], None]) -> list[tuple[bool, bool]]:
     barrier = get_context("fork").Barrier(2)  # the peer joins in when the first process releases it
 
     def body(world: World) -> tuple[bool, bool]:
-        INTERRUPTION.begin(lambda: None, longest=120.0)
+        INTERRUPTION.start_tracking(lambda: None, longest=120.0)
         if world.rank == 1:
             peers = cast("ProcessGroup", dist.new_group([0, 1]))
             barrier.wait(60)
@@ -58,12 +58,12 @@ def freed(start: Callable[[Tensor, World], None]) -> list[tuple[bool, bool]]:
             barrier.wait(60)
             return True, False
         group = interrupted(start, world)
-        LEFT_GROUPS.free()
+        LEFT_GROUPS.free_groups()
         existed = group() is not None
         barrier.wait(60)
         barrier.wait(60)
         while group() is not None:
-            LEFT_GROUPS.free()
+            LEFT_GROUPS.free_groups()
             for thread in threading.enumerate():
                 if thread.name == "groups":
                     thread.join()

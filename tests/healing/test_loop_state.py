@@ -35,13 +35,13 @@ def test_weights_are_drawn_unless_all_of_them_are_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_saved: bool, ignored: list[str], initial: Any, draws: bool
 ) -> None:
     checkpoint: Any = SimpleNamespace(step=3) if is_saved else None
-    monkeypatch.setattr(loop_state, "newest", lambda *_, **__: checkpoint)
+    monkeypatch.setattr(loop_state, "find_newest", lambda *_, **__: checkpoint)
     config: Any = SimpleNamespace(
         checkpoint=SimpleNamespace(allow_older=False, ignored=lambda step: ignored), initial=initial
     )
     before = torch.get_rng_state()
-    state, context = LoopState().begin(config, RunDirectory(tmp_path), World.alone(HOST))
+    state, context = LoopState().find_checkpoint(config, RunDirectory(tmp_path), World.create_single(HOST))
     with context:
-        DeferredModel.build(lambda: nn.Linear(300, 300)).fill(HOST)
+        DeferredModel.from_factory(lambda: nn.Linear(300, 300)).fill_tensors(HOST)
     assert torch.equal(torch.get_rng_state(), before) is not draws
     assert state.checkpoint is checkpoint

@@ -18,7 +18,7 @@ import pytest
 from worldsize.core import Cluster, Plan, Role
 from worldsize.errors import FirstHostLostError, WorldsizeError
 from worldsize.healing import lost_link
-from worldsize.healing.lost_link import LossPolicy, come_back, decide, is_left_behind, is_over
+from worldsize.healing.lost_link import LossPolicy, claim_decision, come_back, is_left_behind, is_over
 from worldsize.launch.remote import RemoteHosts
 from worldsize.net.agent_connection import AgentConnection, Mailbox, RemoteAgent
 from worldsize.net.handshake import MessageSeal
@@ -73,11 +73,11 @@ class First:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Notice lost hosts inside the context; at its end all are lost, and the attempt is over."""
-        self.hosts.listen()
+        self.hosts.start_listeners()
         yield
         for other in self.others.values():
             other.close()
-        self.hosts.dismiss()
+        self.hosts.end_attempts()
 
 
 @pytest.fixture
@@ -101,11 +101,11 @@ def shared(patience: float = PATIENCE) -> LossPolicy:
 
 def test_one_of_two_hosts_decides_even_if_both_do_at_the_same_time(run: RunDirectory) -> None:
     for number in range(50):
-        file, both, won = run.lost_link(str(number)), threading.Barrier(2), list[bool]()
+        file, both, won = run.get_lost_link_file(str(number)), threading.Barrier(2), list[bool]()
 
         def race(file: Path = file, both: threading.Barrier = both, won: list[bool] = won) -> None:
             both.wait()
-            won.append(decide(file))
+            won.append(claim_decision(file))
 
         threads = [threading.Thread(target=race) for _ in range(2)]
         for thread in threads:
@@ -126,7 +126,7 @@ def test_a_host_that_alone_loses_the_first_learns_that_it_goes_on(run: RunDirect
     with first.listening():
         first.others[1].close()
         assert is_left_behind(first.others[1], run, 30.0)
-        assert not run.lost_link(first.others[2].name).exists()
+        assert not run.get_lost_link_file(first.others[2].name).exists()
     assert not killed.arrival.poll()
 
 
@@ -156,8 +156,8 @@ def test_a_host_that_was_lost_before_an_attempt_is_not_decided_about_again(
         first.others[1].close()
         eventually(lambda: first.hosts._hosts[1].is_lost)
     again = first.attempt()
-    again.listen()
-    again.dismiss()
+    again.start_listeners()
+    again.end_attempts()
     assert all(host.is_lost for host in again._hosts.values())
     assert not killed.arrival.poll()
 
@@ -172,20 +172,20 @@ def test_a_host_that_was_lost_long_ago_is_none_of_several_that_are_lost_at_once(
         hosts[2].lost_at -= 100
         first.others[1].close()
         eventually(lambda: hosts[1].is_lost)
-        assert run.lost_link(first.others[1].name).exists()
+        assert run.get_lost_link_file(first.others[1].name).exists()
 
 
 def test_a_decision_about_another_connection_is_none_about_this(run: RunDirectory) -> None:
     """For example about an earlier attempt's, or one between the first host and a third."""
     (earlier, _), (_, other) = connected(1), connected(2)
-    assert decide(run.lost_link(earlier.name))
+    assert claim_decision(run.get_lost_link_file(earlier.name))
     assert not is_left_behind(other, run, PATIENCE)
 
 
 def test_a_view_of_the_folder_that_is_old_does_not_mislead(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may briefly report that a file is missing, but does not create it a second time."""
     first, other = connected(1)
-    assert decide(run.lost_link(first.name))
+    assert claim_decision(run.get_lost_link_file(first.name))
     monkeypatch.setattr(Path, "exists", lambda _: False)
     assert is_left_behind(other, run, PATIENCE)
 
@@ -206,7 +206,7 @@ def test_a_first_host_whose_others_are_all_dead_goes_on_after_a_while(run: RunDi
     with first.listening():
         for other in first.others.values():
             other.close()
-        eventually(lambda: all(run.lost_link(other.name).exists() for other in first.others.values()))
+        eventually(lambda: all(run.get_lost_link_file(other.name).exists() for other in first.others.values()))
     assert not killed.arrival.poll()
 
 
@@ -236,7 +236,7 @@ def test_a_folder_in_which_no_host_can_decide_leaves_the_run_to_the_scheduler(
     def full(file: Path) -> bool:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(lost_link, "decide", full)
+    monkeypatch.setattr(lost_link, "claim_decision", full)
     assert not is_left_behind(connected(1)[1], run, PATIENCE)
 
 
@@ -263,7 +263,7 @@ def test_a_run_is_over_once_nobody_holds_it_and_it_says_how_it_ended(
 
 def reason(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     view: Any = type("View", (), {"exit_reason": said})
-    monkeypatch.setattr(lost_link, "view", lambda _: view)
+    monkeypatch.setattr(lost_link, "read_run", lambda _: view)
 
 
 def test_a_host_takes_part_again_once_it_reaches_the_first(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

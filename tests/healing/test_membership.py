@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from worldsize.errors import WorldsizeError
-from worldsize.healing.membership import NEWCOMER, Membership, MembershipChannel, MembershipEndedError, receive, send
+from worldsize.healing.membership import (
+    NEWCOMER,
+    Membership,
+    MembershipChannel,
+    MembershipEndedError,
+    receive_message,
+    send_message,
+)
 
 SECOND = Membership(2, (0, 2), (7, 7), {1: "killed by SIGKILL"})
 
@@ -26,7 +33,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[MembershipChannel, An
     seconds = getattr(request, "param", 120.0)
     channel = MembershipChannel(theirs, patience=seconds, detection=seconds)
     yield channel, ours
-    channel.finish()  # otherwise it would report this process as stuck while a later test waits
+    channel.mark_finished()  # otherwise it would report this process as stuck while a later test waits
     ours.close()
 
 
@@ -37,16 +44,16 @@ def until(happened: threading.Event) -> None:
 def test_a_membership_crosses_the_pipe(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
     cut = threading.Event()
-    channel.begin(1, cut.set)
-    channel.check()
-    send(launcher, {"stop": 1})
+    channel.begin_membership(1, cut.set)
+    channel.check_membership()
+    send_message(launcher, {"stop": 1})
     until(cut)
     with pytest.raises(MembershipEndedError):
-        channel.check()
-    threading.Timer(0.05, send, (launcher, SECOND.message())).start()
-    assert channel.next(7) == SECOND
-    assert receive(launcher) == {"stopped": 1, "step": 7}
-    channel.check()
+        channel.check_membership()
+    threading.Timer(0.05, send_message, (launcher, SECOND.to_message())).start()
+    assert channel.wait_for_membership(7) == SECOND
+    assert receive_message(launcher) == {"stopped": 1, "step": 7}
+    channel.check_membership()
 
 
 @pytest.mark.parametrize("ends", [0.2], indirect=True)
@@ -54,16 +61,16 @@ def test_whoever_was_a_member_waits_for_the_next_membership_no_longer_than_its_p
     ends: tuple[MembershipChannel, Any],
 ) -> None:
     channel, _ = ends
-    channel.begin(3, lambda: None)
+    channel.begin_membership(3, lambda: None)
     with pytest.raises(WorldsizeError, match=r"membership 3 has ended, and no other has begun for 0\.2 s"):
-        channel.next(4)
+        channel.wait_for_membership(4)
 
 
 @pytest.mark.parametrize("ends", [0.2], indirect=True)
 def test_a_spare_waits_until_it_is_needed(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
-    threading.Timer(0.6, send, (launcher, SECOND.message())).start()
-    assert channel.next(NEWCOMER) == SECOND
+    threading.Timer(0.6, send_message, (launcher, SECOND.to_message())).start()
+    assert channel.wait_for_membership(NEWCOMER) == SECOND
 
 
 @pytest.mark.parametrize("ends", [0.2], indirect=True)
@@ -71,35 +78,35 @@ def test_an_error_is_not_that_of_a_lost_peer_if_the_launching_process_says_nothi
     ends: tuple[MembershipChannel, Any],
 ) -> None:
     channel, launcher = ends
-    channel.begin(1, lambda: None)
-    assert not channel.is_cause_of(ValueError("a mistake"))
+    channel.begin_membership(1, lambda: None)
+    assert not channel.has_caused(ValueError("a mistake"))
     begun = time.monotonic()
-    assert not channel.is_cause_of(RuntimeError("[gloo] Connection closed by peer"))
+    assert not channel.has_caused(RuntimeError("[gloo] Connection closed by peer"))
     assert time.monotonic() - begun >= 0.2
-    assert receive(launcher) == {"lost": 1}
+    assert receive_message(launcher) == {"lost": 1}
 
 
 def test_an_error_is_that_of_a_lost_peer_if_the_launching_process_says_so(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
-    channel.begin(1, lambda: None)
+    channel.begin_membership(1, lambda: None)
     told = list[object]()
 
     def answer() -> None:
-        told.append(receive(launcher))
-        send(launcher, {"stop": 1})
+        told.append(receive_message(launcher))
+        send_message(launcher, {"stop": 1})
 
     (launching := threading.Thread(target=answer)).start()
-    assert channel.is_cause_of(RuntimeError("[gloo] Connection closed by peer"))
+    assert channel.has_caused(RuntimeError("[gloo] Connection closed by peer"))
     launching.join()
     assert told == [{"lost": 1}]
 
 
 def test_the_first_steps_of_a_membership_are_reported_once(ends: tuple[MembershipChannel, Any]) -> None:
     channel, launcher = ends
-    channel.begin(5, lambda: None)
+    channel.begin_membership(5, lambda: None)
     for done in range(20, 26):
         channel.begin_step(done)
-    assert [receive(launcher) for _ in range(2)] == [{"began": 5, "first": 20}, {"trained": 5}]
+    assert [receive_message(launcher) for _ in range(2)] == [{"began": 5, "first": 20}, {"trained": 5}]
     assert not launcher.poll(0.05)
 
 

@@ -59,18 +59,18 @@ def test_what_was_handed_over_stays_if_the_recovery_is_interrupted(tmp_path: Pat
 
     def body(world: World) -> tuple[list[int], list[float], int]:
         recovery = recovery_of(run)
-        alone, both = World.alone(world.device), {f"copies/{world.role}": world.groups[world.role]}
+        alone, both = World.create_single(world.device), {f"copies/{world.role}": world.groups[world.role]}
         if world.rank == 1:
-            recovery.recover(partial(numbers, 3.0), alone, 1, LoopState())
-            recovery.copy(TrainingProgress(3))
-        recovery.leave()
+            recovery.recover_replica(partial(numbers, 3.0), alone, 1, LoopState())
+            recovery.copy_state(TrainingProgress(3))
+        recovery.leave_membership()
         recovery.hand_over(replace(world, groups=both), 1)
         steps = [recovery.step]
         with pytest.raises(ConnectionError):
-            recovery.recover(interrupted, alone, 2, LoopState())
+            recovery.recover_replica(interrupted, alone, 2, LoopState())
         steps.append(recovery.step)
-        recovery.leave()
-        replica, state = recovery.recover(partial(numbers, 0.0), alone, 3, LoopState())
+        recovery.leave_membership()
+        replica, state = recovery.recover_replica(partial(numbers, 0.0), alone, 3, LoopState())
         assert state.progress is not None
         return [*steps, recovery.step], cast(Numbers, replica).numbers.tolist(), state.progress.step
 
@@ -82,11 +82,11 @@ def test_the_replica_before_is_gone_when_the_next_one_is_made(tmp_path: Path) ->
     run = RunDirectory(tmp_path)
     run.metrics.touch()
     recovery = recovery_of(run)
-    first, _ = recovery.recover(partial(numbers, 1.0), World.alone(torch.device("cpu")), 1, LoopState())
-    recovery.copy(TrainingProgress(3))
+    first, _ = recovery.recover_replica(partial(numbers, 1.0), World.create_single(torch.device("cpu")), 1, LoopState())
+    recovery.copy_state(TrainingProgress(3))
     gone = weakref.ref(first)
     del first
     assert gone() is not None
-    recovery.leave()
-    recovery.release()
+    recovery.leave_membership()
+    recovery.release_replica()
     assert gone() is None

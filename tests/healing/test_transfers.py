@@ -18,10 +18,10 @@ from worldsize.healing.placements import (
     Piece,
     TensorPlacement,
     Transfer,
-    handed_to,
-    inventory_of,
-    placements_of,
-    transfers_of,
+    build_inventory,
+    build_placements,
+    plan_handover,
+    plan_transfers,
 )
 from worldsize.healing.recovery import _newest_complete, _Offer
 
@@ -66,7 +66,7 @@ def pieces(sharding: Sharding, rank: int, ranks: int, names: Sequence[str] = NAM
 
 
 def placed(by_rank: Sequence[Sequence[Piece]], names: Sequence[str] = NAMES) -> list[TensorPlacement]:
-    return placements_of([inventory_of(each, dict.fromkeys(names, torch.float32)) for each in by_rank])
+    return build_placements([build_inventory(each, dict.fromkeys(names, torch.float32)) for each in by_rank])
 
 
 def agreed(by_rank: Sequence[Sequence[Transfer]]) -> None:
@@ -97,7 +97,7 @@ def test_every_rank_takes_each_number_that_it_needs_once(before: Sharding, ranks
     """Six ranks need the state; the last ones hold nothing of it."""
     kept = [pieces(before, rank, ranks) if rank < ranks else [] for rank in range(6)]
     needed = [pieces(after, rank, 6) for rank in range(6)]
-    by_rank = [transfers_of(rank, placed(kept), placed(needed), NAMES) for rank in range(6)]
+    by_rank = [plan_transfers(rank, placed(kept), placed(needed), NAMES) for rank in range(6)]
     agreed(by_rank)
     for rank in range(6):
         taken = {piece: torch.zeros(ROWS, COLUMNS) for piece in needed[rank]}
@@ -115,7 +115,7 @@ def test_every_rank_takes_each_number_that_it_needs_once(before: Sharding, ranks
 
 def test_what_only_those_keep_that_leave_is_divided_among_the_others() -> None:
     kept = [pieces(rows_and_those_of_a_peer, rank, 6) for rank in range(6)]
-    by_rank = [handed_to(2, rank, placed(kept), NAMES) for rank in range(6)]
+    by_rank = [plan_handover(2, rank, placed(kept), NAMES) for rank in range(6)]
     agreed(by_rank)
     given = [each for rank, transfers in enumerate(by_rank) for each in transfers if each.target == rank]
     mine = {*kept[0], *kept[1]}
@@ -130,9 +130,9 @@ def test_what_is_told_and_known_of_a_state_does_not_grow_with_the_number_of_tens
     def sizes(tensors: int) -> tuple[int, int]:
         names = [f"model/{number:04}" for number in range(tensors)]
         told = [
-            inventory_of(pieces(sharding, rank, 8, names), dict.fromkeys(names, torch.float32)) for rank in range(8)
+            build_inventory(pieces(sharding, rank, 8, names), dict.fromkeys(names, torch.float32)) for rank in range(8)
         ]
-        known = sum(len(ranks) for placement in placements_of(told) for ranks in placement.ranks.values())
+        known = sum(len(ranks) for placement in build_placements(told) for ranks in placement.ranks.values())
         return len(pickle.dumps(told[0])), known
 
     (told, known), (told_of_more, known_of_more) = sizes(10), sizes(1000)
@@ -143,17 +143,17 @@ def test_what_is_told_and_known_of_a_state_does_not_grow_with_the_number_of_tens
 def test_ranks_that_hold_the_same_keep_as_many_bytes() -> None:
     shapes = {name: ((0, size),) for name, size in zip("abcdefgh", (4000, 2000) * 4, strict=True)}
     dtypes = dict.fromkeys(shapes, torch.float32)
-    held = [Held(inventory_of([Piece(*each) for each in shapes.items()], dtypes), Place("one")) for _ in range(4)]
+    held = [Held(build_inventory([Piece(*each) for each in shapes.items()], dtypes), Place("one")) for _ in range(4)]
     layout = PieceLayout(held, dtypes)
-    assert [sum(map(layout.bytes, layout.kept(rank))) for rank in range(4)] == [2 * 4 * 6000] * 4
-    keepers = Counter(piece for rank in range(4) for piece in layout.kept(rank))
+    assert [sum(map(layout.count_bytes, layout.list_shared(rank))) for rank in range(4)] == [2 * 4 * 6000] * 4
+    keepers = Counter(piece for rank in range(4) for piece in layout.list_shared(rank))
     assert set(keepers.values()) == {2}
 
 
 def test_a_generation_counts_that_is_older_but_whole() -> None:
     def offer(step: int, ranks: Sequence[int]) -> _Offer:
         parts = [piece for rank in ranks for piece in pieces(rows, rank, 4)]
-        return _Offer(step, 1, len(NAMES) * ROWS * COLUMNS, inventory_of(parts, DTYPES))
+        return _Offer(step, 1, len(NAMES) * ROWS * COLUMNS, build_inventory(parts, DTYPES))
 
     (step, _), keepers = _newest_complete([[offer(7, [0]), offer(6, [0, 1])], [], [offer(7, [3]), offer(6, [2, 3])]])
     assert step == 6
@@ -165,6 +165,6 @@ def test_a_generation_counts_that_is_older_but_whole() -> None:
 
 
 def test_states_of_other_tensors_are_not_mixed() -> None:
-    told = [inventory_of([], dtypes) for dtypes in (DTYPES, {**DTYPES, "model/0": torch.float16})]
+    told = [build_inventory([], dtypes) for dtypes in (DTYPES, {**DTYPES, "model/0": torch.float16})]
     with pytest.raises(CheckpointError, match="differ in the names or dtypes"):
-        placements_of(told)
+        build_placements(told)

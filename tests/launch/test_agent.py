@@ -88,18 +88,18 @@ def test_a_first_host_that_is_not_satisfied_tells_the_others_that_the_run_is_ove
         log.append("gathered")
         return [(Other(), {})]
 
-    monkeypatch.setattr(leading, "facts_of", lambda *_: log.append("facts"))
-    monkeypatch.setattr(leading, "gather", gathered)
+    monkeypatch.setattr(leading, "collect_host_facts", lambda *_: log.append("facts"))
+    monkeypatch.setattr(leading, "gather_agents", gathered)
     monkeypatch.setattr(leading, "check_hosts", refuse)
     record = SimpleNamespace(
         attempts=[], give_up=lambda cause, unstarted: log.append(f"{unstarted} not started: {cause}")
     )
-    monkeypatch.setattr(leading, "opened", lambda *_: nullcontext(record))
+    monkeypatch.setattr(leading, "open_record", lambda *_: nullcontext(record))
     monkeypatch.setattr(leading, "read_key", lambda _: None)
-    monkeypatch.setattr(leading, "_port", lambda *_: 1)
+    monkeypatch.setattr(leading, "_get_port", lambda *_: 1)
     agents = SimpleNamespace(on_node_mismatch="refuse")
     settings = SimpleNamespace(recipe=None, cluster=SimpleNamespace(timeout=1.0), agents=agents)
     run, plan = RunDirectory(tmp_path), Plan(tmp_path, None, {"worker": Role(4)}, {})  # type: ignore[arg-type]
     with pytest.raises(WorldsizeError, match="the hosts differ"):
-        leading._lead(settings, Lead(), plan, run, Node(0, 2, HERE))  # type: ignore[arg-type]
+        leading._run_leader(settings, Lead(), plan, run, Node(0, 2, HERE))  # type: ignore[arg-type]
     assert log == ["facts", "gathered", "4 not started: the hosts differ", 1], "whoever has come is not kept waiting"

@@ -29,7 +29,7 @@ class Calls(Autoscaler):
 
     body: Callable[[GangState], Any]
 
-    def wanted(self, state: GangState) -> int:
+    def choose_process_count(self, state: GangState) -> int:
         answer: int = self.body(state)
         return answer
 
@@ -40,23 +40,23 @@ def state(folder: Path, seconds: float = 0.0) -> GangState:
 
 def test_the_file_in_the_run_folder_says_how_many(tmp_path: Path) -> None:
     policy = FileAutoscaler()
-    assert policy.wanted(state(tmp_path)) == 3  # there is none yet
+    assert policy.choose_process_count(state(tmp_path)) == 3  # there is none yet
     (tmp_path / "autoscale").write_text(" 6\n")
-    assert policy.wanted(state(tmp_path)) == 6
+    assert policy.choose_process_count(state(tmp_path)) == 6
     (tmp_path / "elsewhere").write_text("2")
-    assert FileAutoscaler(path=str(tmp_path / "elsewhere")).wanted(state(tmp_path)) == 2
+    assert FileAutoscaler(path=str(tmp_path / "elsewhere")).choose_process_count(state(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"many", b"-1", b"2.5", b"\xff", "²".encode(), b"0x4"], ids=repr)
 def test_a_file_without_a_number_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "autoscale").write_bytes(content)
     with pytest.raises(ConfigError, match="autoscale"):
-        FileAutoscaler().wanted(state(tmp_path))
+        FileAutoscaler().choose_process_count(state(tmp_path))
 
 
 def test_a_schedule_says_how_many_from_when_on(tmp_path: Path) -> None:
     policy = ScheduleAutoscaler(stages=[{"after": 10, "processes": 4}, {"after": 60.5, "processes": 1}])
-    wanted = [policy.wanted(state(tmp_path, seconds=seconds)) for seconds in (0, 9.9, 10, 60, 61, 1e9)]
+    wanted = [policy.choose_process_count(state(tmp_path, seconds=seconds)) for seconds in (0, 9.9, 10, 60, 61, 1e9)]
     assert wanted == [3, 3, 4, 4, 1, 1]
 
 
@@ -88,7 +88,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def answer(sign: Path, **facts: Any) -> Any:
         return {"step": 5, "processes": 3} if facts == {"do": "state"} else requests.append(facts)
 
-    monkeypatch.setattr(autoscale, "request", answer)
+    monkeypatch.setattr(autoscale, "send_request", answer)
     return requests
 
 
@@ -106,7 +106,7 @@ def test_what_a_policy_wants_is_moved_into_the_bounds(
 
     policy = Calls(max_processes=None if most == 8 else most, body=body)
     plan = Plan(tmp_path, CLUSTER, HEAL, {}, logical_ranks=8, autoscaler=policy)
-    assert autoscale.ask(policy, plan, 7.0) == ""
+    assert autoscale.query_policy(policy, plan, 7.0) == ""
     assert seen == [GangState(tmp_path, 5, 3, 7.0, least=2, most=most)]
     assert [each["processes"] for each in asked] == ([] if requested is None else [requested])
 
@@ -117,7 +117,10 @@ def test_what_a_policy_wants_is_rounded_down_to_whole_blocks(
 ) -> None:
     policy = Calls(body=lambda state: wanted)
     roles = {"worker": Role(4, restart="heal", min_processes=3, block=4)}
-    assert autoscale.ask(policy, Plan(tmp_path, CLUSTER, roles, {}, logical_ranks=8, autoscaler=policy), 0.0) == ""
+    assert (
+        autoscale.query_policy(policy, Plan(tmp_path, CLUSTER, roles, {}, logical_ranks=8, autoscaler=policy), 0.0)
+        == ""
+    )
     assert [each["processes"] for each in asked] == [requested]
 
 
@@ -134,7 +137,9 @@ def test_a_policy_that_fails_changes_nothing_and_says_why(
     tmp_path: Path, asked: list[dict[str, Any]], body: Callable[[GangState], Any], said: str
 ) -> None:
     policy = Calls(body=body)
-    assert said in autoscale.ask(policy, Plan(tmp_path, CLUSTER, HEAL, {}, logical_ranks=8, autoscaler=policy), 0.0)
+    assert said in autoscale.query_policy(
+        policy, Plan(tmp_path, CLUSTER, HEAL, {}, logical_ranks=8, autoscaler=policy), 0.0
+    )
     assert asked == []
 
 
@@ -171,4 +176,4 @@ def test_the_policy_that_the_documentation_shows_goes_by_the_price(
     policy = ByPrice(prices=str(tmp_path / "price"), budget=2.0)
     for price, wanted in (("0.5", 4), ("3", 0), ("0", 8)):
         (tmp_path / "price").write_text(price)
-        assert policy.wanted(state(tmp_path)) == wanted
+        assert policy.choose_process_count(state(tmp_path)) == wanted

@@ -22,7 +22,7 @@ from worldsize.core import Role
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch import control as controls
 from worldsize.launch import node
-from worldsize.launch.control import Control, JobState, ListedProcess, request
+from worldsize.launch.control import Control, JobState, ListedProcess, send_request
 from worldsize.launch.gang import Gang, Graces
 from worldsize.launch.members import LostHostError, Member, Members
 from worldsize.launch.membership_server import Resize
@@ -52,21 +52,21 @@ class Job:
     def __init__(self) -> None:
         self.processes = 2
 
-    def grow(self, count: int) -> list[str]:
+    def add_processes(self, count: int) -> list[str]:
         self.processes += count
         return [f"worker {count}"]
 
-    def shrink(self, count: int) -> list[str]:
+    def remove_processes(self, count: int) -> list[str]:
         raise ConfigError(f"{count} must stay")
 
-    def resize(self, processes: int) -> list[str]:
+    def resize_gang(self, processes: int) -> list[str]:
         changed, self.processes = abs(processes - self.processes), processes
         return ["worker"] * changed
 
-    def state(self) -> JobState:
+    def describe_job(self) -> JobState:
         return {"step": 7, "processes": self.processes}
 
-    def listed(self) -> list[ListedProcess]:
+    def list_processes(self) -> list[ListedProcess]:
         return [{"role": "worker", "rank": rank, "pid": 100_000, "step": 100_000} for rank in range(self.processes)]
 
 
@@ -78,13 +78,13 @@ def sign(tmp_path: Path) -> Iterator[Path]:
 
     def serve() -> None:
         while True:
-            sockets, seconds = control.awaited()
+            sockets, seconds = control.collect_sockets()
             ready = wait([ended[0], *sockets], seconds)
             if ended[0] in ready:
                 return
             for each in sockets:
                 if each in ready:
-                    control.answer(each)
+                    control.serve_socket(each)
 
     with control, ended[0], ended[1]:
         thread = threading.Thread(target=serve)
@@ -111,17 +111,17 @@ def answered(sign: Path, data: bytes) -> bytes:
 
 
 def test_requests_are_answered(sign: Path) -> None:
-    assert [each["rank"] for each in request(sign, do="list")] == [0, 1]
-    assert request(sign, do="add", count=2) == ["worker 2"]
-    assert len(request(sign, do="list")) == 4
+    assert [each["rank"] for each in send_request(sign, do="list")] == [0, 1]
+    assert send_request(sign, do="add", count=2) == ["worker 2"]
+    assert len(send_request(sign, do="list")) == 4
     with pytest.raises(ConfigError, match="1 must stay"):
-        request(sign, do="remove", count=1)
+        send_request(sign, do="remove", count=1)
 
 
 def test_a_long_answer_comes_whole(sign: Path) -> None:
     for _ in range(30):
-        request(sign, do="add", count=64)
-    assert len(request(sign, do="list")) == 2 + 30 * 64
+        send_request(sign, do="add", count=64)
+    assert len(send_request(sign, do="list")) == 2 + 30 * 64
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -129,19 +129,19 @@ def test_what_is_no_request_changes_nothing(sign: Path, kind: str) -> None:
     answer = answered(sign, HOSTILE[kind])
     assert b"answer" not in answer
     assert not answer or "error" in json.loads(answer)
-    assert len(request(sign, do="list")) == 2
+    assert len(send_request(sign, do="list")) == 2
 
 
 def test_a_request_that_comes_in_pieces_is_answered(sign: Path) -> None:
     with sent(sign, b'{"do": ') as connection:
-        assert len(request(sign, do="list")) == 2, "another one does not wait for it"
+        assert len(send_request(sign, do="list")) == 2, "another one does not wait for it"
         connection.sendall(b'"list"}\n')
         assert [each["rank"] for each in json.loads(connection.recv(4096))["answer"]] == [0, 1]
 
 
 def test_many_that_say_nothing_do_not_hold_up_one_that_asks(sign: Path) -> None:
     silent = [sent(sign, b"{") for _ in range(40)]
-    assert len(request(sign, do="list")) == 2
+    assert len(send_request(sign, do="list")) == 2
     assert silent[0].recv(1) == b"", "the oldest one gives way"
     for each in silent:
         each.close()
@@ -170,7 +170,7 @@ def test_whoever_asks_believes_no_stranger(tmp_path: Path, answer: bytes) -> Non
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(ConfigError):
-            request(tmp_path / "control", do="list")
+            send_request(tmp_path / "control", do="list")
         thread.join()
 
 
@@ -186,7 +186,7 @@ def member(tmp_path: Path, end: Any) -> Callable[[str, int, int], Member]:
 def test_a_gang_is_not_held_up_by_what_comes_to_its_control_socket(tmp_path: Path) -> None:
     end = multiprocessing.get_context("fork").Event()
     members = Members({"worker": Role(1)}, member(tmp_path, end), max_restarts=0, terminal=None)
-    members.add("worker", 0)
+    members.add_process("worker", 0)
     run, graces = RunDirectory(tmp_path), Graces(1.0, 1.0, 1.0)
     gang = Gang(run, members, private_folder(), graces, leads=True)
     listed: list[Any] = []
@@ -196,7 +196,7 @@ def test_a_gang_is_not_held_up_by_what_comes_to_its_control_socket(tmp_path: Pat
             while not run.control.exists():
                 threading.Event().wait(0.01)
             open_ones = [sent(run.control, data) for data in HOSTILE.values() for _ in range(3)]
-            listed.extend(request(run.control, do="list"))
+            listed.extend(send_request(run.control, do="list"))
             for each in open_ones:
                 each.close()
         finally:
@@ -215,7 +215,7 @@ def test_a_host_that_does_not_lead_opens_no_control_socket(tmp_path: Path, monke
     end.set()
     monkeypatch.setattr("worldsize.launch.gang.Control", None)
     members = Members({"worker": Role(1)}, member(tmp_path, end), max_restarts=0, terminal=None)
-    members.add("worker", 0)
+    members.add_process("worker", 0)
     run, graces = RunDirectory(tmp_path), Graces(1.0, 1.0, 1.0)
     gang = Gang(run, members, private_folder(), graces, leads=False)
     assert gang.wait().exit_reason == "completed"
@@ -241,11 +241,11 @@ def test_a_request_for_more_than_the_host_can_start_does_not_end_the_run(tmp_pat
     roles = {"worker": Role(2, restart="individual", min_processes=1)}
     members = Members(roles, forked(tmp_path, {(4, 0)}), max_restarts=0, terminal=None)
     for rank in range(2):
-        members.add("worker", rank)
+        members.add_process("worker", rank)
     with pytest.raises(WorldsizeError, match=r"worker 4 cannot be started: .*unavailable. Started: worker 2, worker 3"):
-        Resize(members).grow(5)
+        Resize(members).add_processes(5)
     assert [each.rank for each in members.current] == [0, 1, 2, 3]
-    members.kill()
+    members.kill_processes()
 
 
 def test_processes_that_would_be_on_a_lost_host_are_left_out(tmp_path: Path) -> None:
@@ -257,9 +257,9 @@ def test_processes_that_would_be_on_a_lost_host_are_left_out(tmp_path: Path) -> 
         return start(role, rank, starts)
 
     members = Members({"worker": Role(2, restart="individual")}, start_on_two_hosts, max_restarts=0, terminal=None)
-    members.add("worker", 0)
-    assert Resize(members).grow(2) == ["worker 2", "worker 4"]
-    members.kill()
+    members.add_process("worker", 0)
+    assert Resize(members).add_processes(2) == ["worker 2", "worker 4"]
+    members.kill_processes()
 
 
 @pytest.mark.parametrize(("must_live", "goes_on"), [(0, True), (1, False)])
@@ -268,7 +268,7 @@ def test_a_process_that_cannot_be_started_again_is_a_failure_of_its_own(
 ) -> None:
     roles = {"server": Role(1), "worker": Role(1, restart="individual", min_processes=must_live)}
     members = Members(roles, forked(tmp_path, {(0, 1)}), max_restarts=1, terminal=None)
-    members.add("worker", 0)
+    members.add_process("worker", 0)
     (dead,) = members.current
     dead.process.join()
     members.note_end(dead)
@@ -287,19 +287,19 @@ def test_a_gang_ends_if_no_host_has_enough_processes_for_those_that_must_be_on_o
     start = member(tmp_path, end)
     members = Members(roles, start, max_restarts=0, terminal=None, node_of=lambda role, rank: rank // 2)
     for rank in range(4):
-        members.add("worker", rank)
+        members.add_process("worker", rank)
     for dead in [members.current[1], members.current[2]]:
         dead.process.kill()
         dead.process.join()
         members.note_end(dead)
     assert members.must_end is not goes_on
-    members.kill()
+    members.kill_processes()
 
 
 def test_a_fork_that_failed_leaves_signals_and_collection_as_they_were() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     gc.unfreeze()  # frozen by earlier tests
-    with pytest.raises(OSError, match="no room"), ready_to_fork(), node._without_signals():
+    with pytest.raises(OSError, match="no room"), ready_to_fork(), node._block_signals():
         raise OSError("no room")
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
     assert gc.get_freeze_count() == 0

@@ -11,7 +11,7 @@ import pytest
 
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.errors import WorldsizeError
-from worldsize.launch.host_check import _data_of, check_hosts, data_digest
+from worldsize.launch.host_check import _describe_data, check_hosts, data_digest
 
 
 def test_a_data_digest_depends_on_names_and_sizes_and_names_missing_files(tmp_path: Path) -> None:
@@ -25,10 +25,10 @@ def test_a_data_digest_depends_on_names_and_sizes_and_names_missing_files(tmp_pa
 
 def test_a_host_tells_which_path_of_its_data_is_missing(tmp_path: Path) -> None:
     recipe: Any = SimpleNamespace(parts=[JsonLines(str(tmp_path / "nowhere.jsonl"))], files=dict)
-    told = _data_of(recipe)
+    told = _describe_data(recipe)
     assert told.startswith(f"that are missing ({tmp_path}/nowhere.jsonl: no such file")
     (tmp_path / "nowhere.jsonl").write_text("{}\n")
-    assert _data_of(recipe) == data_digest({})
+    assert _describe_data(recipe) == data_digest({})
 
 
 def test_a_host_without_the_data_is_named() -> None:

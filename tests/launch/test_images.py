@@ -29,19 +29,19 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 @pytest.mark.parametrize("name", ["trainer@{}", "docker:host.example/a/b@{}", "docker://host.example#a/b:1@{}"])
 def test_the_digest_of_an_image_is_the_one_in_its_name(name: str) -> None:
-    assert ContainerImage.named(name.format(DIGEST)).digest == DIGEST
+    assert ContainerImage.from_name(name.format(DIGEST)).digest == DIGEST
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer:1", "trainer@sha256:0123", "ami-0123", "/nowhere/trainer.sif"])
 def test_a_tag_is_no_digest(name: str) -> None:
-    assert ContainerImage.named(name).digest is None
+    assert ContainerImage.from_name(name).digest is None
 
 
 def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     file = tmp_path / "trainer.sqsh"
     for content in (b"one", b"another one"):
         file.write_bytes(content)
-        assert ContainerImage.named(str(file)).digest == f"sha256:{hashlib.sha256(content).hexdigest()}"
+        assert ContainerImage.from_name(str(file)).digest == f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 @pytest.mark.parametrize("launcher", [Slurm, SkyPilot])

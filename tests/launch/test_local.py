@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.own_recipe import write_recipe
-from worldsize.launch.members import Terminal, size_of
+from worldsize.launch.members import Terminal, read_log_size
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -150,7 +150,7 @@ def test_the_terminal_shows_what_this_attempt_writes_and_nothing_earlier(
 ) -> None:
     log, terminal = tmp_path / "worker_00000.log", Terminal()
     log.write_bytes(b"1 of 2\r2 of 2\n\xff\nTraceback of an earlier attempt\n")
-    terminal.show("worker 0", log, start=size_of(log))
+    terminal.follow_log("worker 0", log, start=read_log_size(log))
     with log.open("a") as file:
         file.write("new\nlast")
     terminal.close()

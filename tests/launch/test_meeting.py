@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.launch.meeting import arrivals, gather, reach
+from worldsize.launch.meeting import arrivals, gather_agents, reach_first_host
 from worldsize.net import agent_connection
 from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.net.credentials import RunKey, read_key, write_key
@@ -73,13 +73,13 @@ def give_up(port: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 def leads(key: RunKey, port: int, *, count: int = 2) -> list[tuple[RemoteAgent, Any]]:
-    return gather(Node(0, count, HERE), port, key, patience=60.0, silence=60.0)
+    return gather_agents(Node(0, count, HERE), port, key, patience=60.0, silence=60.0)
 
 
 def test_hosts_that_are_known_to_be_absent_are_not_waited_for(key: RunKey, port: int, pool: ThreadPoolExecutor) -> None:
-    assert gather(Node(0, 2, HERE, ("gone",)), port, key, patience=60, silence=60.0) == []
+    assert gather_agents(Node(0, 2, HERE, ("gone",)), port, key, patience=60, silence=60.0) == []
     came = pool.submit(follows, key, port, rank=1)
-    others = gather(Node(0, 4, HERE, ("gone", "lost")), port, key, patience=60, silence=60.0)
+    others = gather_agents(Node(0, 4, HERE, ("gone", "lost")), port, key, patience=60, silence=60.0)
     assert [agent.rank for agent, _ in others] == [1]
     came.result().close()
     others[0][0].connection.close()
@@ -87,7 +87,7 @@ def test_hosts_that_are_known_to_be_absent_are_not_waited_for(key: RunKey, port:
 
 def follows(key: RunKey, port: int, *, rank: int = 1, patience: float = 60.0) -> AgentConnection:
     facts = {"node": rank, "host": f"host-{rank}"}
-    return reach(Node(rank, 9, HERE), port, key, patience=patience, silence=60.0, facts=facts)
+    return reach_first_host(Node(rank, 9, HERE), port, key, patience=patience, silence=60.0, facts=facts)
 
 
 def dialed(port: int, opened: list[Any]) -> socket.socket:
@@ -307,7 +307,7 @@ def test_whoever_passes_a_handshake_on_can_say_nothing_of_its_own(
         follower = pool.submit(follows, key, listener.getsockname()[1], patience=0.0)
         relay = Relay(listener, port, opened)
         facts = relay.facts()
-        forged = MessageSeal(sending=bytes(32), receiving=bytes(32)).seal({"node": 1, "host": "evil"})
+        forged = MessageSeal(sending=bytes(32), receiving=bytes(32)).seal_message({"node": 1, "host": "evil"})
         sent = {
             "another node": facts.replace(b'"node": 1', b'"node": 2'),
             "its own message": forged,
@@ -381,19 +381,19 @@ def seals() -> tuple[MessageSeal, MessageSeal]:
 
 def test_messages_are_taken_once_and_in_their_order() -> None:
     here, there = seals()
-    first, second = here.seal({"n": 1}), here.seal({"n": 2})
+    first, second = here.seal_message({"n": 1}), here.seal_message({"n": 2})
     with pytest.raises(NotOfThisRunError, match="tag"):
-        there.open(second[4:])
-    assert there.open(first[4:]) == {"n": 1}
+        there.open_message(second[4:])
+    assert there.open_message(first[4:]) == {"n": 1}
     with pytest.raises(NotOfThisRunError, match="tag"):
-        there.open(first[4:])
-    assert there.open(second[4:]) == {"n": 2}
+        there.open_message(first[4:])
+    assert there.open_message(second[4:]) == {"n": 2}
 
 
 def test_a_message_does_not_come_back_as_the_peers() -> None:
     here, _ = seals()
     with pytest.raises(NotOfThisRunError, match="tag"):
-        here.open(here.seal({"over": 0})[4:])
+        here.open_message(here.seal_message({"over": 0})[4:])
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": NaN}', "[1]", "{", '{"a": 1e999}'])
@@ -401,7 +401,7 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(text: str, monk
     here, there = seals()
     monkeypatch.setattr("worldsize.net.handshake.json.dumps", lambda _: text)
     with pytest.raises(NotOfThisRunError, match="the received bytes are not a message"):
-        there.open(here.seal({})[4:])
+        there.open_message(here.seal_message({})[4:])
 
 
 def test_a_message_that_is_too_long_is_not_received() -> None:

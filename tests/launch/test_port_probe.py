@@ -7,16 +7,16 @@ import threading
 
 import pytest
 
-from worldsize.launch.meeting import PortProbe, probe, probe_all
+from worldsize.launch.meeting import PortProbe, probe_all, probe_port
 
 
 def test_a_port_that_is_open_closed_or_anothers() -> None:
     with PortProbe("127.0.0.1", 3) as opened:
-        assert probe("127.0.0.1", opened.port, 3) is None
-        assert probe("127.0.0.1", opened.port, 2) == "another process answers there (3)"
+        assert probe_port("127.0.0.1", opened.port, 3) is None
+        assert probe_port("127.0.0.1", opened.port, 2) == "another process answers there (3)"
         probes = [{"address": "127.0.0.1", "port": opened.port, "node": node} for node in (1, 2, 3)]
         assert probe_all(probes, own=2) == {1: "another process answers there (3)"}
-    assert "refused" in str(probe("127.0.0.1", opened.port, 3))
+    assert "refused" in str(probe_port("127.0.0.1", opened.port, 3))
 
 
 def test_a_probe_does_not_outlive_its_context() -> None:
@@ -43,5 +43,5 @@ def test_what_another_process_says_is_bounded_and_shown_as_it_is(said: bytes, wh
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert why in str(probe("127.0.0.1", listener.getsockname()[1], 3))
+        assert why in str(probe_port("127.0.0.1", listener.getsockname()[1], 3))
         thread.join()

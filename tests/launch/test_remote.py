@@ -19,7 +19,7 @@ import pytest
 
 from worldsize.core import Cluster, Plan, Role
 from worldsize.healing.lost_link import LossPolicy
-from worldsize.healing.membership import receive, send
+from worldsize.healing.membership import receive_message, send_message
 from worldsize.launch.members import LostHostError, Member
 from worldsize.launch.node import NodeRendezvous
 from worldsize.launch.outpost import Outpost
@@ -48,11 +48,11 @@ def body(pipe: Any, heartbeat: Path) -> None:
     """Answer each message with its double; exit with the code in a message."""
     beats = Heartbeat(heartbeat, 4)
     while True:
-        message = receive(pipe)
+        message = receive_message(pipe)
         beats.step(5)
         if "end" in message:
             os._exit(message["end"])
-        send(pipe, {"stopped": 2 * message["number"]})
+        send_message(pipe, {"stopped": 2 * message["number"]})
 
 
 class Pair:
@@ -102,10 +102,10 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair = Pair(tmp_path)
     agent = threading.Thread(target=pair.serve, daemon=True)
     with pair.beats:
-        pair.hosts.listen()
+        pair.hosts.start_listeners()
         agent.start()
         yield pair
-        pair.hosts.dismiss()
+        pair.hosts.end_attempts()
         agent.join(120)
         pair.first.close()
         pair.other.close()
@@ -124,7 +124,7 @@ def test_those_that_join_later_are_dealt_to_the_hosts_in_groups_that_share_one(t
     plan = Plan(tmp_path, cluster, {"worker": Role(4, restart="heal", block=2, together=2)}, {})
     ours, theirs = connected()
     hosts = RemoteHosts([RemoteAgent(1, "h2", ours)], plan, 1, tmp_path, SILENCE, None, LossPolicy())
-    assert [hosts.node_of(rank) for rank in range(12)] == [0, 0, 1, 1] * 3
+    assert [hosts.find_node(rank) for rank in range(12)] == [0, 0, 1, 1] * 3
     rendezvous = NodeRendezvous(tmp_path, 2, "", {})
     assert [rendezvous.placement(plan, rank).local_rank for rank in range(12)] == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5]
     servers = replace(plan, roles={"worker": Role(4, restart="individual")})  # later ones are on the first host
@@ -135,7 +135,7 @@ def test_those_that_join_later_are_dealt_to_the_hosts_in_groups_that_share_one(t
 
 
 def started(pair: Pair, starts: int = 0) -> Member:
-    member = pair.hosts.start("worker", 1, starts)
+    member = pair.hosts.start_remote_process("worker", 1, starts)
     assert member is not None
     return member
 
@@ -143,14 +143,14 @@ def started(pair: Pair, starts: int = 0) -> Member:
 def test_a_process_is_told_and_heard_and_leaves_its_progress_and_its_code(pair: Pair) -> None:
     member = started(pair)
     assert member.pipe is not None
-    send(member.pipe, {"number": 21})
+    send_message(member.pipe, {"number": 21})
     assert wait([member.pipe], 120)  # type: ignore[list-item]
-    assert receive(member.pipe) == {"stopped": 42}
+    assert receive_message(member.pipe) == {"stopped": 42}
     assert member.process.is_alive()
     assert member.process.pid != os.getpid()
-    send(member.pipe, {"end": 9})
+    send_message(member.pipe, {"end": 9})
     assert wait([member.process.sentinel], 120)
-    ending = member.ending()
+    ending = member.read_ending()
     assert (ending.exit_code, ending.error) == (9, None)
     assert ending.beat is not None
     assert (ending.beat.first, ending.beat.done) == (4, 5)
@@ -161,18 +161,18 @@ def test_a_process_is_killed_and_another_takes_its_place(pair: Pair) -> None:
     member.process.kill()
     member.process.join()
     assert member.process.exitcode == -signal.SIGKILL
-    assert member.ending().cause == "killed by SIGKILL"
+    assert member.read_ending().cause == "killed by SIGKILL"
     again = started(pair, 1)
     assert again.process.is_alive()
     failed = started(pair, 7)
     failed.process.join()
-    assert "it cannot be started: no more processes" in failed.ending().cause
+    assert "it cannot be started: no more processes" in failed.read_ending().cause
 
 
 def test_processes_of_the_first_host_are_started_there(pair: Pair) -> None:
-    assert pair.hosts.start("worker", 0, 0) is None
-    assert pair.hosts.node_of(2) == 0  # later processes go to each host in turn
-    assert pair.hosts.node_of(3) == 1
+    assert pair.hosts.start_remote_process("worker", 0, 0) is None
+    assert pair.hosts.find_node(2) == 0  # later processes go to each host in turn
+    assert pair.hosts.find_node(3) == 1
 
 
 def test_processes_of_spare_nodes_follow_those_of_the_plan(pair: Pair, tmp_path: Path) -> None:
@@ -181,11 +181,11 @@ def test_processes_of_spare_nodes_follow_those_of_the_plan(pair: Pair, tmp_path:
     ends = [connected(), connected()]
     agents = [RemoteAgent(node, f"h{node + 1}", ends[node - 1][0]) for node in (1, 2)]
     hosts = RemoteHosts(agents, plan, 1, tmp_path, SILENCE, None, LossPolicy())
-    assert [hosts.node_of(number) for number in range(10)] == [0, 0, 1, 1, 2, 2, 0, 1, 2, 0]
+    assert [hosts.find_node(number) for number in range(10)] == [0, 0, 1, 1, 2, 2, 0, 1, 2, 0]
     rendezvous = NodeRendezvous(tmp_path, 2, "", {})
     places = [rendezvous.placement(plan, number) for number in range(10)]
     assert [place.local_rank for place in places] == [0, 1, 0, 1, 0, 1, 2, 2, 2, 3]
-    assert [place.node_rank for place in places] == [hosts.node_of(number) for number in range(10)]
+    assert [place.node_rank for place in places] == [hosts.find_node(number) for number in range(10)]
     assert [place.variables()["GROUP_RANK"] for place in places[5:8]] == ["2", "0", "1"]
     for pair_of_ends in ends:
         for end in pair_of_ends:
@@ -195,11 +195,11 @@ def test_processes_of_spare_nodes_follow_those_of_the_plan(pair: Pair, tmp_path:
 def test_a_lost_host_is_the_end_of_all_its_processes_and_of_none_by_its_own_error(pair: Pair) -> None:
     member = started(pair)
     assert member.pipe is not None
-    send(member.pipe, {"number": 1})
+    send_message(member.pipe, {"number": 1})
     assert wait([member.pipe], 120)  # type: ignore[list-item]
     pair.other.close()
     assert wait([member.process.sentinel], 120)
-    ending = member.ending()
+    ending = member.read_ending()
     assert ending.cause == "the host h2 (node 1) has not answered for 60 s, or is gone"
     assert not ending.has_failed_itself
     with pytest.raises(LostHostError, match="the host h2 is lost"):
@@ -219,10 +219,10 @@ def test_a_first_host_that_leads_no_more_ends_instead_of_going_on_without_anothe
     cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
     plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
     hosts = RemoteHosts([RemoteAgent(1, "h2", first)], plan, 1, tmp_path, SILENCE, None, LossPolicy(lambda: False))
-    hosts.listen()
+    hosts.start_listeners()
     other.close()
     assert killed.get() == (os.getpid(), signal.SIGKILL)
-    hosts.dismiss()
+    hosts.end_attempts()
     first.close()
 
 
@@ -248,12 +248,12 @@ def test_the_gang_does_not_wait_while_it_is_asked_whether_this_host_still_leads(
     cluster = Cluster("slurm", nodes=2, processes=2, device="cpu", backend="gloo")
     plan = Plan(tmp_path, cluster, {"worker": Role(2, restart="heal")}, {})
     hosts = RemoteHosts([RemoteAgent(1, "h2", ends[0][0])], plan, 1, tmp_path, SILENCE, door, LossPolicy(may_go_on))
-    hosts.listen()
-    assert [*hosts.welcome(set())] == [1]
+    hosts.start_listeners()
+    assert [*hosts.admit_host(set())] == [1]
     assert asked.wait(120)
     answered.set()
     assert answers.get()  # otherwise the gang continued only after the question timed out
     for ours, theirs in ends:
         theirs.close()
         ours.close()
-    hosts.dismiss()
+    hosts.end_attempts()

@@ -12,7 +12,7 @@ from worldsize.launch.sweep import SideBySide
 
 def test_a_signal_that_another_thread_gets_is_passed_on_while_the_main_thread_waits(tmp_path: Path) -> None:
     side_by_side, ended = SideBySide(tmp_path), threading.Event()
-    with subprocess.Popen(["sleep", "600"]) as run, side_by_side.passed_on():
+    with subprocess.Popen(["sleep", "600"]) as run, side_by_side.forward_signals():
         (tmp_path / "processes" / str(run.pid)).touch()
 
         def wait() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import folders
-from worldsize.config.cluster import cluster_of
+from worldsize.config.cluster import build_cluster
 from worldsize.core import Cluster, ConfigError, Plan, Role
 from worldsize.launch.slurm import Slurm
 
@@ -70,10 +70,10 @@ def options(folder: Path, cluster: Cluster, **given: Any) -> list[str]:
 
 def test_a_job_asks_for_the_cpus_that_its_processes_need(tmp_path: Path) -> None:
     config = {**BASE, "threads": 3}
-    cluster = cluster_of(config, threads=None, data_workers=2)
+    cluster = build_cluster(config, threads=None, data_workers=2)
     assert "cpus-per-task=10" in options(tmp_path, cluster)  # 2 processes of 3 threads and 2 data workers
-    assert "cpus-per-task=6" in options(tmp_path, cluster_of(BASE, threads=1, data_workers=2))
-    assert "cpus-per-task=4" in options(tmp_path, cluster_of(BASE, threads=None, data_workers="auto"))
+    assert "cpus-per-task=6" in options(tmp_path, build_cluster(BASE, threads=1, data_workers=2))
+    assert "cpus-per-task=4" in options(tmp_path, build_cluster(BASE, threads=None, data_workers="auto"))
     assert "cpus-per-task=5" in options(tmp_path, cluster, cpus_per_task=5)
     assert "cpus-per-task=5" in options(tmp_path, cluster, cpus_per_task=5, exclusive=True)
     asked = options(tmp_path, cluster, options={"cpus-per-gpu": 7}, gpus_per_node=2)  # Slurm uses it instead
@@ -115,14 +115,14 @@ def test_runs_of_a_sweep_that_ask_for_different_jobs_are_not_one_array(train: An
 
 
 def test_a_node_of_its_own_is_used_with_all_its_cpus(tmp_path: Path) -> None:
-    plan = Plan(tmp_path, cluster_of(BASE, threads=None), {}, {})
+    plan = Plan(tmp_path, build_cluster(BASE, threads=None), {}, {})
     script = Slurm(exclusive=True).describe(plan)
     assert "cpus-per-task" not in script
     assert "srun --ntasks-per-node=1 --cpu-bind=none " in script
 
 
 def test_gpus_are_asked_for_once_with_their_type(tmp_path: Path) -> None:
-    cluster = cluster_of(BASE, threads=None)
+    cluster = build_cluster(BASE, threads=None)
     assert "gpus-per-node=2" in options(tmp_path, cluster, gpus_per_node=2)
     assert "gpus-per-node=a100:2" in options(tmp_path, cluster, gpus_per_node=2, gpu_type="a100")
     for other in ({"gres": "gpu:a100:2"}, {"gpus": 2}, {"gpus-per-task": 1}, {"tres-per-node": "gres/gpu:2"}):

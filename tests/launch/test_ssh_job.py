@@ -34,9 +34,9 @@ def succession(run: RunDirectory, answering: set[str], *, least: int = 2, most: 
 
 
 def test_those_that_answer_come_first_and_the_lost_one_last() -> None:
-    assert HOSTS.without_first({"b", "d"}) == Lineup(("b", "d", "c", "a"), 2, "a")
-    assert HOSTS.without_first({"a", "b", "c", "d"}) == Lineup(("b", "c", "d", "a"), 0, "a")
-    assert HOSTS.without_first({"a", "c"}).hosts == ("c", "a", "b", "d")
+    assert HOSTS.replace_first({"b", "d"}) == Lineup(("b", "d", "c", "a"), 2, "a")
+    assert HOSTS.replace_first({"a", "b", "c", "d"}) == Lineup(("b", "c", "d", "a"), 0, "a")
+    assert HOSTS.replace_first({"a", "c"}).hosts == ("c", "a", "b", "d")
 
 
 def test_the_hosts_that_answer_are_those_that_ssh_reaches(tmp_path: Path) -> None:
@@ -56,32 +56,32 @@ def test_a_file_that_vanishes_while_the_code_is_copied_does_not_matter(
     rsync.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(ConfigError, match="cannot be copied to a") if is_refused else nullcontext():
-        Ssh(hosts=["a"], folder="/there")._copy("a")
+        Ssh(hosts=["a"], folder="/there")._copy_code("a")
 
 
 def test_others_go_on_as_often_as_they_may(killed: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
     often = succession(killed, {"b", "c", "d"}, most=2)
-    second = often.next(HOSTS, LOST, [])
+    second = often.choose_next_lineup(HOSTS, LOST, [])
     assert second is not None
     assert second == Lineup(("b", "c", "d", "a"), 1, "a")
     assert "starting again without a, on b, c, d (1 of 2)" in caplog.text
-    third = often.next(second, LOST, [])
+    third = often.choose_next_lineup(second, LOST, [])
     assert third is not None
     assert third == Lineup(("c", "d", "b", "a"), 1, "b")
-    assert often.next(third, LOST, []) is None
+    assert often.choose_next_lineup(third, LOST, []) is None
     assert "the first host, c, is lost, and launcher.max_restarts=2" in caplog.text
 
 
 def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_again(
     killed: RunDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert succession(killed, {"b", "c"}).next(HOSTS, 1, []) is None
+    assert succession(killed, {"b", "c"}).choose_next_lineup(HOSTS, 1, []) is None
     done = RunDirectory(write_run(tmp_path / "done", steps=1))
-    assert succession(done, {"b", "c"}).next(HOSTS, LOST, []) is None
+    assert succession(done, {"b", "c"}).choose_next_lineup(HOSTS, LOST, []) is None
     assert not caplog.text
-    assert succession(killed, {"b"}).next(HOSTS, LOST, []) is None
+    assert succession(killed, {"b"}).choose_next_lineup(HOSTS, LOST, []) is None
     assert "too few hosts answer to continue without a: b" in caplog.text
-    assert succession(killed, {"b", "c"}).next(HOSTS, LOST, [signal.SIGTERM]) is None
+    assert succession(killed, {"b", "c"}).choose_next_lineup(HOSTS, LOST, [signal.SIGTERM]) is None
     signals = list[int]()
 
     def answering() -> set[str]:
@@ -89,7 +89,7 @@ def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_ag
         return {*HOSTS.hosts}
 
     asked = HostSuccession(killed, answering, lambda hosts: hosts > 0, 0.0, 600.0, 1)
-    assert asked.next(HOSTS, LOST, signals) is None
+    assert asked.choose_next_lineup(HOSTS, LOST, signals) is None
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def test_the_first_host_is_told_to_end_if_it_hears_nothing_only_where_another_ma
     never, once = succession(killed, set(), most=0), succession(killed, set(), most=1)
     never.silence, once.silence = 8.0, 9.0
     for _ in range(3):  # at once, then at intervals of at least an eighth
-        never.tell(echo)
-        once.tell(echo)
+        never.send_heartbeat(echo)
+        once.send_heartbeat(echo)
     echo.let_go()
     assert echo.process.stdout is not None
     assert [*map(json.loads, echo.process.stdout)] == [{"within": 4.5}]

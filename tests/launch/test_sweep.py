@@ -30,11 +30,11 @@ from tests.support.runs import folders
 from tests.support.waiting import wait_until
 from worldsize.cli.train import train as train_sweep
 from worldsize.config.compose import is_side_by_side, wants_sweep
-from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, value_of
+from worldsize.config.objective import ObjectiveCheck, SweepEnded, Trial, compute_objective
 from worldsize.errors import ConfigError
 from worldsize.launch.sweep import call_sweep
 from worldsize.launch.torchrun import Torchrun
-from worldsize.observe.report.read import runs_of
+from worldsize.observe.report.read import find_runs
 from worldsize.record.redaction import REDACTED
 
 pytestmark = pytest.mark.heavy
@@ -205,7 +205,7 @@ def test_a_sweep_ends_with_what_failed_and_why_and_the_best(train: Any, hill: Pa
     assert all("lr=-1" in reasons[place] and "must be 0 or more" in reasons[place] for place in (1, 2))
     words = shlex.split(report)
     assert (words[0], words[-2]) == ("report", "report")
-    assert {path.name for path in runs_of(hill / words[-1])} == {path.name for path in folders(hill / "runs")}
+    assert {path.name for path in find_runs(hill / words[-1])} == {path.name for path in folders(hill / "runs")}
     assert [(hill / row.split()[-1]).is_dir() for row in table if "best" in row] == [True]
 
 
@@ -301,7 +301,7 @@ def test_no_run_of_a_sweep_starts_if_a_later_one_is_refused(
     def start(*_: object) -> None:
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr("worldsize.launch.execute.execute", start)
+    monkeypatch.setattr("worldsize.launch.execute.execute_run", start)
     usual = ("-m", "recipe=digits", "logger=none", "strategy=ddp", "cluster.processes=2", "lr=0.1", "steps=2")
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert train_sweep([*usual, f"run.root={tmp_path}", *words]) == 2
@@ -332,7 +332,7 @@ def test_a_cluster_is_asked_once_for_all_runs_of_a_sweep_on_it(
     asked: list[int] = []
     monkeypatch.setattr(Torchrun, "check", lambda self, cluster: asked.append(cluster.nodes), raising=False)
     monkeypatch.setattr("worldsize.launch.execute.write_record", lambda *_: None)
-    monkeypatch.setattr("worldsize.cli.train._submit", lambda sweep: 10 + len(sweep))
+    monkeypatch.setattr("worldsize.cli.train._submit_runs", lambda sweep: 10 + len(sweep))
     monkeypatch.setattr(sys, "argv", ["train.py"])
     caplog.set_level(logging.INFO, "worldsize")
     usual = ("-m", "recipe=digits", "logger=none", "strategy=ddp", f"run.root={tmp_path}", "cluster=torchrun")
@@ -454,8 +454,8 @@ def test_a_metric_that_is_no_number_is_the_worst_value_of_a_search(
     hydra = OmegaConf.create({"mode": "MULTIRUN", "sweeper": {"direction": direction or "minimize"}})
     monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
     sweep = OmegaConf.create({"metric": "loss", "direction": direction})
-    assert value_of(sweep, {"loss": math.nan}) == worst
-    assert value_of(sweep, {"loss": 2.5}) == 2.5
+    assert compute_objective(sweep, {"loss": math.nan}) == worst
+    assert compute_objective(sweep, {"loss": 2.5}) == 2.5
 
 
 def test_the_check_leaves_a_sweeper_without_a_direction_alone() -> None:

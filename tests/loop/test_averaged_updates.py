@@ -114,7 +114,7 @@ def test_a_step_that_a_loss_scale_leaves_out_averages_unchanged_weights_unless_i
 
 
 def averaged(recipe: Recipe, numerics: Numerics) -> Mapping[str, Tensor]:
-    inner = Single().replica(recipe, RunContext(World.alone(torch.device("cpu")), numerics))
+    inner = Single().replica(recipe, RunContext(World.create_single(torch.device("cpu")), numerics))
     replica = AveragedReplica(inner, EMA)
     for step in range(1, STEPS + 1):
         replica.step([MicroBatch((INPUTS,), seed=1, step=step)])

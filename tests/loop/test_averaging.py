@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from worldsize.checkpoint.format import Retention
-from worldsize.checkpoint.load import load, newest, read_tensors
+from worldsize.checkpoint.load import find_newest, load_checkpoint, read_tensors
 from worldsize.checkpoint.save import Saver
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
@@ -28,7 +28,7 @@ from worldsize.core import (
 )
 from worldsize.core.sections import WeightAverage
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.averaging import AveragedReplica, evaluate_all
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -41,7 +41,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 pytestmark = pytest.mark.heavy
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 EMA = WeightAverage(0.7)
 RANKS = 4  # logical ones
 Averages = tuple[Mapping[str, Tensor], Mapping[str, float]]
@@ -60,12 +60,12 @@ def trained(
     """
     recipe = Chain()
     replica = AveragedReplica(strategy.replica(recipe, RunContext(world)), EMA)
-    checkpoint = newest(folder, world) if folder else None
+    checkpoint = find_newest(folder, world) if folder else None
     if checkpoint:
-        replica.load(load(checkpoint, replica.state()))
+        replica.load(load_checkpoint(checkpoint, replica.state()))
     first = checkpoint.step if checkpoint else 0
     part = World(**{**vars(world), "rank": strategy.data_rank(world), "size": parts_of(strategy, world)})
-    order = Order(3, 24, RANKS, logical_ranks_of(part.rank, part.size, RANKS))
+    order = Order(3, 24, RANKS, assign_logical_ranks(part.rank, part.size, RANKS))
     batches = micro_batches(recipe.data("train"), order, world.device, first=first)
     for _ in range(first, steps):
         replica.step(next(batches))
@@ -80,7 +80,7 @@ def trained(
 
 
 def parts_of(strategy: Strategy, world: World) -> int:
-    return strategy.layout(world.size)["data"] if isinstance(strategy, Mesh) else world.size
+    return strategy.create_layout(world.size)["data"] if isinstance(strategy, Mesh) else world.size
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_the_average_has_the_bits_of_torch_and_is_evaluated_with_the_buffers_of_
         theirs.update_parameters(model)
     expected = theirs.module.state_dict()
     raw = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with replica.averaged():
+    with replica.use_average():
         held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
     for name, tensor in held.items():
@@ -158,7 +158,7 @@ def test_the_average_goes_on_under_other_strategies_at_other_sizes(tmp_path: Pat
     weights, metrics = run_in_worlds(lambda world: trained(world, ZeRO(reduce="ordered"), 7, folder=tmp_path), 2)[0]
     assert metrics == alone[1]
     assert all(torch.equal(tensor, alone[0][name]) for name, tensor in weights.items())
-    last = newest(tmp_path, ALONE)
+    last = find_newest(tmp_path, ALONE)
     assert last is not None
     saved = read_tensors(last, "ema/weights")
     assert saved.keys() == weights.keys()
@@ -167,10 +167,10 @@ def test_the_average_goes_on_under_other_strategies_at_other_sizes(tmp_path: Pat
 
 def test_an_average_that_is_not_taken_over_begins_with_the_weights_that_are(tmp_path: Path) -> None:
     trained(ALONE, Single(), 3, folder=tmp_path)
-    checkpoint = newest(tmp_path, ALONE)
+    checkpoint = find_newest(tmp_path, ALONE)
     assert checkpoint is not None
     replica = AveragedReplica(Single().replica(Chain(), RunContext(ALONE)), EMA)
-    replica.load(load(checkpoint, replica.state(), ignore=["ema"]))
+    replica.load(load_checkpoint(checkpoint, replica.state(), ignore=["ema"]))
     state = replica.state()
     assert state["ema"]["updates"] == 0
     assert all(torch.equal(tensor, state["model"][name]) for name, tensor in state["ema"]["weights"].items())
@@ -206,7 +206,7 @@ def averages(average: WeightAverage, steps: int, **options: Any) -> list[float]:
     values = []
     for _ in range(steps):
         replica.step([])
-        with replica.averaged():
+        with replica.use_average():
             values.append(replica.evaluate(EvaluationBatches(lambda: iter(())))["weight"])
     return values
 
@@ -224,7 +224,7 @@ def test_an_evaluation_that_is_cut_off_leaves_the_weights_that_train() -> None:
     seen = []
 
     def evaluation() -> None:
-        with replica.averaged():
+        with replica.use_average():
             seen.append(inner.weight.item())
             raise ConnectionError("a peer is lost")
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping as Reference
 from tests.loop.test_fit import ALONE, Idle
 from tests.support.runs import Command, environment
 from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.core import ConfigError, Evaluated, Event, StepDone
 from worldsize.loop.early_stopping import EarlyStopping
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
@@ -40,7 +40,7 @@ def test_it_ends_where_lightning_ends(direction: Literal["max", "min"], patience
     for _ in range(50):
         values = [generator.choice([float("nan"), generator.gauss(0, 1), 0.5]) for _ in range(12)]
         evaluations = [(step, {"loss": value}) for step, value in enumerate(values, 1)]
-        mine = next((step for step in range(1, 13) if rule.reason(evaluations[:step])), None)
+        mine = next((step for step in range(1, 13) if rule.find_stop_reason(evaluations[:step])), None)
         assert mine == reference(values, direction=direction, patience=patience, min_delta=min_delta), values
         ended += mine is not None
     assert ended
@@ -48,15 +48,15 @@ def test_it_ends_where_lightning_ends(direction: Literal["max", "min"], patience
 
 def test_the_reason_names_the_best_value_and_its_step() -> None:
     losses = [(10, {"loss": 0.5}), (20, {"loss": 0.25}), (30, {"loss": 0.24}), (40, {"loss": 0.3})]
-    assert EarlyStopping("loss", "min", 2, 0.1).reason(losses) == (
+    assert EarlyStopping("loss", "min", 2, 0.1).find_stop_reason(losses) == (
         "loss has not improved by more than 0.1 in 2 evaluations on 0.25 of step 20"
     )
-    assert EarlyStopping("loss", "min", 2, 0.0).reason(losses) is None
+    assert EarlyStopping("loss", "min", 2, 0.0).find_stop_reason(losses) is None
 
 
 def test_a_metric_that_an_evaluation_does_not_have_is_refused_with_those_that_it_has() -> None:
     with pytest.raises(ConfigError, match=r"no metric 'los'; did you mean 'loss'\? Known: accuracy, loss\."):
-        EarlyStopping("los").reason([(1, {"loss": 1.0, "accuracy": 0.5})])
+        EarlyStopping("los").find_stop_reason([(1, {"loss": 1.0, "accuracy": 0.5})])
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_metric_that_an_evaluation_does_not_have_is_refused_with_those_that_it
 )
 def test_a_metric_may_be_given_with_its_split_as_loggers_show_it(given: str, known: str) -> None:
     words = ["recipe=digits", "evaluate_every=3", f"early_stopping.metric={given}"]
-    rule = settings_of(compose_only(words)).early_stopping
+    rule = build_settings(compose_only(words)).early_stopping
     assert rule
-    assert rule.reason([(3, {known: 0.5})]) is None
+    assert rule.find_stop_reason([(3, {known: 0.5})]) is None
 
 
 def loop(config: LoopConfig, first: TrainingProgress, *, ends_after: int) -> tuple[list[str], TrainingProgress]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.own_recipe import write_recipe
-from worldsize.checkpoint.format import complete, read
-from worldsize.core import ConfigError, World, logged_name, metric_key, split_of, spoken_name
+from worldsize.checkpoint.format import complete, read_checkpoint
+from worldsize.core import ConfigError, World, format_display_name, format_logger_name, metric_key, parse_metric_key
 from worldsize.data.loader import evaluation_batches
 
 RECIPE = """
@@ -78,7 +78,7 @@ def evaluations(run: Any) -> dict[int, dict[str, float]]:
 def weights_of(run: Any, step: int) -> dict[str, torch.Tensor]:
     from worldsize.checkpoint.load import read_tensors
 
-    return read_tensors(read(run.folder / "checkpoints" / f"step_{step:07d}"), "model")
+    return read_tensors(read_checkpoint(run.folder / "checkpoints" / f"step_{step:07d}"), "model")
 
 
 def by_hand(weights: dict[str, torch.Tensor], inputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -95,12 +95,12 @@ def test_each_split_is_evaluated_under_its_name_and_checkpoints_are_kept_by_it(t
     names: dict[str, Any] = {}
     exec(RECIPE, names)
     for path in complete(run.folder / "checkpoints"):
-        step = read(path).step
+        step = read_checkpoint(path).step
         for split, key in (("test", "error"), ("validation", "validation/error")):
             expected = by_hand(weights_of(run, step), *names["samples"](split))
             assert metrics[step][key] == pytest.approx(expected, rel=1e-6)
     best = min(metrics, key=lambda step: (metrics[step]["validation/error"], -step))
-    assert {step for path in complete(run.folder / "checkpoints") for step in [read(path).step]} == {best, 8}
+    assert {step for path in complete(run.folder / "checkpoints") for step in [read_checkpoint(path).step]} == {best, 8}
     assert f"validation: error {metrics[8]['validation/error']:.4f}" in run.output
     assert run.json("result.json")["metrics"] == metrics[8]
     servers = train(*WORDS, "cluster.processes=3", "strategy=parameter_server")
@@ -140,7 +140,7 @@ def test_drawn_batches_are_of_the_whole_set_in_the_end_and_others_each_time() ->
 
 
 def test_a_stream_cannot_be_drawn_from() -> None:
-    world = World.alone(torch.device("cpu"))
+    world = World.create_single(torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"Set evaluation\.batches=null"):
         list(evaluation_batches(iter([1, 2]), world, batch_size=1, drawn=1))
 
@@ -178,6 +178,6 @@ def test_splits_that_do_not_exist_are_refused_before_the_start(train: Any, words
 )
 def test_a_metric_is_named_by_its_split(split: str, name: str, key: str, logged: str, spoken: str) -> None:
     assert metric_key(split, name) == key
-    assert split_of(key) == (split, name)
-    assert logged_name(key) == logged
-    assert spoken_name(key) == spoken
+    assert parse_metric_key(key) == (split, name)
+    assert format_logger_name(key) == logged
+    assert format_display_name(key) == spoken

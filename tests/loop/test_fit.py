@@ -25,7 +25,7 @@ from worldsize.loop.agreement import Wishes
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.testing.worlds import run_in_worlds
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 
 
 class Idle(Replica):

@@ -53,7 +53,7 @@ def test_every_strategy_begins_from_the_bits_in_the_files(name: str, tmp_path: P
 
     def body(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         replica = STRATEGIES[name].replica(recipe, RunContext(world))
-        replica.load(InitialWeights(tmp_path, strict=True).loaded(recipe, replica.state()))
+        replica.load(InitialWeights(tmp_path, strict=True).load_into(recipe, replica.state()))
         state = replica.state()
         return dict(gather_full(state["model"], world)), {}
 
@@ -63,9 +63,9 @@ def test_every_strategy_begins_from_the_bits_in_the_files(name: str, tmp_path: P
 
 
 def test_an_average_begins_from_them_too(tmp_path: Path) -> None:
-    expected, recipe, world = weights_in(tmp_path), Chain(), World.alone(torch.device("cpu"))
+    expected, recipe, world = weights_in(tmp_path), Chain(), World.create_single(torch.device("cpu"))
     replica = AveragedReplica(DDP().replica(recipe, RunContext(world)), WeightAverage(0.9))
-    replica.load(InitialWeights(tmp_path, strict=True).loaded(recipe, replica.state()))
+    replica.load(InitialWeights(tmp_path, strict=True).load_into(recipe, replica.state()))
     weights = replica.state()["ema"]["weights"]
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
@@ -86,11 +86,11 @@ class _TiedRecipe(Chain):
 def test_a_tied_weight_may_have_either_of_its_names(name: str, tmp_path: Path) -> None:
     value = torch.arange(15.0).reshape(5, 3).to(torch.bfloat16)
     safetensors.torch.save_file({name: value}, tmp_path / "model.safetensors")
-    recipe, world = _TiedRecipe(), World.alone(torch.device("cpu"))
+    recipe, world = _TiedRecipe(), World.create_single(torch.device("cpu"))
     initial = InitialWeights(tmp_path / "model.safetensors", strict=True)
-    initial.check(recipe, makes_rows=False)
+    initial.check_recipe(recipe, makes_rows=False)
     replica = DDP().replica(recipe, RunContext(world))
-    replica.load(initial.loaded(recipe, replica.state()))
+    replica.load(initial.load_into(recipe, replica.state()))
     model = replica.state()["model"]
     assert all(torch.equal(model[each], value.float()) for each in ("embedding.weight", "head.weight"))
 
@@ -98,7 +98,7 @@ def test_a_tied_weight_may_have_either_of_its_names(name: str, tmp_path: Path) -
 def refused(recipe: Recipe, state: dict[str, Any], folder: Path, **options: Any) -> str:
     torch.save(state, folder / "model.pt")
     with pytest.raises(ConfigError) as caught:
-        InitialWeights(folder / "model.pt", strict=True).check(recipe, **{"makes_rows": False, **options})
+        InitialWeights(folder / "model.pt", strict=True).check_recipe(recipe, **{"makes_rows": False, **options})
     return str(caught.value)
 
 
@@ -115,7 +115,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path, caplog: pyt
     )
     torch.save(renamed, tmp_path / "model.pt")
     with caplog.at_level(logging.WARNING, "worldsize"):
-        InitialWeights(tmp_path / "model.pt", strict=False).check(Chain(), makes_rows=False)
+        InitialWeights(tmp_path / "model.pt", strict=False).check_recipe(Chain(), makes_rows=False)
     assert "0.bias keeps its random weights" in caplog.text
     assert "0.biases is in" in caplog.text
 
@@ -130,7 +130,7 @@ def test_a_run_that_has_begun_takes_no_other_weights() -> None:
 def test_weights_that_were_changed_since_the_launch_are_refused(tmp_path: Path) -> None:
     weights_in(tmp_path)
     initial = InitialWeights(tmp_path, strict=True)
-    recorded = fingerprint(open_weights(tmp_path).files())
+    recorded = fingerprint(open_weights(tmp_path).list_files())
     check_initial(initial, recorded)
     safetensors.torch.save_file({"other": torch.ones(1)}, tmp_path / "b.safetensors")
     with pytest.raises(ConfigError, match=r"are not those in .* now: their digests differ"):

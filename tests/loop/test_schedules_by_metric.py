@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import ConstantLR, ReduceLROnPlateau
 
 from worldsize.config.compose import compose_only
 from worldsize.core import ConfigError
-from worldsize.launch.execute import checked
-from worldsize.loop.early_stopping import value_of
+from worldsize.launch.execute import build_checked_settings
+from worldsize.loop.early_stopping import get_metric_value
 from worldsize.strategies.schedules import Schedule
 
 
@@ -110,14 +110,14 @@ def test_what_cannot_be_advanced_is_refused_in_a_sentence(schedule: Any, message
 )
 def test_a_metric_without_its_schedule_or_evaluation_is_refused(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        checked(compose_only(["recipe=digits", "logger=none", *options]))
+        build_checked_settings(compose_only(["recipe=digits", "logger=none", *options]))
 
 
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has() -> None:
     with pytest.raises(
         ConfigError, match="schedule_metric=los: the evaluation has no metric 'los'; did you mean 'loss'"
     ):
-        value_of({"loss": 1.0, "accuracy": 0.5}, "los", key="schedule_metric")
+        get_metric_value({"loss": 1.0, "accuracy": 0.5}, "los", key="schedule_metric")
 
 
 PLATEAU = (

@@ -60,7 +60,9 @@ def by_torchmetrics() -> dict[str, float]:
     recipe, metrics = Classified(), wrapped()
     model = recipe.model().eval()
     with torch.no_grad():
-        for batch in evaluation_batches(recipe.data("test"), World.alone(torch.device("cpu")), batch_size=BATCH):
+        for batch in evaluation_batches(
+            recipe.data("test"), World.create_single(torch.device("cpu")), batch_size=BATCH
+        ):
             given = recipe.evaluate(model, batch.data)
             for name, metric in metrics.items():
                 metric.update(*given[name])
@@ -92,7 +94,7 @@ def test_more_processes_than_batches_leave_the_value_as_it_is() -> None:
     def body(world: World) -> Mapping[str, float]:
         return evaluate(DDP().replica(recipe, RunContext(world)), recipe.data("test"), world, batch_size=12)
 
-    alone = body(World.alone(torch.device("cpu")))
+    alone = body(World.create_single(torch.device("cpu")))
     assert run_in_worlds(body, 3) == [alone] * 3  # two batches
 
 
@@ -131,7 +133,7 @@ class Unnamed(Classified):
     ids=["forgetful", "unnamed"],
 )
 def test_what_evaluate_returns_has_to_fit_the_names(recipe: Classified, message: str) -> None:
-    replica = Single().replica(recipe, RunContext(world := World.alone(torch.device("cpu"))))
+    replica = Single().replica(recipe, RunContext(world := World.create_single(torch.device("cpu"))))
     with pytest.raises(ConfigError, match=message):
         evaluate(replica, recipe.data("test"), world, batch_size=BATCH)
 

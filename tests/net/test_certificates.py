@@ -16,7 +16,7 @@ from worldsize.errors import ConfigError
 from worldsize.net import signing
 from worldsize.net.channel import Channel, LostError
 from worldsize.net.credentials import Credentials, create_authority, issue_certificate
-from worldsize.net.endpoints import accept_channel, address_of, connect, listen
+from worldsize.net.endpoints import accept_channel, connect_channel, get_listener_address, open_listener
 from worldsize.net.frames import CommonOperation, Header, RefusedError
 
 
@@ -37,7 +37,7 @@ class Server:
         self.channel: Channel | None = None
         self.error: Exception | None = None
         self._credentials = credentials
-        self.listener = listen("tcp:127.0.0.1:0", credentials)
+        self.listener = open_listener("tcp:127.0.0.1:0", credentials)
         self._thread = threading.Thread(target=self._accept)
         self._thread.start()
 
@@ -69,11 +69,11 @@ def certificate(keys: Path, name: str) -> x509.Certificate:
 
 def greeted(server: Server, credentials: Credentials, peer: str = "server-0") -> str | None:
     """Connect, and wait until the server has accepted; return the server's name."""
-    address = address_of(server.listener)
-    channel = connect(address, credentials, peer=peer, seconds=60.0, operations=Operation)
+    address = get_listener_address(server.listener)
+    channel = connect_channel(address, credentials, peer=peer, seconds=60.0, operations=Operation)
     try:
         channel.wait_at_most(60.0)
-        channel.answer(CommonOperation.DONE)
+        channel.receive_answer(CommonOperation.DONE)
         return channel.identity
     finally:
         channel.close()
@@ -142,7 +142,7 @@ def test_without_the_authoritys_key_nothing_is_issued(keys: Path) -> None:
 def test_a_certificate_is_valid_for_a_year_only(
     keys: Path, server: Server, aside: timedelta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signing, "now", lambda: datetime.now(UTC) + aside)
+    monkeypatch.setattr(signing, "get_signing_time", lambda: datetime.now(UTC) + aside)
     late = issue_certificate(keys, "worker-3")
     with pytest.raises((RefusedError, LostError)):
         greeted(server, late)
@@ -152,7 +152,7 @@ def test_a_certificate_is_valid_for_a_year_only(
 
 def test_an_authority_that_is_over_vouches_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as then:
-        then.setattr(signing, "now", lambda: datetime.now(UTC) - timedelta(days=366))
+        then.setattr(signing, "get_signing_time", lambda: datetime.now(UTC) - timedelta(days=366))
         create_authority(tmp_path / "keys")
     server = Server(issue_certificate(tmp_path / "keys", "server-0"))
     with pytest.raises((RefusedError, LostError)):

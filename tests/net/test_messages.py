@@ -17,7 +17,7 @@ import pytest
 
 from worldsize.net import endpoints
 from worldsize.net.channel import Channel, LostError
-from worldsize.net.endpoints import ConnectionServer, connect, listen
+from worldsize.net.endpoints import ConnectionServer, connect_channel, open_listener
 from worldsize.net.frames import CommonOperation, Header, RefusedError
 
 
@@ -44,7 +44,7 @@ def test_numbers_that_json_lacks_arrive_as_they_are(ends: tuple[Channel, socket.
     other = Channel(there, operations=Operation)
     facts = {"losses": [0.1, math.inf, -math.inf], "factor": math.nan, "tuple": (1, 2), "text": "nan", "3": None}
     other.send_message(CommonOperation.MESSAGE, facts)
-    arrived = channel.message(channel.header())
+    arrived = channel.receive_message(channel.receive_header())
     assert math.isnan(arrived.pop("factor"))
     assert arrived == {"losses": [0.1, math.inf, -math.inf], "tuple": [1, 2], "text": "nan", "3": None}
 
@@ -68,7 +68,7 @@ def test_what_is_no_message_is_refused(ends: tuple[Channel, socket.socket], text
     sending = threading.Thread(target=there.sendall, args=(framed(text),))
     sending.start()
     with pytest.raises(RefusedError, match="not JSON"):
-        channel.message(channel.header())
+        channel.receive_message(channel.receive_header())
     sending.join()
 
 
@@ -88,14 +88,14 @@ def test_a_peer_that_sends_a_byte_now_and_then_is_lost(ends: tuple[Channel, sock
     dripping.start()
     try:
         with pytest.raises(LostError):
-            channel.message(channel.header())
+            channel.receive_message(channel.receive_header())
     finally:
         ended.set()
         dripping.join()
 
 
 def test_a_server_goes_on_after_a_join_that_is_nested_too_deeply(tmp_path: Path) -> None:
-    listener = listen(f"unix:{tmp_path}/server", None)
+    listener = open_listener(f"unix:{tmp_path}/server", None)
     services = {"echo": lambda channel, facts: channel.send_message(CommonOperation.WELCOME, facts)}
     server = ConnectionServer(listener, None, services, timeout=60.0, operations=Operation)
     ours, theirs = socket.socketpair()
@@ -105,9 +105,9 @@ def test_a_server_goes_on_after_a_join_that_is_nested_too_deeply(tmp_path: Path)
         server.serve(ours)
         assert server.refused == 1
     server.start()
-    channel = connect(f"unix:{tmp_path}/server", None, peer="", seconds=60.0, operations=Operation)
+    channel = connect_channel(f"unix:{tmp_path}/server", None, peer="", seconds=60.0, operations=Operation)
     channel.send_message(CommonOperation.JOIN, {"kind": "echo", "name": "worker-0"})
-    assert channel.message(channel.answer(CommonOperation.WELCOME))["name"] == "worker-0"
+    assert channel.receive_message(channel.receive_answer(CommonOperation.WELCOME))["name"] == "worker-0"
     channel.close()
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
@@ -129,16 +129,16 @@ def test_a_server_goes_on_after_a_connection_for_which_there_is_no_room(
 
     monkeypatch.setattr(endpoints, "_PAUSE", 0.0)
     monkeypatch.setattr(owner, step, once_fails)
-    listener = listen(f"unix:{tmp_path}/server", None)
+    listener = open_listener(f"unix:{tmp_path}/server", None)
     services = {"echo": lambda channel, facts: channel.send_message(CommonOperation.WELCOME, facts)}
     server = ConnectionServer(listener, None, services, timeout=60.0, operations=Operation)
     server.start()
     for _ in range(2):
-        channel = connect(f"unix:{tmp_path}/server", None, peer="", seconds=60.0, operations=Operation)
+        channel = connect_channel(f"unix:{tmp_path}/server", None, peer="", seconds=60.0, operations=Operation)
         channel.wait_at_most(60.0)
         with closing(channel), suppress(LostError):
             channel.send_message(CommonOperation.JOIN, {"kind": "echo", "name": "worker-0"})
-            channel.message(channel.answer(CommonOperation.WELCOME))
+            channel.receive_message(channel.receive_answer(CommonOperation.WELCOME))
             break
     else:
         raise AssertionError("the server no longer answers")
@@ -150,7 +150,7 @@ def test_a_server_goes_on_after_a_connection_for_which_there_is_no_room(
 def test_the_oldest_connection_that_has_not_joined_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worldsize.net.endpoints._AT_ONCE", 4)
     address = f"unix:{tmp_path}/server"
-    listener = listen(address, None)
+    listener = open_listener(address, None)
     ended = threading.Event()
 
     def attend(channel: Channel, facts: Mapping[str, Any]) -> None:
@@ -159,9 +159,9 @@ def test_the_oldest_connection_that_has_not_joined_gives_way(tmp_path: Path, mon
         channel.send_message(CommonOperation.MESSAGE, "still here")
 
     ConnectionServer(listener, None, {"wait": attend}, timeout=60.0, operations=Operation).start()
-    joined = connect(address, None, peer="", seconds=60.0, operations=Operation)
+    joined = connect_channel(address, None, peer="", seconds=60.0, operations=Operation)
     joined.send_message(CommonOperation.JOIN, {"kind": "wait", "name": "worker-0"})
-    joined.message(joined.answer(CommonOperation.WELCOME))
+    joined.receive_message(joined.receive_answer(CommonOperation.WELCOME))
     silent: list[socket.socket] = []
     for _ in range(12):
         silent.append(socket.socket(socket.AF_UNIX))
@@ -169,7 +169,9 @@ def test_the_oldest_connection_that_has_not_joined_gives_way(tmp_path: Path, mon
     silent[0].settimeout(60.0)
     assert silent[0].recv(1) == b""
     ended.set()
-    assert joined.message(joined.answer(CommonOperation.MESSAGE)) == "still here", "one that has joined stays"
+    assert joined.receive_message(joined.receive_answer(CommonOperation.MESSAGE)) == "still here", (
+        "one that has joined stays"
+    )
     for each in silent:
         each.close()
     joined.close()

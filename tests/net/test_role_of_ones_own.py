@@ -64,7 +64,7 @@ def test_another_shape_is_refused_with_the_reason(
     channel = joined(example, tmp_path)
     channel.send(*tensor_frame(example["Operation"].ADD, torch.zeros(4)))
     with pytest.raises(RefusedError, match=r"ADD carries torch.float32 \[4\]; expected torch.float32 \[3\]"):
-        channel.answer(example["Operation"].SUM)
+        channel.receive_answer(example["Operation"].SUM)
     assert server.refused == 1
     channel.close()
 
@@ -85,7 +85,7 @@ def test_an_operation_of_another_protocol_is_refused(
     channel = joined(example, tmp_path)
     channel.send(Header(Other.MULTIPLY))
     with pytest.raises(RefusedError, match="unknown operation 99"):
-        channel.answer(example["Operation"].SUM)
+        channel.receive_answer(example["Operation"].SUM)
     channel.close()
 
 
@@ -104,9 +104,9 @@ def test_a_protocol_cannot_take_the_number_of_a_common_operation() -> None:
 
 def test_whoever_looks_for_a_service_is_told_that_the_run_has_ended(tmp_path: Path) -> None:
     registry = Registry(tmp_path, 5.0)
-    registry.end()
+    registry.mark_ended()
     with pytest.raises(EndedError):
-        registry.wait("sum")
+        registry.wait_for_server("sum")
 
 
 def test_a_service_has_one_process_in_an_epoch(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_service_has_one_process_in_an_epoch(tmp_path: Path) -> None:
     assert registry.acquire("sum", 1, "unix:/a", "sum-0")
     assert not registry.acquire("sum", 1, "unix:/b", "sum-1")
     assert registry.acquire("sum", 2, "unix:/b", "sum-1")
-    newest = registry.newest("sum")
+    newest = registry.read_newest("sum")
     assert newest is not None
     assert (newest.epoch, newest.name) == (2, "sum-1")
 

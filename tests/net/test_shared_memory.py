@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from worldsize.net.channel import Channel, LostError
-from worldsize.net.frames import CommonOperation, Header, RefusedError, view
+from worldsize.net.frames import CommonOperation, Header, RefusedError, view_bytes
 
 Pair = tuple[Channel, Channel]
 
@@ -25,8 +25,8 @@ class Operation(IntEnum):
 def pair() -> Iterator[Pair]:
     """Two connected channels that share memory."""
     here, there = (Channel(end, operations=Operation) for end in socket.socketpair())
-    here.share(5.0)
-    assert there.header().operation == CommonOperation.SHARE
+    here.offer_share(5.0)
+    assert there.receive_header().operation == CommonOperation.SHARE
     there.accept_share(5.0)
     yield here, there
     here.close()
@@ -43,9 +43,9 @@ def test_a_payload_arrives_as_it_was_sent_in_both_directions(pair: Pair, sizes: 
         third = len(received) // 3
         with ThreadPoolExecutor(1) as pool:
             for _ in range(3):
-                sending = pool.submit(sender.send, header, [view(part) for part in parts])
-                assert receiver.header() == header
-                receiver.fill([view(received[:third]), view(received[third:])])
+                sending = pool.submit(sender.send, header, [view_bytes(part) for part in parts])
+                assert receiver.receive_header() == header
+                receiver.receive_into([view_bytes(received[:third]), view_bytes(received[third:])])
                 sending.result()
                 assert torch.equal(received, torch.cat(parts))
                 received.zero_()
@@ -57,10 +57,10 @@ def test_waiting_for_a_peer_that_has_gone_raises_an_error(pair: Pair, sends: boo
     header = Header(Operation.WEIGHTS, shape=(len(large),))
     with ThreadPoolExecutor(1) as pool:
         if sends:
-            waiting = pool.submit(pair[0].send, header, [view(large)])
-            pair[1].header()
+            waiting = pool.submit(pair[0].send, header, [view_bytes(large)])
+            pair[1].receive_header()
         else:
-            waiting = pool.submit(pair[0].fill, [view(large)])
+            waiting = pool.submit(pair[0].receive_into, [view_bytes(large)])
         pair[1].close()
         with pytest.raises(LostError):
             waiting.result(timeout=120)

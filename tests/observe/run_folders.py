@@ -42,7 +42,7 @@ def write_run(
     _write_lines(folder / "metrics.jsonl", lines)
     for rank in range(ranks):
         timing = [_timing(step, own[rank], max(own), phases) for step in range(1, steps + 1)]
-        path = RunDirectory(folder).timing(rank)
+        path = RunDirectory(folder).get_timing_file(rank)
         path.parent.mkdir(exist_ok=True)
         _write_lines(path, timing)
     facts = _manifest(

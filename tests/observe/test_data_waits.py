@@ -14,11 +14,11 @@ from rich.console import Console
 from tests.observe.run_folders import write_run
 from worldsize.core import DataWorkersChanged
 from worldsize.observe.events import EventLog
-from worldsize.observe.report.page import page
-from worldsize.observe.report.read import read_run, waited_share, waiting_text
-from worldsize.observe.watch import Watched, screen
+from worldsize.observe.report.page import render_page
+from worldsize.observe.report.read import compute_wait_share, read_run, waiting_text
+from worldsize.observe.watch import Watched, render_screen
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import look
+from worldsize.record.run_record import refresh_run
 
 
 def line(step: int, data: float, rest: float) -> dict[str, Any]:
@@ -27,10 +27,10 @@ def line(step: int, data: float, rest: float) -> dict[str, Any]:
 
 def test_a_line_counts_for_the_steps_since_the_one_before() -> None:
     """The first step waits for 9 s; the 99 that follow do not wait."""
-    assert waited_share([line(1, 9.0, 1.0), line(100, 0.0, 1.0)]) == pytest.approx(9 / 109)
-    assert waited_share([line(10, 1.0, 3.0)]) == 0.25
-    assert math.isnan(waited_share([]))
-    assert math.isnan(waited_share([{"step": 3, "step_seconds": 1.0}]))
+    assert compute_wait_share([line(1, 9.0, 1.0), line(100, 0.0, 1.0)]) == pytest.approx(9 / 109)
+    assert compute_wait_share([line(10, 1.0, 3.0)]) == 0.25
+    assert math.isnan(compute_wait_share([]))
+    assert math.isnan(compute_wait_share([{"step": 3, "step_seconds": 1.0}]))
 
 
 @pytest.mark.parametrize(
@@ -60,28 +60,28 @@ def test_ranks_that_wait_longest_are_named_and_short_waits_are_not() -> None:
 def slow_rank(tmp_path: Path) -> Path:
     """A run of two ranks; the second waits for its data half of the time."""
     run = write_run(tmp_path / "run", ranks=2, steps=50)
-    timing = RunDirectory(run).timing(1)
+    timing = RunDirectory(run).get_timing_file(1)
     rows = [json.loads(row) for row in timing.read_text().splitlines()]
     timing.write_text("".join(json.dumps({**row, "data_seconds": row["step_seconds"]}) + "\n" for row in rows))
     return run
 
 
 def test_the_report_shows_who_waits_and_the_remedy(slow_rank: Path, tmp_path: Path) -> None:
-    text = page([slow_rank])
+    text = render_page([slow_rank])
     assert "Wait for data by rank" in text
     assert "Steps wait for data for 28% of the time: rank 1 50%, rank 0 6%. Set data_workers=auto" in text
     brisk = write_run(tmp_path / "brisk", ranks=2)
     for rank in (0, 1):
-        timing = RunDirectory(brisk).timing(rank)
+        timing = RunDirectory(brisk).get_timing_file(rank)
         timing.write_text(timing.read_text().replace('"data_seconds": 0.00', '"data_seconds": 0.0000'))
-    assert "Wait for data by rank" not in page([brisk])
-    assert "Set data_workers" not in page([brisk])
+    assert "Wait for data by rank" not in render_page([brisk])
+    assert "Set data_workers" not in render_page([brisk])
 
 
 def test_watch_shows_who_waits_and_the_remedy(slow_rank: Path) -> None:
     watched, out = Watched(slow_rank), io.StringIO()
-    watched.look()
-    Console(file=out, width=250).print(screen(watched, look(RunDirectory(slow_rank)).manifest, "running"))
+    watched.read_new_rows()
+    Console(file=out, width=250).print(render_screen(watched, refresh_run(RunDirectory(slow_rank)).manifest, "running"))
     assert "rank 1 50%" in out.getvalue()
     assert "Set data_workers=auto" in out.getvalue()
 
@@ -100,4 +100,4 @@ def test_a_change_of_data_workers_is_a_line_of_events_and_good_news_in_the_timel
         "step 59: rank 0: back to 0 data workers: steps were not shorter with 1",
     ]
     assert second["workers"] == 0
-    assert caplog.records[0].getMessage() in page([slow_rank])
+    assert caplog.records[0].getMessage() in render_page([slow_rank])

@@ -61,7 +61,7 @@ def test_the_summary_says_who_is_on_which_network_and_who_warned(tmp_path: Path)
         run.nccl_logs(host).mkdir(parents=True)
         (run.nccl_logs(host) / f"nccl_{host}_{pid}.log").write_text(text)
     for rank in (0, 1):
-        log = run.log("worker", rank)
+        log = run.get_log_file("worker", rank)
         log.write_text(f"step 1\n[rank{rank}]:[W505 06:16:50.1 ProcessGroupNCCL.cpp:1250] Warning: slow \x1b[31m\n")
         collectives_file(log).write_text(json.dumps({"0": [57 - rank, 56], "": "x", "1": [True, [1]]}))
     assert debug_summary(run).splitlines() == [
@@ -84,8 +84,8 @@ def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(t
     """The second of two attempts has connected only rank 0, and its processes have not counted a collective yet."""
     run = RunDirectory(tmp_path)
     run.nccl_logs("gpu").mkdir(parents=True)
-    counts = collectives_file(run.log("worker", 0))
-    run.log("worker", 0).write_text("step 1\n")
+    counts = collectives_file(run.get_log_file("worker", 0))
+    run.get_log_file("worker", 0).write_text("step 1\n")
     counts.write_text(json.dumps({"0": [57, 57]}))
     done = "gpu1:{pid}:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 2 cudaDev 0 - Init {state}\n"
     for pid, rank, state in ((10, 0, "COMPLETE"), (11, 1, "COMPLETE"), (20, 0, "COMPLETE"), (21, 1, "START")):
@@ -120,7 +120,7 @@ def test_processes_whose_logs_are_not_read_are_not_told_as_unconnected(
     run = RunDirectory(tmp_path)
     run.nccl_logs("gpu").mkdir(parents=True)
     for rank in range(3):
-        run.log("worker", rank).write_text("step 1\n")
+        run.get_log_file("worker", rank).write_text("step 1\n")
         line = f"gpu:{rank}:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 3 cudaDev 0 - Init COMPLETE\n"
         (run.nccl_logs("gpu") / f"nccl_gpu_{rank}.log").write_text(line)
     assert debug_summary(run).splitlines()[1:] == [
@@ -157,8 +157,8 @@ def test_output_of_a_rank_that_the_run_does_not_have_is_no_empty_output(
 ) -> None:
     run = RunDirectory(write_run(tmp_path / "run", attempts=[attempt(1, steps=[0, 3])], steps=3))
     for rank in (0, 1):
-        run.log("worker", rank).parent.mkdir(exist_ok=True)
-        run.log("worker", rank).write_text(f"hello from {rank}\n")
+        run.get_log_file("worker", rank).parent.mkdir(exist_ok=True)
+        run.get_log_file("worker", rank).write_text(f"hello from {rank}\n")
     monkeypatch.setattr(sys, "argv", ["logs", str(run.path), "--rank", "1", "--rank", "9"])
     with pytest.raises(SystemExit) as ended:
         logs.main()

@@ -17,10 +17,10 @@ from worldsize.cli.watch import watch
 from worldsize.core import Failure, Outcome
 from worldsize.messages import last_error
 from worldsize.observe.events import describe_event, is_event
-from worldsize.observe.report.page import page
-from worldsize.observe.watch import Watched, screen
+from worldsize.observe.report.page import render_page
+from worldsize.observe.watch import Watched, render_screen
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import look, opened
+from worldsize.record.run_record import open_record, refresh_run
 
 FAILURE = {"role": "worker", "rank": 3, "host": "gpu-b", "step": 17, "cause": "ValueError: \x1b[31mno"}
 LINE = "worker 3 on gpu-b failed at step 17: ValueError: \\x1b[31mno"
@@ -46,8 +46,8 @@ def test_status_and_logs_tell_why_a_run_failed(
     monkeypatch.setattr(sys, "argv", ["worldsize status", str(failed.path)])
     status.main()
     assert capsys.readouterr().out.splitlines()[2] == f"  {LINE}"
-    failed.log("worker", 0).parent.mkdir()
-    failed.log("worker", 0).write_text("hello\n")
+    failed.get_log_file("worker", 0).parent.mkdir()
+    failed.get_log_file("worker", 0).write_text("hello\n")
     monkeypatch.setattr(sys, "argv", ["worldsize logs", str(failed.path)])
     logs.main()
     assert capsys.readouterr().out.splitlines() == [f"attempt 2: {LINE}", "[worker 0] hello"]
@@ -58,20 +58,20 @@ def test_watch_and_report_tell_why_a_run_failed(failed: RunDirectory) -> None:
     watch(failed, Console(file=out, width=160))
     assert out.getvalue().splitlines()[:3] == ["attempt 1: preempted", "attempt 2: failed", LINE]
     console = Console(file=io.StringIO(), width=160, force_terminal=True, record=True)
-    console.print(screen(Watched(failed.path), look(failed).manifest, "failed"))
+    console.print(render_screen(Watched(failed.path), refresh_run(failed).manifest, "failed"))
     assert "\x1b[31mworker 3 on gpu-b failed at step 17" in console.export_text(styles=True)
-    text = page([failed.path])
+    text = render_page([failed.path])
     assert f'<p class="bad">{LINE}</p>' in text
     assert f"attempt 2 ends: failed after step 17 (exit code 1): {LINE}" in text
 
 
 def test_a_failure_is_recorded_in_the_manifest_and_as_an_event(unstarted: RunDirectory) -> None:
     failure = Failure("server", 1, f"{RAISED}\nthe ranks' last collectives: ...", 1, step=4, host="gpu-b")
-    with opened(unstarted) as record:
+    with open_record(unstarted) as record:
         record.begin_attempt([], world_size=2)
         record.end_attempt(Outcome("failed", 1, failure))
     facts = {"role": "server", "rank": 1, "host": "gpu-b", "step": 4, "cause": "ValueError: first"}
-    last = look(unstarted).attempts[-1]
+    last = refresh_run(unstarted).attempts[-1]
     assert last["failure"] == facts
     (event,) = map(json.loads, unstarted.events.read_text().splitlines())
     assert event == {"event": "failure", "time": last["end_at"], "attempt": 1, **facts}
@@ -80,23 +80,25 @@ def test_a_failure_is_recorded_in_the_manifest_and_as_an_event(unstarted: RunDir
 
 
 def test_an_end_before_or_outside_of_an_attempt_is_a_failure_of_the_launching_process(unstarted: RunDirectory) -> None:
-    with opened(unstarted) as record:
+    with open_record(unstarted) as record:
         record.give_up("no attempt has begun")
         record.give_up("ConfigError: the hosts differ. Update them.", unstarted=4)
         record.begin_attempt([], world_size=4)
     host = os.uname().nodename
-    killed = look(unstarted)
+    killed = refresh_run(unstarted)
     events = [json.loads(line) for line in unstarted.events.read_text().splitlines()]
     assert [
         {"event": "failure", "time": each["end_at"], "attempt": each["number"], **each["failure"]}
         for each in killed.attempts
     ] == events
-    assert [each["exit_reason"] for each in look(unstarted).attempts] == ["failed", "killed"]
-    assert [each["failure"]["cause"] for each in look(unstarted).attempts] == [
+    assert [each["exit_reason"] for each in refresh_run(unstarted).attempts] == ["failed", "killed"]
+    assert [each["failure"]["cause"] for each in refresh_run(unstarted).attempts] == [
         "ConfigError: the hosts differ. Update them.",
         "it was killed, or its host was lost",
     ]
-    assert look(unstarted).failure == f"the launching process on {host} failed: it was killed, or its host was lost"
+    assert (
+        refresh_run(unstarted).failure == f"the launching process on {host} failed: it was killed, or its host was lost"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,26 +120,26 @@ def test_secret_values_in_an_error_are_not_recorded(unstarted: RunDirectory, mon
     monkeypatch.setenv("STORE_PASSWORD", "from-the-environment")
     given = {"WORLDSIZE_SECRETS": json.dumps([[["recipe", "url"], "from-the-configuration"]])}
     error = "KeyError: from-the-environment, from-the-configuration at https://me:key@store/?token=abc"
-    with opened(unstarted, given) as record:
+    with open_record(unstarted, given) as record:
         record.begin_attempt([], world_size=1)
         outcome = record.end_attempt(Outcome("failed", 1, Failure("worker", 0, error, 1)))
         record.give_up(error, unstarted=1)
     monkeypatch.setenv("WORLDSIZE_SECRETS", given["WORLDSIZE_SECRETS"])  # like a worker started by torchrun
-    with opened(unstarted) as record:
+    with open_record(unstarted) as record:
         record.give_up(error, unstarted=1)
         monkeypatch.delenv("WORLDSIZE_SECRETS")
-        record.amend(record.manifest, config="", overrides="", secrets=given)
+        record.record_resume(record.manifest, config="", overrides="", secrets=given)
         record.give_up(error, unstarted=1)
     assert outcome.failure is not None
     assert outcome.failure.cause.startswith("KeyError: <redacted>, <redacted> at ")
-    causes = [each["failure"]["cause"] for each in look(unstarted).attempts]
+    causes = [each["failure"]["cause"] for each in refresh_run(unstarted).attempts]
     assert causes == ["KeyError: <redacted>, <redacted> at https://store/?token=<redacted>"] * 4
     assert "from-the" not in unstarted.events.read_text()
 
 
 def test_a_failure_is_not_noted_through_a_link(unstarted: RunDirectory, tmp_path: Path) -> None:
-    with opened(unstarted) as record:
+    with open_record(unstarted) as record:
         record.begin_attempt([], world_size=1)
     unstarted.events.symlink_to(tmp_path / "outside")
-    assert look(unstarted).exit_reason == "killed"
+    assert refresh_run(unstarted).exit_reason == "killed"
     assert not (tmp_path / "outside").exists()

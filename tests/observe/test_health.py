@@ -24,7 +24,7 @@ from tests.observe.run_folders import START, write_run
 from tests.support.runs import REPOSITORY
 from tests.support.waiting import wait_until
 from worldsize.core import Event, HealthLimits, NodeAlert, RunEnded, StepDone, Straggling
-from worldsize.observe.events import EventLog, described
+from worldsize.observe.events import EventLog, describe_straggler
 from worldsize.observe.health.counters import (
     Counters,
     GpuReading,
@@ -33,29 +33,29 @@ from worldsize.observe.health.counters import (
     Network,
     _adapters,
     _interfaces,
+    find_memory_limit,
     read_counters,
-    within,
 )
 from worldsize.observe.health.files import (
     AlertFiles,
     AlertNews,
     HealthFile,
     NodesHealth,
-    alert_of,
     health_figures,
     last_samples,
+    parse_alert,
     why_host_is_slow,
 )
 from worldsize.observe.health.process import HealthAlerts, HealthProcess
-from worldsize.observe.health.rows import HealthRow, described_alert, health_row, is_health, why_slow
+from worldsize.observe.health.rows import HealthRow, describe_alert, health_row, is_health, why_slow
 from worldsize.observe.report.nodes import nodes_health
-from worldsize.observe.report.page import page
+from worldsize.observe.report.page import render_page
 from worldsize.observe.report.read import read_run
 from worldsize.observe.subprocess_listeners import SubprocessListeners
-from worldsize.observe.watch import Watched, screen
-from worldsize.record.json_lines import complete_lines, row_of
+from worldsize.observe.watch import Watched, render_screen
+from worldsize.record.json_lines import complete_lines, parse_row
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import look
+from worldsize.record.run_record import refresh_run
 from worldsize.worker.process import _health_watched
 from worldsize.world.environments import Placement
 
@@ -147,28 +147,28 @@ def test_the_counters_are_those_of_the_kernel(tmp_path: Path, ranks: list[subpro
 def test_memory_is_that_of_the_tightest_control_group_around_the_run(tmp_path: Path) -> None:
     node, own = Memory(60, 1000), tmp_path / "cgroup"
     own.write_text("0::/slurm/job_7/step_0\n")
-    assert within(node, cgroups=tmp_path, own=own) == node
+    assert find_memory_limit(node, cgroups=tmp_path, own=own) == node
     for folder, limit, used in (("slurm", "max", 900), ("slurm/job_7", "500", 450), ("slurm/job_7/step_0", "max", 300)):
         place = tmp_path / folder
         place.mkdir(parents=True, exist_ok=True)
         (place / "memory.max").write_text(f"{limit}\n")
         (place / "memory.current").write_text(f"{used}\n")
         (place / "memory.stat").write_text("anon 10\ninactive_file 50\n")
-    assert within(node, cgroups=tmp_path, own=own) == Memory(400, 500)
+    assert find_memory_limit(node, cgroups=tmp_path, own=own) == Memory(400, 500)
     # in a container with a private view of control groups, the path is the host's, and the limit is at the root
     own.write_text("0::/../../kubepods/pod1\n")
     (tmp_path / "memory.max").write_text("200\n")
     (tmp_path / "memory.current").write_text("190\n")
     (tmp_path / "memory.stat").write_text("inactive_file 30\n")
-    assert within(node, cgroups=tmp_path, own=own) == Memory(160, 200)
+    assert find_memory_limit(node, cgroups=tmp_path, own=own) == Memory(160, 200)
     own.write_text("5:cpu:/x\n4:memory:/docker/c\n")
     place = tmp_path / "memory/docker/c"
     place.mkdir(parents=True)
     for name, text in (("limit_in_bytes", "300"), ("usage_in_bytes", "299"), ("stat", "total_inactive_file 99")):
         (place / f"memory.{name}").write_text(text)
-    assert within(node, cgroups=tmp_path, own=own) == Memory(200, 300)
+    assert find_memory_limit(node, cgroups=tmp_path, own=own) == Memory(200, 300)
     (place / "memory.limit_in_bytes").write_text("9223372036854771712")  # no limit
-    assert within(node, cgroups=tmp_path, own=own) == node
+    assert find_memory_limit(node, cgroups=tmp_path, own=own) == node
 
 
 def test_bytes_of_infiniband_are_counted_in_words_of_four(tmp_path: Path) -> None:
@@ -295,13 +295,13 @@ def test_a_line_that_others_have_written_is_checked(changes: dict[str, Any]) -> 
 
 
 def told(alerts: HealthAlerts, **changes: Any) -> list[str]:
-    return [each.what for each in alerts.judge(row(**changes))]
+    return [each.what for each in alerts.find_new_alerts(row(**changes))]
 
 
 def test_an_alert_is_raised_once_until_the_figure_has_come_back() -> None:
     alerts = HealthAlerts(LIMITS, node=2)
     assert told(alerts) == []
-    (alert,) = alerts.judge(row(memory=0.96))
+    (alert,) = alerts.find_new_alerts(row(memory=0.96))
     assert alert == NodeAlert(2, "n1", "memory", 0.96, 0.95, detail="of its ranks, 5 holds most: 2.00 GB")
     assert told(alerts, memory=0.99) == []
     assert told(alerts, memory=0.94) == []  # not yet back
@@ -329,9 +329,9 @@ def test_each_new_memory_error_of_a_gpu_is_told() -> None:
 
 
 def test_the_rank_that_holds_too_much_is_named_with_its_bytes_and_the_bound() -> None:
-    (alert,) = HealthAlerts(LIMITS, node=1).judge(row(resident={"8": 10**9, "9": 3_456_000_000}))
+    (alert,) = HealthAlerts(LIMITS, node=1).find_new_alerts(row(resident={"8": 10**9, "9": 3_456_000_000}))
     assert (alert.what, alert.rank, alert.value, alert.limit) == ("process_memory", 9, 3_456_000_000, 3e9)
-    assert described_alert(vars(alert)) == ("node 1, n1: rank 9 holds 3.46 GB, more than cluster.max_memory (3.00 GB).")
+    assert describe_alert(vars(alert)) == ("node 1, n1: rank 9 holds 3.46 GB, more than cluster.max_memory (3.00 GB).")
 
 
 def test_ranks_that_are_bound_to_fewer_cpus_than_they_need_are_an_alert(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,9 +340,9 @@ def test_ranks_that_are_bound_to_fewer_cpus_than_they_need_are_an_alert(monkeypa
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     alerts = HealthAlerts(LIMITS, node=1)
     assert [told(alerts, cpus=cpus) for cpus in (0, 2)] == [[], []], "0: no rank runs yet"
-    (alert,) = alerts.judge(row(cpus=1))
+    (alert,) = alerts.find_new_alerts(row(cpus=1))
     expected = "node 1, n1: its processes need 2 CPUs (cluster.threads, data_workers) and may run on 1."
-    assert described_alert(vars(alert)) == expected
+    assert describe_alert(vars(alert)) == expected
     assert told(alerts, cpus=1) == []
 
 
@@ -382,14 +382,14 @@ def test_a_file_of_a_long_run_has_a_bounded_number_of_lines(tmp_path: Path) -> N
     run = RunDirectory(tmp_path)
     file = HealthFile(run, 0)
     line = json.dumps(CALM) + "\n"
-    run.health(0).write_text(4999 * line)
+    run.get_health_file(0).write_text(4999 * line)
     file = HealthFile(run, 0)
     for number in range(3):
         file.add_row(row(time=float(number)), [])
-    lines = run.health(0).read_text().splitlines()
+    lines = run.get_health_file(0).read_text().splitlines()
     assert len(lines) == 2502
     assert [json.loads(each)["time"] for each in lines[-3:]] == [0.0, 1.0, 2.0]
-    assert [each["time"] for each in last_samples(run.health(0), since=1.0)] == [1.0, 2.0]
+    assert [each["time"] for each in last_samples(run.get_health_file(0), since=1.0)] == [1.0, 2.0]
 
 
 def test_alerts_of_all_nodes_reach_the_events_of_the_run_and_its_listeners(tmp_path: Path) -> None:
@@ -400,19 +400,21 @@ def test_alerts_of_all_nodes_reach_the_events_of_the_run_and_its_listeners(tmp_p
     alerts = [NodeAlert(1, "n1", "ecc", 2, 0, gpu=3), NodeAlert(2500, "n2", "memory", 0.99, 0.95)]
     for alert in alerts:
         HealthFile(run, alert.node).add_row(CALM, [alert])
-    assert run.health(2500).parent.name == "02000"
+    assert run.get_health_file(2500).parent.name == "02000"
     names = ["health/alerts/02000/node_02500_alerts.jsonl", "health/alerts/node_00001_alerts.jsonl"]
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*_alerts.jsonl")) == names
-    (run.health(1).parent / "node_00007_alerts.jsonl").write_text(json.dumps(vars(alerts[0])) + "\n")  # not looked at
-    passed = list(files.new())
+    (run.get_health_file(1).parent / "node_00007_alerts.jsonl").write_text(
+        json.dumps(vars(alerts[0])) + "\n"
+    )  # not looked at
+    passed = list(files.read_new_alerts())
     assert sorted(passed, key=lambda each: each.node) == alerts
-    assert list(files.new()) == []
+    assert list(files.read_new_alerts()) == []
     for alert in passed:
         log(alert)
     with run.events.open("a") as file:
         file.write('{"event": "node_alert", "time": 1.0, "node": "x"}\nnonsense\n')
-    assert news.new() == passed
-    assert news.new() == []
+    assert news.read_alerts() == passed
+    assert news.read_alerts() == []
 
 
 def test_the_process_of_the_first_node_passes_on_what_is_at_hand_when_it_ends(tmp_path: Path) -> None:
@@ -423,7 +425,7 @@ def test_the_process_of_the_first_node_passes_on_what_is_at_hand_when_it_ends(tm
         while os.getpriority(os.PRIO_PROCESS, pid) < min(mine + 5, 19):  # it checks for alerts from then on
             time.sleep(0.01)
         HealthFile(run, 1).add_row(CALM, [alert])
-    assert [alert_of(row_of(line)) for line in run.events.read_bytes().splitlines()] == [alert]
+    assert [parse_alert(parse_row(line)) for line in run.events.read_bytes().splitlines()] == [alert]
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -452,7 +454,7 @@ def test_listeners_are_told_alerts_between_other_events(tmp_path: Path) -> None:
 
         return listen
 
-    listeners = SubprocessListeners({"logger": make}, alerts=AlertNews(run.events).new)
+    listeners = SubprocessListeners({"logger": make}, alerts=AlertNews(run.events).read_alerts)
     EventLog(run.events)(alert)
     listeners(RunEnded(3, "completed"))
     assert told.read_text().splitlines() == [repr(alert), repr(RunEnded(3, "completed"))]
@@ -466,7 +468,7 @@ def test_the_host_of_a_slow_rank_is_asked_for_its_health(tmp_path: Path) -> None
     assert why_host_is_slow(run, "a", 0, per_node=8) == ""
     assert why_host_is_slow(run, "b", 0, per_node=8) == "it swaps 5 MB/s"  # its ranks may be anywhere
     assert why_host_is_slow(run, "c", 0, per_node=8) == ""
-    run.health(1).write_text(json.dumps(row(host="b", time=now - 600, swap=5e6)) + "\n")
+    run.get_health_file(1).write_text(json.dumps(row(host="b", time=now - 600, swap=5e6)) + "\n")
     assert why_host_is_slow(run, "b", 9, per_node=8) == ""  # long ago
 
 
@@ -489,8 +491,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def test_watch_shows_the_nodes_that_deserve_a_look_most(large: RunDirectory) -> None:
     watched, out = Watched(large.path), io.StringIO()
-    watched.look()
-    Console(file=out, width=200).print(screen(watched, look(large).manifest, "running"))
+    watched.read_new_rows()
+    Console(file=out, width=200).print(render_screen(watched, refresh_run(large).manifest, "running"))
     lines = out.getvalue().splitlines()
     assert "8 of 600 nodes" in out.getvalue()
     (swapping,) = [line for line in lines if "n7" in line]
@@ -504,9 +506,9 @@ def test_watch_shows_the_nodes_that_deserve_a_look_most(large: RunDirectory) -> 
 def test_figures_for_a_logger_are_few_whatever_the_number_of_nodes(large: RunDirectory) -> None:
     clock = iter([time.time(), time.time(), time.time() + 100])
     nodes = NodesHealth(large.path, clock=lambda: next(clock))
-    figures = health_figures(nodes.new())
-    assert nodes.new() == {}  # not yet time
-    assert len(nodes.new()) == 600
+    figures = health_figures(nodes.read_new_samples())
+    assert nodes.read_new_samples() == {}  # not yet time
+    assert len(nodes.read_new_samples()) == 600
     assert len(figures) < 20
     assert figures["health/swap"] == 3e6
     assert figures["health/gpu_temperature"] == 95
@@ -520,7 +522,7 @@ def test_figures_for_a_logger_are_few_whatever_the_number_of_nodes(large: RunDir
 def test_the_report_shows_health_and_alerts(large: RunDirectory) -> None:
     alert = vars(NodeAlert(599, "n<b>", "throttled", 1, 0, gpu=3, detail="temperature"))
     large.events.write_text(json.dumps({"event": "node_alert", "time": START + 9, **alert}) + "\n")
-    text = page([large.path])
+    text = render_page([large.path])
     assert "Health of the nodes" in text
     assert "node 599, n&lt;b&gt;: GPU 3 is slowed down (temperature)." in text
     assert "GPU 3: temperature" in text  # the node with an alert is shown
@@ -563,8 +565,8 @@ def test_a_run_records_its_nodes_and_warns_of_a_process_that_grows_beyond_its_bo
     try:
         run = RunDirectory(begun(tmp_path))
         # its process yields to all others
-        wait_until(lambda: len(alerts_of(run)) > 1 and len(last_samples(run.health(0), at_most=1000)) > 2)
-        alerts, rows = alerts_of(run), last_samples(run.health(0), at_most=1000)
+        wait_until(lambda: len(alerts_of(run)) > 1 and len(last_samples(run.get_health_file(0), at_most=1000)) > 2)
+        alerts, rows = alerts_of(run), last_samples(run.get_health_file(0), at_most=1000)
     finally:
         process.terminate()
     assert process.wait(110) == 128 + signal.SIGTERM  # it saves nothing
@@ -576,14 +578,14 @@ def test_a_run_records_its_nodes_and_warns_of_a_process_that_grows_beyond_its_bo
 
 
 def alerts_of(run: RunDirectory) -> list[NodeAlert]:
-    rows = [row_of(line) for line, _ in complete_lines(run.events)]
-    return [alert for row in rows if row and row["event"] == "node_alert" and (alert := alert_of(row))]
+    rows = [parse_row(line) for line, _ in complete_lines(run.events)]
+    return [alert for row in rows if row and row["event"] == "node_alert" and (alert := parse_alert(row))]
 
 
 def test_a_straggler_is_described_with_the_health_of_its_host() -> None:
     event = Straggling(250, 2, "n3", "cuda:1", "compute", 1.2, 210, health="GPU 1 is slowed down (temperature)")
-    assert described(event).endswith("it takes longer to compute (GPU 1 is slowed down (temperature)).")
-    assert row_of(json.dumps(vars(event)).encode()) is not None
+    assert describe_straggler(event).endswith("it takes longer to compute (GPU 1 is slowed down (temperature)).")
+    assert parse_row(json.dumps(vars(event)).encode()) is not None
 
 
 def test_listeners_of_runs_without_alerts_are_told_nothing_else(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from tests.observe.run_folders import attempt, write_run
 from tests.support.loggers import keep_loggers
 from worldsize.cli.watch import watch
 from worldsize.errors import WorldsizeError
-from worldsize.messages import refuse, show_messages
+from worldsize.messages import report_error, show_messages
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import comparison_table, show_summary
-from worldsize.observe.watch import Watched, screen
+from worldsize.observe.watch import Watched, render_screen
 from worldsize.record.compare import compare_runs
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import look
+from worldsize.record.run_record import refresh_run
 
 NAMES = ["[/b]", "[top5]", "a\x1b]0;x\x07", "\ud800"]
 SHOWN = {"a\x1b]0;x\x07": r"a\x1b]0;x\x07", "\ud800": r"\ud800"}
@@ -79,8 +79,8 @@ def test_watch_escapes_what_a_record_says_and_counts_damaged_lines(tmp_path: Pat
     assert "\x1b[31m" not in text
     assert "2 damaged lines of the run's files were left out" in text
     watched = Watched(run)
-    watched.look()
-    assert "\x1b" not in rendered(screen(watched, look(RunDirectory(run)).manifest, "x\x1b[2J"))
+    watched.read_new_rows()
+    assert "\x1b" not in rendered(render_screen(watched, refresh_run(RunDirectory(run)).manifest, "x\x1b[2J"))
 
 
 def test_a_refusal_and_a_logged_line_are_escaped_line_by_line(
@@ -89,6 +89,6 @@ def test_a_refusal_and_a_logged_line_are_escaped_line_by_line(
     logger = logging.getLogger("worldsize")
     keep_loggers(monkeypatch)
     show_messages()
-    refuse(WorldsizeError("one\x1b[2J\ntwo"))
+    report_error(WorldsizeError("one\x1b[2J\ntwo"))
     logger.warning("%s", "three\x1b[2J\nfour")
     assert capsys.readouterr().err == "one\\x1b[2J\ntwo\nwarning: three\\x1b[2J\nfour\n"

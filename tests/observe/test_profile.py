@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from worldsize.observe.timing import traced
+from worldsize.observe.timing import trace_steps
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def data() -> Iterator[str]:
 
 def test_exactly_the_chosen_steps_are_traced(tmp_path: Path) -> None:
     path = tmp_path / "worker.json"
-    with closing(traced(data(), path, first=0, span=(2, 3), device=CPU)) as batches:
+    with closing(trace_steps(data(), path, first=0, span=(2, 3), device=CPU)) as batches:
         seen = []
         for batch in islice(batches, 5):
             seen.append(batch)
@@ -49,7 +49,7 @@ def test_exactly_the_chosen_steps_are_traced(tmp_path: Path) -> None:
 
 def test_a_trace_on_the_cpu_has_what_was_allocated_and_freed(tmp_path: Path) -> None:
     path, count = tmp_path / "worker.json", 1 << 18
-    with closing(traced(repeat(None), path, first=0, span=(1, 1), device=CPU)) as batches:
+    with closing(trace_steps(repeat(None), path, first=0, span=(1, 1), device=CPU)) as batches:
         for _ in islice(batches, 2):
             torch.full((count,), 1.0)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["name"] == "[memory]"]
@@ -64,13 +64,13 @@ def test_a_run_that_ends_or_resumes_within_the_chosen_steps_traces_those_it_take
     tmp_path: Path, first: int, span: tuple[int, int], expected: list[str]
 ) -> None:
     path = tmp_path / "worker.json"
-    with closing(traced(repeat(None), path, first=first, span=span, device=CPU)) as batches:
+    with closing(trace_steps(repeat(None), path, first=first, span=span, device=CPU)) as batches:
         for _ in islice(batches, 4 if first == 0 else 1):
             torch.ones(2).exp()
     assert steps(names(path)) == expected
 
 
 def test_a_run_that_resumes_after_the_chosen_steps_traces_nothing(tmp_path: Path) -> None:
-    with closing(traced(repeat(None), tmp_path / "worker.json", first=5, span=(2, 4), device=CPU)) as batches:
+    with closing(trace_steps(repeat(None), tmp_path / "worker.json", first=5, span=(2, 4), device=CPU)) as batches:
         list(islice(batches, 3))
     assert not (tmp_path / "worker.json").exists()

@@ -20,16 +20,16 @@ import pytest
 
 from tests.observe.browser import PROGRAM, browser
 from tests.observe.run_folders import HOSTILE, START, attempt, write_run
-from worldsize.cli.logs import lines
-from worldsize.cli.report import write
+from worldsize.cli.logs import read_log_lines
+from worldsize.cli.report import write_report
 from worldsize.errors import WorldsizeError
 from worldsize.launch.scheduled import Scheduler
 from worldsize.observe.report import read
-from worldsize.observe.report.curves import StepCurve, means, read_sweep, search_charts
-from worldsize.observe.report.curves import lines as lines_chart
-from worldsize.observe.report.page import page, summary
-from worldsize.observe.report.ranks import heat_map, servers, step_breakdown
-from worldsize.observe.report.read import number, read_run, runs_of
+from worldsize.observe.report.curves import StepCurve, average_rows, read_sweep, search_charts
+from worldsize.observe.report.curves import draw_lines as lines_chart
+from worldsize.observe.report.page import collect_summary, render_page
+from worldsize.observe.report.ranks import heat_map, list_servers, step_breakdown
+from worldsize.observe.report.read import find_runs, parse_number, read_run
 from worldsize.observe.report.scaling import read_study
 from worldsize.observe.report.timeline import timeline
 from worldsize.observe.watch import RankTimes
@@ -73,7 +73,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(eventful: Path) -> str:
-    return page([eventful])
+    return render_page([eventful])
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_many_rows_become_means_of_neighbours_without_those_that_are_missing() -
         *(values_nk[a : a + 2].mean(axis=0) for a in (2, 4)),
         values_nk[6],
     ]
-    assert means(values_nk, at_most=4).tolist() == np.array(expected).tolist()
+    assert average_rows(values_nk, at_most=4).tolist() == np.array(expected).tolist()
 
 
 def test_the_time_line_shows_when_attempts_ran_and_what_a_failure_cost(eventful: Path) -> None:
@@ -145,9 +145,9 @@ def test_a_folder_means_its_run_or_the_runs_in_it_or_those_of_the_sweep(tmp_path
     sweep.mkdir(parents=True)
     of_sweep = write_run(runs / "a", steps=1, config={"run": {"group": "runs/sweeps/one"}})
     other = write_run(runs / "b", steps=1)
-    assert runs_of(other) == [other]
-    assert runs_of(runs) == [of_sweep, other]
-    assert runs_of(sweep) == [of_sweep]
+    assert find_runs(other) == [other]
+    assert find_runs(runs) == [of_sweep, other]
+    assert find_runs(sweep) == [of_sweep]
 
 
 def test_a_scaling_study_is_sorted_and_knows_how_wrong_the_prediction_was(study: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_scaling_study_is_sorted_and_knows_how_wrong_the_prediction_was(study:
 def test_a_scaling_study_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -> None:
     (tmp_path / "scaling.json").write_text(damage)
     with pytest.raises(WorldsizeError, match=r"Measure again|Upgrade worldsize"):
-        page([tmp_path])
+        render_page([tmp_path])
 
 
 def test_lines_that_no_run_writes_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_lines_that_no_run_writes_are_counted_and_left_out(tmp_path: Path) -> No
             file.write(json.dumps({**step, "step": number, "facts": facts}) + "\n")
     record = read_run(run)
     assert (record.damaged, sorted(record.timing), record.events) == (5, [0, 1], [])
-    assert "5 damaged lines of the run's files were left out" in page([run])
+    assert "5 damaged lines of the run's files were left out" in render_page([run])
 
 
 def test_a_report_of_many_ranks_and_steps_reads_some_lines_and_keeps_the_sums(
@@ -205,11 +205,11 @@ def test_a_report_of_many_ranks_and_steps_reads_some_lines_and_keeps_the_sums(
     record = read_run(run)
     assert ({len(rows) for rows in whole.timing.values()}, len(whole.steps)) == ({400}, 400)
     assert ({len(rows) for rows in record.timing.values()}, len(record.steps)) == ({51}, 45)
-    (some,), (every,) = servers(record), servers(whole)
+    (some,), (every,) = list_servers(record), list_servers(whole)
     assert every.pushes == 1600
     assert some.pushes == pytest.approx(every.pushes, rel=0.03)
-    assert ("data read", "16 kB") in summary(whole)
-    assert ("data read", "16.3 kB") in summary(record)
+    assert ("data read", "16 kB") in collect_summary(whole)
+    assert ("data read", "16.3 kB") in collect_summary(record)
     one_of_two = read_sweep([run, tmp_path / "absent"]).runs["run"]
     assert (dict(one_of_two.timing), len(one_of_two.steps), one_of_two.steps[-1]["step"]) == ({}, 24, 400)
 
@@ -219,7 +219,7 @@ def test_no_folder_has_the_files_of_more_than_a_thousand_ranks(tmp_path: Path) -
     record = read_run(run)
     assert sorted(record.timing) == list(range(2345))
     assert record.timing[2344][0]["compute_seconds"] == pytest.approx(0.012)
-    assert RankTimes(run).look(2345)[2344]["compute_seconds"] == pytest.approx(0.012)
+    assert RankTimes(run).read_times(2345)[2344]["compute_seconds"] == pytest.approx(0.012)
     folders = (run / "timing", *(run / "timing").glob("0*"))
     assert sorted(sum(path.is_file() for path in folder.iterdir()) for folder in folders) == [345, 1000, 1000]
 
@@ -227,17 +227,17 @@ def test_no_folder_has_the_files_of_more_than_a_thousand_ranks(tmp_path: Path) -
 def test_logs_of_thousands_of_ranks_are_shown(tmp_path: Path) -> None:
     run = RunDirectory(write_run(tmp_path / "run", steps=1))
     for rank in (3, 1500):
-        log = run.log("worker", rank)
+        log = run.get_log_file("worker", rank)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"rank {rank} says this\n")
     shown = [f"[worker {rank}] rank {rank} says this" for rank in (3, 1500)]
-    assert [*lines(Scheduler(run), None, follow=False)] == shown
-    assert [*lines(Scheduler(run), [1500], follow=False)] == shown[1:]
+    assert [*read_log_lines(Scheduler(run), None, follow=False)] == shown
+    assert [*read_log_lines(Scheduler(run), [1500], follow=False)] == shown[1:]
 
 
 @pytest.mark.parametrize("value", [None, "x", [], {}, 10**400, "nan", float("inf")])
 def test_what_is_no_finite_number_is_nan(value: Any) -> None:
-    assert math.isnan(number(value))
+    assert math.isnan(parse_number(value))
 
 
 def test_a_file_that_cannot_be_read_spoils_no_page_but_its_own(tmp_path: Path) -> None:
@@ -251,9 +251,9 @@ def test_a_file_that_cannot_be_read_spoils_no_page_but_its_own(tmp_path: Path) -
     assert [record.folder for record in sweep.runs.values()] == [whole]
     assert "metrics.jsonl cannot be read: it is not a regular file" in sweep.refused["damaged"]
     assert "lacks the field 'overrides'" in sweep.refused["lacking"]
-    assert "lacks the field" in page([tmp_path])
+    assert "lacks the field" in render_page([tmp_path])
     with pytest.raises(WorldsizeError, match="it is not a regular file"):
-        page([damaged])
+        render_page([damaged])
 
 
 # ---------------------------------------------------------------- display
@@ -267,7 +267,7 @@ def test_names_that_are_markup_are_shown_as_text(text: str) -> None:
 
 
 def test_the_same_run_always_gives_the_same_page(eventful: Path, text: str) -> None:
-    assert page([eventful]) == text
+    assert render_page([eventful]) == text
 
 
 def test_charts_take_their_colours_from_the_page(text: str) -> None:
@@ -296,7 +296,7 @@ def test_a_run_is_shown_in_any_state(tmp_path: Path, state: str) -> None:
     else:
         (run / "metrics.jsonl").unlink()
     with run_lock(run) if state == "running" else nullcontext():
-        shown = Shown(page([run]))
+        shown = Shown(render_page([run]))
     assert {"cut off": "completed"}.get(state, state) in shown.text
 
 
@@ -304,11 +304,11 @@ def test_the_title_names_recipe_strategy_processes_and_command(tmp_path: Path) -
     options = {"recipe": "digits", "strategy": "fsdp", "cluster": "slurm"}
     words = ["recipe=digits", "note=a b"]
     run = write_run(tmp_path / "one", steps=3, overrides=words, options=options)
-    shown = Shown(page([run])).text
+    shown = Shown(render_page([run])).text
     assert "digits · fsdp · 4 processes" in shown
     assert "worldsize train recipe=digits 'note=a b'" in shown
     write_run(tmp_path / "two", steps=3, options={**options, "strategy": "ddp"})
-    assert "2 runs · digits · 4 processes" in Shown(page([tmp_path])).text
+    assert "2 runs · digits · 4 processes" in Shown(render_page([tmp_path])).text
 
 
 def test_the_pointer_shows_the_values_of_all_runs_at_its_place() -> None:
@@ -349,7 +349,7 @@ def test_a_search_is_drawn_as_metric_by_value(tmp_path: Path) -> None:
     for rate in ("1e-4", "1e-3", "0.1"):
         words = ["recipe=digits", f"lr={rate}", "optimizer=sgd"]
         write_run(tmp_path / rate, overrides=words, results={"metrics": {"accuracy": float(rate) + 0.5}})
-    (chart,) = search_charts(read_sweep(runs_of(tmp_path)))
+    (chart,) = search_charts(read_sweep(find_runs(tmp_path)))
     assert chart.title == "test accuracy by lr"
     dots = {
         title.text: float(each.get("cx", "nan"))
@@ -369,7 +369,7 @@ def test_a_browser_shows_the_pages_at_any_width_and_requests_nothing_else(
         write_run(tmp_path / "sweep" / f"{HOSTILE.replace('/', '')[:5]}{rate}", overrides=[f"lr={rate}"])
     pages = [tmp_path / name for name in ("run.html", "study.html", "sweep.html")]
     for path, folder in zip(pages, (eventful, study, tmp_path / "sweep"), strict=True):
-        path.write_text(page([folder]), errors="replace")
+        path.write_text(render_page([folder]), errors="replace")
     backgrounds = set()
     with browser(tmp_path / "profile") as tab:
         for path in pages:
@@ -411,7 +411,7 @@ def test_only_the_page_in_a_run_folder_replaces_a_link(tmp_path: Path) -> None:
     for link in (run / "report.html", tmp_path / "output"):  # an output may be /dev/stdout
         target.write_bytes(b"")
         link.symlink_to(target)
-        write([run], link if link.name == "output" else None)
+        write_report([run], link if link.name == "output" else None)
         assert link.is_symlink() == (target.stat().st_size > 0) == (link.name == "output")
 
 

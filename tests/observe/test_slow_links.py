@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from worldsize.core import Link, StepDone, Straggling
-from worldsize.observe.events import described
+from worldsize.observe.events import describe_straggler
 from worldsize.observe.stragglers import SlowLinkSearch, Straggler
 
 
@@ -24,7 +24,7 @@ def looks_of(
     for step, exposed in enumerate(waits, first + 1):
         done = StepDone(step, step, 1.0, 0.1, None, 0, 0.0, (0.9, 1.0), 1.0, exposed_seconds=exposed)
         if links.is_due(done):
-            yield step, links.judge(ring(nodes, links.distance, slow))
+            yield step, links.find_slow_hosts(ring(nodes, links.distance, slow))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_short_windows_are_looked_at_as_one() -> None:
         done = StepDone(step, step, 1.0, 0.1, None, 0, 0.0, (0.01, 0.01), 1.0, exposed_seconds=0.008)
         if links.is_due(done):
             looks.append(step)
-            links.judge(ring(4, 1, []))
+            links.find_slow_hosts(ring(4, 1, []))
     assert looks == [pytest.approx(150, abs=3)]  # three windows of half a second
 
 
@@ -87,6 +87,6 @@ def test_nobody_is_named_if_all_links_are_equally_slow_or_only_two_hosts_share_o
 
 
 def test_the_event_says_how_much_less_the_link_carries() -> None:
-    text = described(Straggling(40, 4, "h3", "cpu", "network", 20.0, 10))
+    text = describe_straggler(Straggling(40, 4, "h3", "cpu", "network", 20.0, 10))
     assert "the link of h3, where rank 4 is, carries 5% of what most do" in text
     assert "since step 10" in text

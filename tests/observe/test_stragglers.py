@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from worldsize.core import Straggling
-from worldsize.observe.events import EventLog, described
+from worldsize.observe.events import EventLog, describe_straggler
 from worldsize.observe.stragglers import Figures, Straggler, Stragglers, median_of_others
 
 RANKS, EVERY = 4, 10
@@ -42,7 +42,7 @@ def reports(stragglers: Stragglers, splits: Figures, first: int = 0) -> list[tup
     named = []
     for begin in range(0, splits.shape[1], EVERY):
         step = first + begin + EVERY
-        named += [(step, slow) for slow in stragglers.judge(step, splits[:, begin : begin + EVERY].tolist())]
+        named += [(step, slow) for slow in stragglers.find_stragglers(step, splits[:, begin : begin + EVERY].tolist())]
     return named
 
 
@@ -71,7 +71,7 @@ def test_among_thousands_the_slow_rank_is_named_and_few_steps_are_remembered() -
     named = [
         (step, slow.rank)
         for step in range(0, steps, 2)
-        for slow in stragglers.judge(step + 2, list(splits[:, step : step + 2]))
+        for slow in stragglers.find_stragglers(step + 2, list(splits[:, step : step + 2]))
     ]
     remembered, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -126,8 +126,10 @@ def test_an_event_is_a_line_with_the_rank_its_host_and_the_cause(
     line = json.loads((tmp_path / "events.jsonl").read_text())
     assert line.pop("time") > 1e9
     assert line == {"event": "straggling", **vars(event)}
-    assert described(event) in caplog.messages
-    assert "rank 2 on n3 (cuda:1) has been 23% slower than its peers since step 210: it waits" in described(event)
+    assert describe_straggler(event) in caplog.messages
+    assert "rank 2 on n3 (cuda:1) has been 23% slower than its peers since step 210: it waits" in describe_straggler(
+        event
+    )
 
 
 def test_a_run_names_the_rank_that_computes_slowly_and_the_one_whose_data_are_slow(train: Any) -> None:

@@ -24,7 +24,7 @@ from worldsize.core import (
 )
 from worldsize.observe.events import EventLog, alert_for, describe_event, is_event
 from worldsize.observe.nccl_log import parse_nccl
-from worldsize.observe.transport import Transport, audit, connections_of, transport_warning
+from worldsize.observe.transport import Transport, detect_transport, extract_connections, transport_warning
 from worldsize.testing.worlds import run_in_worlds
 
 ETHERNET = """\
@@ -44,13 +44,13 @@ gpu1:4021:4060 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
     [(ETHERNET, ["shm", "socket"], "eth0"), (FABRIC, ["ib", "nvlink"], "mlx5_0"), ("", [], None)],
 )
 def test_transports_and_interface_are_read(text: str, transports: list[str], interface: str | None) -> None:
-    assert connections_of(parse_nccl(text)) == {"transports": transports, "interface": interface}
+    assert extract_connections(parse_nccl(text)) == {"transports": transports, "interface": interface}
 
 
 def test_sockets_where_the_cluster_declares_a_fabric_give_a_warning() -> None:
     fast = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=12.5e9, latency=5e-6)})
     slow = Cluster("slurm", 2, 16, "cuda", "nccl", links={"network": Link(bandwidth=1.25e9, latency=5e-5)})
-    ethernet: Transport = {"backend": "nccl", **connections_of(parse_nccl(ETHERNET)), "ranks": {}}
+    ethernet: Transport = {"backend": "nccl", **extract_connections(parse_nccl(ETHERNET)), "ranks": {}}
     warning = transport_warning(ethernet, fast)
     assert warning is not None
     assert "plain sockets on eth0, but the cluster declares 12.5 GB/s" in warning
@@ -58,7 +58,8 @@ def test_sockets_where_the_cluster_declares_a_fabric_give_a_warning() -> None:
     racks = replace(slow, nodes=4, tiers={"rack": 2}, links={**slow.links, "rack": Link(50e9, 3e-6)})
     assert "the cluster declares 50 GB/s" in (transport_warning(ethernet, racks) or "")
     assert (
-        transport_warning({"backend": "nccl", **connections_of(parse_nccl(FABRIC)), "ranks": {"ib": 16}}, fast) is None
+        transport_warning({"backend": "nccl", **extract_connections(parse_nccl(FABRIC)), "ranks": {"ib": 16}}, fast)
+        is None
     )
     adapters = replace(slow, hca="mlx5")
     warning = transport_warning(ethernet, adapters)
@@ -72,7 +73,7 @@ def test_sockets_of_one_host_are_noticed_where_the_first_process_has_a_fabric(tm
     def body(world: World) -> Transport:
         log = tmp_path / f"{world.rank}.log"
         log.write_text(ETHERNET if world.rank == 2 else FABRIC)
-        return audit(world, cluster, {}, log)
+        return detect_transport(world, cluster, {}, log)
 
     first, _, last = run_in_worlds(body, 3)
     assert first["transports"] == ["ib", "nvlink"]

@@ -16,16 +16,16 @@ from worldsize.cli.watch import watch
 from worldsize.core import Outcome
 from worldsize.launch.scheduled import Scheduler, is_alive
 from worldsize.observe.progress import Tail, remaining
-from worldsize.observe.watch import RankTimes, Watched, screen
+from worldsize.observe.watch import RankTimes, Watched, render_screen
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import RunRecord, look, opened
+from worldsize.record.run_record import RunRecord, open_record, refresh_run
 
 
 @pytest.fixture
 def record(tmp_path: Path) -> Iterator[RunRecord]:
     """A run at step 30 of 200, in its first attempt; this process holds its lock."""
     folder = write_run(tmp_path / "digits" / "run", steps=30, ranks=20, attempts=[])
-    with opened(RunDirectory(folder)) as record:
+    with open_record(RunDirectory(folder)) as record:
         begin(record)
         yield record
 
@@ -60,8 +60,8 @@ def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
 
 def test_the_slowest_rank_is_the_one_that_computes_longest(run: RunDirectory) -> None:
     watched, out = Watched(run.path), io.StringIO()
-    watched.look()
-    Console(file=out, width=160).print(screen(watched, look(run).manifest, "running"))
+    watched.read_new_rows()
+    Console(file=out, width=160).print(render_screen(watched, refresh_run(run).manifest, "running"))
     (line,) = [line for line in out.getvalue().splitlines() if line.endswith("slowest")]
     assert line.split()[0] == "19"  # write_run makes this rank compute longer
     assert "the slowest 16 of 20" in out.getvalue()
@@ -71,13 +71,13 @@ def test_the_slowest_rank_is_the_one_that_computes_longest(run: RunDirectory) ->
 def test_the_times_of_many_ranks_are_not_read_at_each_refresh(run: RunDirectory) -> None:
     now = 0.0
     times = RankTimes(run.path, clock=lambda: now)
-    assert [row["step"] for row in times.look(20).values()] == [30] * 20
-    with run.timing(19).open("a") as file:
+    assert [row["step"] for row in times.read_times(20).values()] == [30] * 20
+    with run.get_timing_file(19).open("a") as file:
         file.write('{"step": 31, "compute_seconds": 1.0}\n')
     now = 0.19  # 20 ranks: every 0.2 s
-    assert times.look(20)[19]["step"] == 30
+    assert times.read_times(20)[19]["step"] == 30
     now = 0.21
-    assert times.look(20)[19]["step"] == 31
+    assert times.read_times(20)[19]["step"] == 31
 
 
 def test_without_a_terminal_each_change_is_a_line_and_the_exit_code_is_that_of_the_run(

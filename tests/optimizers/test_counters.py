@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from worldsize.optimizers.counters import counters_kept
-from worldsize.strategies.train_state import load_named_state, named_state
+from worldsize.strategies.train_state import collect_named_state, load_named_state
 from worldsize.testing.update_loops import Counting
 
 
@@ -58,7 +58,7 @@ def test_counters_in_all_places_are_kept_and_no_weight_changes() -> None:
 def test_saving_before_the_first_step_counts_none() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = Counting(model.parameters(), AdamW, warmup=3)
-    saved = named_state(model, optimizer)
+    saved = collect_named_state(model, optimizer)
     assert [group["step"] for group in optimizer.param_groups] == [0, 0]
     assert [group["step"] for group in saved["param_groups"]] == [0, 0]
     load_named_state(model, optimizer, saved)
@@ -82,7 +82,7 @@ def test_saving_an_optimizer_without_state_counts_none() -> None:
     model = nn.Linear(2, 2)
     optimizer = Stateless(model.parameters())
     optimizer.step()
-    saved = named_state(model, optimizer)
+    saved = collect_named_state(model, optimizer)
     assert (optimizer.taken, optimizer.param_groups[0]["taken"]) == (1, 1)
     assert saved["param_groups"][0]["taken"] == 1
     load_named_state(model, optimizer, saved)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from worldsize.config.instantiate import Allowed, build
+from worldsize.config.instantiate import Allowed, build_object
 from worldsize.core import ConfigError
 from worldsize.loop.schedules import warmup_linear
 from worldsize.optimizers.arguments import check_tuples
-from worldsize.optimizers.groups import grouped, named_by
+from worldsize.optimizers.groups import create_grouped_optimizer, use_parameter_names
 from worldsize.optimizers.muon import muon
 from worldsize.optimizers.schedule_free import refuse_breaking
 from worldsize.strategies.fsdp import FSDP
@@ -48,8 +48,8 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def made(own: nn.Module, groups: Any, make: Callable[..., Optimizer] = ADAMW) -> Optimizer:
-    with named_by(own):
-        return grouped(own.parameters(), make=make, groups=groups)
+    with use_parameter_names(own):
+        return create_grouped_optimizer(own.parameters(), make=make, groups=groups)
 
 
 def test_groups_train_as_those_written_by_hand_and_a_schedule_scales_the_rate_of_each() -> None:
@@ -78,10 +78,12 @@ def test_groups_train_as_those_written_by_hand_and_a_schedule_scales_the_rate_of
 
 def test_names_are_those_of_the_parameters_that_are_given_if_no_model_is_known() -> None:
     own = model()
-    optimizer = grouped(own.named_parameters(), make=ADAMW, groups={"bias": {"match": ["*.bias"], "lr": 1.0}})
+    optimizer = create_grouped_optimizer(
+        own.named_parameters(), make=ADAMW, groups={"bias": {"match": ["*.bias"], "lr": 1.0}}
+    )
     assert [len(group["params"]) for group in optimizer.param_groups] == [4, 3]
     with pytest.raises(ConfigError, match="named_parameters"):
-        grouped(own.parameters(), make=ADAMW, groups={"bias": {"match": ["*.bias"]}})
+        create_grouped_optimizer(own.parameters(), make=ADAMW, groups={"bias": {"match": ["*.bias"]}})
 
 
 @pytest.mark.parametrize(
@@ -102,15 +104,15 @@ def test_a_group_that_cannot_be_is_refused(group: dict[str, Any], message: str) 
 def test_the_shape_of_groups_is_checked_with_the_configuration(groups: Any) -> None:
     node = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "groups": groups}
     with pytest.raises(ConfigError, match=r"optimizer\.groups"):
-        build(node, partial, allowed=Allowed(), key="optimizer")
+        build_object(node, partial, allowed=Allowed(), key="optimizer")
 
 
 def test_an_optimizer_below_a_recipe_has_the_groups_of_its_configuration() -> None:
     groups = {"bias": {"match": ["*.bias"], "lr": 0.5}}
     node = {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1, "groups": groups}
-    make = build(node, partial, allowed=Allowed(), key="optimizer")
+    make = build_object(node, partial, allowed=Allowed(), key="optimizer")
     own = model()
-    with named_by(own):
+    with use_parameter_names(own):
         optimizer = make(own.parameters())
     assert [(group["lr"], len(group["params"])) for group in optimizer.param_groups] == [(0.1, 4), (0.5, 3)]
 
@@ -119,7 +121,9 @@ def test_fused_updates_are_those_of_torch_also_beside_parameters_on_the_meta_dev
     """Ranks of a pipeline hold each other's parameters on the meta device, but fused kernels refuse that device."""
     plain, own, absent = model(), model(), nn.Linear(2, 2, device="meta")
     step = AdamW(plain.parameters(), lr=0.02, weight_decay=0.1, fused=True).step
-    optimizer = grouped([*own.parameters(), *absent.parameters()], make=partial(ADAMW, fused=True), groups={})
+    optimizer = create_grouped_optimizer(
+        [*own.parameters(), *absent.parameters()], make=partial(ADAMW, fused=True), groups={}
+    )
     optimizer.param_groups[0]["params"] = list(own.parameters())
     assert optimizer.param_groups[0]["fused"] is True
     assert equal(trained(plain, step), trained(own, optimizer.step))
@@ -158,7 +162,10 @@ def test_muon_refuses_options_that_neither_has_and_patterns_that_match_nothing()
     with pytest.raises(ConfigError, match=r"optimizer\.adamw\.beta'; did you mean 'betas'"):
         of_muon(model().parameters(), adamw={"beta": 1})
     own = model()
-    with named_by(own), pytest.raises(ConfigError, match=r"optimizer\.adamw\.match: 'head' matches no parameter"):
+    with (
+        use_parameter_names(own),
+        pytest.raises(ConfigError, match=r"optimizer\.adamw\.match: 'head' matches no parameter"),
+    ):
         of_muon(own.parameters(), adamw={"match": ["head"]})
 
 
@@ -208,8 +215,8 @@ def test_optimizers_whose_state_cannot_be_kept_are_refused_with_the_reason(libra
 def test_an_option_with_too_few_numbers_is_told_with_how_many_it_takes(options: Any, message: str) -> None:
     node = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 0.1, **options}
     own = model()
-    with pytest.raises(ConfigError, match=re.escape(message)), named_by(own):
-        build(node, partial, allowed=Allowed(), key="optimizer")(own.parameters())
+    with pytest.raises(ConfigError, match=re.escape(message)), use_parameter_names(own):
+        build_object(node, partial, allowed=Allowed(), key="optimizer")(own.parameters())
 
 
 def test_options_that_are_words_or_any_number_of_numbers_are_left_to_the_optimizer() -> None:

@@ -21,13 +21,13 @@ from recipes.digits.recipe import Digits
 from worldsize.core import ConfigError, EvaluationBatch, EvaluationBatches, MicroBatch, Numerics, RunContext, World
 from worldsize.loop.schedules import warmup_cosine
 from worldsize.optimizers.eight_bit import adamw_8bit
-from worldsize.optimizers.schedule_free import adamw_schedule_free, evaluated_weights
+from worldsize.optimizers.schedule_free import adamw_schedule_free, use_evaluation_weights
 from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import Chain
@@ -85,7 +85,7 @@ def test_adamw_of_8_bits_has_the_weights_of_torchaos_under_a_schedule() -> None:
 def test_moments_of_8_bits_are_saved_as_plain_tensors_and_go_on_with_the_same_bits() -> None:
     own = recipe(EIGHT_BITS)
     model = model_of(own)
-    state = TrainState.of(own, model)
+    state = TrainState.from_recipe(own, model)
     trained(model, state.optimizer, batches()[:3])
     saved = copy.deepcopy(state.state())
     moments = saved["optimizer"]["state"]["2.weight"]
@@ -96,7 +96,7 @@ def test_moments_of_8_bits_are_saved_as_plain_tensors_and_go_on_with_the_same_bi
     assert saved["optimizer"]["state"]["0.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}  # too small
     assert all(type(each) is Tensor for values in saved["optimizer"]["state"].values() for each in values.values())
     other = model_of(own)
-    resumed = TrainState.of(own, other)
+    resumed = TrainState.from_recipe(own, other)
     before = resumed.state()["optimizer"]["state"]["2.weight"]
     assert {name: each.shape for name, each in before.items()} == {name: each.shape for name, each in moments.items()}
     resumed.load(saved)
@@ -141,13 +141,13 @@ def test_schedule_free_training_is_that_of_a_plain_loop_and_evaluations_change_n
     theirs = schedulefree.AdamWScheduleFree(plain.parameters(), lr=0.02, weight_decay=0.1, warmup_steps=3)
     theirs.train()
     model = model_of(own)
-    replica = alone(own, model, RunContext(World.alone(device), Numerics()))
+    replica = create_local_replica(own, model, RunContext(World.create_single(device), Numerics()))
     replica.evaluate(evaluations(batches()[:1]))
     for step, batch in enumerate(batches(), 1):
         replica.state()  # a save: its probe must not leave a trace
         replica.step([MicroBatch(batch, seed=step, step=step)])
         found = replica.evaluate(evaluations(batches()))
-    with pytest.raises(InterruptedError), evaluated_weights(replica.train_state.optimizers, model):
+    with pytest.raises(InterruptedError), use_evaluation_weights(replica.train_state.optimizers, model):
         raise InterruptedError  # as in a gang that loses a member during an evaluation
     assert equal(trained(plain, theirs, batches()), list(model.parameters()))
     assert theirs.param_groups[0]["k"] == replica.train_state.optimizers[0].param_groups[0]["k"] == STEPS
@@ -170,7 +170,7 @@ def test_a_schedule_free_optimizer_that_has_not_stepped_starts_from_the_weights_
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-    state = TrainState.of(own, other)
+    state = TrainState.from_recipe(own, other)
     state.load({**state.state(), "model": model.state_dict()})  # as init_from does
     plain = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.02, weight_decay=0.1, warmup_steps=3)
     plain.train()
@@ -180,7 +180,7 @@ def test_a_schedule_free_optimizer_that_has_not_stepped_starts_from_the_weights_
 def test_a_schedule_free_state_goes_on_with_the_same_bits() -> None:
     own = recipe(FREE)
     model, other = model_of(own), model_of(own)
-    state, resumed = TrainState.of(own, model), TrainState.of(own, other)
+    state, resumed = TrainState.from_recipe(own, model), TrainState.from_recipe(own, other)
     trained(model, state.optimizer, batches()[:3])
     resumed.state()
     resumed.load(copy.deepcopy(state.state()))

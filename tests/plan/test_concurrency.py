@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worldsize.plan.dry_run import medians, run_concurrently
+from worldsize.plan.dry_run import measure_medians, run_concurrently
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def _one_is_slow(folder: Path) -> list[float]:
         seconds = 0.05
     except FileExistsError:
         seconds = 0.0
-    measured = medians(repeat([partial(time.sleep, seconds), lambda: None]), CPU, 0.0)
+    measured = measure_medians(repeat([partial(time.sleep, seconds), lambda: None]), CPU, 0.0)
     (folder / f"{os.getpid()}").write_text(str(measured))
     return measured
 
@@ -42,7 +42,7 @@ def _count(least_seconds: float) -> int:
         turns += 1
         time.sleep(0.001)
 
-    medians(repeat([step]), CPU, least_seconds)
+    measure_medians(repeat([step]), CPU, least_seconds)
     return turns
 
 
@@ -53,7 +53,7 @@ def test_measuring_goes_on_until_it_has_taken_long_enough() -> None:
 
 def _fails_once(folder: Path) -> None:
     (folder / "failed").mkdir()  # succeeds only in the first process
-    medians(repeat([lambda: None]), CPU, 0.0)
+    measure_medians(repeat([lambda: None]), CPU, 0.0)
 
 
 def test_the_others_do_not_wait_for_one_that_fails(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from worldsize.config.compose import compose_and_call
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Replica, RunContext, World
 from worldsize.data.loader import micro_batches
 from worldsize.plan.dry_run import slowdown, world_seen_by
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 
 CPU, RANKS = torch.device("cpu"), 4
 SHAPE = ("cluster.nodes=2", f"cluster.processes={RANKS}", "cluster.threads=1", "optimizer=sgd", "clip_norm=null")
@@ -34,7 +34,7 @@ def _composed(work: Callable[[Settings], Any], options: tuple[str, ...]) -> Any:
     results = []
 
     def task(cfg: DictConfig) -> None:
-        results.append(work(settings_of(cfg)))
+        results.append(work(build_settings(cfg)))
 
     compose_and_call(task, ["recipe=digits", *SHAPE, *options])
     return results[0]
@@ -44,9 +44,9 @@ def _steps(settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
     """Return each parameter's change in one step: in a single process, and on DDP's first rank."""
     recipe = settings.recipe
     with world_seen_by(0, settings, CPU) as world:
-        data = next(micro_batches(recipe.data("train"), settings.order(0, world.size), CPU))
+        data = next(micro_batches(recipe.data("train"), settings.create_order(0, world.size), CPU))
         torch.manual_seed(0)
-        single = alone(recipe, recipe.model(), RunContext(World.alone(CPU)))
+        single = create_local_replica(recipe, recipe.model(), RunContext(World.create_single(CPU)))
         torch.manual_seed(0)
         first = settings.strategy.replica(recipe, RunContext(world))
         return _changed(single, data), _changed(first, data)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from plugins.parameter_server.strategy import ParameterServer
-from worldsize.collectives.cluster_cost import served_bytes
+from worldsize.collectives.cluster_cost import estimate_push_bytes
 from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.core import Cluster, ConfigError, Cost, Link, Workload
-from worldsize.plan.advice import best_text, retuning_text, unfit
-from worldsize.plan.predictor import Forecast, Given, Predictor, accumulated, forecast
+from worldsize.plan.advice import best_text, explain_memory_excess, retuning_text
+from worldsize.plan.predictor import Forecast, Given, Predictor, forecast, scale_workload
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
@@ -28,10 +28,10 @@ def cluster(nodes: int, per_node: int, device: str = "cpu") -> Cluster:
 
 
 def test_a_rank_with_more_micro_batches_updates_once_and_overlaps_with_the_last_backward_pass() -> None:
-    twice = accumulated(WORK, 2)
+    twice = scale_workload(WORK, 2)
     assert twice.compute_seconds == pytest.approx(0.36 * 2 + 0.04)
     assert twice.overlap * twice.compute_seconds == pytest.approx(WORK.overlap * WORK.compute_seconds)
-    half = accumulated(WORK, 0.5)
+    half = scale_workload(WORK, 0.5)
     assert half.compute_seconds == pytest.approx(WORK.compute_seconds / 2)
     assert half.overlap * half.compute_seconds == pytest.approx(WORK.overlap * WORK.compute_seconds / 2)
 
@@ -100,10 +100,10 @@ def test_no_computation_makes_up_for_a_rank_that_is_idle_for_longer() -> None:
 
 def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:
     """Two nodes have two servers each, two have two workers each; pushes leave by the link of their node."""
-    assert served_bytes(1e8, range(4, 8), range(4), cluster(4, 2)) == pytest.approx(2e8)
+    assert estimate_push_bytes(1e8, range(4, 8), range(4), cluster(4, 2)) == pytest.approx(2e8)
     # one server shares a node with a worker
-    assert served_bytes(1e8, range(1, 4), range(1), cluster(2, 2)) == pytest.approx(2e8)
-    assert served_bytes(1e8, range(1, 4), range(1), cluster(1, 4)) == pytest.approx(3e8)
+    assert estimate_push_bytes(1e8, range(1, 4), range(1), cluster(2, 2)) == pytest.approx(2e8)
+    assert estimate_push_bytes(1e8, range(1, 4), range(1), cluster(1, 4)) == pytest.approx(3e8)
     cost = ParameterServer(servers=4, nodes=4).cost(WORK, cluster(4, 2))
     assert cost.communication_seconds == pytest.approx(2 * 1.6)
     assert cost.exposed_seconds == pytest.approx(1.6 + 1.6 - 0.2)
@@ -168,11 +168,11 @@ def test_the_best_is_the_fastest_that_fits_and_computes_the_same() -> None:
 
 
 def test_advice_names_what_is_too_large_and_how_to_change_the_rate_for_a_larger_batch() -> None:
-    assert unfit(made(1.0, memory=3e9), 2e9) == (
+    assert explain_memory_excess(made(1.0, memory=3e9), 2e9) == (
         "it needs 3.00 GB a rank, and there are 2.00 GB. Shard it over more ranks."
     )
-    assert unfit(made(1.0), 1e9) is None
-    assert unfit(made(1.0), None) is None
+    assert explain_memory_excess(made(1.0), 1e9) is None
+    assert explain_memory_excess(made(1.0), None) is None
     assert retuning_text(64, 64, 0.1, "runs/x") is None
     assert "start at 4 × with SGD, 2 × with Adam; lr=0.1 is set" in (retuning_text(64, 256, 0.1, "runs/x") or "")
 
@@ -182,6 +182,6 @@ def test_hosts_that_are_all_in_one_rack_have_its_measured_link(hosts: str, expec
     """They do not use the measured link between racks."""
     measured = {"node": Link(10e9, 0.0), "rack": Link(2e9, 1e-5), "network": Link(0.5e9, 1e-4)}
     words = ["recipe=digits", "+cluster=ssh", f"cluster.hosts=[{hosts}]", "+cluster.tiers.rack=2"]
-    seen = Predictor(Given(links=measured)).cluster(settings_of(compose_only(words)))
+    seen = Predictor(Given(links=measured)).resolve_cluster(build_settings(compose_only(words)))
     assert seen.links["network"] == measured[expected]
-    assert seen.links["device"] == settings_of(compose_only(words)).cluster.links["device"]  # not measured
+    assert seen.links["device"] == build_settings(compose_only(words)).cluster.links["device"]  # not measured

@@ -18,7 +18,7 @@ from tests.plan.rehearsal.composed import isolated
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, Cost, Recipe
 from worldsize.plan import advice
-from worldsize.plan.advice import detected_memory_bytes, formula_text, unfit
+from worldsize.plan.advice import detect_memory_bytes, explain_memory_excess, formula_text
 from worldsize.plan.predictor import Forecast, Given, Predictor
 
 MEGA = 250_000  # float32 numbers that take 1 MB
@@ -79,13 +79,13 @@ def test_a_formula_in_place_of_a_rehearsal_that_failed_is_marked_with_the_reason
 
 def test_memory_of_a_process_is_never_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster("test", 1, 4, "cpu", "gloo")
-    found = detected_memory_bytes(cluster)
+    found = detect_memory_bytes(cluster)
     assert found is not None
     assert found > 0
     monkeypatch.setattr(os, "sysconf", lambda name: 1000)
-    assert detected_memory_bytes(cluster) == 0
+    assert detect_memory_bytes(cluster) == 0
     forecast = Forecast(Cost(1e9, 0.0, 0.0, 0.0), 1.0, 0.0, 1.0)
-    assert unfit(forecast, 0.0, processes=4) == (
+    assert explain_memory_excess(forecast, 0.0, processes=4) == (
         "4 processes do not fit beside Python and torch on this machine. Set cluster.processes lower, or "
         "cluster.device_memory."
     )
@@ -94,8 +94,8 @@ def test_memory_of_a_process_is_never_less_than_nothing(monkeypatch: pytest.Monk
 def test_memory_of_a_container_or_a_job_counts_where_it_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for limit in (8 << 30, 4 << 30):
-        monkeypatch.setattr(advice, "within", lambda node, limit=limit: replace(node, total=limit))
-        found.append(detected_memory_bytes(Cluster("test", 1, 2, "cpu", "gloo")))
+        monkeypatch.setattr(advice, "find_memory_limit", lambda node, limit=limit: replace(node, total=limit))
+        found.append(detect_memory_bytes(Cluster("test", 1, 2, "cpu", "gloo")))
     assert found[0] is not None
     assert found[1] is not None
     assert found[0] - found[1] == pytest.approx(2 << 30, rel=0.01)  # half of the difference for each process
@@ -103,9 +103,9 @@ def test_memory_of_a_container_or_a_job_counts_where_it_is_less(monkeypatch: pyt
 
 def test_what_a_process_has_loaded_before_it_asks_is_not_free() -> None:
     cluster = Cluster("test", 1, 1, "cpu", "gloo")
-    before = detected_memory_bytes(cluster)
+    before = detect_memory_bytes(cluster)
     held = torch.ones(100 * MEGA)
-    after = detected_memory_bytes(cluster)
+    after = detect_memory_bytes(cluster)
     assert before is not None
     assert after is not None
     assert before - after == pytest.approx(held.nbytes, rel=0.2)
@@ -115,4 +115,4 @@ def test_memory_of_a_gpu_leaves_room_for_what_is_no_tensor(monkeypatch: pytest.M
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     answer = subprocess.CompletedProcess([], 0, stdout="80000000000\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: answer)
-    assert detected_memory_bytes(Cluster("test", 1, 2, "cuda", "nccl")) == 78e9
+    assert detect_memory_bytes(Cluster("test", 1, 2, "cuda", "nccl")) == 78e9

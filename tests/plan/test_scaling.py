@@ -7,13 +7,13 @@ import pytest
 from worldsize.plan.scaling import (
     Point,
     boundary_text,
+    compute_spread,
     efficiencies,
-    knees,
+    find_knees,
     marginal_text,
     marginals,
-    predicted_efficiencies,
-    spread,
-    timed,
+    predict_efficiencies,
+    summarize_timing,
 )
 
 
@@ -25,14 +25,14 @@ def test_a_step_is_as_long_as_on_its_slowest_rank_and_warm_up_does_not_count() -
     line = {"data_seconds": 0.1, "compute_seconds": 0.2, "communication_seconds": 0.3, "update_seconds": 0.1}
     slow = [{**line, "step": step, "step_seconds": 0.9 if step < 2 else 0.6 + step / 100} for step in range(10)]
     quick = [{**line, "step": step, "step_seconds": 0.6, "data_seconds": 0.0} for step in range(12)]
-    timing = timed([quick, slow])
+    timing = summarize_timing([quick, slow])
     assert timing.step_seconds == pytest.approx(0.7 + 0.055)  # steps 2 to 9: 0.72 to 0.79
     assert timing.spread_seconds == pytest.approx(0.045)
     assert timing.phases == pytest.approx({"data": 0.05, "compute": 0.2, "communication": 0.3, "update": 0.1})
-    assert timed([[{"step": step, "step_seconds": 1.0, "data_seconds": 0.5} for step in range(5)]]).phases == {
-        "data": 0.5
-    }
-    assert spread([1.0, 2.0, 3.0]) == 2.0
+    assert summarize_timing(
+        [[{"step": step, "step_seconds": 1.0, "data_seconds": 0.5} for step in range(5)]]
+    ).phases == {"data": 0.5}
+    assert compute_spread([1.0, 2.0, 3.0]) == 2.0
 
 
 def test_efficiency_is_throughput_a_process_against_one_process() -> None:
@@ -49,7 +49,7 @@ def test_the_knee_is_where_efficiency_times_speedup_is_largest() -> None:
     points = [point(n, rate) for n, rate in rates.items()]
     points += [point(n, 100, strategy="stuck") for n in (1, 2, 4)]
     points += [point(8, rates[4], accumulation=4)]
-    assert knees(points) == {"ddp": 4, "stuck": 1}
+    assert find_knees(points) == {"ddp": 4, "stuck": 1}
 
 
 STAIRS = [  # rates at 1 × 1, 1 × 2, 2 × 2 and 4 × 2: good inside a node, and a drop at its boundary
@@ -72,15 +72,15 @@ def test_a_further_process_is_compared_with_those_of_its_own_strategy() -> None:
 
 
 def test_the_knee_is_the_last_size_before_a_further_process_adds_too_little() -> None:
-    assert [knees(STAIRS, least=least)["ddp"] for least in (0.1, 0.5, 0.9)] == [8, 2, 1]
+    assert [find_knees(STAIRS, least=least)["ddp"] for least in (0.1, 0.5, 0.9)] == [8, 2, 1]
 
 
 def test_the_cliff_at_the_node_boundary_is_named_with_its_prediction() -> None:
-    assert predicted_efficiencies(STAIRS) == pytest.approx([1.0, 1.0, 0.6, 0.4])
+    assert predict_efficiencies(STAIRS) == pytest.approx([1.0, 1.0, 0.6, 0.4])
     assert boundary_text(STAIRS) == [
         "ddp at the node boundary, 1 × 2 to 2 × 2: efficiency 90% to 55% (predicted 100% to 60%); "
         "a further process adds 20% of the speed of one."
     ]
     assert (marginal_text(-0.001), marginal_text(-0.05), marginal_text(None)) == ("0%", "-5%", "")
     assert boundary_text(STAIRS[:2]) == []
-    assert predicted_efficiencies([point(1, 100), STAIRS[1], Point("ddp", 4, 1, 1, 0, {}, 9, None, "run")]) is None
+    assert predict_efficiencies([point(1, 100), STAIRS[1], Point("ddp", 4, 1, 1, 0, {}, 9, None, "run")]) is None

@@ -17,7 +17,7 @@ from plugins.parameter_server.strategy import ParameterServer
 from worldsize.core import RunContext, Strategy
 from worldsize.errors import CheckpointError
 from worldsize.strategies.single import Single
-from worldsize.testing.loops import Loop, refused_early
+from worldsize.testing.loops import Loop, find_early_refusal
 from worldsize.testing.training import ALONE, train
 
 Values = dict[str, Any]
@@ -81,14 +81,14 @@ REFUSED: dict[str, tuple[Remembers, str]] = {
 def test_values_that_no_checkpoint_holds_are_refused_before_the_start(
     recipe: Remembers, message: str, strategy: Strategy
 ) -> None:
-    refusal = refused_early(strategy, recipe)
+    refusal = find_early_refusal(strategy, recipe)
     assert message in refusal
     assert "Keep tensors and plain values" in refusal
 
 
 def test_what_a_trial_cannot_find_ends_the_run_before_its_second_step() -> None:
     recipe = Remembers(lambda model: Remembering(model.parameters(), {}, 1j, tries=False))
-    assert not refused_early(Single(), recipe)
+    assert not find_early_refusal(Single(), recipe)
     train(Single(), RunContext(ALONE), 1, recipe=recipe)
     with pytest.raises(CheckpointError, match=r"optimizer/state/0\.(weight|bias)/best is a complex"):
         train(Single(), RunContext(ALONE), 2, recipe=recipe)
@@ -96,7 +96,7 @@ def test_what_a_trial_cannot_find_ends_the_run_before_its_second_step() -> None:
 
 def test_numbers_of_numpy_in_the_state_are_trained_and_saved(tmp_path: Any) -> None:
     recipe = Remembers(lambda model: Remembering(model.parameters(), {"ratio": np.float32(0.1)}, np.int64(4)))
-    assert not refused_early(Single(), recipe)
+    assert not find_early_refusal(Single(), recipe)
     train(Single(), RunContext(ALONE), 3, tmp_path, save=True, recipe=recipe)
     train(Single(), RunContext(ALONE), 4, tmp_path, save=True, recipe=recipe)
     assert torch.tensor(recipe.optimizer(recipe.model()).param_groups[0]["ratio"]) == torch.tensor(0.1)

@@ -80,7 +80,9 @@ def reference(workers: int, rule: Rule, recipe: Regression, steps: int = STEPS) 
     inputs, targets = recipe.data("train").tensors
     for step in range(1, steps + 1):
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            rows = Order(seed=3, batch_size=BATCH, logical_ranks=workers, mine=()).indices(step, worker, SAMPLES)
+            rows = Order(seed=3, batch_size=BATCH, logical_ranks=workers, mine=()).compute_indices(
+                step, worker, SAMPLES
+            )
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs[rows]), targets[rows]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

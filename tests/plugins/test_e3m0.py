@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugins.streaming_diloco.e3m0 import BLOCK, decode, encode, size
+from plugins.streaming_diloco.e3m0 import BLOCK, count_bytes, decode_rows, encode_rows
 
 CODES = torch.tensor([0.0, *(2.0**power for power in range(-6, 1))])
 
 
 def there_and_back(rows: Tensor) -> Tensor:
-    return decode(encode(rows), rows.shape[1])
+    return decode_rows(encode_rows(rows), rows.shape[1])
 
 
 def rows(scale: float, seed: int = 0) -> Tensor:
@@ -21,8 +21,8 @@ def rows(scale: float, seed: int = 0) -> Tensor:
 
 
 def test_a_byte_holds_two_numbers_and_each_block_adds_one_byte() -> None:
-    assert encode(rows(1.0)).shape == (3, size(8 * BLOCK))
-    assert 8 * size(8 * BLOCK) / (8 * BLOCK) == 4.25  # bits per number
+    assert encode_rows(rows(1.0)).shape == (3, count_bytes(8 * BLOCK))
+    assert 8 * count_bytes(8 * BLOCK) / (8 * BLOCK) == 4.25  # bits per number
 
 
 @pytest.mark.parametrize("scale", [2.0**-120, 1e-20, 1e-3, 1.0, 7e4, 1e30])

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from plugins.easgd.centre import Centre, Operation, joined
+from plugins.easgd.centre import Centre, Operation, accept_workers
 from plugins.easgd.centre import Link as CentreLink
 from plugins.easgd.strategy import EASGD
 from worldsize.config.shape import check_precision
 from worldsize.core import Cluster, ConfigError, Link, Numerics, RunContext, Workload
-from worldsize.data.batches import fetch
+from worldsize.data.batches import fetch_batch
 from worldsize.data.order import Order
 from worldsize.net.channel import Channel
-from worldsize.net.endpoints import address_of, connect
+from worldsize.net.endpoints import connect_channel, get_listener_address
 from worldsize.net.frames import CommonOperation
 from worldsize.strategies.ddp import DDP
 from worldsize.testing.contract import StrategyContract
@@ -47,7 +47,7 @@ class TestEASGD(StrategyContract):
         for step in range(1, 5):
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 optimizer.zero_grad()
-                CHAIN.loss(model, fetch(data, order.indices(step, rank, len(data)))).backward()  # type: ignore[no-untyped-call]
+                CHAIN.loss(model, fetch_batch(data, order.compute_indices(step, rank, len(data)))).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             if step % 2 == 0:
                 pulls = [{n: 0.45 * (p - middle[n]) for n, p in model.state_dict().items()} for model in models]
@@ -64,10 +64,10 @@ def test_workers_that_come_one_at_a_time_meet_the_centre_as_the_last_one_left_it
     first, second = (CentreLink(Channel(here, operations=Operation), 2) for here, _ in ends)
     serving = threading.Thread(target=middle.serve_asynchronously)
     serving.start()
-    first.put(torch.tensor([1.0, 2.0]))
-    assert second.meet(torch.tensor([5.0, 2.0])).tolist() == [1.0, 2.0]
-    assert first.meet(torch.tensor([2.0, 6.0])).tolist() == [2.0, 2.0]
-    assert second.look().tolist() == [2.0, 3.0]
+    first.set_centre(torch.tensor([1.0, 2.0]))
+    assert second.pull_centre(torch.tensor([5.0, 2.0])).tolist() == [1.0, 2.0]
+    assert first.pull_centre(torch.tensor([2.0, 6.0])).tolist() == [2.0, 2.0]
+    assert second.read_centre().tolist() == [2.0, 3.0]
     first.close()
     second.close()
     serving.join()
@@ -101,11 +101,12 @@ def test_a_meeting_costs_every_worker_its_parameters_both_ways_over_the_link_of_
 def test_a_connection_that_is_silent_does_not_keep_the_workers_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         silent = [socket.create_connection(listener.getsockname()) for _ in range(5)]
-        waiting = threading.Thread(target=lambda: channels.extend(joined(listener, None, 2, 120.0)))
+        waiting = threading.Thread(target=lambda: channels.extend(accept_workers(listener, None, 2, 120.0)))
         channels: list[Channel] = []
         waiting.start()
         workers = [
-            connect(address_of(listener), None, peer="centre", seconds=60.0, operations=Operation) for _ in range(2)
+            connect_channel(get_listener_address(listener), None, peer="centre", seconds=60.0, operations=Operation)
+            for _ in range(2)
         ]
         for rank, worker in enumerate(workers):
             worker.send_message(CommonOperation.JOIN, {"kind": "worker", "name": f"worker-{rank}"})

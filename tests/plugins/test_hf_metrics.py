@@ -19,7 +19,7 @@ from plugins.parameter_server.strategy import ParameterServer
 from tests.plugins import hf_programs as programs
 from tests.plugins.hf_reference import Make, recipe, values
 from worldsize.core import ConfigError, Numerics, RunContext, Strategy, World
-from worldsize.data.batches import collate_of
+from worldsize.data.batches import get_collate_fn
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single
@@ -157,11 +157,11 @@ PROGRAMS: Mapping[str, Make] = {
 def evaluated_by(make: Make, strategy: Strategy, world: World, precision: Any = "fp32") -> Mapping[str, float]:
     own = recipe(make, run=values(precision=precision))
     replica = strategy.replica(own, RunContext(world, Numerics(precision=precision)))
-    return evaluate(replica, own.data("test"), world, batch_size=8, collate=collate_of(own))
+    return evaluate(replica, own.data("test"), world, batch_size=8, collate=get_collate_fn(own))
 
 
 def alone() -> World:
-    return World.alone(torch.device("cpu"))
+    return World.create_single(torch.device("cpu"))
 
 
 def evaluated_by_transformers(make: Make) -> dict[str, float]:

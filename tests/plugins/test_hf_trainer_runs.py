@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tests.plugins import hf_programs as programs
 from tests.plugins.hf_reference import ACCUMULATED, Make, config, recipe, trained_by_transformers, values
-from worldsize.checkpoint.format import complete, read
+from worldsize.checkpoint.format import complete, read_checkpoint
 from worldsize.core import Strategy
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -123,7 +123,7 @@ def test_runs_keep_the_checkpoint_that_the_programs_own_metric_calls_best(progra
         measured = {line["step"]: line["metrics"]["accuracy"] for line in lines if line["event"] == "evaluation"}
         best = max(measured, key=lambda step: (measured[step], step))
         assert sorted(measured) == [5, 10, 15, 20]
-        assert {read(path).step for path in complete(run.folder / "checkpoints")} == {best, 20}
+        assert {read_checkpoint(path).step for path in complete(run.folder / "checkpoints")} == {best, 20}
     assert metrics[0] == metrics[1]
     assert metrics[0]["accuracy"] * 13 == pytest.approx(round(metrics[0]["accuracy"] * 13))  # of 13 samples
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.plugins.lightning_gans import BATCH, Pairs, PlainGAN
 from tests.plugins.test_lightning_manual import ALONE, recipe
 from worldsize.core import RunContext
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.testing import PortConfig
-from worldsize.testing.port_runs import initial_model, steps_of
+from worldsize.testing.port_runs import initial_model, load_steps
 
 
 class ByVariable(PlainGAN):
@@ -55,8 +55,8 @@ class ByAttribute(ByVariable):
 def trained(module: Any, micro_batches: int) -> tuple[Any, Mapping[str, Tensor]]:
     own, config = recipe(module, Pairs), PortConfig(batch_size=BATCH, steps=6, micro_batches=micro_batches)
     model: Any = initial_model(own, config)
-    replica = alone(own, model, RunContext(ALONE, logical_ranks=micro_batches))
-    for step in steps_of(own, config):
+    replica = create_local_replica(own, model, RunContext(ALONE, logical_ranks=micro_batches))
+    for step in load_steps(own, config):
         replica.step(step)
     return model.lightning, dict(replica.state()["model"])
 

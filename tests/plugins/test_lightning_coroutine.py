@@ -20,11 +20,11 @@ def test_it_takes_turns_with_its_caller() -> None:
     def body() -> None:
         for number in range(3):
             said.append(f"body {number}")
-            coroutine.give(number)
+            coroutine.give_item(number)
 
     coroutine = Coroutine(body)
     while coroutine.advance():
-        said.append(f"caller {coroutine.take()}")
+        said.append(f"caller {coroutine.take_item()}")
     assert said == [f"{who} {number}" for number in range(3) for who in ("body", "caller")]
 
 
@@ -32,9 +32,9 @@ def states_inside() -> list[ThreadState]:
     seen: list[ThreadState] = []
 
     def body() -> None:
-        seen.append(ThreadState.current())
-        coroutine.give(None)
-        seen.append(ThreadState.current())
+        seen.append(ThreadState.from_current_thread())
+        coroutine.give_item(None)
+        seen.append(ThreadState.from_current_thread())
 
     coroutine = Coroutine(body)
     while coroutine.advance():
@@ -43,10 +43,10 @@ def states_inside() -> list[ThreadState]:
 
 
 def test_it_has_the_state_of_torch_of_its_caller() -> None:
-    plain = ThreadState.current()
+    plain = ThreadState.from_current_thread()
     assert states_inside() == [plain, plain]
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), torch.device("meta"):
-        inside = ThreadState.current()
+        inside = ThreadState.from_current_thread()
         assert not inside.grad
         assert inside.autocast == (("cpu", torch.bfloat16),)
         assert inside.device == torch.device("meta")
@@ -60,7 +60,7 @@ def test_it_has_the_state_of_torch_of_its_caller() -> None:
 
     packed: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        coroutine = Coroutine(lambda: coroutine.give(nn.Linear(2, 2)(torch.ones(1, 2)).exp()))
+        coroutine = Coroutine(lambda: coroutine.give_item(nn.Linear(2, 2)(torch.ones(1, 2)).exp()))
         coroutine.advance()
         coroutine.close()
     assert packed
@@ -75,7 +75,7 @@ def test_it_draws_the_random_numbers_and_has_the_variables_of_its_caller() -> No
     def body() -> None:
         assert _WORD.get() == "inside"
         drawn.append(torch.rand(1))
-        coroutine.give(None)
+        coroutine.give_item(None)
 
     token = _WORD.set("inside")
     coroutine = Coroutine(body)
@@ -88,7 +88,7 @@ def test_it_draws_the_random_numbers_and_has_the_variables_of_its_caller() -> No
 
 def test_an_error_is_that_of_the_caller() -> None:
     def body() -> None:
-        coroutine.give(None)
+        coroutine.give_item(None)
         raise KeyError("lost")
 
     coroutine = Coroutine(body)
@@ -103,11 +103,11 @@ def test_one_that_is_closed_ends_its_thread_and_what_it_holds() -> None:
 
     def body() -> None:
         try:
-            coroutine.give(1)
+            coroutine.give_item(1)
             ended.append("never")
         finally:
             ended.append("finally")
-            coroutine.give(2)  # never received
+            coroutine.give_item(2)  # never received
 
     coroutine = Coroutine(body)
     assert coroutine.advance()

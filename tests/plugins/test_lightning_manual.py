@@ -23,14 +23,14 @@ from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing import PortConfig, same_losses
-from worldsize.testing.port import trained_in_processes
-from worldsize.testing.port_runs import initial_model, recipe_trained, reference_trained, steps_of
+from worldsize.testing.port import train_in_processes
+from worldsize.testing.port_runs import initial_model, load_steps, recipe_trained, reference_trained
 from worldsize.testing.worlds import run_in_worlds
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 STEPS = 24
 CONFIG = PortConfig(batch_size=BATCH, steps=STEPS)
 
@@ -59,7 +59,7 @@ def test_weights_under_a_strategy_are_those_of_lightning(strategy: Any, processe
     reference = fitted(PlainGAN, steps=STEPS) if processes == 1 else whole_batches
     own = recipe(PlainGAN, Pairs)
     expected = reference_trained(own, reference, config).weights
-    trained = trained_in_processes(own, config, strategy, processes)
+    trained = train_in_processes(own, config, strategy, processes)
     assert trained.weights.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(trained.weights[name], tensor, rtol=0, atol=1e-6)
@@ -70,7 +70,7 @@ def test_weights_under_a_strategy_are_those_of_lightning(strategy: Any, processe
 def test_every_step_of_two_processes_is_that_of_one(strategy: Any) -> None:
     own, config = recipe(DCGAN), PortConfig(batch_size=BATCH, micro_batches=2, steps=8)
     expected = recipe_trained(own, config)
-    trained = trained_in_processes(own, config, strategy, 2)
+    trained = train_in_processes(own, config, strategy, 2)
     assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(trained.weights[name], tensor, rtol=1e-4, atol=1e-5)
@@ -82,11 +82,11 @@ def test_ordered_sums_have_the_same_bits_on_one_process_and_on_two() -> None:
     def alone_in_a_process(world: World) -> dict[str, Tensor]:
         seed_generators(derive_seed(config.seed, "init"), world.device)
         replica = DDP(reduce="ordered").replica(own, RunContext(world, logical_ranks=2))
-        for step in steps_of(own, config):
+        for step in load_steps(own, config):
             replica.step(step)
         return dict(replica.state()["model"])
 
-    two = trained_in_processes(own, config, DDP(reduce="ordered"), 2)
+    two = train_in_processes(own, config, DDP(reduce="ordered"), 2)
     (one,) = run_in_worlds(alone_in_a_process, 1)
     assert [name for name, tensor in one.items() if not torch.equal(tensor, two.weights[name])] == []
 
@@ -95,8 +95,10 @@ def test_a_gan_goes_on_where_it_was_saved() -> None:
     """This includes its schedules: it advances them itself within steps and at the ends of epochs."""
     own = recipe(DCGAN)
     config = PortConfig(batch_size=BATCH, micro_batches=2, steps=9)
-    whole, second = (alone(own, initial_model(own, config), RunContext(ALONE, logical_ranks=2)) for _ in range(2))
-    for number, step in enumerate(steps_of(own, config), 1):
+    whole, second = (
+        create_local_replica(own, initial_model(own, config), RunContext(ALONE, logical_ranks=2)) for _ in range(2)
+    )
+    for number, step in enumerate(load_steps(own, config), 1):
         result = whole.step(step)
         if number == 5:
             saved = {name: torch.utils._pytree.tree_map(_copied, part) for name, part in whole.state().items()}
@@ -135,8 +137,8 @@ def test_schedules_come_in_the_order_of_configure_optimizers_as_under_lightning(
 def test_no_batch_outlives_its_step() -> None:
     """A step leaves no reference cycles, so that batches are freed without garbage collection."""
     own = recipe(PlainGAN, Pairs)
-    replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
-    steps, batches = steps_of(own, CONFIG), []
+    replica = create_local_replica(own, initial_model(own, CONFIG), RunContext(ALONE))
+    steps, batches = load_steps(own, CONFIG), []
     gc.collect()
     gc.disable()
     try:
@@ -157,8 +159,8 @@ def _copied(value: Any) -> Any:
 
 def test_what_a_training_step_logs_and_its_losses_are_metrics_of_the_step() -> None:
     own = recipe(PlainGAN, Pairs)
-    replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
-    result = replica.step(next(steps_of(own, CONFIG)))
+    replica = create_local_replica(own, initial_model(own, CONFIG), RunContext(ALONE))
+    result = replica.step(next(load_steps(own, CONFIG)))
     assert sorted(result.metrics) == ["distance", "loss/critic", "loss/generator", "lr/critic"]
     ((total, count),) = result.metrics["distance"].tolist()
     ((loss, updates),) = result.metrics["loss/generator"].tolist()
@@ -197,7 +199,7 @@ def test_an_evaluation_draws_the_same_noise_each_time() -> None:
             return DataLoader(self.dataset, batch_size=32)
 
     own = recipe(Noisy, Validated)
-    replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
+    replica = create_local_replica(own, initial_model(own, CONFIG), RunContext(ALONE))
     batches = list(evaluation_batches(own.data("test"), ALONE, batch_size=32))
     values = []
     for seed in (1, 2):

@@ -19,12 +19,12 @@ from worldsize.plan.construction import check_trainable
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.testing import PortConfig
-from worldsize.testing.port_runs import initial_model, steps_of
+from worldsize.testing.port_runs import initial_model, load_steps
 from worldsize.testing.worlds import run_in_worlds
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 
 
 def changed(**names: Any) -> Any:
@@ -33,8 +33,8 @@ def changed(**names: Any) -> Any:
 
 def trained(module: Any, *, micro_batches: int = 1) -> Mapping[str, Tensor]:
     own, config = recipe(module, Pairs), PortConfig(batch_size=BATCH, steps=4, micro_batches=micro_batches)
-    replica = alone(own, initial_model(own, config), RunContext(ALONE, logical_ranks=micro_batches))
-    for step in steps_of(own, config):
+    replica = create_local_replica(own, initial_model(own, config), RunContext(ALONE, logical_ranks=micro_batches))
+    for step in load_steps(own, config):
         replica.step(step)
     return dict(replica.state()["model"])
 
@@ -344,7 +344,7 @@ def failure(own: Any, strategy: Any, world: World) -> str:
     """Return why two processes cannot train; empty if they can."""
     replica = strategy.replica(own, RunContext(world, logical_ranks=2))
     try:
-        for step in islice(steps_of(own, PortConfig(batch_size=BATCH, micro_batches=2)), 3):
+        for step in islice(load_steps(own, PortConfig(batch_size=BATCH, micro_batches=2)), 3):
             replica.step(step[world.rank : world.rank + 1])
     except ConfigError as error:
         return str(error)

@@ -16,8 +16,8 @@ from tests.plugins.test_lightning_module import ALONE, CONFIG, recipe
 from worldsize.core import ConfigError, EvaluationBatches, RunContext, World
 from worldsize.data.loader import evaluation_batches
 from worldsize.strategies.ddp import DDP
-from worldsize.strategies.synchronous import alone
-from worldsize.testing.port_runs import initial_model, steps_of
+from worldsize.strategies.synchronous import create_local_replica
+from worldsize.testing.port_runs import initial_model, load_steps
 from worldsize.testing.worlds import run_in_worlds
 
 
@@ -53,8 +53,8 @@ def expected(weights: Any) -> dict[str, float]:
 def test_values_are_those_of_lightning_over_all_batches() -> None:
     own = recipe(Measured)
     model = initial_model(own, CONFIG)
-    replica = alone(own, model, RunContext(ALONE))
-    for step in list(steps_of(own, CONFIG))[:2]:
+    replica = create_local_replica(own, model, RunContext(ALONE))
+    for step in list(load_steps(own, CONFIG))[:2]:
         result = replica.step(step)
     assert result.metrics["train_accuracy"][0, 1] == BATCH
     batches = list(evaluation_batches(own.data("test"), ALONE, batch_size=20))

@@ -24,14 +24,14 @@ from worldsize.data.order import Order
 from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing import PortConfig, composed, same_losses
-from worldsize.testing.port import trained_in_processes
-from worldsize.testing.port_runs import initial_model, recipe_trained, steps_of
+from worldsize.testing import PortConfig, compose_recipe, same_losses
+from worldsize.testing.port import train_in_processes
+from worldsize.testing.port_runs import initial_model, load_steps, recipe_trained
 from worldsize.testing.worlds import run_in_worlds
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 CONFIG = PortConfig(batch_size=BATCH)
 PROGRAMS = "tests.plugins.lightning_programs"
 
@@ -70,7 +70,7 @@ def test_an_autoencoder_trains_as_under_lightning() -> None:
 def test_every_step_of_two_processes_is_that_of_one(strategy: Any, module: Any) -> None:
     own, config = recipe(module), PortConfig(batch_size=BATCH, micro_batches=2)
     expected = recipe_trained(own, config)
-    trained = trained_in_processes(own, config, strategy, 2)
+    trained = train_in_processes(own, config, strategy, 2)
     assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
     assert trained.weights.keys() == expected.weights.keys() == module().state_dict().keys()
     for name, tensor in expected.weights.items():
@@ -84,11 +84,11 @@ def test_ordered_sums_have_the_same_bits_on_one_process_and_on_two(module: Any) 
     def alone_in_a_process(world: World) -> dict[str, Tensor]:
         seed_generators(derive_seed(config.seed, "init"), world.device)
         replica = DDP(reduce="ordered").replica(own, RunContext(world, logical_ranks=2))
-        for step in steps_of(own, config):
+        for step in load_steps(own, config):
             replica.step(step)
         return dict(replica.state()["model"])
 
-    two = trained_in_processes(own, config, DDP(reduce="ordered"), 2)
+    two = train_in_processes(own, config, DDP(reduce="ordered"), 2)
     (one,) = run_in_worlds(alone_in_a_process, 1)
     assert [name for name, tensor in one.items() if not torch.equal(tensor, two.weights[name])] == []
 
@@ -97,7 +97,7 @@ def test_what_validation_logs_is_weighed_by_samples_as_lightning_does() -> None:
     own = recipe(Classifier)
     model = initial_model(own, CONFIG)
     batches = evaluation_batches(own.data("test"), ALONE, batch_size=32)
-    replica = alone(own, model, RunContext(ALONE))
+    replica = create_local_replica(own, model, RunContext(ALONE))
     found = replica.evaluate(EvaluationBatches(lambda: batches))
     module = Classifier()
     module.load_state_dict(model.state_dict())
@@ -107,7 +107,7 @@ def test_what_validation_logs_is_weighed_by_samples_as_lightning_does() -> None:
 
 def test_what_training_logs_comes_with_the_loss() -> None:
     own = recipe(Classifier)
-    replica = alone(own, initial_model(own, CONFIG), RunContext(ALONE))
+    replica = create_local_replica(own, initial_model(own, CONFIG), RunContext(ALONE))
     batches = micro_batches(own.data("train"), Order(0, BATCH, 1, (0,)), ALONE.device)
     (pair,) = replica.step(next(batches)).metrics["train_accuracy"].tolist()
     assert pair[1] == BATCH
@@ -116,7 +116,7 @@ def test_what_training_logs_comes_with_the_loss() -> None:
 
 def test_a_schedule_goes_on_where_it_was_saved() -> None:
     own = recipe(Classifier)
-    whole, first, second = (alone(own, initial_model(own, CONFIG), RunContext(ALONE)) for _ in range(3))
+    whole, first, second = (create_local_replica(own, initial_model(own, CONFIG), RunContext(ALONE)) for _ in range(3))
     for replica, begin, steps in ((whole, 0, 9), (first, 0, 6)):
         batches = micro_batches(own.data("train"), Order(0, BATCH, 1, (0,)), ALONE.device, first=begin)
         for _ in range(steps):
@@ -132,7 +132,7 @@ def test_a_schedule_goes_on_where_it_was_saved() -> None:
 
 def test_the_command_line_makes_the_recipe() -> None:
     words = (f"recipe.module={PROGRAMS}.Classifier", f"recipe.datamodule={PROGRAMS}.Points", f"batch_size={BATCH}")
-    own, config = composed("recipe=lightning_module", *words, "+recipe.module_args.hidden=5", "epochs=3")
+    own, config = compose_recipe("recipe=lightning_module", *words, "+recipe.module_args.hidden=5", "epochs=3")
     assert config.batch_size == BATCH
     assert config.steps == 3 * SAMPLES // BATCH
     assert own.model().state_dict()["net.0.weight"].shape == (5, 8)
@@ -141,10 +141,10 @@ def test_the_command_line_makes_the_recipe() -> None:
 def test_a_step_has_a_place_in_its_epoch() -> None:
     positions = Positions(samples=10, batch_size=4)  # 0-3, 4-7, 8-1 | 2-5, 6-9 | 0-3
     steps = range(1, 7)
-    assert [positions.epoch(step) for step in steps] == [0, 0, 0, 1, 1, 2]
+    assert [positions.find_epoch(step) for step in steps] == [0, 0, 0, 1, 1, 2]
     assert [positions.batch_index(step) for step in steps] == [0, 1, 2, 0, 1, 0]
     assert [positions.ends_epoch(step) for step in steps] == [False, False, True, False, True, False]
-    assert [positions.epochs(step) for step in (1, 2, 3, 5)] == [1, 1, 2, 2]
+    assert [positions.count_epochs(step) for step in (1, 2, 3, 5)] == [1, 1, 2, 2]
 
 
 def test_weights_of_a_checkpoint_of_lightning_can_begin_a_run(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_weights_of_a_checkpoint_of_lightning_can_begin_a_run(tmp_path: Path) ->
         name: tuple(tensor.shape) for name, tensor in recipe(Classifier).model().state_dict().items()
     }
     for name, tensor in module.state_dict().items():
-        assert torch.equal(weights.tensor(name), tensor)
+        assert torch.equal(weights.read_tensor(name), tensor)
 
 
 def changed(**names: Any) -> Any:

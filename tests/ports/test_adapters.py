@@ -15,7 +15,7 @@ from tests.plugins import hf_programs, lightning_gans, lightning_programs
 from tests.plugins.hf_reference import trained_by_transformers
 from tests.plugins.lightning_reference import fitted
 from tests.ports.lines import count_lines
-from worldsize.testing import composed, same_losses
+from worldsize.testing import compose_recipe, same_losses
 
 LINES = 10  # written or changed by a user, besides the program
 FROM_LIGHTNING, FROM_HUGGING_FACE = (
@@ -79,7 +79,7 @@ def test_a_program_with_its_yaml_trains_as_it_did(name: str, tmp_path: Path, mon
     folder.mkdir(parents=True)
     (folder / f"{name}.yaml").write_text(PORTS[name].yaml)
     monkeypatch.chdir(tmp_path)
-    recipe, config = composed(f"recipe={name}")
+    recipe, config = compose_recipe(f"recipe={name}")
     assert config.steps == 20
     same_losses(recipe, PORTS[name].original, config)
 

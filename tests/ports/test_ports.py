@@ -20,8 +20,8 @@ from worldsize.core import ConfigError, LossOutput, MultiUpdateRecipe, Recipe, S
 from worldsize.record.determinism import tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.testing import PortConfig, composed, same_losses
-from worldsize.testing.port import trained_in_processes
+from worldsize.testing import PortConfig, compose_recipe, same_losses
+from worldsize.testing.port import train_in_processes
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "examples" / "recipes" / "ports"
@@ -61,7 +61,7 @@ def original(name: str) -> Any:
     "name", [pytest.param(name, marks=pytest.mark.heavy if name == "masked_lm" else []) for name in PORTS]
 )  # importing transformers takes long
 def test_the_recipe_trains_as_the_program_does(name: str) -> None:
-    recipe, config = composed(f"recipe={name}")
+    recipe, config = compose_recipe(f"recipe={name}")
     assert config.steps == 20
     same_losses(recipe, original(name), config)
 
@@ -95,7 +95,7 @@ class Accumulating:
         changed, total, weights = [], 0.0, 0.0
         for _ in range(self.config.micro_batches):
             model.load_state_dict(before, strict=False)
-            loss = LossOutput.of(self.recipe.loss(model, next(batches))).loss
+            loss = LossOutput.from_loss(self.recipe.loss(model, next(batches))).loss
             summed, weight = loss if isinstance(loss, tuple) else (loss, torch.ones(()))
             summed.backward()  # type: ignore[no-untyped-call]
             total, weights = total + float(summed.detach()), weights + float(weight)
@@ -144,7 +144,7 @@ class AccumulatingUpdates:
 def divided(name: str) -> tuple[Recipe, PortConfig, Any]:
     """Compose a port whose steps have two micro-batches, and the loop to compare it with."""
     dense = ["recipe.sparse=false"] if name == "dlrm" else []  # strategies without servers lack sparse gradients
-    recipe, config = composed(f"recipe={name}", "logical_ranks=2", *dense)
+    recipe, config = compose_recipe(f"recipe={name}", "logical_ranks=2", *dense)
     if isinstance(recipe, MultiUpdateRecipe):
         return recipe, config, AccumulatingUpdates(recipe, config)
     return recipe, config, Accumulating(recipe, config)
@@ -158,7 +158,7 @@ def test_it_trains_under_every_strategy_that_can(name: str, strategy: str) -> No
     own, processes = STRATEGIES[strategy]
     if reason := IMPOSSIBLE.get((name, strategy)):
         with pytest.raises(ConfigError, match=reason):
-            trained_in_processes(recipe, config, own, processes)
+            train_in_processes(recipe, config, own, processes)
     else:
         same_losses(recipe, loop, config, strategy=own, processes=processes)
 
@@ -167,8 +167,8 @@ def test_it_trains_under_every_strategy_that_can(name: str, strategy: str) -> No
 @pytest.mark.parametrize("name", PORTS)
 def test_one_and_two_processes_have_the_same_bits(name: str) -> None:
     recipe, config, _ = divided(name)
-    alone = trained_in_processes(recipe, config, DDP(reduce="ordered"), 1)
-    two = trained_in_processes(recipe, config, DDP(reduce="ordered"), 2)
+    alone = train_in_processes(recipe, config, DDP(reduce="ordered"), 1)
+    two = train_in_processes(recipe, config, DDP(reduce="ordered"), 2)
     assert two.losses == alone.losses
     assert tensor_digests(two.weights) == tensor_digests(alone.weights)
 

@@ -30,13 +30,13 @@ def criteo(tmp_path: Path) -> Criteo:
 
 
 def test_a_file_of_criteo_is_read_as_it_is_documented(criteo: Criteo) -> None:
-    counts, categories, labels = criteo.read("train").tensors
+    counts, categories, labels = criteo.read_split("train").tensors
     assert counts.shape == (3, COUNTS)
     torch.testing.assert_close(counts[0, :4], torch.tensor([7.0, 0.0, 0.0, 3.0]).log1p())
     assert categories.shape == (3, CATEGORIES)
     assert categories[0, :3].tolist() == [0x68FD1E64, 0, 0x0B153874]
     assert labels.tolist() == [0.0, 1.0, 0.0]
-    assert criteo.read("test").tensors[2].tolist() == [1.0, 0.0]
+    assert criteo.read_split("test").tensors[2].tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -51,21 +51,21 @@ def test_a_file_of_criteo_is_read_as_it_is_documented(criteo: Criteo) -> None:
 def test_a_file_of_another_form_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "train.txt").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        Criteo(str(tmp_path), rows=3, test_rows=2).read("train")
+        Criteo(str(tmp_path), rows=3, test_rows=2).read_split("train")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train.txt is not there. Set data.path"):
-        Criteo(str(tmp_path), rows=3, test_rows=2).read("train")
+        Criteo(str(tmp_path), rows=3, test_rows=2).read_split("train")
 
 
 def test_made_up_categories_follow_a_power_law() -> None:
-    _, categories, labels = MADE_UP.read("train").tensors
+    _, categories, labels = MADE_UP.read_split("train").tensors
     shares = torch.bincount(categories.flatten(), minlength=500).double() / categories.numel()
     expected = torch.arange(1, 501).double() ** -1.1
     torch.testing.assert_close(shares[:5], (expected / expected.sum())[:5], rtol=0.05, atol=0.0)
     assert 0.1 < float(labels.mean()) < 0.6
-    assert not torch.equal(categories[:1000], MADE_UP.read("test").tensors[1])
+    assert not torch.equal(categories[:1000], MADE_UP.read_split("test").tensors[1])
 
 
 def test_the_model_multiplies_each_pair_of_features_once() -> None:

@@ -212,7 +212,7 @@ def test_a_source_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> No
         recipe(text, source=JsonLines(folder), config=KNOWN)
     file = tmp_path / "words.txt"
     file.write_text("a text of bytes")
-    Preparation([file], Tokenizer("bytes")).write(tmp_path / "bytes", processes=1)
+    Preparation([file], Tokenizer("bytes")).write_shards(tmp_path / "bytes", processes=1)
     source = TokenWindows(str(tmp_path / "bytes"), length=16)
     with pytest.raises(ConfigError, match="the model has 50 tokens, the data 256"):
         recipe(text, source=source, config=KNOWN)

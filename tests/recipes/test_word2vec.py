@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from recipes.word2vec.prose import pairs, texts, vocabulary
+from recipes.word2vec.prose import pair_words, read_texts, vocabulary
 from recipes.word2vec.recipe import Pairs, Word2Vec
 
 pytestmark = pytest.mark.heavy
@@ -21,7 +21,7 @@ def recipe(*, sparse: bool = False) -> Word2Vec:
 
 def test_the_python_distribution_contains_english_prose() -> None:
     counts = recipe().counts
-    assert len(texts()) > 1000
+    assert len(read_texts()) > 1000
     assert sum(counts.values()) > 100_000
     assert {"the", "string", "returns", "exception"} <= counts.keys()
 
@@ -32,7 +32,7 @@ def test_words_are_ordered_by_frequency_and_rare_ones_are_left_out() -> None:
 
 def test_pairs_lie_within_the_window_and_within_one_text() -> None:
     pages = [numpy.arange(0, 6, dtype=numpy.int32), numpy.arange(10, 13, dtype=numpy.int32)]
-    paired = pairs(pages, 2, seed=0)
+    paired = pair_words(pages, 2, seed=0)
     distance = abs(paired[:, 0] - paired[:, 1])
     assert set(distance.tolist()) == {1, 2}
     neighbours = {(i, i + 1) for i in (*range(5), 10, 11)}

@@ -11,9 +11,9 @@ import torch
 from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.save import Saver
 from worldsize.core import MembershipRecord, World
-from worldsize.record.attempt import Attempt, goodput
-from worldsize.record.compare import compare_runs, tensor_ulps, ulps
-from worldsize.record.level import changes, changes_but, resume_downgrades, without_copies
+from worldsize.record.attempt import Attempt, compute_goodput
+from worldsize.record.compare import compare_runs, count_ulps, tensor_ulps
+from worldsize.record.level import changes_but, drop_copies, find_changes, resume_downgrades
 from worldsize.record.manifest import write_manifest
 
 
@@ -28,7 +28,7 @@ from worldsize.record.manifest import write_manifest
     ],
 )
 def test_distances_are_counted_in_units_in_the_last_place(one: float, other: float, distance: int) -> None:
-    assert ulps(one, other) == ulps(other, one) == distance
+    assert count_ulps(one, other) == count_ulps(other, one) == distance
     assert (
         tensor_ulps(torch.tensor([0.0, one], dtype=torch.float64), torch.tensor([0.0, other], dtype=torch.float64))
         == distance
@@ -42,7 +42,7 @@ def test_tensors_are_compared_in_units_of_their_own_dtype() -> None:
 
 
 def a_run(folder: Path, weights: dict[int, float], losses: dict[int, float], digest: str) -> Path:
-    world = World.alone(torch.device("cpu"))
+    world = World.create_single(torch.device("cpu"))
     saver = Saver(folder / "checkpoints", world, None, keep=Retention(last=9))
     for step, value in weights.items():
         saver.save({"model": {"w": torch.tensor([2.0, value])}}, step=step, facts={"metrics": {}})
@@ -74,15 +74,15 @@ def test_a_comparison_names_the_first_step_that_differs_and_by_how_much(tmp_path
 def test_changes_of_configuration_are_named_and_accepted_by_key() -> None:
     then = {"lr": 0.1, "optimizer": {"lr": 0.1, "betas": [0.9]}, "cluster": {"processes": 2}, "recipe": {"width": 4}}
     now = {"lr": 0.2, "optimizer": {"lr": 0.2, "betas": [0.8]}, "cluster": {"processes": 4}, "recipe": {"width": 4}}
-    differences = changes(then, now)
+    differences = find_changes(then, now)
     assert [key for key, _, _ in differences] == ["lr", "optimizer.betas", "optimizer.lr"]
     assert [key for key, _, _ in changes_but(differences, ["lr"])] == ["optimizer.betas"]
     assert changes_but(differences, ["lr", "optimizer"]) == []
-    assert without_copies(differences) == [("lr", 0.1, 0.2), ("optimizer.betas", [0.9], [0.8])]
-    apart = changes({"lr": 0.1, "optimizer": {"lr": 0.1}}, {"lr": 0.2, "optimizer": {"lr": 0.3}})
-    assert without_copies(apart) == apart  # the second has a separate value
-    groups = changes({"a": {"lr": 0.1}, "b": {"lr": 0.1}}, {"a": {"lr": 0.2}, "b": {"lr": 0.2}})
-    assert without_copies(groups) == groups  # neither is a copy of the other
+    assert drop_copies(differences) == [("lr", 0.1, 0.2), ("optimizer.betas", [0.9], [0.8])]
+    apart = find_changes({"lr": 0.1, "optimizer": {"lr": 0.1}}, {"lr": 0.2, "optimizer": {"lr": 0.3}})
+    assert drop_copies(apart) == apart  # the second has a separate value
+    groups = find_changes({"a": {"lr": 0.1}, "b": {"lr": 0.1}}, {"a": {"lr": 0.2}, "b": {"lr": 0.2}})
+    assert drop_copies(groups) == groups  # neither is a copy of the other
 
 
 def attempt(number: int, *, start_at: float, first_step_at: float, end_at: float, steps: list[int]) -> Attempt:
@@ -122,7 +122,7 @@ def test_goodput_leaves_out_the_time_in_which_a_gang_changed() -> None:
         membership(2, [0, 2], first=4, ended=6.0, began=None),
         membership(3, [0, 2], first=4, ended=6.2, began=6.5),
     ]
-    assert goodput([healed])["useful_seconds"] == 9.5
+    assert compute_goodput([healed])["useful_seconds"] == 9.5
 
 
 @pytest.mark.parametrize("reduce", ["ordered", "flat"])
@@ -143,7 +143,7 @@ def test_goodput_counts_steps_that_were_done_again_as_lost() -> None:
         attempt(1, start_at=0.0, first_step_at=2.0, end_at=12.0, steps=[0, 10]),
         attempt(2, start_at=13.0, first_step_at=17.0, end_at=23.0, steps=[6, 12]),
     ]
-    measured = goodput(attempts)
+    measured = compute_goodput(attempts)
     assert measured == {
         "total_seconds": 23.0,
         "useful_seconds": 12.0,

@@ -13,7 +13,14 @@ import pytest
 from worldsize.cli.image import image
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
-from worldsize.record.container import Container, Dockerfile, engine_of, engines_for, passed_on, recorded_image
+from worldsize.record.container import (
+    Container,
+    Dockerfile,
+    engines_for,
+    extend_environment,
+    find_engine,
+    read_recorded_image,
+)
 
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 LOCK = (
@@ -34,24 +41,24 @@ def dockerfile(folder: Path, **values: object) -> Dockerfile:
 
 
 def test_the_environment_is_that_of_the_lock_on_the_base_that_was_named(project: Path) -> None:
-    lines = dockerfile(project, extras=["data", "report"]).write().read_text().splitlines()
+    lines = dockerfile(project, extras=["data", "report"]).write_files().read_text().splitlines()
     assert f"FROM python@{DIGEST}" in lines
     assert f"LABEL worldsize.lock=sha256:{hashlib.sha256(LOCK.encode()).hexdigest()}" in lines
     (first, second) = [line.partition("uv sync")[2] for line in lines if "uv sync" in line]
     assert second == " --no-cache --frozen --extra data --extra report"
     assert first == f"{second} --no-install-project"
     assert lines.index("COPY pyproject.toml uv.lock ./") < lines.index("COPY . .")
-    whole = dockerfile(project, extras=None, has_project=False).write().read_text()
+    whole = dockerfile(project, extras=None, has_project=False).write_files().read_text()
     assert "--all-extras" in whole
     assert "COPY . ." not in whole
 
 
 def test_pins_are_installed_where_there_is_no_lock(project: Path) -> None:
     (project / "uv.lock").rename(project / "requirements.txt")
-    assert "uv pip install" in dockerfile(project).write().read_text()
+    assert "uv pip install" in dockerfile(project).write_files().read_text()
     (project / "requirements.txt").unlink()
     with pytest.raises(WorldsizeError, match="neither uv.lock nor requirements.txt"):
-        dockerfile(project).write()
+        dockerfile(project).write_files()
 
 
 @pytest.mark.parametrize("in_git", [True, False])
@@ -70,7 +77,7 @@ def test_private_and_ignored_files_do_not_get_into_the_image(project: Path, in_g
     if in_git:
         (project / ".gitignore").write_text("data/\n")
         subprocess.run(["git", "init", "--quiet"], cwd=project, check=True)
-    dockerfile(project).write()
+    dockerfile(project).write_files()
     lines = (project / "Dockerfile.dockerignore").read_text().splitlines()
     assert {"**/.env*", "notes.txt", r"\[odd\].txt", "**/.git", "**/.venv", "**/runs"} <= {*lines}
     assert not {"plain.txt", "train.py", "secret_sharing.py"} & {*lines}
@@ -81,11 +88,11 @@ def test_private_and_ignored_files_do_not_get_into_the_image(project: Path, in_g
 def test_a_lock_with_credentials_or_with_packages_from_elsewhere_is_refused(project: Path) -> None:
     (project / "pyproject.toml").write_text('[[tool.uv.index]]\nurl = "https://me:word@packages.example/simple"\n')
     with pytest.raises(WorldsizeError, match="has credentials in an address"):
-        dockerfile(project).write()
+        dockerfile(project).write_files()
     (project / "pyproject.toml").write_text("")
     (project / "uv.lock").write_text(f'{LOCK}\n[[package]]\nname = "other"\nsource = {{ editable = "../other" }}\n')
     with pytest.raises(WorldsizeError, match=r"installs other \(\.\./other\) from outside"):
-        dockerfile(project).write()
+        dockerfile(project).write_files()
     assert not (project / "Dockerfile").exists()
 
 
@@ -93,37 +100,37 @@ def test_a_lock_with_credentials_or_with_packages_from_elsewhere_is_refused(proj
 def test_a_file_of_the_project_is_not_replaced_and_one_of_ours_is(project: Path, name: str) -> None:
     (project / name).write_text("FROM scratch\n")
     with pytest.raises(WorldsizeError, match=f"{name} was not written by `worldsize image`, and would be lost"):
-        dockerfile(project).write()
+        dockerfile(project).write_files()
     assert (project / name).read_text() == "FROM scratch\n"
     (project / name).unlink()
-    dockerfile(project).write()
+    dockerfile(project).write_files()
     (project / "uv.lock").write_text(f"{LOCK}\n")
     label = f"LABEL worldsize.lock=sha256:{hashlib.sha256((project / 'uv.lock').read_bytes()).hexdigest()}"
-    assert label in dockerfile(project).write().read_text()
+    assert label in dockerfile(project).write_files().read_text()
 
 
 def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recorded_image({"image": None}) is None
+    assert read_recorded_image({"image": None}) is None
     for start in ("host.example/", "docker:host.example/", "host.example#"):
         name = f"{start}trainer@{DIGEST}"
-        image = recorded_image({"image": {"name": name, "digest": DIGEST}})
+        image = read_recorded_image({"image": {"name": name, "digest": DIGEST}})
         assert image == ContainerImage(f"host.example/trainer@{DIGEST}", DIGEST)
     file = tmp_path / "trainer.sif"
     file.write_bytes(b"image")
     facts = {"image": {"name": str(file), "digest": f"sha256:{hashlib.sha256(b'image').hexdigest()}"}}
-    assert recorded_image(facts) == ContainerImage(str(file), facts["image"]["digest"])
+    assert read_recorded_image(facts) == ContainerImage(str(file), facts["image"]["digest"])
     container = Container("apptainer", ContainerImage(str(file), facts["image"]["digest"]))
-    assert container.python(tmp_path, writes=[], reads=[], cuda=False)[-2:] == (str(file), "python")
+    assert container.build_python_command(tmp_path, writes=[], reads=[], cuda=False)[-2:] == (str(file), "python")
     monkeypatch.chdir(tmp_path)
     relative = {"image": {**facts["image"], "name": "trainer.sif"}}
-    assert recorded_image(relative) == container.image  # it is opened in a different working directory
+    assert read_recorded_image(relative) == container.image  # it is opened in a different working directory
     time_ns = file.stat().st_mtime_ns
     file.write_bytes(b"other")
     os.utime(file, ns=(time_ns, time_ns))
     with pytest.raises(WorldsizeError, match="is not the image of the run"):
-        container.python(tmp_path, writes=[], reads=[], cuda=False)
+        container.build_python_command(tmp_path, writes=[], reads=[], cuda=False)
     with pytest.raises(WorldsizeError, match="is not the image of the run"):
-        recorded_image(facts)
+        read_recorded_image(facts)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,7 @@ def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path, monkeypat
 )
 def test_an_image_that_is_not_certain_or_is_none_is_refused(name: str, digest: str | None, message: str) -> None:
     with pytest.raises(WorldsizeError, match=message):
-        recorded_image({"image": {"name": name, "digest": digest}})
+        read_recorded_image({"image": {"name": name, "digest": digest}})
 
 
 def test_a_container_sees_the_folders_under_their_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,13 +158,13 @@ def test_a_container_sees_the_folders_under_their_own_names(tmp_path: Path, monk
     image = ContainerImage(f"trainer@{DIGEST}", DIGEST)
     code, runs, data = (tmp_path / name for name in ("code", "runs", "data"))
     where = {"writes": [code, runs, runs / "inner"], "reads": [data, code, tmp_path / "nowhere"], "cuda": False}
-    words = Container("podman", image).python(code, **where)  # type: ignore[arg-type]
+    words = Container("podman", image).build_python_command(code, **where)  # type: ignore[arg-type]
     mounts = [word for word in words if word.startswith("--volume")]
     assert mounts == [f"--volume={code}:{code}:rw", f"--volume={runs}:{runs}:rw", f"--volume={data}:{data}:ro"]
     assert words[-2:] == ("--entrypoint=python", f"trainer@{DIGEST}")
     assert not [word for word in words if "word" in word]  # without a value on the command line
     assert Container("podman", image).variables == {"WORLDSIZE_IMAGE": f"trainer@{DIGEST}"}
-    words = Container("apptainer", image).python(code, **{**where, "cuda": True})  # type: ignore[arg-type]
+    words = Container("apptainer", image).build_python_command(code, **{**where, "cuda": True})  # type: ignore[arg-type]
     assert words[:6] == ("apptainer", "exec", "--containall", "--no-home", "--cleanenv", "--nv")
     assert words[-2:] == (f"docker://trainer@{DIGEST}", "python")
 
@@ -167,7 +174,7 @@ def test_a_folder_that_may_be_read_does_not_hide_one_inside_it_that_may_be_writt
     inner, code = tmp_path / "data" / "deep" / "runs", tmp_path / "data" / "code"
     for folder in (inner, code):
         folder.mkdir(parents=True)
-    words = Container(engine, ContainerImage(f"trainer@{DIGEST}", DIGEST)).python(
+    words = Container(engine, ContainerImage(f"trainer@{DIGEST}", DIGEST)).build_python_command(
         code, writes=[inner, code], reads=[tmp_path / "data"], cuda=False
     )
     shown = [word.split(":")[1:] for word in words if word.startswith(("--bind=", "--volume="))]
@@ -176,21 +183,21 @@ def test_a_folder_that_may_be_read_does_not_hide_one_inside_it_that_may_be_writt
 
 def test_apptainer_gets_the_variables_that_the_other_engines_are_told_by_name() -> None:
     environment = {"WANDB_API_KEY": "word", "PYTHONPATH": "/code", "AWS_SECRET_ACCESS_KEY": "word", "HOME": "/root"}
-    told = passed_on(("apptainer", "exec"), environment)
+    told = extend_environment(("apptainer", "exec"), environment)
     assert {*told} - {*environment} == {"APPTAINERENV_WANDB_API_KEY", "APPTAINERENV_PYTHONPATH"}
     assert told["APPTAINERENV_PYTHONPATH"] == "/code"
-    assert passed_on(("podman", "run"), environment) == environment
+    assert extend_environment(("podman", "run"), environment) == environment
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(WorldsizeError, match=r"no container engine is found here \(podman, docker, apptainer\)"):
-        engine_of("auto")
+        find_engine("auto")
     (tmp_path / "docker").touch(mode=0o755)
-    assert engine_of("auto") == "docker"
+    assert find_engine("auto") == "docker"
     assert engines_for(ContainerImage("trainer.sif", DIGEST)) == ("apptainer",)
     with pytest.raises(WorldsizeError, match="apptainer cannot make or open this image. Choose podman or docker"):
-        engine_of("apptainer", engines_for(None))
+        find_engine("apptainer", engines_for(None))
 
 
 def test_an_image_has_the_name_of_its_folder_as_engines_take_it(

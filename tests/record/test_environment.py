@@ -85,7 +85,7 @@ def test_torch_is_described_without_asking_a_device(monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:
         raise AssertionError("a device was queried: a process that forks must not initialise CUDA")
 
-    monkeypatch.setattr("worldsize.record.environment._driver", lambda: "NVRM version: 1")
+    monkeypatch.setattr("worldsize.record.environment._read_driver_version", lambda: "NVRM version: 1")
     for name in ("is_available", "device_count", "get_device_capability", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, refuse)
     assert capture_environment()["torch"]["version"] == torch.__version__

@@ -12,10 +12,10 @@ import pytest
 from worldsize.core import RunEnded, RunStarted
 from worldsize.observe.progress import Tail
 from worldsize.observe.timing import Timing
-from worldsize.record.json_lines import JsonRows, row_of
-from worldsize.record.metrics import MetricsFile, is_timing, last_metrics, metric_rows, metrics_digest, rewind
+from worldsize.record.json_lines import JsonRows, parse_row
+from worldsize.record.metrics import MetricsFile, is_timing, last_metrics, metric_rows, metrics_digest, rewind_metrics
 from worldsize.record.run_directory import RunDirectory
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 STEP = {"event": "step", "samples": 8, "samples_per_second": 9.0, "loss": "nan", "step_seconds": [0.1]}
 
@@ -41,22 +41,22 @@ def write_metrics(path: Path, steps: int) -> list[str]:
 )
 def test_what_is_no_strict_json_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError, match="."):
-        parse(text, at_most=100 if text == "x" * 200 else 1 << 20)
+        parse_strict_json(text, at_most=100 if text == "x" * 200 else 1 << 20)
 
 
 def test_large_exponents_that_are_finite_are_read() -> None:
-    assert parse('[1e-400, 2.5e+100, 1, "1e400"]') == [0.0, 2.5e100, 1, "1e400"]
-    assert parse("9" * 308) == 10**308 - 1
+    assert parse_strict_json('[1e-400, 2.5e+100, 1, "1e400"]') == [0.0, 2.5e100, 1, "1e400"]
+    assert parse_strict_json("9" * 308) == 10**308 - 1
 
 
 def test_our_own_checkpoints_may_say_nan() -> None:
     """A metric may be NaN, and Python's JSON writes it as NaN."""
-    assert math.isnan(parse('{"loss": NaN}', finite=False)["loss"])
+    assert math.isnan(parse_strict_json('{"loss": NaN}', finite=False)["loss"])
 
 
 def test_many_brackets_are_not_deep() -> None:
-    assert parse(json.dumps([[[]]] * 200)) == [[[]]] * 200
-    assert parse("[" * 150 + "]" * 150, deepest=200)
+    assert parse_strict_json(json.dumps([[[]]] * 200)) == [[[]]] * 200
+    assert parse_strict_json("[" * 150 + "]" * 150, deepest=200)
 
 
 def test_a_line_that_was_cut_off_or_is_no_object_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_line_that_is_too_long_is_passed_over_like_any_damaged_one(
     tail = Tail(path, from_start=True)
     assert len(list(tail.read())) == 34
     assert list(tail.read()) == []
-    rewind(path, 20)
+    rewind_metrics(path, 20)
     assert path.read_bytes() == b"".join(lines[:22])
 
 
@@ -124,13 +124,13 @@ def test_a_resumed_run_keeps_the_times_of_the_steps_before(tmp_path: Path, caplo
     path = tmp_path / "timing" / "worker_00000.jsonl"
     timing = Timing(RunDirectory(tmp_path), rank=0)
     for step in (10, 20, 30):
-        timing.write(step, step_seconds=0.1, data_seconds=0.0)
+        timing.write_line(step, step_seconds=0.1, data_seconds=0.0)
     timing(RunEnded(30, "preempted"))
     with path.open("a") as file:
         file.write('{"step": 40, "step_se')
     timing = Timing(RunDirectory(tmp_path), rank=0)
     timing(RunStarted("run", 100, 20, True))
-    timing.write(30, step_seconds=0.2)
+    timing.write_line(30, step_seconds=0.2)
     timing(RunEnded(30, "completed"))
     rows = JsonRows(path, is_valid=is_timing)
     assert [row["step"] for row in rows] == [10, 20, 30]
@@ -140,12 +140,12 @@ def test_a_resumed_run_keeps_the_times_of_the_steps_before(tmp_path: Path, caplo
 def test_an_attempt_parses_the_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, 100)
-    rewind(path, 100)  # like the launching process
+    rewind_metrics(path, 100)  # like the launching process
     parsed: list[bytes] = []
 
     def counted(line: bytes) -> dict[str, Any] | None:
         parsed.append(line)
-        return row_of(line)
+        return parse_row(line)
 
     for name in ("metrics", "json_lines"):
         monkeypatch.setattr(f"worldsize.record.{name}.row_of", counted)
@@ -187,7 +187,7 @@ def test_a_damaged_line_keeps_no_run_from_being_resumed(tmp_path: Path, damage: 
     path = tmp_path / "metrics.jsonl"
     lines = [f"{line}\n".encode() for line in write_metrics(path, 30)]
     path.write_bytes(b"".join([*lines[:5], damage, *lines[5:], b'{"event": "st']))
-    rewind(path, 20)
+    rewind_metrics(path, 20)
     assert path.read_bytes() == b"".join(lines[:22])
     assert not path.with_name(".metrics.jsonl").exists()
 
@@ -196,9 +196,9 @@ def test_a_file_that_needs_no_rewinding_is_not_written_again(tmp_path: Path) -> 
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, 20)
     before = path.stat().st_ino
-    rewind(path, 20)
+    rewind_metrics(path, 20)
     assert path.stat().st_ino == before
-    rewind(path, 20, evaluated=False)
+    rewind_metrics(path, 20, evaluated=False)
     assert json.loads(path.read_text().splitlines()[-1])["event"] == "step"
 
 

@@ -9,10 +9,10 @@ import pytest
 from worldsize.record.level import (
     Downgrade,
     ReproducibilityLevel,
-    _machine,
-    downgraded_level,
+    _compare_machines,
+    downgrade_level,
     downgrades,
-    recorded_level,
+    read_recorded_level,
     resume_downgrades,
 )
 
@@ -21,15 +21,15 @@ TOLERANCE = {"reproducibility": {"level": "tolerance", "why": "kernels are not p
 
 
 def test_the_lowest_level_counts_and_says_why() -> None:
-    assert downgraded_level(BITWISE, BITWISE, []) == ReproducibilityLevel("bitwise", "on this CPU")
-    assert downgraded_level(BITWISE, TOLERANCE, []) == ReproducibilityLevel("tolerance", "kernels are not pinned")
+    assert downgrade_level(BITWISE, BITWISE, []) == ReproducibilityLevel("bitwise", "on this CPU")
+    assert downgrade_level(BITWISE, TOLERANCE, []) == ReproducibilityLevel("tolerance", "kernels are not pinned")
     reasons = [Downgrade("tolerance", "other torch"), Downgrade("none", "other lr")]
-    assert downgraded_level(BITWISE, BITWISE, reasons) == ReproducibilityLevel("none", "other torch; other lr")
+    assert downgrade_level(BITWISE, BITWISE, reasons) == ReproducibilityLevel("none", "other torch; other lr")
 
 
 def test_a_manifest_too_old_to_name_its_level_has_none() -> None:
-    assert recorded_level({}).level == "none"
-    assert downgraded_level({}, BITWISE, []) == recorded_level({})
+    assert read_recorded_level({}).level == "none"
+    assert downgrade_level({}, BITWISE, []) == read_recorded_level({})
 
 
 def manifest(size: int = 100, **determinism: object) -> dict[str, Any]:
@@ -87,9 +87,9 @@ def test_another_division_of_layers_is_another_order_of_sums_that_no_tree_makes_
         return {**one, "config": {**one["config"], "strategy": strategy}, "resumed": [], "attempts": []}
 
     alone, whole, two = divided(shard="all"), divided(tensor=1, pipeline=1), divided(tensor=2, pipeline=1)
-    assert list(_machine(alone, whole)) == []
+    assert list(_compare_machines(alone, whole)) == []
     expected = [Downgrade("tolerance", "strategy.tensor: 1 then, 2 now, and sums depend on it")]
-    assert list(_machine(alone, two)) == list(_machine(whole, two)) == expected
+    assert list(_compare_machines(alone, two)) == list(_compare_machines(whole, two)) == expected
     changes = [["strategy.tensor", None, 2], ["strategy.pipeline", None, 1], ["strategy.shard", "all", None]]
     two["resumed"] = [{"attempt": 2, "changes": changes}]
     reason = "strategy.tensor: None at first, 2 from attempt 2 on, and sums depend on it"

@@ -20,9 +20,9 @@ from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.record.environment import capture_environment, relevant_variables, write_environment
 from worldsize.record.inputs import check_data, fingerprint, link_data
 from worldsize.record.manifest import read_manifest, write_manifest
-from worldsize.record.redaction import is_secret, redacted, redacted_arguments, without_credentials
+from worldsize.record.redaction import is_secret, redact_arguments, redact_tree, remove_credentials
 from worldsize.record.run_directory import RunDirectory, is_locked, run_lock
-from worldsize.record.run_record import look, opened, write_result
+from worldsize.record.run_record import open_record, refresh_run, write_result
 from worldsize.seeds import derive_seed, seed_generators
 
 
@@ -42,16 +42,16 @@ def test_other_names_are_left_alone(name: str) -> None:
 
 def test_secrets_are_taken_out_of_configuration_and_command_line() -> None:
     config = {"logger": {"api_key": "x", "url": "https://u:p@host/x"}, "list": [{"token": "y", "tokens": 3}]}
-    assert redacted(config) == {
+    assert redact_tree(config) == {
         "logger": {"api_key": "<redacted>", "url": "https://host/x"},
         "list": [{"token": "<redacted>", "tokens": 3}],
     }
-    assert redacted_arguments(["+a.token=z", "lr=1", "u=ssh://me@h/x"]) == [
+    assert redact_arguments(["+a.token=z", "lr=1", "u=ssh://me@h/x"]) == [
         "+a.token=<redacted>",
         "lr=1",
         "u=ssh://h/x",
     ]
-    assert without_credentials("git@example.org:a/b") == "git@example.org:a/b"
+    assert remove_credentials("git@example.org:a/b") == "git@example.org:a/b"
 
 
 def test_only_variables_on_the_list_are_recorded() -> None:
@@ -167,7 +167,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_manifest_records_its_attempts(run: Path) -> None:
     path = run / "run_manifest.json"
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         record.begin_attempt([], world_size=3)
         assert read_manifest(path)["attempts"][0]["exit_reason"] == "running"
         write_result(record.directory, {"x": 1})
@@ -212,11 +212,11 @@ def test_a_run_is_locked_while_its_launcher_lives_and_reported_killed_afterwards
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     assert is_locked(run)
-    assert look(RunDirectory(run)).exit_reason == "running"
+    assert refresh_run(RunDirectory(run)).exit_reason == "running"
     with pytest.raises(WorldsizeError, match="is being trained by another process"), run_lock(run):
         pass
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     assert not is_locked(run)
-    assert look(RunDirectory(run)).exit_reason == "killed"
+    assert refresh_run(RunDirectory(run)).exit_reason == "killed"
     holder.communicate("")  # ends the worker

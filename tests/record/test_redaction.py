@@ -10,10 +10,10 @@ from worldsize.record.redaction import (
     REDACTED,
     is_secret,
     is_secret_variable,
-    redacted,
-    redacted_arguments,
+    redact_arguments,
+    redact_tree,
+    remove_credentials,
     scrubber,
-    without_credentials,
 )
 
 
@@ -25,7 +25,7 @@ def test_secrets_are_recognised_in_camel_case_and_in_the_plural(name: str) -> No
 @pytest.mark.parametrize("name", ["tokens", "max_tokens", "tokenizer", "key_metric", "seed", "keyboard", "author"])
 def test_words_that_only_contain_a_secret_one_are_not_secret(name: str) -> None:
     assert not is_secret(name)
-    assert redacted({name: "x"}) == {name: "x"}
+    assert redact_tree({name: "x"}) == {name: "x"}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_words_that_only_contain_a_secret_one_are_not_secret(name: str) -> None:
     ],
 )
 def test_urls_keep_everything_but_their_credentials(url: str, clean: str) -> None:
-    assert without_credentials(url) == clean
+    assert remove_credentials(url) == clean
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_urls_keep_everything_but_their_credentials(url: str, clean: str) -> Non
     ],
 )
 def test_an_override_with_a_secret_inside_braces_is_hidden_whole(word: str) -> None:
-    assert redacted_arguments([word]) == [f"{word.partition('=')[0]}=<redacted>"]
+    assert redact_arguments([word]) == [f"{word.partition('=')[0]}=<redacted>"]
 
 
 def test_other_overrides_are_kept_as_they_were_typed() -> None:
     typed = ["optimizer={lr:0.1,max_tokens:3}", "strategy=ddp", "~logger", "lr=0.1,0.2", "--multirun"]
-    assert redacted_arguments(typed) == typed
+    assert redact_arguments(typed) == typed
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_variable_that_ends_in_key_is_secret(name: str, expected: bool) -> Non
 def test_what_the_configuration_takes_from_the_environment_is_kept_out_but_for_places(tmp_path: Path) -> None:
     environ = {"PLAIN": "opaque-value", "DATA_DIR": "/data/of/mine", "OTHER": "other-value"}
     clean = scrubber({"a": "opaque-value"}, environ, tmp_path / "none", interpolated=["PLAIN", "DATA_DIR"])
-    assert clean.tree({"a": "opaque-value", "b": "/data/of/mine", "c": "other-value"}) == {
+    assert clean.scrub_tree({"a": "opaque-value", "b": "/data/of/mine", "c": "other-value"}) == {
         "a": REDACTED,
         "b": "/data/of/mine",
         "c": "other-value",

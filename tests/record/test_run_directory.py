@@ -8,19 +8,29 @@ from pathlib import Path
 import pytest
 
 from worldsize.errors import WorldsizeError
-from worldsize.record.run_directory import RunDirectory, check_entries, make_folder_of
+from worldsize.record.run_directory import RunDirectory, check_entries, create_parent_folders
 
 
 @pytest.mark.parametrize("rank", [0, 999, 1000, 4095])
 def test_the_folder_of_a_rank_is_made_but_not_that_of_a_run_which_was_deleted(tmp_path: Path, rank: int) -> None:
     run = RunDirectory(tmp_path / "run")
-    for file in (run.log("worker", rank), run.timing(rank), run.profile(rank), run.nccl_logs("host") / "log"):
+    for file in (
+        run.get_log_file("worker", rank),
+        run.get_timing_file(rank),
+        run.get_profile_file(rank),
+        run.nccl_logs("host") / "log",
+    ):
         with pytest.raises(FileNotFoundError):
-            make_folder_of(file, run)
+            create_parent_folders(file, run)
     assert not run.path.exists()
     run.path.mkdir()
-    for file in (run.log("worker", rank), run.timing(rank), run.profile(rank), run.nccl_logs("host") / "log"):
-        make_folder_of(file, run)
+    for file in (
+        run.get_log_file("worker", rank),
+        run.get_timing_file(rank),
+        run.get_profile_file(rank),
+        run.nccl_logs("host") / "log",
+    ):
+        create_parent_folders(file, run)
         file.touch()
 
 

@@ -20,17 +20,17 @@ from worldsize.core import Outcome
 from worldsize.errors import WorldsizeError
 from worldsize.record import run_record as module
 from worldsize.record.inputs import fingerprint
-from worldsize.record.level import recorded_level
+from worldsize.record.level import read_recorded_level
 from worldsize.record.manifest import read_manifest, write_manifest
 from worldsize.record.run_directory import RunDirectory, is_locked, run_lock
-from worldsize.record.run_record import look, note_job, opened, read_result, write_result
+from worldsize.record.run_record import note_job, open_record, read_result, refresh_run, write_result
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run recorded as running, though its lock is free."""
     write_manifest(tmp_path / "run_manifest.json", {"attempts": [], "results": None, "config": {"log_every": 10}})
-    with opened(RunDirectory(tmp_path)) as record:
+    with open_record(RunDirectory(tmp_path)) as record:
         record.begin_attempt([], world_size=1)
     return tmp_path
 
@@ -42,7 +42,7 @@ def test_a_manifest_is_as_readable_as_the_other_files_of_its_run(run: Path) -> N
 
 
 def test_the_next_attempt_records_that_the_last_was_killed(run: Path) -> None:
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         assert record.begin_attempt([], world_size=1) == 2
         killed, running = read_manifest(run / "run_manifest.json")["attempts"]
     assert (killed["exit_reason"], running["exit_reason"]) == ("killed", "running")
@@ -67,7 +67,7 @@ def test_a_killed_run_ended_when_it_last_wrote_and_keeps_its_results(run: Path) 
         os.utime(path, (0, 0))
     wrote = 86400 * 365 * 100  # in 2069
     os.utime(run / "metrics.jsonl", (wrote, wrote))
-    manifest = look(RunDirectory(run)).manifest
+    manifest = refresh_run(RunDirectory(run)).manifest
     last = manifest["attempts"][-1]
     assert (last["exit_reason"], last["exit_code"], last["end"]) == (
         "killed",
@@ -75,14 +75,14 @@ def test_a_killed_run_ended_when_it_last_wrote_and_keeps_its_results(run: Path) 
         "2069-12-07T00:00:00+00:00",
     )
     assert manifest["results"] is None
-    assert look(RunDirectory(run)).manifest == manifest
+    assert refresh_run(RunDirectory(run)).manifest == manifest
 
 
 def test_a_run_that_wrote_before_it_began_ended_when_it_began(run: Path) -> None:
     """The clock was set back, or files were restored from a copy."""
     for path in run.iterdir():
         os.utime(path, (0, 0))
-    last = look(RunDirectory(run)).manifest["attempts"][-1]
+    last = refresh_run(RunDirectory(run)).manifest["attempts"][-1]
     assert last["end_at"] == last["start_at"]
 
 
@@ -90,14 +90,14 @@ def test_an_attempt_of_the_far_future_on_no_host_is_ended_like_others(run: Path)
     manifest = read_manifest(run / "run_manifest.json")
     manifest["attempts"][-1] |= {"hosts": [], "start_at": 1e18}
     write_manifest(run / "run_manifest.json", manifest)
-    last = look(RunDirectory(run)).manifest["attempts"][-1]
+    last = refresh_run(RunDirectory(run)).manifest["attempts"][-1]
     assert (last["exit_reason"], last["end"]) == ("killed", "9999-12-31T23:59:59+00:00")
 
 
 def test_a_clock_that_is_set_back_makes_no_time_negative(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt's duration follows the monotonic clock; values from other processes are bounded."""
     day, now = 86400.0, time.time
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         for _ in range(2):
             record.begin_attempt([], world_size=1)
             monkeypatch.setattr(time, "time", lambda: now() - day)
@@ -118,7 +118,7 @@ def test_a_file_of_the_far_future_or_of_before_1970_makes_no_date_impossible(
         os.utime(path, (0, 0))
     os.utime(run / "metrics.jsonl", (0, 2**38))  # a disk that cannot store this time stores a different one
     last = (run / "metrics.jsonl").stat().st_mtime
-    assert look(RunDirectory(run)).manifest["attempts"][-1]["end_at"] == min(last, 253_402_300_799.0)
+    assert refresh_run(RunDirectory(run)).manifest["attempts"][-1]["end_at"] == min(last, 253_402_300_799.0)
 
 
 def test_a_run_that_ends_while_it_is_looked_at_keeps_its_end(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_run_that_ends_while_it_is_looked_at_keeps_its_end(run: Path, monkeypa
         return is_locked(run_dir)
 
     monkeypatch.setattr(module, "is_locked", ends_meanwhile)
-    assert look(RunDirectory(run)).exit_reason == "completed"
+    assert refresh_run(RunDirectory(run)).exit_reason == "completed"
     assert read_manifest(run / "run_manifest.json")["results"]["loss"] == 1
 
 
@@ -139,17 +139,17 @@ def test_a_run_whose_lock_is_taken_while_it_is_looked_at_is_left_alone(
 ) -> None:
     monkeypatch.setattr(module, "is_locked", lambda _: False)
     with run_lock(run):
-        assert look(RunDirectory(run)).exit_reason == "running"
+        assert refresh_run(RunDirectory(run)).exit_reason == "running"
 
 
 def test_a_job_that_is_noted_while_the_record_is_open_stays_in_it(run: Path) -> None:
     """A submitter records its job without the lock, since the job may already hold it."""
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         note_job(record.directory, "7")
         record.begin_attempt([], world_size=1)
         note_job(record.directory, "8")
         record.end_attempt(Outcome("completed", 0))
-    view = look(RunDirectory(run))
+    view = refresh_run(RunDirectory(run))
     assert [job["id"] for job in view.manifest["jobs"]] == ["7", "8"]
     assert (view.job, view.exit_reason) == ("8", "completed")
 
@@ -162,7 +162,7 @@ def test_the_manifest_is_read_once_for_a_record_that_is_held(run: Path, monkeypa
         return read_manifest(path)
 
     monkeypatch.setattr(module, "read_manifest", counted)
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         record.begin_attempt([], world_size=1)
         write_result(record.directory, {"loss": float("nan")})
         record.end_attempt(Outcome("completed", 0))
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_that_nobody_loads_costs_no_result(run: Path, caplo
         (folder / "manifest.json").write_text("{}\n")
         if mark:
             (folder / "COMPLETE").write_bytes(mark)
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         record.begin_attempt([], world_size=1)
         write_result(record.directory, {"loss": 1.0})
         record.end_attempt(Outcome("completed", 0))
@@ -198,7 +198,7 @@ def test_logged_steps_that_were_lost_are_told_and_leave_no_digest(
     (run / "checkpoints" / "step_0000006").mkdir(parents=True)
     manifest = read_manifest(run / "run_manifest.json")
     write_manifest(run / "run_manifest.json", {**manifest, "config": {**manifest["config"], "log_every": 1}})
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         record.begin_attempt([], world_size=1)
         write_result(record.directory, {"loss": 1.0, "metrics_digest": "ab"})
         record.end_attempt(Outcome("completed", 0))
@@ -208,24 +208,24 @@ def test_logged_steps_that_were_lost_are_told_and_leave_no_digest(
 
 
 def test_a_record_that_is_closed_can_be_opened_by_the_job_that_it_was_closed_for(run: Path) -> None:
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         record.close()
         assert not is_locked(run)
-        with opened(RunDirectory(run)):
+        with open_record(RunDirectory(run)):
             assert is_locked(run)
 
 
 def test_entries_are_examined_only_under_the_lock(run: Path) -> None:
     os.mkfifo(run / "pipe")
-    with run_lock(run), pytest.raises(WorldsizeError, match="is being trained by"), opened(RunDirectory(run)):
+    with run_lock(run), pytest.raises(WorldsizeError, match="is being trained by"), open_record(RunDirectory(run)):
         pass
-    with pytest.raises(WorldsizeError, match="pipe is no regular file"), opened(RunDirectory(run)):
+    with pytest.raises(WorldsizeError, match="pipe is no regular file"), open_record(RunDirectory(run)):
         pass
     assert not is_locked(run)
 
 
 def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
-    with pytest.raises(WorldsizeError, match="cannot be read: No such file"), opened(RunDirectory(tmp_path)):
+    with pytest.raises(WorldsizeError, match="cannot be read: No such file"), open_record(RunDirectory(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -295,7 +295,7 @@ def test_a_signature_counts_only_where_it_was_written(tmp_path: Path, move: str)
 def test_a_level_that_lacks_its_reason_is_an_error_of_the_record(tmp_path: Path) -> None:
     write_manifest(tmp_path / "run_manifest.json", {"reproducibility": {"x": 1}})
     with pytest.raises(WorldsizeError, match="lacks the field 'level'"):
-        recorded_level(read_manifest(tmp_path / "run_manifest.json"))
+        read_recorded_level(read_manifest(tmp_path / "run_manifest.json"))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless", "too large"])

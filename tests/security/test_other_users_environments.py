@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 import pytest
 
-from worldsize.cli.reproduce import _clones
-from worldsize.config.search_path import bundle
+from worldsize.cli.reproduce import _list_clones
+from worldsize.config.search_path import get_bundle_folder
 from worldsize.errors import WorldsizeError
 from worldsize.record import rebuild
-from worldsize.record.code import checked_out
+from worldsize.record.code import check_out_code
 from worldsize.record.manifest import read_manifest, write_manifest
-from worldsize.record.rebuild import Lock, read_lock, rebuilt, to_be_installed
-from worldsize.record.run_record import view
+from worldsize.record.rebuild import Lock, build_interpreter, describe_installs, read_lock
+from worldsize.record.run_record import read_run
 
 LOCK = """
 [[package]]
@@ -53,7 +53,7 @@ def lock_of(text: str, name: str = "uv.lock", project: str | None = None) -> Loc
 
 def test_where_packages_come_from_is_shown_of_those_too_that_are_here_in_the_same_version() -> None:
     registry = "from registry https://index.example.org/simple"
-    assert to_be_installed(lock_of(LOCK)) == [
+    assert describe_installs(lock_of(LOCK)) == [
         "other 4.0 from git https://evil.example.org/other",
         f"in the versions that are here, {registry} (files from files.example.org): mine, same",
         f"in the versions that are here, {registry} (files from evil.example.org): evil",
@@ -62,7 +62,7 @@ def test_where_packages_come_from_is_shown_of_those_too_that_are_here_in_the_sam
 
 def test_settings_of_uv_are_shown() -> None:
     project = '[tool.uv]\nindex = [{url = "https://evil.example.org/simple"}]\n'
-    assert to_be_installed(lock_of("", project=project)) == [
+    assert describe_installs(lock_of("", project=project)) == [
         'with the settings of uv {"index": [{"url": "https://evil.example.org/simple"}]}'
     ]
 
@@ -80,7 +80,7 @@ def test_settings_of_uv_are_shown() -> None:
 )
 def test_a_lock_that_uv_would_not_have_written_is_refused(text: str) -> None:
     with pytest.raises(WorldsizeError, match="cannot be read"):
-        to_be_installed(lock_of(text))
+        describe_installs(lock_of(text))
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_a_lock_that_uv_would_not_have_written_is_refused(text: str) -> None:
 )
 def test_pins_are_pins_only(line: str) -> None:
     with pytest.raises(WorldsizeError, match="not a pinned package"):
-        to_be_installed(lock_of(f"mine==1.0\n{line}\n", "requirements.txt"))
-    assert to_be_installed(lock_of("mine==1.0\nmore==2\n", "requirements.txt")) == ["more==2"]
+        describe_installs(lock_of(f"mine==1.0\n{line}\n", "requirements.txt"))
+    assert describe_installs(lock_of("mine==1.0\nmore==2\n", "requirements.txt")) == ["more==2"]
 
 
 @pytest.mark.parametrize("python", ["/home/evil/python", "evil", "3", "3.11 --x", "pypy@3.10", "3.11\n"])
@@ -107,8 +107,8 @@ def test_what_is_installed_is_what_was_read_and_not_what_lies_there_now(tmp_path
     recorded = {"python": "3.11.7", "lock_sha256": hashlib.sha256(LOCK.encode()).hexdigest()}
     lock = read_lock(recorded, files)
     (files / "uv.lock").write_text("evil")
-    with patch.object(rebuild, "_uv"), patch("shutil.which", return_value="uv"):
-        rebuilt(lock, tmp_path, spare)
+    with patch.object(rebuild, "_run_uv"), patch("shutil.which", return_value="uv"):
+        build_interpreter(lock, tmp_path, spare)
     installed = {file.name: file.read_text() for file in (spare / "environment").iterdir()}
     assert installed == {"uv.lock": LOCK, "pyproject.toml": ""}
     with pytest.raises(WorldsizeError, match="is lost or changed"):
@@ -124,7 +124,7 @@ def test_git_runs_in_no_repository_that_another_users_record_names(
     (tmp_path / "run").mkdir()
     write_manifest(tmp_path / "run" / "run_manifest.json", manifest, own=own)
     named = [Path("/theirs"), tmp_path / "run"] if own else []
-    assert _clones(view(tmp_path / "run")) == [*named, tmp_path, bundle()]
+    assert _list_clones(read_run(tmp_path / "run")) == [*named, tmp_path, get_bundle_folder()]
 
 
 @pytest.fixture
@@ -143,11 +143,11 @@ def code(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["no/such", "out", "sub/train.py", "a\0b"])
 def test_a_run_begins_in_a_folder_of_its_commit(name: str, code: dict[str, Any], tmp_path: Path) -> None:
     clones = [tmp_path / "repository"]
-    with checked_out(code, b"", tmp_path / "a", clones) as folder:
+    with check_out_code(code, b"", tmp_path / "a", clones) as folder:
         assert folder == tmp_path / "a" / "sub"
     with (
         pytest.raises(WorldsizeError, match="lacks the run's working directory"),
-        checked_out({**code, "folder": name}, b"", tmp_path / "b", clones),
+        check_out_code({**code, "folder": name}, b"", tmp_path / "b", clones),
     ):
         pass
     assert not (tmp_path / "b").exists()
@@ -156,7 +156,7 @@ def test_a_run_begins_in_a_folder_of_its_commit(name: str, code: dict[str, Any],
 def test_a_remote_is_an_address(code: dict[str, Any], tmp_path: Path) -> None:
     with (
         pytest.raises(WorldsizeError, match="not to be trusted"),
-        checked_out({**code, "remote": "a\0b"}, b"", tmp_path / "a", []),
+        check_out_code({**code, "remote": "a\0b"}, b"", tmp_path / "a", []),
     ):
         pass
 

@@ -21,12 +21,12 @@ from worldsize.cli.cancel import cancel
 from worldsize.config.recorded import read_launcher
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.kubernetes import Kubernetes
-from worldsize.launch.recorded_run import check_before_start, recorded_overrides
+from worldsize.launch.recorded_run import check_before_start, read_recorded_overrides
 from worldsize.launch.skypilot import SkyPilot
-from worldsize.messages import ask
+from worldsize.messages import ask_for_consent
 from worldsize.record.manifest import is_own, read_manifest, write_manifest
 from worldsize.record.run_directory import RunDirectory, run_lock
-from worldsize.record.run_record import look, opened, view
+from worldsize.record.run_record import open_record, read_run, refresh_run
 
 EVIL = """
 import os
@@ -94,24 +94,24 @@ def test_another_users_record_gives_a_scheduler_names_but_no_command(run: Path, 
     with_launcher(
         run, {"_target_": "worldsize.launch.kubernetes.Kubernetes", "kubectl": evil, "namespace": "team"}, tmp_path
     )
-    launcher = read_launcher(view(run))
+    launcher = read_launcher(read_run(run))
     assert isinstance(launcher, Kubernetes)
     assert (launcher.namespace, launcher.kubectl) == ("team", ("kubectl",))
     with_launcher(run, {"_target_": "worldsize.launch.skypilot.SkyPilot", "sky": evil, "managed": False}, tmp_path)
-    assert read_launcher(view(run)) == SkyPilot(managed=False)
+    assert read_launcher(read_run(run)) == SkyPilot(managed=False)
     assert not mark.exists()
 
 
 def test_a_launcher_that_submits_no_jobs_is_not_built_to_ask_about_them(run: Path, tmp_path: Path) -> None:
     with_launcher(run, {"_target_": "worldsize.launch.ssh.Ssh"}, tmp_path)  # which needs hosts
-    assert read_launcher(view(run)) is None
+    assert read_launcher(read_run(run)) is None
 
 
 @pytest.mark.parametrize(
     "node",
     [
         {"_target_": "worldsize.launch.kubernetes.Kubernetes", "namespace": "--kubeconfig=/tmp/evil"},
-        {"_target_": "worldsize.launch.control.request"},
+        {"_target_": "worldsize.launch.control.send_request"},
         {"_target_": "worldsize.launch.slurm.subprocess.run", "args": ["touch", "mark"]},
         {"_target_": "os.system"},
         {},
@@ -120,13 +120,13 @@ def test_a_launcher_that_submits_no_jobs_is_not_built_to_ask_about_them(run: Pat
 def test_a_launcher_of_another_user_that_is_none_of_ours_is_refused(run: Path, tmp_path: Path, node: Any) -> None:
     with_launcher(run, node, tmp_path)
     with pytest.raises(ConfigError):
-        read_launcher(view(run))
+        read_launcher(read_run(run))
 
 
 def test_a_job_whose_name_is_an_option_of_the_scheduler_is_refused(run: Path) -> None:
     forge(run, jobs=[{"id": "--user=root", "submitted": "today"}])
     with pytest.raises(WorldsizeError, match="an invalid name"):
-        _ = view(run).job
+        _ = read_run(run).job
 
 
 def test_cancel_ends_the_process_that_holds_the_lock_and_not_the_one_that_is_written_down(run: Path) -> None:
@@ -135,17 +135,17 @@ def test_cancel_ends_the_process_that_holds_the_lock_and_not_the_one_that_is_wri
     with subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout
         holder.stdout.readline()
-        last = {**view(run).attempts[-1], "exit_reason": "running", "pid": os.getpid()}
+        last = {**read_run(run).attempts[-1], "exit_reason": "running", "pid": os.getpid()}
         forge(run, attempts=[last])
         assert str(holder.pid) in cancel(RunDirectory(run))
         assert holder.wait() == -15
 
 
 def test_looking_at_another_users_run_does_not_make_it_ones_own(run: Path) -> None:
-    forge(run, attempts=[{**view(run).attempts[-1], "exit_reason": "running"}])
-    assert look(RunDirectory(run)).exit_reason == "killed"
+    forge(run, attempts=[{**read_run(run).attempts[-1], "exit_reason": "running"}])
+    assert refresh_run(RunDirectory(run)).exit_reason == "killed"
     assert not is_own(read_manifest(run / "run_manifest.json"))
-    with opened(RunDirectory(run)) as record:
+    with open_record(RunDirectory(run)) as record:
         assert not record.is_own
         record.begin_attempt([], world_size=1)
     assert not is_own(read_manifest(run / "run_manifest.json"))
@@ -303,13 +303,13 @@ def test_a_target_that_was_not_shown_is_asked_about(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("own", [True, False])
 def test_recorded_overrides_are_overrides_only(word: str, own: bool) -> None:
     with pytest.raises(WorldsizeError, match="sets no key of a configuration"):
-        recorded_overrides({"overrides": ["steps=3", word]}, own=own)
+        read_recorded_overrides({"overrides": ["steps=3", word]}, own=own)
 
 
 def test_another_users_record_cannot_widen_the_allow_list() -> None:
     manifest = {"overrides": ["allow_targets=[os]", "+allow_targets.0=os", "steps=3"]}
-    assert recorded_overrides(manifest, own=False) == ["steps=3"]
-    assert recorded_overrides(manifest, own=True) == manifest["overrides"]
+    assert read_recorded_overrides(manifest, own=False) == ["steps=3"]
+    assert read_recorded_overrides(manifest, own=True) == manifest["overrides"]
 
 
 @pytest.mark.parametrize("command_name", ["resume", "evaluate", "reproduce"])
@@ -326,7 +326,7 @@ def test_a_file_among_the_plugins_that_no_record_lists_is_not_imported(
 
 def test_what_is_asked_about_cannot_forge_lines(capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"run": ["harmless\ndata  none\x1b[2K\u202e"], "options": ["a=1", "b=2"]}
-    ask(facts, yes=True, deed="Run it?")
+    ask_for_consent(facts, yes=True, deed="Run it?")
     shown = capsys.readouterr().err
     assert shown.splitlines() == [
         "run      harmless\\ndata  none\\x1b[2K\\u202e",
@@ -337,10 +337,10 @@ def test_what_is_asked_about_cannot_forge_lines(capsys: pytest.CaptureFixture[st
 
 
 def test_a_lock_knows_its_holder(tmp_path: Path) -> None:
-    from worldsize.record.run_directory import holder_of
+    from worldsize.record.run_directory import find_lock_holder
 
-    assert holder_of(tmp_path) is None
+    assert find_lock_holder(tmp_path) is None
     with run_lock(tmp_path):
-        assert holder_of(tmp_path) == os.getpid()
-        assert holder_of(tmp_path) == os.getpid(), "to ask does not end the lock"
-    assert holder_of(tmp_path) is None
+        assert find_lock_holder(tmp_path) == os.getpid()
+        assert find_lock_holder(tmp_path) == os.getpid(), "to ask does not end the lock"
+    assert find_lock_holder(tmp_path) is None

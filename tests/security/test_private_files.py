@@ -15,7 +15,7 @@ import pytest
 from tests.support.runs import Train
 from worldsize.errors import WorldsizeError
 from worldsize.record.code import capture_code
-from worldsize.record.inputs import keep
+from worldsize.record.inputs import copy_plugin
 from worldsize.record.redaction import why_private
 
 SECRETS = {  # each in its issuer's published format; none was ever valid
@@ -86,9 +86,9 @@ def test_a_plugin_with_a_private_file_is_not_copied_unless_the_user_says_so(tmp_
     (plugin / "secrets").mkdir(parents=True)
     (plugin / "secrets" / "prod.yaml").write_text("canary\n")
     with pytest.raises(WorldsizeError, match=r"prod.yaml seems to be private \(its name\)"):
-        keep(plugin, tmp_path / "copy", str)
+        copy_plugin(plugin, tmp_path / "copy", str)
     assert not (tmp_path / "copy").exists()
-    keep(plugin, tmp_path / "copy", str, include=["secrets/prod.yaml"])
+    copy_plugin(plugin, tmp_path / "copy", str, include=["secrets/prod.yaml"])
     assert (tmp_path / "copy" / "secrets" / "prod.yaml").exists()
 
 

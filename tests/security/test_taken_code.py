@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from worldsize.config.compose import assigned, compose_and_call
+from worldsize.config.compose import compose_and_call, format_override
 from worldsize.errors import WorldsizeError
-from worldsize.launch.recorded_run import project_of, take_code
-from worldsize.record.inputs import check_kept, digest_of, remove_compiled
+from worldsize.launch.recorded_run import find_project, take_code
+from worldsize.record.inputs import check_kept, compute_plugin_digest, remove_compiled
 from worldsize.record.manifest import is_own, write_manifest
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import opened
+from worldsize.record.run_record import open_record
 
 
 @pytest.fixture
@@ -54,7 +54,9 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def listed(folder: Path, *, kept: bool = False) -> dict[str, Any]:
     source = "project"
-    return {"plugins": [{"name": "recipes.mine", "source": source, "sha256": digest_of(folder), "kept": kept}]}
+    return {
+        "plugins": [{"name": "recipes.mine", "source": source, "sha256": compute_plugin_digest(folder), "kept": kept}]
+    }
 
 
 def files_below(folder: Path) -> list[str]:
@@ -113,15 +115,15 @@ def test_code_that_was_taken_once_is_taken_from_there_again(project: Path, run: 
     manifest = listed(project / "recipes" / "mine")
     take_code(manifest, project, run)
     manifest |= {"config": {"run": {"import_path": ["/no/such", "/other"]}}}
-    assert project_of(manifest, run, own=False) == run.project
-    assert project_of(manifest, run, own=True) == Path.cwd(), "what lies in one's own run folder was not compared"
+    assert find_project(manifest, run, own=False) == run.project
+    assert find_project(manifest, run, own=True) == Path.cwd(), "what lies in one's own run folder was not compared"
     take_code(manifest, run.project, run)
     assert "recipes/mine/recipe.py" in files_below(run.project)
 
 
 def test_a_record_without_import_path_began_here(run: RunDirectory) -> None:
     for folders in ([], ["/no/such"], ["a\0b"]):
-        assert project_of({"config": {"run": {"import_path": folders}}}, run, own=True) == Path.cwd()
+        assert find_project({"config": {"run": {"import_path": folders}}}, run, own=True) == Path.cwd()
 
 
 def test_a_compiled_file_of_a_commit_goes_and_so_does_a_link_to_others(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_a_compiled_file_of_a_commit_goes_and_so_does_a_link_to_others(tmp_path:
 def test_a_manifest_that_another_user_writes_after_it_was_adopted_is_not_adopted(run: RunDirectory) -> None:
     theirs: dict[str, Any] = {"run_id": "run", "attempts": [], "results": None, "overrides": ["a=1"]}
     write_manifest(run.manifest, theirs, own=False)
-    with opened(run) as record:
+    with open_record(run) as record:
         record.adopt()
         write_manifest(run.manifest, {**theirs, "overrides": ["allow_targets=[os]"]}, own=False)
         record.begin_attempt([], world_size=1)
@@ -147,5 +149,5 @@ def test_any_path_can_be_the_value_of_an_override(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     seen = []
     for path in ("/exp(1)/runs", "/it's", "/a,b=[c]{d}", "/back\\", "/${oc.env:HOME}", '/ü "x"'):
-        compose_and_call(lambda cfg: seen.append(cfg.run.root), [assigned("run.root", path)])
+        compose_and_call(lambda cfg: seen.append(cfg.run.root), [format_override("run.root", path)])
         assert seen.pop() == path

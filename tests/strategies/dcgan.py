@@ -12,7 +12,7 @@ from torch.optim import Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import MultiUpdateRecipe, Update
-from worldsize.data.batches import fetch
+from worldsize.data.batches import fetch_batch
 from worldsize.data.order import Order
 from worldsize.seeds import seed_generators
 
@@ -112,7 +112,7 @@ def original(steps: int) -> Mapping[str, Tensor]:
     optimizer_g = Adam(net_g.parameters(), lr=0.0002, betas=(0.5, 0.999))
     for step in range(1, steps + 1):
         seed_generators(order.step_seed(step, 0), CPU)
-        (real,) = fetch(data, order.indices(step, 0, SAMPLES))
+        (real,) = fetch_batch(data, order.compute_indices(step, 0, SAMPLES))
         net_d.zero_grad()
         criterion(net_d(real), 1.0).backward()  # type: ignore[no-untyped-call]
         fake = net_g(torch.randn(len(real), NOISE, 1, 1))

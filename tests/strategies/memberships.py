@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 
 from worldsize.core import Cluster, World
-from worldsize.healing.groups import regroup
+from worldsize.healing.groups import rebuild_groups
 
 
 def worlds_in(memberships: Sequence[Sequence[int]], world: World, cluster: Cluster, folder: Path) -> Iterator[World]:
@@ -22,5 +22,5 @@ def worlds_in(memberships: Sequence[Sequence[int]], world: World, cluster: Clust
             continue
         store = FileStore(str(folder / str(number)), len(members))
         store.set_timeout(timedelta(seconds=60))
-        world = regroup(world, tuple(members), cluster, store)
+        world = rebuild_groups(world, tuple(members), cluster, store)
         yield world

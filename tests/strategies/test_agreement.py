@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import EvaluationBatch, EvaluationBatches, Event, Numerics, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
@@ -56,7 +56,7 @@ def reference(clip_norm: float | None = None) -> dict[str, Tensor]:
     dataset = recipe.data("train")
     order = Order(seed=3, batch_size=BATCH, logical_ranks=1, mine=(0,))
     for step in range(1, STEPS + 1):
-        rows = order.indices(step, 0, SAMPLES)
+        rows = order.compute_indices(step, 0, SAMPLES)
         loss = nn.functional.mse_loss(model(dataset.tensors[0][rows]), dataset.tensors[1][rows])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -74,7 +74,9 @@ def trained(
 ) -> dict[str, Tensor]:
     recipe = Regression()
     total = logical_ranks or world.size
-    order = Order(seed=3, batch_size=BATCH, logical_ranks=total, mine=logical_ranks_of(world.rank, world.size, total))
+    order = Order(
+        seed=3, batch_size=BATCH, logical_ranks=total, mine=assign_logical_ranks(world.rank, world.size, total)
+    )
     replica = strategy.replica(recipe, RunContext(world, numerics))
     batches = micro_batches(recipe.data("train"), order, world.device)
     config = LoopConfig(STEPS, batch_size=BATCH)

@@ -95,4 +95,4 @@ def test_what_cannot_be_compiled_is_refused_before_the_start(train: Any) -> None
 
 def test_nothing_compiled_is_nothing_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worldsize.strategies.compiled._compilations", list)  # others in this process may have compiled
-    assert Compilations().facts(speaks=True) == {}
+    assert Compilations().collect_statistics(speaks=True) == {}

@@ -15,7 +15,7 @@ from plugins.parameter_server.strategy import ParameterServer
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import BufferRule, Concatenated, ConfigError, Recipe, RunContext, Strategy, TensorStyle, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.plan.construction import check_construction
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -128,7 +128,7 @@ def trained(strategy: Strategy, world: World, recipe: Recipe, logical: int = LOG
     """Train STEPS steps and return the model's whole state; it is empty on all ranks but the first."""
     replica = strategy.replica(recipe, RunContext(world, logical_ranks=logical))
     parts, part = strategy.data_parallel(_cluster(world)), strategy.data_rank(world)
-    order = Order(3, BATCH, logical, logical_ranks_of(part, parts, logical, replica.dealing))
+    order = Order(3, BATCH, logical, assign_logical_ranks(part, parts, logical, replica.dealing))
     batches = micro_batches(recipe.data("train"), order, world.device)
     for _ in range(STEPS):
         replica.step(next(batches))
@@ -163,7 +163,7 @@ def on_two(world: World) -> list[dict[str, Tensor]]:
 
 def test_a_step_records_what_a_whole_batch_would_have_recorded() -> None:
     expected = plain()
-    alone = trained(Single(reduce="ordered"), World.alone(torch.device("cpu")), Recorded())
+    alone = trained(Single(reduce="ordered"), World.create_single(torch.device("cpu")), Recorded())
     assert int(alone["1.seen"]) == STEPS * BATCH
     torch.testing.assert_close(alone, dict(expected))
     two = run_in_worlds(on_two, 2)[0]
@@ -183,7 +183,7 @@ def test_a_buffer_without_a_rule_is_refused_in_the_first_step(name: str) -> None
     rules = {other: rule for other, rule in RULES.items() if other != name}
     message = rf"the loss changes the buffer 1\.{name[2:]}, .*Declare it in Recipe\.buffers"
     recipe = Recorded(rules=rules)
-    replica = Single().replica(recipe, RunContext(World.alone(torch.device("cpu")), logical_ranks=LOGICAL))
+    replica = Single().replica(recipe, RunContext(World.create_single(torch.device("cpu")), logical_ranks=LOGICAL))
     batches = micro_batches(recipe.data("train"), Order(3, BATCH, LOGICAL, tuple(range(LOGICAL))), torch.device("cpu"))
     before = {key: value.clone() for key, value in replica.state()["model"].items()}
     with pytest.raises(ConfigError, match=message):
@@ -192,7 +192,7 @@ def test_a_buffer_without_a_rule_is_refused_in_the_first_step(name: str) -> None
 
 
 def test_values_that_must_be_equal_and_are_not_are_refused() -> None:
-    world = World.alone(torch.device("cpu"))
+    world = World.create_single(torch.device("cpu"))
     with pytest.raises(ConfigError, match=r'1\.average is declared as "equal" .* differs between logical ranks'):
         trained(Single(), world, Recorded(rules={**RULES, "*.average": "equal"}))
 
@@ -230,7 +230,7 @@ def test_a_buffer_that_grows_is_refused_also_where_the_first_pass_does_not_count
 
 
 def test_a_process_that_has_one_logical_rank_needs_no_rules() -> None:
-    state = trained(Single(), World.alone(torch.device("cpu")), Recorded(rules={}), logical=1)
+    state = trained(Single(), World.create_single(torch.device("cpu")), Recorded(rules={}), logical=1)
     torch.testing.assert_close(state, dict(plain()))
 
 
@@ -295,7 +295,7 @@ class Kernels(TorchDispatchMode):
 
 
 def test_buffers_of_a_layer_that_ranks_divide_become_those_of_one_process() -> None:
-    expected = trained(Single(), World.alone(torch.device("cpu")), Divided())
+    expected = trained(Single(), World.create_single(torch.device("cpu")), Divided())
     divided, *_ = run_in_worlds(lambda world: trained(Mesh(tensor=2), world, Divided()), 2)
     assert expected["0.steps"] == STEPS
     for name in ("0.steps", "0.average"):

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from worldsize.core import Recipe, RunContext, Strategy, World
-from worldsize.loop.initial_weights import built_empty, tied_names
+from worldsize.loop.initial_weights import build_empty_model, tied_names
 from worldsize.strategies.deferred.model import DeferredModel, state_follows
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
@@ -393,10 +393,10 @@ def seeded(make: Callable[[], nn.Module]) -> tuple[nn.Module, list[float]]:
 
 
 def deferred(make: Callable[[], nn.Module]) -> nn.Module:
-    described = DeferredModel.build(make)
+    described = DeferredModel.from_factory(make)
     waiting = [parameter.is_meta for parameter in described.model.parameters()]
     assert sum(waiting) >= len(waiting) / 2  # small tensors that are not drawn already exist
-    described.fill(HOST)
+    described.fill_tensors(HOST)
     return described.model
 
 
@@ -448,8 +448,8 @@ def test_nothing_is_drawn_for_a_model_whose_state_follows() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with state_follows():
-        described = DeferredModel.build(lambda: nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)))
-        described.fill(HOST)
+        described = DeferredModel.from_factory(lambda: nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)))
+        described.fill_tensors(HOST)
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(parameter.is_meta for parameter in described.model.parameters())
 
@@ -461,8 +461,8 @@ def test_weights_that_follow_are_no_numbers_until_then() -> None:
         return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).bfloat16())
 
     with state_follows():
-        described = DeferredModel.build(make)
-        described.fill(HOST)
+        described = DeferredModel.from_factory(make)
+        described.fill_tensors(HOST)
     assert all(parameter.isnan().all() for parameter in described.model.parameters())
 
 
@@ -611,7 +611,7 @@ def test_what_cannot_be_described_is_made_at_once_with_a_warning(
     outer.manual_seed(3)
     whole, then = seeded(make)
     outer.manual_seed(3)
-    model, now = seeded(lambda: DeferredModel.build(make).model)
+    model, now = seeded(lambda: DeferredModel.from_factory(make).model)
     assert now == then
     for expected, parameter in zip(whole.parameters(), model.parameters(), strict=True):
         assert type(parameter) is type(expected)
@@ -628,13 +628,13 @@ def test_the_warning_comes_with_the_size_before_the_whole_model_is_made(caplog: 
         warned.append(len(caplog.records))
         return nn.Sequential(nn.Linear(2048, 2048), hooked())
 
-    DeferredModel.build(make)
+    DeferredModel.from_factory(make)
     assert "at least 0.02 GiB" in caplog.text  # of 4 bytes * 2048 * 2049
     assert warned == [0, 1]
 
 
 def test_only_one_process_warns(caplog: pytest.LogCaptureFixture) -> None:
-    DeferredModel.build(hooked, warns=False)
+    DeferredModel.from_factory(hooked, warns=False)
     assert caplog.records == []
 
 
@@ -645,8 +645,8 @@ def test_what_was_made_in_vain_is_freed_first() -> None:
             module.weight = nn.Parameter(torch.from_numpy(np.ones((_LARGE, _LARGE), np.float32)))
         return model.append(hooked())
 
-    DeferredModel.build(hooked)  # imports its dependencies
-    assert _peak_of(lambda: DeferredModel.build(make)) - _peak_of(lambda: None) < 1.5 * 6 * _LARGE**2 * 4
+    DeferredModel.from_factory(hooked)  # imports its dependencies
+    assert _peak_of(lambda: DeferredModel.from_factory(make)) - _peak_of(lambda: None) < 1.5 * 6 * _LARGE**2 * 4
 
 
 WIDTH, DEPTH = 1024, 20  # 80 MiB
@@ -695,7 +695,7 @@ def scaled_together() -> nn.Module:
 def test_a_warning_says_how_much_of_the_model_is_whole_nevertheless(
     make: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    DeferredModel.build(make)
+    DeferredModel.from_factory(make)
     assert "each process has 0.08 GiB of the model's 0.08 GiB at once before it keeps its part" in caplog.text
     assert reason in caplog.text
 
@@ -703,7 +703,7 @@ def test_a_warning_says_how_much_of_the_model_is_whole_nevertheless(
 def test_a_large_model_that_is_made_a_tensor_at_a_time_is_no_cause_for_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    DeferredModel.build(lambda: layers().bfloat16())
+    DeferredModel.from_factory(lambda: layers().bfloat16())
     assert caplog.records == []
 
 
@@ -739,9 +739,9 @@ def test_a_non_leaf_is_made_with_its_need_of_a_gradient() -> None:
 
 def test_what_is_drawn_before_it_is_filled_changes_nothing() -> None:
     def make() -> nn.Module:
-        described = DeferredModel.build(lambda: nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)))
+        described = DeferredModel.from_factory(lambda: nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)))
         torch.rand(7)
-        described.fill(HOST)
+        described.fill_tensors(HOST)
         return described.model
 
     (whole, then), (model, now) = seeded(lambda: nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20))), seeded(make)
@@ -807,15 +807,15 @@ class ReadsNumbers(Drawing):
 
 def test_the_names_of_a_model_that_reads_numbers_cost_no_memory() -> None:
     before = torch.get_rng_state()
-    model = built_empty(ReadsNumbers())
+    model = build_empty_model(ReadsNumbers())
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert tied_names(model)["1.weight"] == "0.weight"
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_parameters_and_buffers_go_to_the_device_and_other_tensors_stay() -> None:
-    described = DeferredModel.build(lambda: Block(64))
-    described.fill(torch.device("meta"))  # any device but the host
+    described = DeferredModel.from_factory(lambda: Block(64))
+    described.fill_tensors(torch.device("meta"))  # any device but the host
     block = cast("Block", described.model)
     assert block.inner.weight.is_meta
     assert block.get_buffer("mask").is_meta
@@ -824,9 +824,9 @@ def test_parameters_and_buffers_go_to_the_device_and_other_tensors_stay() -> Non
 
 def test_shards_may_stay_on_the_host_while_other_tensors_move() -> None:
     def body(world: World) -> tuple[bool, bool]:
-        described = DeferredModel.build(lambda: Block(64))
+        described = DeferredModel.from_factory(lambda: Block(64))
         fully_shard(described.model, mesh=init_device_mesh("cpu", (world.size,)))
-        described.fill(torch.device("meta"), shards=HOST)  # any device but the host
+        described.fill_tensors(torch.device("meta"), shards=HOST)  # any device but the host
         block = cast("Block", described.model)
         assert isinstance(block.inner.weight, DTensor)
         return block.inner.weight.to_local().is_meta, block.get_buffer("mask").is_meta
@@ -836,7 +836,7 @@ def test_shards_may_stay_on_the_host_while_other_tensors_move() -> None:
 
 def test_an_error_of_the_constructor_is_its_own() -> None:
     with pytest.raises(ValueError, match="no such width"):
-        DeferredModel.build(lambda: _failing())
+        DeferredModel.from_factory(lambda: _failing())
 
 
 def _failing() -> nn.Module:
@@ -848,9 +848,9 @@ def test_one_tensor_is_made_at_a_time() -> None:
     """Weights of 216 MiB, initialised twice like GPT-2's, take as much memory as a single weight of 36 MiB."""
 
     def make() -> None:
-        described = DeferredModel.build(_large)
-        for tensor in described.tape.in_order(described.tensors.values()):
-            described.tape.value(tensor)
+        described = DeferredModel.from_factory(_large)
+        for tensor in described.tape.sort_tensors(described.tensors.values()):
+            described.tape.create_tensor(tensor)
 
     make()  # imports its dependencies
     assert _peak_of(make) - _peak_of(lambda: None) < 1.5 * _LARGE**2 * 4
@@ -880,11 +880,11 @@ def test_each_rank_keeps_its_shards() -> None:
 
     def body(world: World) -> list[tuple[str, list[int], bool]]:
         torch.manual_seed(5)
-        described = DeferredModel.build(_uneven)
+        described = DeferredModel.from_factory(_uneven)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for module in (*described.model.children(), described.model):
             fully_shard(module, mesh=mesh)
-        described.fill(world.device)
+        described.fill_tensors(world.device)
         torch.manual_seed(5)
         whole = dict(_uneven().named_parameters())
         described.model(torch.ones(3, 5)).sum().backward()

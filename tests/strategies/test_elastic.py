@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from worldsize.core import MicroBatch, Recipe, RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -131,7 +131,7 @@ class Normalised(Recipe):
 def trained(strategy: Strategy, world: World) -> Mapping[str, Tensor]:
     recipe = Normalised()
     replica = strategy.replica(recipe, RunContext(world))
-    mine = logical_ranks_of(world.rank, world.size, 12, replica.dealing)
+    mine = assign_logical_ranks(world.rank, world.size, 12, replica.dealing)
     order = Order(seed=1, batch_size=48, logical_ranks=12, mine=mine)
     batches = micro_batches(recipe.data("train"), order, world.device)
     for _ in range(10):
@@ -165,7 +165,7 @@ def test_batch_norm_statistics_are_the_mean_over_logical_ranks(strategy: Strateg
 
     def after_one_step(world: World) -> Mapping[str, Tensor]:
         replica = strategy.replica(recipe, RunContext(world))
-        replica.step([batches[rank] for rank in logical_ranks_of(world.rank, world.size, 12)])
+        replica.step([batches[rank] for rank in assign_logical_ranks(world.rank, world.size, 12)])
         model = replica.state()["model"]
         return {name: model[name].clone() for name, _ in recipe.model().named_buffers()}  # no strategy shards buffers
 

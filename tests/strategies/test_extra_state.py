@@ -20,9 +20,9 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
-from worldsize.strategies.train_state import TrainState, named_state
+from worldsize.strategies.train_state import TrainState, collect_named_state
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.loops import Case, largest_difference, refused_early
+from worldsize.testing.loops import Case, find_early_refusal, largest_difference
 from worldsize.testing.training import train
 from worldsize.testing.update_loops import Optimized, Remembering, SharedLoss
 from worldsize.testing.worlds import run_in_worlds
@@ -33,7 +33,7 @@ STRATEGIES: Mapping[str, Strategy] = {"ddp": DDP(), "zero": ZeRO(), "fsdp": FSDP
 
 
 def test_a_run_resumes_under_other_strategies_as_the_plain_loop_goes_on(tmp_path: Path) -> None:
-    expected = Case("straight", RECIPE, steps=5).expected()
+    expected = Case("straight", RECIPE, steps=5).train_reference()
 
     def trained(strategy: Strategy, name: str, steps: int, world: World, *, save: bool = False) -> Any:
         context = RunContext(world, logical_ranks=2)
@@ -54,12 +54,12 @@ def test_a_run_resumes_under_other_strategies_as_the_plain_loop_goes_on(tmp_path
 
 
 def test_it_is_refused_if_ranks_with_other_parameters_would_add_other_entries() -> None:
-    assert not refused_early(DDP(on_failure="heal"), BY_PARAMETER)
+    assert not find_early_refusal(DDP(on_failure="heal"), BY_PARAMETER)
     for kind in (ZeRO, FSDP, Mesh):
-        assert not refused_early(kind(on_failure="heal"), RECIPE)
-        refusal = refused_early(kind(), BY_PARAMETER)
+        assert not find_early_refusal(kind(on_failure="heal"), RECIPE)
+        refusal = find_early_refusal(kind(), BY_PARAMETER)
         assert "Remembering keeps values in its state_dict() besides state and param_groups" in refusal
-    assert "servers have an optimizer for each part" in refused_early(ParameterServer(), RECIPE)
+    assert "servers have an optimizer for each part" in find_early_refusal(ParameterServer(), RECIPE)
 
 
 class Two(SharedLoss):
@@ -76,7 +76,7 @@ class Two(SharedLoss):
 
 def test_each_of_several_optimizers_has_its_own_entries() -> None:
     recipe = Two()
-    saved, loaded = (TrainState.of(recipe, recipe.model()) for _ in range(2))
+    saved, loaded = (TrainState.from_recipe(recipe, recipe.model()) for _ in range(2))
     _take_steps(saved.model, saved.optimizers, 2)
     state = copy.deepcopy(saved.state())
     assert state["optimizer"]["extra"]["matrices"]["taken"] == 2
@@ -88,7 +88,7 @@ def test_each_of_several_optimizers_has_its_own_entries() -> None:
 
 
 def test_a_state_without_the_entries_is_refused() -> None:
-    state = TrainState.of(RECIPE, RECIPE.model())
+    state = TrainState.from_recipe(RECIPE, RECIPE.model())
     saved = state.state()
     del saved["optimizer"]["extra"]
     with pytest.raises(CheckpointError, match="the saved state of Remembering lacks the entry 'decay'"):
@@ -114,7 +114,7 @@ def test_saving_changes_no_weight_and_no_option_of_an_optimizer_without_state() 
     model = nn.Linear(2, 2)
     before = copy.deepcopy(model.state_dict())
     optimizer = Moving(model.parameters())
-    saved = named_state(model, optimizer)
+    saved = collect_named_state(model, optimizer)
     assert largest_difference(model.state_dict(), before) == 0
     for group in (*optimizer.param_groups, *saved["param_groups"]):
         assert "taken" not in group

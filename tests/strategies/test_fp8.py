@@ -14,7 +14,7 @@ from tests.strategies.test_recomputed import ALONE, Blocks, batches
 from worldsize.core import ConfigError, Numerics, RunContext
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.model_passes import check_fp8, use_fp8
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.testing.recipes import Chain
 
 
@@ -62,7 +62,8 @@ def test_products_and_their_gradients_are_those_of_rounded_factors() -> None:
 def test_the_state_of_a_run_is_that_of_one_in_float32() -> None:
     recipe, batch = Blocks(dropout=0.0), batches(1)
     eight, plain = (
-        alone(recipe, recipe.model(), RunContext(ALONE, Numerics(precision=precision))) for precision in ("fp8", "fp32")
+        create_local_replica(recipe, recipe.model(), RunContext(ALONE, Numerics(precision=precision)))
+        for precision in ("fp8", "fp32")
     )
     loss, expected = (replica.step(batch).losses[0] for replica in (eight, plain))
     assert loss != expected

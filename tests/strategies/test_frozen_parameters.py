@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from worldsize.checkpoint.format import Retention
-from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.checkpoint.save import Saver
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import RunContext, Strategy, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single
@@ -68,11 +68,11 @@ def trained(world: World, strategy: Strategy, steps: int, folder: Path | None = 
     """Train up to ``steps``, from the newest checkpoint in ``folder``, and save a new one; rank 0 has the model."""
     recipe = Tuned()
     replica = strategy.replica(recipe, RunContext(world))
-    checkpoint = newest(folder, world) if folder else None
+    checkpoint = find_newest(folder, world) if folder else None
     if checkpoint:
-        replica.load(load(checkpoint, replica.state()))
+        replica.load(load_checkpoint(checkpoint, replica.state()))
     first = checkpoint.step if checkpoint else 0
-    order = Order(3, 24, RANKS, logical_ranks_of(world.rank, world.size, RANKS))
+    order = Order(3, 24, RANKS, assign_logical_ranks(world.rank, world.size, RANKS))
     batches = micro_batches(recipe.data("train"), order, world.device, first=first)
     for _ in range(first, steps):
         replica.step(next(batches))

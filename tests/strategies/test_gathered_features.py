@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from plugins.parameter_server.strategy import ParameterServer
-from worldsize.collectives.gather_full import whole
+from worldsize.collectives.gather_full import gather_full_tensor
 from worldsize.core import ConfigError, Features, MicroBatch, Numerics, RunContext, Strategy, World
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.strategies.ddp import DDP
@@ -31,8 +31,8 @@ class Chosen(Contrast):
     The loss also updates statistics, because it normalizes the features of all ranks.
     """
 
-    def net(self) -> nn.Module:
-        model: Any = super().net()
+    def build_net(self) -> nn.Module:
+        model: Any = super().build_net()
         model.inputs = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
         model.head = nn.BatchNorm1d(3)
         net: nn.Module = model
@@ -92,7 +92,7 @@ def plain(recipe: Chosen) -> tuple[nn.Module, float]:
 def test_uneven_features_with_random_numbers_have_the_gradient_of_one_graph() -> None:
     recipe = Chosen()
     expected, loss = plain(recipe)
-    replica = Single(reduce="ordered").replica(recipe, RunContext(World.alone(CPU), logical_ranks=3))
+    replica = Single(reduce="ordered").replica(recipe, RunContext(World.create_single(CPU), logical_ranks=3))
     result = replica.step(batches_of(recipe))
     torch.testing.assert_close(sum(result.losses) / 3, torch.tensor(loss), check_dtype=False)
     state: Any = replica.state()["model"]
@@ -105,9 +105,11 @@ def test_uneven_numbers_of_logical_ranks_have_the_bits_of_one_process() -> None:
         replica = strategy.replica(Chosen(), RunContext(world, logical_ranks=3))
         replica.step(batches_of(Chosen())[world.rank :: world.size])
         state = replica.state()["model"].items()
-        return {name: whole(value) if isinstance(value, DTensor) else value.clone() for name, value in state}
+        return {
+            name: gather_full_tensor(value) if isinstance(value, DTensor) else value.clone() for name, value in state
+        }
 
-    alone = trained(World.alone(CPU), Single(reduce="ordered"))
+    alone = trained(World.create_single(CPU), Single(reduce="ordered"))
     for strategy in (FSDP(reduce="ordered", on_failure="heal"), DDP(reduce="ordered", on_failure="heal")):
         for weights in run_in_worlds(partial(trained, strategy=strategy), 2):
             assert [name for name, value in alone.items() if not torch.equal(weights[name], value)] == []
@@ -119,7 +121,7 @@ class Alone(Contrast):
 
 
 def test_a_loss_without_the_features_is_refused() -> None:
-    replica = Single().replica(Alone(), RunContext(World.alone(CPU), logical_ranks=2))
+    replica = Single().replica(Alone(), RunContext(World.create_single(CPU), logical_ranks=2))
     with pytest.raises(ConfigError, match="Alone.feature_loss does not depend on the features of the step. Compute it"):
         replica.step(batches_of(Chosen())[:2])
 

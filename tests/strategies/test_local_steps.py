@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.utils._pytree import tree_leaves, tree_map
 
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import ONE_UPDATE, World
 from worldsize.optimizers.schedule_free import adamw_schedule_free
 from worldsize.strategies.sharded_steps import step_apart, step_locally
@@ -127,12 +127,12 @@ def test_shards_that_stay_on_the_host_of_a_mesh_of_gpus_are_updated_and_saved_th
     part = OptimizerPart(own, optimizer)
     for _ in range(2):
         saved = part.state()["state"]["p0"]
-        assert {local(value).device.type for value in saved.values()} == {"cpu"}
+        assert {get_local_shard(value).device.type for value in saved.values()} == {"cpu"}
         parameter.grad = DTensor(torch.ones(2, 3), form, requires_grad=False)
         optimizer.step()
     plain = module([torch.ones(2, 3)])
     take_steps(plain, AdamW(plain.parameters(), lr=0.1), range(2), lambda _: [torch.ones(2, 3)])
-    assert torch.equal(local(parameter.detach()), next(plain.parameters()).detach())
+    assert torch.equal(get_local_shard(parameter.detach()), next(plain.parameters()).detach())
 
 
 class Derived(SGD):

@@ -52,7 +52,7 @@ class OneOfTwoForms(SharedLoss):
 
 def test_an_optimizer_may_have_other_forms_of_loss_alone_and_with_another() -> None:
     recipe = OneOfTwoForms()
-    replica = Single().replica(recipe, RunContext(World.alone(torch.device("cpu"))))
+    replica = Single().replica(recipe, RunContext(World.create_single(torch.device("cpu"))))
     for batches in islice(micro_batches(recipe.data("train"), Order(3, 24, 1, (0,)), torch.device("cpu")), 2):
         replica.step(batches)
 

@@ -99,7 +99,7 @@ def test_the_loss_scale_and_the_weights_are_those_of_the_loop_with_one_gradscale
     recipe = Pair(critics)
     scales, weights = original(recipe)
     assert len({*scales}) > 2, "the scale has grown and fallen"
-    replica: Any = Single().replica(recipe, RunContext(World.alone(torch.device("cpu")), numerics))
+    replica: Any = Single().replica(recipe, RunContext(World.create_single(torch.device("cpu")), numerics))
     replica.scaler.set_growth_interval(GROWTH)
     found, overflows = [], set()
     for step in range(1, STEPS + 1):

@@ -33,7 +33,7 @@ CLIPPED = Numerics(clip_norm=0.05)
 class FullPenalty(Penalty):
     """Gathers each parameter separately, like programs for FSDP."""
 
-    def _penalty(self, model: nn.Module) -> Tensor:
+    def _compute_penalty(self, model: nn.Module) -> Tensor:
         sums: list[Any] = [each.square().sum() for each in model.parameters()]
         return torch.stack([each.full_tensor() if isinstance(each, DTensor) else each for each in sums]).sum()
 
@@ -42,7 +42,7 @@ class FullPenalty(Penalty):
 class ScalarPenalty(Penalty):
     """Adds up scalars: only in the forward pass does torch let a program mix them with whole tensors."""
 
-    def _penalty(self, model: nn.Module) -> Tensor:
+    def _compute_penalty(self, model: nn.Module) -> Tensor:
         return sum((each.square().sum() for each in model.parameters()), torch.zeros(()))
 
 
@@ -112,7 +112,7 @@ def test_scalars_are_summed_and_clipped_over_copies_and_shards() -> None:
     case = Case("scalars", Scalars(), numerics=CLIPPED)
     for strategy in (FSDP(shard=2), FSDP(shard=2, accumulate="sharded", **SMALL)):  # type: ignore[arg-type]
         weights = outcomes(strategy, [case], 4, logical_ranks=8)["scalars"].weights
-        assert largest_difference(weights, case.expected()) < 1e-6
+        assert largest_difference(weights, case.train_reference()) < 1e-6
 
 
 def test_checkpoints_with_scalars_load_under_another_strategy(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ class Calling(nn.Module):
 
 
 class Repeats(Loop):
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return Calling()
 
     def blocks(self, model: Any) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, RunContext, Strategy, TensorStyle, World
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
@@ -100,7 +100,9 @@ LOST = "another process refuses"
 def refusal(strategy: Strategy, world: World, logical_ranks: int, recipe: Recipe = Gathered(), parts: int = 0) -> str:
     """Take a step on ``parts`` processes or groups (0: all form one); return the refusal, or an empty string."""
     replica = strategy.replica(recipe, replace(RunContext(world), logical_ranks=logical_ranks))
-    ranks = logical_ranks_of(world.rank % (parts or world.size), parts or world.size, logical_ranks, replica.dealing)
+    ranks = assign_logical_ranks(
+        world.rank % (parts or world.size), parts or world.size, logical_ranks, replica.dealing
+    )
     batches = micro_batches(recipe.data("train"), Order(3, 24, logical_ranks, ranks), world.device)
     before = [parameter.detach().clone() for parameter in replica.trained_weights().values()]
     try:
@@ -170,7 +172,7 @@ class Exchange(nn.Module):
 class ExchangePiped(GatheredPiped):
     """Communicates in the first layer, not in the loss."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return nn.Sequential(Exchange(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -229,7 +231,7 @@ def test_functional_collectives_of_a_loss_are_refused_as_others_are() -> None:
     ids=["gathered", "by number", "functional sum", "broadcast", "differentiable gather", "differentiable sum"],
 )
 def test_one_process_refuses_the_exchange_that_a_loss_leaves_out_when_it_is_alone(recipe: Recipe) -> None:
-    alone = World.alone(torch.device("cpu"))
+    alone = World.create_single(torch.device("cpu"))
     said = refusal(Single(reduce="ordered"), alone, 4, recipe)
     assert "the loss communicates with other processes, in " in said
     assert "reproducibility=elastic" in said
@@ -255,9 +257,9 @@ class OwnMean(GradientReducer):
 def test_collectives_of_a_strategy_are_not_taken_for_those_of_the_loss() -> None:
     def on_two(world: World) -> list[Tensor]:
         recipe, context = Loop(), replace(RunContext(world), logical_ranks=4)
-        state = TrainState.of(recipe, recipe.model().to(world.device))
+        state = TrainState.from_recipe(recipe, recipe.model().to(world.device))
         replica = SynchronousReplica(recipe, context, train_state=state, reducer=OwnMean(state.model, world))
-        ranks = logical_ranks_of(world.rank, world.size, 4, replica.dealing)
+        ranks = assign_logical_ranks(world.rank, world.size, 4, replica.dealing)
         for batches in islice(micro_batches(recipe.data("train"), Order(3, 24, 4, ranks), world.device), 2):
             replica.step(batches)
         return [parameter.detach() for parameter in state.model.parameters()]

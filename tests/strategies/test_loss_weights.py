@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Cluster, MicroBatch, Numerics, Recipe, RunContext, Strategy, World
-from worldsize.data.batches import fetch
+from worldsize.data.batches import fetch_batch
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import mean_loss
@@ -69,7 +69,7 @@ def plain(recipe: Recipe, clip: float | None) -> tuple[list[float], Mapping[str,
     model, data, losses = recipe.model(), recipe.data("train"), []
     optimizer, order = recipe.optimizer(model), Order(SEED, BATCH, 1, (0,))
     for step in range(1, STEPS + 1):
-        loss = recipe.loss(model, fetch(data, order.indices(step, 0, len(data))))
+        loss = recipe.loss(model, fetch_batch(data, order.compute_indices(step, 0, len(data))))
         assert isinstance(loss, tuple)
         total, count = loss
         optimizer.zero_grad()
@@ -86,7 +86,7 @@ def trained(
 ) -> tuple[list[float], Mapping[str, Tensor]]:
     replica = strategy.replica(recipe, RunContext(world, numerics=Numerics(clip_norm=clip)))
     parts = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
-    mine = logical_ranks_of(strategy.data_rank(world), parts, logical_ranks, replica.dealing)
+    mine = assign_logical_ranks(strategy.data_rank(world), parts, logical_ranks, replica.dealing)
     batches = micro_batches(recipe.data("train"), Order(SEED, BATCH, logical_ranks, mine), world.device)
     shares = torch.zeros(STEPS)
     for step in range(STEPS):
@@ -131,7 +131,7 @@ def test_unequal_micro_batches_have_the_gradient_of_the_whole_batch(
 @pytest.mark.parametrize("strategy", [DDP(reduce="ordered"), FSDP(reduce="ordered")], ids=["ddp", "fsdp"])
 def test_ordered_sums_have_the_same_bits_at_every_world_size(strategy: Strategy) -> None:
     recipe = Sentences()
-    _, alone = trained(DDP(reduce="ordered"), World.alone(torch.device("cpu")), 8, recipe, 0.5)
+    _, alone = trained(DDP(reduce="ordered"), World.create_single(torch.device("cpu")), 8, recipe, 0.5)
     for processes in (2, 4):
         _, weights = run_in_worlds(lambda world: trained(strategy, world, 8, recipe, 0.5), processes)[0]
         for name, tensor in weights.items():
@@ -181,8 +181,8 @@ class Means(Sentences):
 @pytest.mark.parametrize("recipe", [Thousands(), Means()], ids=["sum", "mean"])
 def test_a_sum_over_thousands_skips_no_step_in_float16(recipe: Recipe) -> None:
     numerics = Numerics(precision="fp16")
-    replica = DDP().replica(recipe, RunContext(World.alone(torch.device("cpu")), numerics=numerics))
+    replica = DDP().replica(recipe, RunContext(World.create_single(torch.device("cpu")), numerics=numerics))
     before = replica.state()["model"]["0.weight"].clone()
-    replica.step([MicroBatch(fetch(recipe.data("train"), torch.arange(8)), seed=1)])
+    replica.step([MicroBatch(fetch_batch(recipe.data("train"), torch.arange(8)), seed=1)])
     assert replica.state()["scaler"]["scale"] == 65536
     assert not torch.equal(replica.state()["model"]["0.weight"], before)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.strategies.memberships import worlds_in
 from tests.strategies.test_sharded_accumulation import batch
 from worldsize.core import Cluster, Reduction, RunContext, World
-from worldsize.healing.groups import Connections, _sockets
+from worldsize.healing.groups import Connections, _list_sockets
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.synchronous import SynchronousReplica
 from worldsize.testing.recipes import Chain
@@ -44,7 +44,7 @@ def trained(world: World, strategy: FSDP) -> tuple[list[float], int]:
 def open_sockets(most: int) -> int:
     """Wait until at most ``most`` sockets are open, since gloo closes sockets in threads; return their number."""
     deadline = time.monotonic() + 120
-    while (count := len(_sockets())) > most and time.monotonic() < deadline:
+    while (count := len(_list_sockets())) > most and time.monotonic() < deadline:
         time.sleep(0.01)
     return count
 
@@ -68,7 +68,7 @@ def test_shards_train_alike_in_each_membership(
         for place in worlds_in(MEMBERSHIPS, world, CLUSTER, tmp_path):
             results.append(trained(place, strategy))
             gc.collect()
-            first = first or len(_sockets())
+            first = first or len(_list_sockets())
         return results, first, open_sockets(first)
 
     by_rank = run_in_worlds(body, 4, local_size=2)
@@ -90,7 +90,7 @@ def test_connections_that_are_made_later_are_cut_too() -> None:
         assert isinstance(later, dist.ProcessGroup)
         dist.barrier(group=world.group)  # both have connected
         if world.rank == 0:
-            connections.cut()
+            connections.cut_sockets()
             with pytest.raises(RuntimeError) as error:
                 dist.all_reduce(torch.ones(4), group=later)
             return type(error.value).__name__

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.checkpoint.format import Retention, complete, read
-from worldsize.checkpoint.load import load, newest
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.format import Retention, complete, read_checkpoint
+from worldsize.checkpoint.load import find_newest, load_checkpoint
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.checkpoint.save import Saver
 from worldsize.cli.plan import rank_table
 from worldsize.collectives.gather_full import gather_full
@@ -41,7 +41,7 @@ from worldsize.seeds import seed_generators
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import mean_loss
-from worldsize.strategies.mesh.schedule import balanced
+from worldsize.strategies.mesh.schedule import balance_layers
 from worldsize.strategies.mesh.stage import KnownOutput
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.testing.worlds import run_in_worlds
@@ -236,8 +236,8 @@ class TangledRecipe(Recipe):
 def test_a_model_with_tied_weights_and_buffers_is_trained_saved_and_loaded(tmp_path: Path, strategy: Mesh) -> None:
     def body(own: Strategy, world: World) -> tuple[Losses, dict[str, Tensor]]:
         replica = own.replica(TangledRecipe(), RunContext(world))
-        if (checkpoint := newest(tmp_path, world)) is not None:
-            replica.load(load(checkpoint, replica.state()))
+        if (checkpoint := find_newest(tmp_path, world)) is not None:
+            replica.load(load_checkpoint(checkpoint, replica.state()))
         losses = steps(replica, own, world, 3 if checkpoint else 0, 6 if checkpoint else 3)
         if checkpoint is None:
             save(tmp_path, replica, world, 3)
@@ -358,15 +358,15 @@ def save(folder: Path, replica: Replica, world: World, step: int) -> None:
 
 def loaded(folder: Path, strategy: Strategy, world: World, **options: Any) -> Replica:
     replica = built(strategy, world, **options)
-    checkpoint = newest(folder, world)
+    checkpoint = find_newest(folder, world)
     assert checkpoint is not None
-    replica.load(load(checkpoint, replica.state()))
+    replica.load(load_checkpoint(checkpoint, replica.state()))
     return replica
 
 
 def bits_of(replica: Replica) -> dict[str, bytes]:
     """Return the bytes of this rank's tensors."""
-    held = {name: tensor for name, tensor in split(replica.state())[0].items() if not tensor.is_meta}
+    held = {name: tensor for name, tensor in split_tensors(replica.state())[0].items() if not tensor.is_meta}
     local = {name: own.to_local() if isinstance(own, DTensor) else own for name, own in held.items()}
     return {name: tensor.detach().numpy().tobytes() for name, tensor in local.items()}
 
@@ -406,7 +406,7 @@ def test_a_checkpoint_goes_from_strategy_to_strategy(
         return steps(loaded(tmp_path, after[0], world), after[0], world, 5, 10)
 
     run_in_worlds(first, before[1])
-    tensors = read(complete(tmp_path)[-1]).tensors
+    tensors = read_checkpoint(complete(tmp_path)[-1]).tensors
     for name in ("model/embedding.weight", "optimizer/state/embedding.weight/exp_avg"):
         rows = tensors[name]["chunks"]
         assert sum(numpy.prod(chunk["sizes"]) for chunk in rows) == 256 * 16, "tied, and saved once"
@@ -485,13 +485,13 @@ def test_a_model_that_does_not_divide_is_refused(strategy: Mesh, size: int, mess
     ],
 )
 def test_stages_are_balanced(weights: Sequence[int], stages: int, expected: Sequence[int]) -> None:
-    assert [len(part) for part in balanced(weights, stages)] == expected
+    assert [len(part) for part in balance_layers(weights, stages)] == expected
 
 
 def test_ranks_of_64_gpus_are_those_of_the_formula() -> None:
     strategy = Mesh(data=8, tensor=4, pipeline=2)
     ranks_pdt = numpy.arange(64).reshape(2, 8, 4)
-    layout = strategy.layout(64)
+    layout = strategy.create_layout(64)
     assert all(ranks_pdt[tuple(layout.coordinate(rank).values())] == rank for rank in range(64))
     groups = strategy.groups(cluster(64, nodes=8))
     for axis, name in enumerate(("pipeline", "data", "tensor")):

@@ -14,11 +14,17 @@ import pytest
 
 from tests.strategies.test_memberships_of_meshes import trained
 from tests.strategies.test_mesh import Losses, built, loaded, reference, save, steps
-from worldsize.collectives.cluster_cost import axis_tiers, crossings_text, leaving, levels, spanned
+from worldsize.collectives.cluster_cost import (
+    axis_tiers,
+    count_leaving_edges,
+    crossings_text,
+    find_limiting_link,
+    list_levels,
+)
 from worldsize.config.compose import compose_only
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.core import Cluster, ConfigError, Link, Strategy, Workload, World
-from worldsize.launch.execute import _show
+from worldsize.launch.execute import _print_plans
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.mesh.layout import ORDER, Layout
 from worldsize.strategies.mesh.strategy import Mesh
@@ -40,8 +46,8 @@ def test_ranks_are_counted_along_the_axes_from_the_innermost_to_the_outermost(or
     ranks_pdt = ranks.transpose([order[::-1].index(axis) for axis in ("pipeline", "data", "tensor")])
     layout = Layout(sizes, order)
     places = [layout.coordinate(rank) for rank in range(24)]
-    assert all(ranks_pdt[tuple(place.values())] == layout.rank(place) == rank for rank, place in enumerate(places))
-    for axis, groups in enumerate(layout.groups().values()):
+    assert all(ranks_pdt[tuple(place.values())] == layout.get_rank(place) == rank for rank, place in enumerate(places))
+    for axis, groups in enumerate(layout.list_groups().values()):
         lines = numpy.moveaxis(ranks_pdt, axis, -1).reshape(-1, ranks_pdt.shape[axis])
         assert sorted(groups) == sorted(lines.tolist())
 
@@ -122,18 +128,20 @@ def test_rings_of_an_axis_share_the_links_that_they_cross(
     cluster = replace(racks(nodes, 12 * nodes, tiers), links={**LINKS, "pod": Link(1e9, 0.0)})
     data = 12 * nodes // (pipeline * tensor)
     layout = Layout({"pipeline": pipeline, "data": data, "tensor": tensor}, order)
-    for axis, rings in layout.groups().items():
+    for axis, rings in layout.list_groups().items():
         edges = [edge for ring in rings for edge in pairwise([*ring, ring[0]]) if len(ring) > 1]
         hosts = Counter(source // 12 for source, to in edges if source // 12 != to // 12)
-        assert leaving(cluster, len(rings[0]), layout.strides[axis]) == max(hosts.values(), default=0), axis
+        assert count_leaving_edges(cluster, len(rings[0]), layout.strides[axis]) == max(hosts.values(), default=0), axis
         slowest = LINKS["node"].bandwidth
-        for level in levels(cluster):
+        for level in list_levels(cluster):
             crossing = Counter(
                 source // level.ranks for source, to in edges if source // level.ranks != to // level.ranks
             )
             if crossing and level.name != "node":
                 slowest = min(slowest, cluster.links[level.name].bandwidth / max(crossing.values()))
-        assert spanned(cluster, len(rings[0]), layout.strides[axis]).bandwidth == pytest.approx(slowest), axis
+        assert find_limiting_link(cluster, len(rings[0]), layout.strides[axis]).bandwidth == pytest.approx(slowest), (
+            axis
+        )
 
 
 def test_the_axis_that_crosses_racks_is_predicted_with_their_uplink() -> None:
@@ -169,7 +177,7 @@ def test_a_line_says_which_tier_each_axis_crosses() -> None:
 def test_show_says_which_axis_crosses_racks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = ["+cluster=ssh", "cluster.hosts=[a,b,c,d]", "cluster.processes_per_node=2", "+cluster.tiers.rack=2"]
     mesh = ["strategy=mesh", "strategy.tensor=2", "strategy.pipeline=2", f"strategy.order=[{','.join(STAGES_INSIDE)}]"]
-    settings = settings_of(compose_only(["recipe=stdlib_lm", *hosts, *mesh]))
-    assert _show([settings.plan(tmp_path)], settings) == 0
+    settings = build_settings(compose_only(["recipe=stdlib_lm", *hosts, *mesh]))
+    assert _print_plans([settings.create_plan(tmp_path)], settings) == 0
     said = capsys.readouterr().out
     assert "# mesh: pipeline within a rack, data across racks, tensor within a node\n" in said

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from worldsize.core import EvaluationBatch
-from worldsize.strategies.model_replica import ModelFlags, collected_metrics, evaluating
+from worldsize.strategies.model_replica import ModelFlags, collect_metrics, evaluating
 from worldsize.testing.recipes import Chain
 
 
@@ -29,7 +29,7 @@ def test_an_evaluation_restores_the_mode_of_each_module() -> None:
     model = frozen_encoder()
     before = modes(model)
     inputs, targets = Chain().data("test")[:]
-    collected_metrics(Chain(), model, [EvaluationBatch(0, (inputs, targets))], device=torch.device("cpu"))
+    collect_metrics(Chain(), model, [EvaluationBatch(0, (inputs, targets))], device=torch.device("cpu"))
     assert modes(model) == before
     assert set(before.values()) == {False, True}
 

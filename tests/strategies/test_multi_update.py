@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 from plugins.parameter_server.hybrid import HybridParameterServer
 from plugins.parameter_server.strategy import ParameterServer
 from tests.strategies.dcgan import BATCH, DCGAN, GAN, SEED, original
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
     ConfigError,
@@ -31,7 +31,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -45,7 +45,7 @@ from worldsize.testing.recipes import Chain, TwoPlayers
 from worldsize.testing.update_loops import SharedLoss
 from worldsize.testing.worlds import run_in_worlds
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 PLAIN = Numerics()
 
 
@@ -54,7 +54,9 @@ def trained(
 ) -> tuple[Mapping[str, Tensor], list[StepResult]]:
     recipe = DCGAN()
     replica = strategy.replica(recipe, RunContext(world, numerics))
-    order = Order(SEED, BATCH, logical_ranks, logical_ranks_of(world.rank, world.size, logical_ranks, replica.dealing))
+    order = Order(
+        SEED, BATCH, logical_ranks, assign_logical_ranks(world.rank, world.size, logical_ranks, replica.dealing)
+    )
     batches = micro_batches(recipe.data("train"), order, world.device)
     results = [replica.step(next(batches)) for _ in range(steps)]
     weights = gather_full(replica.state()["model"], world)
@@ -402,14 +404,14 @@ def test_a_staleness_bound_of_zero_is_synchronous() -> None:
 def test_one_update_is_the_case_of_several_with_the_same_bits_and_the_same_checkpoint() -> None:
     recipe, context = Chain(), RunContext(ALONE, CLIPPED, logical_ranks=2)
     one = Single().replica(recipe, context)
-    state = TrainState.of(recipe, recipe.model())
+    state = TrainState.from_recipe(recipe, recipe.model())
     several = MultiUpdateReplica(recipe, context, train_state=state, reducer=update_reducer("flat", state.model, None))
     batches = micro_batches(recipe.data("train"), Order(3, 16, 2, (0, 1)), ALONE.device)
     for _ in range(3):
         step = next(batches)
         taken = [float(sum(replica.step(step).losses)) for replica in (one, several)]
         assert taken[0] == pytest.approx(taken[1])
-    (tensors, values), (others, other_values) = split(one.state()), split(several.state())
+    (tensors, values), (others, other_values) = split_tensors(one.state()), split_tensors(several.state())
     assert values == other_values
     assert differing(tensors, others) == []
 
@@ -472,7 +474,7 @@ def shared_loss(strategy: Strategy, world: World, *, steps: int = 5) -> Mapping[
     """Train a loss by logical rank with clipping, on four of them; return all weights."""
     recipe = SharedByRank()
     replica = strategy.replica(recipe, RunContext(world, Numerics(clip_norm=0.5)))
-    order = Order(SEED, 24, 4, logical_ranks_of(world.rank, world.size, 4, replica.dealing))
+    order = Order(SEED, 24, 4, assign_logical_ranks(world.rank, world.size, 4, replica.dealing))
     batches = micro_batches(recipe.data("train"), order, world.device)
     for _ in range(steps):
         replica.step(next(batches))

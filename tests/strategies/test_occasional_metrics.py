@@ -25,7 +25,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.single import Single
@@ -71,7 +71,7 @@ def logged(strategy: Strategy, world: World, *, stops_at: int | None = None) -> 
     """Train; with ``stops_at``, save there and continue in a new replica with new sums."""
     rows: list[tuple[int, Mapping[str, float]]] = []
     replica = strategy.replica(Occasional(), RunContext(world))
-    order = Order(3, BATCH, RANKS, logical_ranks_of(world.rank, world.size, RANKS, replica.dealing))
+    order = Order(3, BATCH, RANKS, assign_logical_ranks(world.rank, world.size, RANKS, replica.dealing))
     kept: list[TrainingProgress] = []
 
     def emit(event: object) -> None:
@@ -98,7 +98,7 @@ def expected() -> list[tuple[int, Mapping[str, float]]]:
     (data,), order = Occasional().data("train").tensors, Order(3, BATCH, 1, (0,))
     rows, critic, generator = list[tuple[int, Mapping[str, float]]](), list[Tensor](), list[Tensor]()
     for step in range(1, STEPS + 1):
-        samples = data[order.indices(step, 0, len(data))]
+        samples = data[order.compute_indices(step, 0, len(data))]
         critic.append(samples)
         generator += [samples] if step % EVERY == 0 else []
         if step in (1, STEPS) or step % LOGGED == 0:
@@ -121,7 +121,7 @@ def check(rows: list[tuple[int, Mapping[str, float]]]) -> None:
 
 
 def test_a_metric_is_the_mean_over_the_steps_in_which_its_update_took_part() -> None:
-    check(logged(Single(), World.alone(torch.device("cpu"))))
+    check(logged(Single(), World.create_single(torch.device("cpu"))))
 
 
 def test_it_is_the_same_on_two_processes() -> None:
@@ -131,7 +131,7 @@ def test_it_is_the_same_on_two_processes() -> None:
 
 @pytest.mark.parametrize("stops_at", [3, 5, 6, 9])
 def test_it_is_the_same_where_a_run_goes_on_from_a_save(stops_at: int) -> None:
-    check(logged(Single(), World.alone(torch.device("cpu")), stops_at=stops_at))
+    check(logged(Single(), World.create_single(torch.device("cpu")), stops_at=stops_at))
 
 
 def test_ranks_that_name_other_metrics_are_refused_in_a_sentence() -> None:

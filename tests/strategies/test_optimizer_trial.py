@@ -19,7 +19,7 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.optimizer_trial import OptimizerTrial
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
-from worldsize.testing.loops import Loop, refused_early
+from worldsize.testing.loops import Loop, find_early_refusal
 from worldsize.testing.update_loops import Counting, Optimized, TrustRatio
 
 Make = Callable[[nn.Module], Optimizer]
@@ -80,7 +80,7 @@ MATRICES: dict[str, tuple[Make, bool, bool, bool]] = {  # split by rows, by colu
 
 
 class Matrices(Optimized):
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
 
 
@@ -116,8 +116,8 @@ def test_an_optimizer_that_cannot_be_tried_is_refused_where_bits_depend_on_cuts(
             raise ValueError("there is no first gradient")
 
     recipe = Optimized(lambda model: Hasty(model.parameters(), lr=0.1))
-    assert "there is no first gradient" in refused_early(FSDP(reduce="ordered"), recipe)
-    assert not refused_early(ZeRO(), recipe)
+    assert "there is no first gradient" in find_early_refusal(FSDP(reduce="ordered"), recipe)
+    assert not find_early_refusal(ZeRO(), recipe)
 
 
 def test_rows_may_be_dealt_to_ranks_but_not_divided_by_tensor_parallelism() -> None:
@@ -126,21 +126,21 @@ def test_rows_may_be_dealt_to_ranks_but_not_divided_by_tensor_parallelism() -> N
             return {"0": "column", "2": "row"}
 
     recipe = Divided(lambda model: Rows([each for each in model.parameters() if each.ndim > 1]))
-    assert not refused_early(FSDP(reduce="ordered"), recipe)
-    assert not refused_early(Mesh(reduce="ordered"), recipe)
-    assert "Rows updates a parameter differently" in refused_early(Mesh(tensor=2, reduce="ordered"), recipe)
+    assert not find_early_refusal(FSDP(reduce="ordered"), recipe)
+    assert not find_early_refusal(Mesh(reduce="ordered"), recipe)
+    assert "Rows updates a parameter differently" in find_early_refusal(Mesh(tensor=2, reduce="ordered"), recipe)
 
 
 @pytest.mark.parametrize("strategy", [FSDP(on_failure="heal"), Mesh(on_failure="heal"), FSDP(reduce="ordered")])
 def test_norms_are_refused_where_ranks_divide_parameters_anew(strategy: Any) -> None:
-    refusal = refused_early(strategy, Optimized(lambda model: TrustRatio(model.parameters(), 0.1, jointly=False)))
+    refusal = find_early_refusal(strategy, Optimized(lambda model: TrustRatio(model.parameters(), 0.1, jointly=False)))
     assert "as optimizers do that take norms" in refusal
     assert "Use strategy=ddp or zero" in refusal
 
 
 @pytest.mark.parametrize("strategy", [ZeRO(), ParameterServer()])
 def test_a_norm_of_all_parameters_is_refused_where_a_process_updates_some(strategy: Any) -> None:
-    refusal = refused_early(strategy, Optimized(lambda model: TrustRatio(model.parameters(), 0.1, jointly=True)))
+    refusal = find_early_refusal(strategy, Optimized(lambda model: TrustRatio(model.parameters(), 0.1, jointly=True)))
     assert "updates parameters together" in refusal
 
 
@@ -161,7 +161,7 @@ def test_an_optimizer_that_takes_other_parameters_than_the_models_is_refused_by_
     from worldsize.strategies.train_state import TrainState
 
     recipe: Recipe = Holding()
-    state = TrainState.of(recipe, recipe.model())
+    state = TrainState.from_recipe(recipe, recipe.model())
     (buckets,) = plan_shards(dict(state.model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
     with pytest.raises(ConfigError, match="Take parameters from the model that it is given"):
         ShardParameters(state.parts[ONE_UPDATE], buckets, make=recipe.optimizer)
@@ -178,16 +178,16 @@ class Saved(Noisy):
 
 
 def test_counters_that_no_checkpoint_has_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert not refused_early(Single(), Optimized(lambda model: Saved(model.parameters())))
-    assert not refused_early(Single(), Optimized(lambda model: muon(model.parameters())))
+    assert not find_early_refusal(Single(), Optimized(lambda model: Saved(model.parameters())))
+    assert not find_early_refusal(Single(), Optimized(lambda model: muon(model.parameters())))
     assert not caplog.records
-    assert not refused_early(Single(), Optimized(lambda model: Counting(model.parameters(), AdamW, warmup=3)))
+    assert not find_early_refusal(Single(), Optimized(lambda model: Counting(model.parameters(), AdamW, warmup=3)))
     assert "Counting: its state_dict() lacks a part of its state" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [DDP, ZeRO, FSDP, Mesh])
 def test_counters_that_a_newcomer_would_not_have_are_refused_with_healing(kind: Any) -> None:
     recipe = Optimized(lambda model: Counting(model.parameters(), AdamW, warmup=3))
-    assert not refused_early(kind(), recipe)
-    refusal = refused_early(kind(on_failure="heal"), recipe)
+    assert not find_early_refusal(kind(), recipe)
+    refusal = find_early_refusal(kind(on_failure="heal"), recipe)
     assert "a replacement process does not get it. Keep it in the optimizer's state" in refusal

@@ -18,7 +18,7 @@ from worldsize.core.sections import WeightAverage
 from worldsize.loop.averaging import AveragedReplica
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, fit
 from worldsize.observe.events import EventLog
-from worldsize.observe.report.page import summary
+from worldsize.observe.report.page import collect_summary
 from worldsize.observe.report.read import read_run
 from worldsize.observe.report.timeline import timeline
 from worldsize.strategies import loss_scaling
@@ -42,7 +42,9 @@ class Fused(Overflowing):
 
 
 def replica_of(recipe: Overflowing, steps: int) -> AveragedReplica:
-    context = RunContext(World.alone(torch.device("cpu")), Numerics(precision="fp16"), seed=0, steps=steps, workers=1)
+    context = RunContext(
+        World.create_single(torch.device("cpu")), Numerics(precision="fp16"), seed=0, steps=steps, workers=1
+    )
     return AveragedReplica(Single().replica(recipe, context), WeightAverage(0.5))
 
 
@@ -59,7 +61,7 @@ def test_updates_left_out_by_the_loss_scale_are_counted_and_told_once(
         progress = fit(
             replica,
             batches,
-            World.alone(torch.device("cpu")),
+            World.create_single(torch.device("cpu")),
             config=LoopConfig(5, batch_size=8, log_every=5),
             callbacks=LoopCallbacks(lambda step: {}, events.append),
         )
@@ -77,7 +79,7 @@ def test_overflows_are_events_of_the_run_and_counted_in_its_report(tmp_path: Pat
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [(row["event"], row["step"]) for row in rows] == [("overflow", 2), ("overflow", 4), ("overflow", 4)]
     record = read_run(run)
-    assert ("updates left out (float16 overflow)", "2") in summary(record)
+    assert ("updates left out (float16 overflow)", "2") in collect_summary(record)
     line = timeline(record)
     assert line is not None
     texts = [mark.text for mark in line.marks if "float16" in mark.text]

@@ -53,14 +53,14 @@ def test_only_scalars_that_a_rank_lacks_are_waited_for(reduce: Reduction) -> Non
         assert world.group is not None
         model = nn.ParameterList([nn.Parameter(torch.tensor(1.0)) for _ in range(3)])
         sums = scalar_gradients(reduce, model, world.group)
-        sums.begin(2, 4)
+        sums.begin_step(2, 4)
         loss_scale = 0.5 if reduce == "flat" else 1.0  # see GradientReducer.run
         for batch in range(2):
             used = model[0] + model[1] if world.rank == 0 and batch == 0 else model[0]
             (loss_scale * used).backward()
             sums.add(batch)
         with Waits() as waits:
-            sums.finish()
+            sums.set_means()
         return [None if each.grad is None else float(each.grad) for each in model], waits.number
 
     # the third has none on any rank; the second has one in one of four micro-batches

@@ -19,10 +19,10 @@ from worldsize.data.order import Order
 from worldsize.plan.calibrate import calibrate
 from worldsize.plan.rehearsal.memory import MemoryRecorder
 from worldsize.strategies import model_passes
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.testing.recipes import Chain
 
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 STRATEGIES = {
     "single": ("strategy=single", "cluster.processes=1"),
     "fsdp": ("strategy=fsdp", "cluster.processes=2"),
@@ -98,7 +98,7 @@ def batches(steps: int, size: int = 64) -> list[MicroBatch]:
 def weights(recipe: Blocks, **numerics: Any) -> Mapping[str, Tensor]:
     """Return the model after three steps."""
     model = recipe.model()
-    replica = alone(recipe, model, RunContext(ALONE, Numerics(**numerics)))
+    replica = create_local_replica(recipe, model, RunContext(ALONE, Numerics(**numerics)))
     for batch in batches(3):
         replica.step([batch])
     return model.state_dict()
@@ -108,11 +108,13 @@ def peak(chosen: ActivationCheckpointing) -> int:
     """Return the most bytes of tensors in two steps."""
     recipe, recorder = Blocks(dropout=0.0), MemoryRecorder()
     with recorder.recording(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        replica = alone(recipe, recipe.model(), RunContext(ALONE, Numerics(activation_checkpointing=chosen)))
+        replica = create_local_replica(
+            recipe, recipe.model(), RunContext(ALONE, Numerics(activation_checkpointing=chosen))
+        )
         recorder.log.begin_training()
         for batch in batches(2, size=2048):
             replica.step([batch])
-    return recorder.log.peak().nbytes
+    return recorder.log.compute_training_peak().nbytes
 
 
 @cache

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Cluster, ConfigError, Link, MicroBatch, RunContext, Strategy, Workload, World
-from worldsize.data.order import logical_ranks_of
+from worldsize.data.order import assign_logical_ranks
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.sharded_reducer import OrderedShardReducer
@@ -180,7 +180,7 @@ def test_what_some_micro_batches_leave_out_adds_nothing_in_the_fixed_tree(
 
     def trained(strategy: Strategy, world: World) -> Mapping[str, Tensor]:
         replica = strategy.replica(recipe, RunContext(world))
-        ranks = logical_ranks_of(world.rank, world.size, 8, replica.dealing)
+        ranks = assign_logical_ranks(world.rank, world.size, 8, replica.dealing)
         turns = {rank: rank % 4 if accumulate == "sharded" else rank // 2 for rank in ranks}
         made = {rank: batch(recipe, rank) for rank in ranks}
         replica.step([replace(each, data=(*each.data, turns[rank])) for rank, each in made.items()])
@@ -193,7 +193,7 @@ def test_what_some_micro_batches_leave_out_adds_nothing_in_the_fixed_tree(
 
     (actual, _) = run_in_worlds(body, 2)
     torch.manual_seed(3)
-    alone = trained(Single(reduce="ordered"), World.alone(torch.device("cpu")))
+    alone = trained(Single(reduce="ordered"), World.create_single(torch.device("cpu")))
     assert all(torch.equal(actual[name], weight) for name, weight in alone.items())
 
 

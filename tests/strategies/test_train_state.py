@@ -13,7 +13,7 @@ from torch.optim import ASGD, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSpr
 
 from worldsize.core import ONE_UPDATE
 from worldsize.optimizers.muon import muon
-from worldsize.strategies.reducers import _buckets
+from worldsize.strategies.reducers import _split_buckets
 from worldsize.strategies.sharded_state import meta_states
 from worldsize.strategies.train_state import OptimizerPart, TrainState, load_weights
 from worldsize.testing.recipes import Chain
@@ -150,7 +150,7 @@ def test_the_state_of_a_whole_model_is_described_without_its_memory(*, fused: bo
     recipe = _Fused() if fused else Chain()
     own = recipe.model()
     described = meta_states(recipe, own)[ONE_UPDATE]["state"]
-    state = TrainState.of(recipe, own).state()["optimizer"]["state"]
+    state = TrainState.from_recipe(recipe, own).state()["optimizer"]["state"]
     assert {name: {key: value.shape for key, value in each.items()} for name, each in described.items()} == {
         name: {key: value.shape for key, value in each.items()} for name, each in state.items()
     }
@@ -191,5 +191,5 @@ class Sized(Tensor):
 
 def test_buckets_of_many_tensors_are_cut_in_time_that_grows_with_their_number() -> None:
     tensors = [torch.empty(1).as_subclass(Sized) for _ in range(4000)]
-    assert [len(each) for each in _buckets(tensors, 4 * 1000)] == [1000] * 4
+    assert [len(each) for each in _split_buckets(tensors, 4 * 1000)] == [1000] * 4
     assert Sized.reads < 3 * 4000  # a sum over the bucket for each tensor would read 500 times as often

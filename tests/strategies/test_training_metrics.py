@@ -29,11 +29,11 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.batches import fetch
+from worldsize.data.batches import fetch_batch
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.fit import LoopCallbacks, LoopConfig, TrainingProgress, fit
-from worldsize.loop.training_metrics import TrainingMetrics, means
+from worldsize.loop.training_metrics import TrainingMetrics, compute_means
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import differentiable
@@ -78,7 +78,7 @@ def by_hand(recipe: ToldChain) -> Logged:
     logged: Logged = {}
     totals: dict[str, list[float]] = {}
     for step in range(1, STEPS + 1):
-        output = ToldChain.loss(recipe, model, fetch(data, order.indices(step, 0, len(data))))
+        output = ToldChain.loss(recipe, model, fetch_batch(data, order.compute_indices(step, 0, len(data))))
         optimizer.zero_grad()
         output.loss.backward()  # type: ignore[union-attr]
         optimizer.step()
@@ -99,7 +99,7 @@ def trained(strategy: Strategy, world: World, logical_ranks: int, recipe: ToldCh
 
     replica = strategy.replica(recipe, RunContext(world))
     parts = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
-    mine = logical_ranks_of(strategy.data_rank(world), parts, logical_ranks, replica.dealing)
+    mine = assign_logical_ranks(strategy.data_rank(world), parts, logical_ranks, replica.dealing)
     batches = micro_batches(recipe.data("train"), Order(3, BATCH, logical_ranks, mine), world.device)
     config = LoopConfig(STEPS, batch_size=BATCH, log_every=EVERY)
     fit(replica, batches, world, config=config, callbacks=LoopCallbacks(lambda step: {}, emit))
@@ -136,7 +136,7 @@ def test_metrics_of_the_loss_are_those_of_whole_batches(
     ids=["ddp", "fsdp", "fsdp, shards added up"],
 )
 def test_an_elastic_run_logs_the_same_bits_at_every_world_size(strategy: Strategy) -> None:
-    alone = trained(DDP(reduce="ordered"), World.alone(torch.device("cpu")), 8, ToldChain())
+    alone = trained(DDP(reduce="ordered"), World.create_single(torch.device("cpu")), 8, ToldChain())
     for processes in (2, 4):
         assert run_in_worlds(lambda world: trained(strategy, world, 8, ToldChain()), processes) == [alone] * processes
 
@@ -155,9 +155,9 @@ class Named(ToldChain):
 def test_names_that_differ_between_micro_batches_steps_or_ranks_are_refused() -> None:
     calls = iter(range(100))
     with pytest.raises(ConfigError, match="different metrics in two micro-batches: 0; and 1"):
-        trained(Single(), World.alone(torch.device("cpu")), 2, Named(name=lambda batch: str(next(calls))))
+        trained(Single(), World.create_single(torch.device("cpu")), 2, Named(name=lambda batch: str(next(calls))))
     with pytest.raises(ConfigError, match="different metrics in two steps: 2; and 3"):
-        trained(Single(), World.alone(torch.device("cpu")), 1, Named(name=lambda batch: str(next(calls))))
+        trained(Single(), World.create_single(torch.device("cpu")), 1, Named(name=lambda batch: str(next(calls))))
 
     def body(world: World) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -236,7 +236,7 @@ def test_a_metric_renamed_since_the_checkpoint_begins_anew_and_says_so(caplog: p
     metrics.add({"new": pairs(1, 2), "kept": pairs(3, 4)})
     assert "other metrics than when the checkpoint was saved: kept, old; and now kept, new." in caplog.text
     metrics.add({"new": pairs(1, 2), "kept": pairs(3, 4)})
-    names, sums = metrics.take(World.alone(torch.device("cpu")))
+    names, sums = metrics.take_sums(World.create_single(torch.device("cpu")))
     assert (names, sums.tolist()) == (["kept", "new"], [6, 8, 2, 4])
     with pytest.raises(ConfigError, match="different metrics in two steps: kept, new; and old"):
         metrics.add({"old": pairs(1, 1)})
@@ -277,7 +277,7 @@ def test_ranks_compare_names_before_a_save_that_comes_before_the_first_logged_st
 def test_a_metric_that_nothing_counts_for_is_nan_and_infinities_are_shown() -> None:
     inf = math.inf
     sums_pn = torch.tensor([[0.0, 0.0, inf, 1.0, inf, 1.0], [0.0, 0.0, 2.0, 1.0, -inf, 1.0]], dtype=torch.float64)
-    shown = means(["none", "endless", "unknown"], sums_pn)
+    shown = compute_means(["none", "endless", "unknown"], sums_pn)
     assert shown["endless"] == inf
     assert math.isnan(shown["none"])
     assert math.isnan(shown["unknown"])

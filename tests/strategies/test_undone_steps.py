@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.strategies.test_gathered_features import Chosen, batches_of
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.core import Reduction, RunContext, Strategy, World
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
@@ -48,11 +48,11 @@ def test_a_step_that_ends_before_its_first_pass_does_not_undo_the_one_before(
         replica = DDP(reduce=reduce, on_failure="heal").replica(Chosen(), RunContext(world, logical_ranks=2))
         batches = [batches_of(Chosen())[world.rank]]
         replica.step(batches)
-        before = {name: each.clone() for name, each in split(replica.state())[0].items()}
-        monkeypatch.setattr(GatheredFeatures, "gather", lost)
+        before = {name: each.clone() for name, each in split_tensors(replica.state())[0].items()}
+        monkeypatch.setattr(GatheredFeatures, "gather_features", lost)
         with pytest.raises(ConnectionError):
             replica.step(batches)
-        after = split(replica.state())[0]
+        after = split_tensors(replica.state())[0]
         return [name for name, each in before.items() if not each.equal(after[name])]
 
     def lost(*_: object) -> None:

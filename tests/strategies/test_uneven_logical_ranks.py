@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _verify_param_shape_across_processes
 
 from tests.support.interruption import end_gang_soon
-from worldsize.collectives.gather_full import whole
+from worldsize.collectives.gather_full import gather_full_tensor
 from worldsize.collectives.group import INTERRUPTION
 from worldsize.core import Loss, MicroBatch, Reduction, RunContext, StepResult, World
-from worldsize.loop.training_metrics import TrainingMetrics, by_logical_rank
+from worldsize.loop.training_metrics import TrainingMetrics, gather_by_logical_rank
 from worldsize.loop.window import LogWindow
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_scaling import weight_factor
 from worldsize.strategies.reducers import interruptible_reducer
-from worldsize.strategies.synchronous import SynchronousReplica, replicated
+from worldsize.strategies.synchronous import SynchronousReplica, wrap_in_ddp
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
@@ -44,7 +44,7 @@ def model() -> nn.Module:
 
 def gradients(world: World, reduce: Reduction) -> tuple[list[Tensor], list[Tensor]]:
     own = model()
-    module = replicated(own, world)
+    module = wrap_in_ddp(own, world)
     reducer = interruptible_reducer(reduce, module, world, TOTAL)
 
     def backward(batch: MicroBatch, scale: float) -> LossRecord:
@@ -99,7 +99,9 @@ def sharded_gradients(world: World, strategy: FSDP) -> tuple[list[Tensor], list[
     losses = replica.reducer.run(batches(range(world.rank, TOTAL, world.size)), replica._backward)
     assert len(losses) == len(range(world.rank, TOTAL, world.size))
     parameters = list(replica.model.parameters())
-    grads = [whole(parameter.grad).clone() for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    grads = [
+        gather_full_tensor(parameter.grad).clone() for parameter in parameters if isinstance(parameter.grad, DTensor)
+    ]
     norm = replica.reducer.clip(parameters, 1e9)
     return grads, [buffer.clone() for buffer in replica.model.buffers()], norm.clone(), len(recipe.passes)
 
@@ -165,7 +167,7 @@ def test_a_resumed_ddp_learns_the_order_of_gradients_without_a_change_of_what_a_
         recipe = Remembering()
         replica = DDP().replica(recipe, RunContext(world))
         assert isinstance(replica, SynchronousReplica)
-        replica.reducer.resumed()
+        replica.reducer.on_resume()
         replica.reducer.run(batches(range(world.rank, 4, world.size)), replica._backward)
         return recipe.counts
 
@@ -201,7 +203,7 @@ def test_the_mean_gradient_is_that_of_one_process(size: int, reduce: Reduction) 
 def test_an_interrupted_step_leaves_the_buffers_as_they_were() -> None:
     def interrupted(world: World) -> bool:
         own = model()
-        module = replicated(own, world)
+        module = wrap_in_ddp(own, world)
         reducer = interruptible_reducer("ordered", module, world, TOTAL)
         before = [buffer.clone() for buffer in own.buffers()]
 
@@ -234,9 +236,9 @@ def logged(world: World) -> tuple[float, Any, Any]:
     window.fetching()
     window.stepping(measured=False)
     losses = [torch.tensor(float(rank)) for rank in mine]
-    window.add(losses, {"hits": sums})
-    done = window.close(1, {}).event(StepResult(losses, 0.1), skipped=0)
-    saved = by_logical_rank({"hits": sums}, mine, world, logical_ranks=TOTAL)
+    window.add_losses(losses, {"hits": sums})
+    done = window.close(1, {}).create_event(StepResult(losses, 0.1), skipped=0)
+    saved = gather_by_logical_rank({"hits": sums}, mine, world, logical_ranks=TOTAL)
     return done.loss, done.metrics, saved
 
 
@@ -257,13 +259,13 @@ def test_a_wait_ends_when_the_gang_does_and_its_collective_is_remembered() -> No
             if ended[0]:
                 raise ConnectionError("the gang has ended")
 
-        INTERRUPTION.begin(check, longest=120.0)
+        INTERRUPTION.start_tracking(check, longest=120.0)
         row = torch.ones(4)
         if world.rank == 0:
             ended[0] = True
             with pytest.raises(ConnectionError):
                 INTERRUPTION.wait(dist.all_reduce(row, group=world.group, async_op=True))
-            remembered = INTERRUPTION.unfinished()
+            remembered = INTERRUPTION.pop_unfinished()
             dist.barrier(group=world.groups["checkpoint/worker"])  # now the other takes part
             while not all(work.is_completed() for work in remembered):
                 pass
@@ -286,9 +288,9 @@ def test_a_replica_that_waits_for_the_weights_of_a_peer_stops_when_the_gang_does
             return 1
         end_gang_soon()
         with pytest.raises(ConnectionError):
-            replicated(model(), world, interruptible=True)
+            wrap_in_ddp(model(), world, interruptible=True)
         barrier.wait(60)
-        return len(INTERRUPTION.unfinished())
+        return len(INTERRUPTION.pop_unfinished())
 
     assert run_in_worlds(interrupted, 2, timeout=120.0) == [1, 1]
 
@@ -299,7 +301,7 @@ def test_the_weights_of_an_interruptible_replica_are_those_of_the_first_rank() -
         with torch.no_grad():
             for tensor in (*own.parameters(), *own.buffers()):
                 tensor += world.rank
-        replicated(own, world, interruptible=True)
+        wrap_in_ddp(own, world, interruptible=True)
         return [*own.state_dict().values()]
 
     for tensors in run_in_worlds(made, 2):

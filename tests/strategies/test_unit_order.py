@@ -15,11 +15,11 @@ from torch.distributed import TCPStore
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import Batch, Cluster, ConfigError, MicroBatch, Reduction, RunContext, Update, World
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.healing.groups import Meetings, regroup
+from worldsize.healing.groups import Meetings, rebuild_groups
 from worldsize.strategies import unit_collectives as unit_order_module
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.loss_record import LossRecord
@@ -46,7 +46,7 @@ def unit_order(world: World) -> UnitOrder:
 def run_step(order: UnitOrder, events: Sequence[int]) -> None:
     with Units(UnitGradients(nn.Module(), None), order).step():
         for event in events:
-            order.check(event)
+            order.check_event(event)
 
 
 @pytest.mark.parametrize("place", ["folder", "server"])
@@ -56,7 +56,7 @@ def test_units_change_their_order_in_a_gang_that_heals(tmp_path: Path, place: st
 
     def run_steps(world: World) -> bool:
         meetings = Meetings(url, never, timedelta(seconds=60))
-        order = unit_order(regroup(world, range(world.size), CLUSTER, meetings.store(0)))
+        order = unit_order(rebuild_groups(world, range(world.size), CLUSTER, meetings.create_store(0)))
         run_step(order, [GATHER, OTHER_GATHER, OTHER_SCATTER, SCATTER])
         run_step(order, [OTHER_GATHER, OTHER_SCATTER])
         run_step(order, [OTHER_GATHER, OTHER_SCATTER])
@@ -135,7 +135,7 @@ def test_a_rank_that_computes_one_unit_more_before_a_later_update_is_refused(red
         recipe = SecondMore(more=world.rank == 0)
         replica = FSDP(reduce=reduce, wrap="size", wrap_parameters=1).replica(recipe, RunContext(world))
         batches = micro_batches(recipe.data("train"), Order(3, 24, 2, (world.rank,)), world.device)
-        weights = [local(each) for name, each in replica.trained_weights().items() if name.startswith("1.")]
+        weights = [get_local_shard(each) for name, each in replica.trained_weights().items() if name.startswith("1.")]
         before = [each.clone() for each in weights]
         with pytest.raises(ConfigError) as error:
             replica.step(next(batches))
@@ -153,7 +153,7 @@ def test_collectives_after_a_step_that_failed_are_not_compared() -> None:
         order = unit_order(world)
         with pytest.raises(ConnectionError), Units(UnitGradients(nn.Module(), None), order).step():
             raise ConnectionError("the gang has ended")
-        order.check(GATHER if world.rank == 0 else OTHER_GATHER)
+        order.check_event(GATHER if world.rank == 0 else OTHER_GATHER)
         return True
 
     assert run_in_worlds(run_steps, 2) == [True, True]

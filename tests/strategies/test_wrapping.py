@@ -11,7 +11,7 @@ from torch import nn
 
 from worldsize.core import Cluster, ConfigError
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.wrapping import by_size, refuse_mixed_dtypes, units
+from worldsize.strategies.wrapping import find_units, find_units_by_size, refuse_mixed_dtypes
 from worldsize.testing.recipes import Chain
 
 pytestmark = pytest.mark.heavy
@@ -22,15 +22,15 @@ STDLIB = ("recipe=stdlib_lm", "steps=4", "recipe.width=32", "recipe.depth=2", "r
 def test_units_are_the_smallest_modules_that_are_large_enough() -> None:
     inner = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(5, 5, bias=False))
     model = nn.Sequential(inner, nn.Linear(20, 20, bias=False), nn.ModuleList([nn.Linear(9, 9), nn.Linear(9, 9)]))
-    assert by_size(model, 100) == [inner[0], model[1]]
-    assert by_size(model, 120) == [inner, model[1]]
-    assert by_size(model, 10_000) == []
+    assert find_units_by_size(model, 100) == [inner[0], model[1]]
+    assert find_units_by_size(model, 120) == [inner, model[1]]
+    assert find_units_by_size(model, 10_000) == []
 
 
 def test_blocks_come_from_the_recipe() -> None:
     recipe = Chain(depth=3)
     model = recipe.model()
-    assert units(recipe, model, "auto", 1) == list(recipe.blocks(model)) == list(model.children())[1:4]
+    assert find_units(recipe, model, "auto", 1) == list(recipe.blocks(model)) == list(model.children())[1:4]
 
 
 def test_a_module_is_no_unit_whose_parameters_others_use() -> None:
@@ -39,8 +39,8 @@ def test_a_module_is_no_unit_whose_parameters_others_use() -> None:
     head.weight = embed.weight
     model = nn.Sequential(embed, layer, nn.ParameterList([nn.Parameter(torch.ones(50))]), head)
     expected: list[nn.Module] = [layer.self_attn, layer.linear1, layer.linear2]
-    assert units(Chain(), model, "size", 60) == expected
-    assert units(Chain(), model, "none", 60) == []
+    assert find_units(Chain(), model, "size", 60) == expected
+    assert find_units(Chain(), model, "none", 60) == []
 
 
 def test_dtypes_of_one_unit_that_differ_are_refused_by_name() -> None:
@@ -59,9 +59,9 @@ def test_a_recipe_without_blocks_is_sharded_by_size_unless_blocks_are_wanted() -
     recipe = _Plain()
     model = recipe.model()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    assert units(recipe, model, "auto", 100) == linear[:-1]  # the last module has only 51 parameters
+    assert find_units(recipe, model, "auto", 100) == linear[:-1]  # the last module has only 51 parameters
     with pytest.raises(ConfigError, match="lacks blocks"):
-        units(recipe, model, "blocks", 100)
+        find_units(recipe, model, "blocks", 100)
 
 
 @pytest.mark.parametrize(

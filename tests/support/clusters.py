@@ -24,18 +24,18 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
     """Two hosts with a network between them."""
-    if why := namespaces.missing():
+    if why := namespaces.find_missing_requirements():
         pytest.skip(why)
     name = f"ws{os.getpid()}"
-    with namespaces.running(tmp_path_factory.mktemp("hosts"), name=name, count=2) as cluster:
+    with namespaces.run_hosts(tmp_path_factory.mktemp("hosts"), name=name, count=2) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
     """Four hosts with links of 1 Gbit/s."""
-    if why := namespaces.missing():
+    if why := namespaces.find_missing_requirements():
         pytest.skip(why)
-    with namespaces.running(tmp_path_factory.mktemp("four"), name=f"wd{os.getpid()}", count=4) as cluster:
-        cluster.shape("1gbit")
+    with namespaces.run_hosts(tmp_path_factory.mktemp("four"), name=f"wd{os.getpid()}", count=4) as cluster:
+        cluster.shape_links("1gbit")
         yield cluster

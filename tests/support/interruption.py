@@ -13,4 +13,4 @@ def end_gang_soon() -> None:
         if next(checks, "ended") == "ended":
             raise ConnectionError("the gang has ended")
 
-    INTERRUPTION.begin(check, longest=120.0)
+    INTERRUPTION.start_tracking(check, longest=120.0)

@@ -96,11 +96,11 @@ def _prepare() -> None:
         importlib.import_module(name)
     from hydra.core.plugins import Plugins
 
-    from worldsize.config.command_line import registered
+    from worldsize.config.command_line import register_schema
     from worldsize.record.environment import packages
 
     Plugins.instance()
-    registered()
+    register_schema()
     packages()
     gc.collect()
     gc.freeze()  # a collection in a child would scan all imported modules, and so copy their pages

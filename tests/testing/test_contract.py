@@ -26,7 +26,7 @@ class _Ended(StrategyContract):
     tolerance = 0.1
     factor: ClassVar[float] = 1.0
 
-    def _ended(self, size: int) -> list[Any]:
+    def _train_once(self, size: int) -> list[Any]:
         exact = one_process()
         losses = [*exact.losses[:-1], exact.losses[-1] * self.factor]
         return [(replace(exact, losses=losses, error=exact.error * self.factor), set(), {})]
@@ -50,8 +50,8 @@ def test_a_loss_that_is_worse_or_not_that_of_the_same_algorithm_fails(factor: fl
 
 def test_a_worse_test_error_fails_with_a_loss_that_is_right() -> None:
     class WorseError(_Ended):
-        def _ended(self, size: int) -> list[Any]:
-            ((trained, *others),) = super()._ended(size)
+        def _train_once(self, size: int) -> list[Any]:
+            ((trained, *others),) = super()._train_once(size)
             return [(replace(trained, error=trained.error * 1.5), *others)]
 
     with pytest.raises(AssertionError, match="test error"):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from tests.testing.token_port import CONFIG, Losses, Port, Program, net, told
-from worldsize.testing import PortConfig, composed, same_losses
+from worldsize.testing import PortConfig, compose_recipe, same_losses
 from worldsize.testing.port_runs import recipe_trained
 from worldsize.testing.recipes import TwoPlayers
 
@@ -88,7 +88,7 @@ def test_weights_are_compared_after_the_last_loss() -> None:
 
 
 def test_the_yaml_is_part_of_what_is_proved() -> None:
-    recipe, config = composed("recipe=digits", "steps=2", "seed=4", "numerics.clip_norm=0.5", "schedule=constant")
+    recipe, config = compose_recipe("recipe=digits", "steps=2", "seed=4", "numerics.clip_norm=0.5", "schedule=constant")
     assert (config.steps, config.seed, config.numerics.clip_norm) == (2, 4, 0.5)
 
     def original(model: nn.Module, batches: Iterator[Batch]) -> Losses:

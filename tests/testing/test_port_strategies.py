@@ -15,7 +15,7 @@ from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.testing import PortConfig, same_losses, worlds
 from worldsize.testing.loops import Loop
-from worldsize.testing.port import trained_in_processes
+from worldsize.testing.port import train_in_processes
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_error_of_a_worker_is_shown_while_its_server_waits(monkeypatch: pyte
     monkeypatch.setattr(worlds, "_FAILING", 0.1)
     config = PortConfig(batch_size=8, micro_batches=1, steps=2)
     with pytest.raises(RuntimeError, match=r"rank 1 failed:[\s\S]*the loss cannot be computed"):
-        trained_in_processes(Refused(), config, ParameterServer(), 2)
+        train_in_processes(Refused(), config, ParameterServer(), 2)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -33,7 +33,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
             if point == "checkpoint:after-shard" and next(count) in fails:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        saver = Saver(tmp_path, World.alone(torch.device("cpu")), None, keep=Retention(last=9), at=at)
+        saver = Saver(tmp_path, World.create_single(torch.device("cpu")), None, keep=Retention(last=9), at=at)
         checkpoints = Checkpointing(saver, emit=events.append, on_failure=on_failure)
         opened.append(checkpoints)
         for step in range(1, saves + 1):
@@ -51,13 +51,13 @@ def test_events_count_failures_in_a_row_and_name_the_step_of_a_restart(made: Mad
     failed = [(each.step, each.newest, each.in_a_row) for each in events if isinstance(each, CheckpointFailed)]
     assert failed == [(2, 1, 1), (3, 1, 2), (5, 4, 1)]
     assert [each.step for each in events if isinstance(each, CheckpointSaved)] == [1, 4]
-    assert [each["step"] for each in checkpoints.failed_saves()] == [2, 3, 5]
-    assert not checkpoints.wishes().stop
+    assert [each["step"] for each in checkpoints.list_failed_saves()] == [2, 3, 5]
+    assert not checkpoints.collect_wishes().stop
 
 
 def test_a_failed_save_asks_for_a_stop_only_where_the_configuration_does(made: Made) -> None:
     checkpoints, _ = made(2, {1}, "stop")
-    assert checkpoints.wishes().stop
+    assert checkpoints.collect_wishes().stop
     with pytest.raises(SaveFailedError, match="the checkpoint of step 1 could not be written"):
         checkpoints.check_stop()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worldsize.worker.probe import ring, schedule, tournament
+from worldsize.worker.probe import plan_ring, schedule, tournament
 
 Edges = list[tuple[int, int]]
 
@@ -71,7 +71,7 @@ def test_all_pairs_take_the_fewest_rounds_in_which_as_many_as_can_measure_at_onc
 
 @pytest.mark.parametrize(("members", "distance"), [(2, 1), (5, 2), (6, 3), (6, 4), (9, 6), (12, 5)])
 def test_each_member_sends_to_the_one_at_a_distance_in_two_or_three_phases(members: int, distance: int) -> None:
-    turns = [ring(members, own, distance) for own in range(members)]
+    turns = [plan_ring(members, own, distance) for own in range(members)]
     phases = list(zip(*turns, strict=True))
     assert len(phases) in (2, 3)
     sent = [edge for phase in phases for own, edge in enumerate(phase) if edge and edge[0] == own]

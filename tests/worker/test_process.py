@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from worldsize.core import Event, RunStarted
-from worldsize.healing.membership import Membership, MembershipChannel, receive, send
+from worldsize.healing.membership import Membership, MembershipChannel, receive_message, send_message
 from worldsize.record.manifest import write_manifest
 from worldsize.record.redaction import Scrubber
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import RunRecord, view
+from worldsize.record.run_record import RunRecord, read_run
 from worldsize.worker import process
 from worldsize.worker.context import ProcessResources
 from worldsize.world import processes
@@ -64,7 +64,7 @@ def test_a_rank_that_lost_its_peers_ends_in_a_sentence(
         raise RuntimeError(error)
 
     monkeypatch.setenv("WORLDSIZE_ATTEMPT", "1")
-    monkeypatch.setattr(process, "play", play)
+    monkeypatch.setattr(process, "run_role", play)
     with pytest.raises(SystemExit if is_sentence else RuntimeError) as ended:
         process.main()
     if is_sentence:
@@ -77,7 +77,7 @@ def test_the_first_process_that_failed_is_recorded(started: Path, monkeypatch: p
 
     def error_of(rank: int, after: float, **facts: object) -> None:
         error = {"time_ns": time.time_ns() + int(1e9 * after), "traceback": f"error {rank}", "host": "b", **facts}
-        run.error("worker", rank).write_text(json.dumps(error))
+        run.get_error_file("worker", rank).write_text(json.dumps(error))
 
     def play(*_: object) -> int:
         error_of(0, 1.0, lost_peer="closed")
@@ -85,12 +85,12 @@ def test_the_first_process_that_failed_is_recorded(started: Path, monkeypatch: p
         error_of(3, 2.0)
         raise RuntimeError
 
-    run.error("worker", 0).parent.mkdir()
+    run.get_error_file("worker", 0).parent.mkdir()
     error_of(1, -1.0)  # from an earlier attempt
-    monkeypatch.setattr(process, "play", play)
+    monkeypatch.setattr(process, "run_role", play)
     with pytest.raises(RuntimeError):
         process.main()
-    failure = view(started).attempts[-1]["failure"]
+    failure = read_run(started).attempts[-1]["failure"]
     assert failure == {"role": "worker", "rank": 3, "host": "b", "step": None, "cause": "error 3"}
 
 
@@ -105,8 +105,8 @@ def test_an_error_that_quotes_a_secret_is_written_without_it(started: Path, monk
     monkeypatch.setenv("HUB_TOKEN", "canary-of-the-variable")
     monkeypatch.setattr(process, "read_settings", refuse)
     with pytest.raises(ConnectionError):
-        process.play(run, placement({}, "alone"))
-    text = run.error("process", 0).read_text()
+        process.run_role(run, placement({}, "alone"))
+    text = run.get_error_file("process", 0).read_text()
     assert json.loads(text)["cause"] == "ConnectionError: 401 for https://host: <redacted> and <redacted>"
     assert "canary" not in text
     assert "hunter2" not in text
@@ -121,7 +121,7 @@ def test_steps_of_a_worker_do_not_search_for_nvml(started: Path, monkeypatch: py
     monkeypatch.setenv(asks, "1")
     monkeypatch.setattr(process, "read_settings", refuse)
     with pytest.raises(ConnectionError, match="None"):
-        process.play(RunDirectory(started), placement({}, "alone"))
+        process.run_role(RunDirectory(started), placement({}, "alone"))
 
 
 def test_a_full_gpu_names_what_takes_less_memory(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_a_full_gpu_names_what_takes_less_memory(tmp_path: Path) -> None:
     try:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     except torch.OutOfMemoryError as error:
-        process._write_error(run, run.error("worker", 0), error, Scrubber(()))
-    text = json.loads(run.error("worker", 0).read_text())["traceback"]
+        process._write_error(run, run.get_error_file("worker", 0), error, Scrubber(()))
+    text = json.loads(run.get_error_file("worker", 0).read_text())["traceback"]
     assert "Tried to allocate 2.00 GiB" in text
     for remedy in ("logical_ranks", "precision=bf16", "activation_checkpointing=full", "strategy=fsdp"):
         assert remedy in text
@@ -143,7 +143,7 @@ def test_the_log_of_nccl_is_found_where_host_names_have_dots(tmp_path: Path, mon
     for name in ("NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.setenv(name, "")
     run, place = RunDirectory(tmp_path), Placement(0, 1, 0, 1, "env://")
-    process._listen("cpu:gloo,cuda:nccl", run, place)
+    process._enable_nccl_log("cpu:gloo,cuda:nccl", run, place)
     written = os.environ["NCCL_DEBUG_FILE"].replace("%h", "gpu1").replace("%p", str(os.getpid()))
     assert process._nccl_log(run, place) == Path(written)
 
@@ -156,14 +156,14 @@ def test_a_process_that_began_again_leaves_hangups_and_hears_of_members(
 
     def play(_: object, __: object, channel: MembershipChannel) -> int:
         os.kill(os.getpid(), signal.SIGHUP)
-        found.append(channel.next(-1))
+        found.append(channel.wait_for_membership(-1))
         return 0
 
     RunDirectory(started).config.write_text("cluster: {environment: alone, timeout: 5.0}\n")
     monkeypatch.setenv("WORLDSIZE_ATTEMPT", "1")
     monkeypatch.setenv(processes.PIPE, str(os.dup(theirs.fileno())))
-    monkeypatch.setattr(process, "play", play)
-    send(ours, Membership(1, (0, 1), (-1, -1)).message())
+    monkeypatch.setattr(process, "run_role", play)
+    send_message(ours, Membership(1, (0, 1), (-1, -1)).to_message())
     before = signal.signal(signal.SIGHUP, fail_on_hangup)
     try:
         with pytest.raises(SystemExit) as ended:
@@ -172,7 +172,7 @@ def test_a_process_that_began_again_leaves_hangups_and_hears_of_members(
         signal.signal(signal.SIGHUP, before)
     assert ended.value.code == 0
     assert found[0].members == (0, 1)
-    assert receive(ours) == {"stopped": 0, "step": -1}
+    assert receive_message(ours) == {"stopped": 0, "step": -1}
 
 
 def fail_on_hangup(*_: object) -> None:

@@ -16,9 +16,9 @@ import pytest
 from tests.observe.run_folders import attempt, write_run
 from tests.support.outcome import outcome
 from tests.support.own_recipe import write_recipe
-from worldsize.checkpoint.format import complete, read, step_of
+from worldsize.checkpoint.format import complete, parse_step, read_checkpoint
 from worldsize.core import Cluster, SaveIntervalChanged
-from worldsize.plan.finish import expected_seconds, interval_seconds, mtbf_seconds
+from worldsize.plan.finish import compute_expected_seconds, interval_seconds, mtbf_seconds
 from worldsize.record.run_directory import RunDirectory
 from worldsize.worker.save_interval import SaveInterval, save_interval
 
@@ -197,8 +197,8 @@ def test_failures_of_which_nothing_was_declared_shorten_the_interval_at_once(see
 def test_the_interval_has_the_least_expected_time_of_all() -> None:
     for save, mtbf in ((0.1, 10.0), (2.0, 600.0), (30.0, 3600.0), (10.0, 1e6)):
         chosen = interval_seconds(save, mtbf)
-        least = min(expected_seconds(1e5, chosen * k / 100, save, mtbf, 5.0) for k in range(20, 500))
-        assert expected_seconds(1e5, chosen, save, mtbf, 5.0) <= 1.001 * least
+        least = min(compute_expected_seconds(1e5, chosen * k / 100, save, mtbf, 5.0) for k in range(20, 500))
+        assert compute_expected_seconds(1e5, chosen, save, mtbf, 5.0) <= 1.001 * least
     assert interval_seconds(50.0, 10.0) == 10.0  # a save that takes longer than a run's typical lifetime
 
 
@@ -221,7 +221,7 @@ def test_slower_steps_while_a_save_is_written_are_part_of_its_cost() -> None:
     for step in range(1, 6):
         clock.spend(1.5)
         interval.begin_step(in_flight=step < 5)
-    with interval.uncounted():
+    with interval.exclude_step_time():
         clock.spend(100.0)  # an evaluation
     clock.spend(1.0)
     interval.begin_step(in_flight=False)
@@ -239,7 +239,7 @@ def test_a_run_saves_by_itself_and_ends_with_the_same_bits(
     done = command("resume", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
-    recorded = [read(path).facts["save_interval"] for path in complete(run.folder / "checkpoints")]
+    recorded = [read_checkpoint(path).facts["save_interval"] for path in complete(run.folder / "checkpoints")]
     assert recorded[-1].keys() == {"steps", "save_seconds", "step_seconds"}
     assert any(row["event"] == "save_interval" and row["save_seconds"] > 0 for row in rows)
     assert "a save costs" in run.output + run.error
@@ -266,7 +266,7 @@ def test_by_default_a_run_saves_on_the_way_and_ends_with_the_same_bits(train: An
     assert run.code == 0, run.error
     assert len(complete(run.folder / "checkpoints")) > 1  # after the first, 1 % of the time decides
     usual = train("recipe=digits", *words)
-    assert [step_of(path) for path in complete(usual.folder / "checkpoints")] == [30]
+    assert [parse_step(path) for path in complete(usual.folder / "checkpoints")] == [30]
     assert outcome(run.folder)["state_digest"] == outcome(usual.folder)["state_digest"]
 
 
@@ -277,9 +277,9 @@ def test_what_one_gang_hands_on_is_what_the_next_goes_on_with() -> None:
         pass
     one.complete(10)
     other = SaveInterval(None, lambda *_: 600.0, emit=lambda _: None, clock=clock)
-    other.resume(14, one.handed_on())
+    other.resume(14, one.export_facts())
     assert [other.is_due(step) for step in (19, 20)] == [False, True]
-    assert other.handed_on() == one.handed_on()
+    assert other.export_facts() == one.export_facts()
 
 
 def test_a_save_that_was_in_flight_when_the_gang_changed_is_due_again() -> None:
@@ -289,5 +289,5 @@ def test_a_save_that_was_in_flight_when_the_gang_changed_is_due_again() -> None:
         one.agree(10)
     assert not one.is_due(12)
     other = SaveInterval(None, lambda *_: 600.0, emit=lambda _: None, clock=clock)
-    other.resume(12, one.handed_on())
+    other.resume(12, one.export_facts())
     assert other.is_due(12)

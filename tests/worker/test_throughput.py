@@ -13,9 +13,9 @@ from torch import nn
 from tests.support.runs import Train
 from worldsize.collectives.cluster_cost import peak_flops
 from worldsize.core import MicroBatch
-from worldsize.observe.report.page import page
+from worldsize.observe.report.page import render_page
 from worldsize.testing.recipes import Chain, TwoPlayers
-from worldsize.worker.throughput import counted_flops
+from worldsize.worker.throughput import count_flops
 
 # per sample: forward, and gradients of the weights and of the inputs, except in the first layer
 CHAIN = 2 * (7 * 16 * 2 + 4 * (16 * 32 * 2) * 3 + 16 * 3 * 3)
@@ -35,7 +35,7 @@ def test_operations_are_counted_without_drawing_random_numbers() -> None:
     batch = [torch.stack(column) for column in zip(*(recipe.data("train")[row] for row in rows), strict=True)]
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    assert counted_flops(recipe, MicroBatch(batch, seed=0)) == 6 * CHAIN
+    assert count_flops(recipe, MicroBatch(batch, seed=0)) == 6 * CHAIN
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -46,8 +46,8 @@ def test_operations_of_several_updates_are_those_of_each_with_the_gradients_that
     player, critic = 7 + 3, 10 + 1
     critics = 2 * (critic + critic + 1)  # of real and of generated samples; without input gradients
     players = player + critic + (10 + 1) + (player + 3)  # back through the critic, without gradients of its weights
-    assert counted_flops(recipe, MicroBatch(batch, seed=0)) == 2 * 6 * 16 * (critics + players)
-    assert counted_flops(recipe, MicroBatch(batch, seed=0, step=3)) == 2 * 6 * 16 * (2 * critics + players)
+    assert count_flops(recipe, MicroBatch(batch, seed=0)) == 2 * 6 * 16 * (critics + players)
+    assert count_flops(recipe, MicroBatch(batch, seed=0, step=3)) == 2 * 6 * 16 * (2 * critics + players)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_run_shows_its_mfu_if_a_peak_is_declared_and_its_digests_do_not_change
     assert shares == pytest.approx([by_hand] * 3)
     assert re.search(r"MFU \d", measured.output)
     assert measured.folder is not None
-    shown = page([measured.folder])
+    shown = render_page([measured.folder])
     assert "Model FLOP utilisation" in shown
     rate = measured.json("result.json")["samples_per_second"]
     assert f"<b>{rate * by_hand / 2e9:.1%}</b><span>MFU</span>" in shown  # for the whole run, like samples/s

@@ -20,7 +20,7 @@ import torch
 
 from worldsize import cli
 from worldsize.config.compose import compose_only
-from worldsize.launch.execute import checked
+from worldsize.launch.execute import build_checked_settings
 from worldsize.world import processes
 
 RUN = ("cluster.processes=2", "cluster.threads=1", "logger=none")
@@ -111,7 +111,7 @@ def build(row: Sequence[Sequence[str]]) -> None:
     """Build recipes and their optimizers like ``worldsize train`` before it forks, and fork after each."""
     for words in row:
         sys.argv[1:] = words
-        checked(compose_only([*words, *RUN]))
+        build_checked_settings(compose_only([*words, *RUN]))
         if (child := os.fork()) == 0:
             os._exit(0)
         os.waitpid(child, 0)

@@ -17,7 +17,7 @@ MIXED = "cpu:gloo,cuda:nccl"
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("lo", "docker0", "eth10", "eth1", "ib0", "down0")
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(names)))
-    monkeypatch.setattr(topology, "_address", lambda name: None if name == "down0" else "10.0.0.1")
+    monkeypatch.setattr(topology, "_read_address", lambda name: None if name == "down0" else "10.0.0.1")
 
 
 def test_a_mixed_backend_is_read_by_device() -> None:

@@ -26,15 +26,15 @@ from worldsize.world.pinning import (
     Pins,
     _prefer_memory,
     cuda_gpus,
-    listed,
+    format_ranges,
+    parse_ranges,
     pin_process,
     pins_here,
     plan_pins,
     read_topology,
-    shortened,
     visible_gpus,
 )
-from worldsize.world.world import device_of
+from worldsize.world.world import select_device
 
 Machine = tuple[Sequence[str], Mapping[str, int], Mapping[str, int]]
 # each NUMA node's cores as listed by the kernel, GPUs with their NUMA nodes, and adapters with theirs
@@ -61,16 +61,16 @@ ODD: Machine = (("0-6", "7-9"), {"0000:01:00.0": 0, "0000:02:00.0": 0, "0000:03:
 def write_machine(root: Path, machine: Machine) -> Path:
     """Write a machine's ``/sys`` below ``root``, in Linux's layout and format."""
     nodes, gpus, adapters = machine
-    numbers = sorted(number for text in nodes for number in listed(text))
+    numbers = sorted(number for text in nodes for number in parse_ranges(text))
     folder = root / "sys/devices/system"
     for node, text in enumerate(nodes):
         _write(folder / f"node/node{node}/cpulist", text)
-        own = listed(text)
+        own = parse_ranges(text)
         half = len(own) // 2 if "," in text else len(own)
         for place, core in enumerate(own):
             same = {own[place % half], own[place % half + half]} if half < len(own) else {core}
             _write(folder / f"cpu/cpu{core}/topology/thread_siblings_list", ",".join(map(str, sorted(same))))
-    _write(folder / "cpu/online", shortened(numbers))
+    _write(folder / "cpu/online", format_ranges(numbers))
     _write(folder / "node/possible", f"0-{len(nodes) - 1}")
     others = {"0000:00:1f.0": ("0x8086", "0x060100", 0), "0000:02:1f.0": ("0x10de", "0x068000", 0)}  # no GPUs: a bridge
     devices = {address: ("0x10de", "0x030200", node) for address, node in gpus.items()} | others
@@ -143,7 +143,7 @@ def test_each_process_is_told_what_is_near_it(tmp_path: Path) -> None:
         "gpu": "0000:1b:00.0",
         "adapters": [f"mlx5_{index}" for index in range(6)],
     }
-    assert pins.of(8) is None  # it joined later
+    assert pins.get_pin(8) is None  # it joined later
 
 
 def test_processes_on_cpus_are_spread_over_the_numa_nodes(tmp_path: Path) -> None:
@@ -237,14 +237,14 @@ def test_a_task_of_srun_that_sees_one_gpu_takes_it(
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     cluster = Cluster("slurm", 1, 4, "cuda", "nccl")
-    assert device_of(Placement(2, 4, 2, 4, "env://"), cluster) == torch.device("cuda", index)
+    assert select_device(Placement(2, 4, 2, 4, "env://"), cluster) == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)]
     assert cuda_gpus(4)[2] == f"0000:{bus:02x}:00.0"
 
 
 @pytest.mark.parametrize("text", ["", "0", "0-3", "0-3,8,10-11"])
 def test_lists_of_cores_are_read_and_written_as_the_kernel_does(text: str) -> None:
-    assert shortened(listed(text)) == text
+    assert format_ranges(parse_ranges(text)) == text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel")
@@ -312,7 +312,7 @@ def test_processes_of_a_run_and_their_data_workers_are_where_the_manifest_says(t
     assert run.code == 0, run.error
     (attempt,) = json.loads((run.folder / "run_manifest.json").read_text())["attempts"]
     said = [each["cores"] for each in attempt["pinning"]["processes"]]
-    assert {*listed(said[0])}.isdisjoint(listed(said[1]))
+    assert {*parse_ranges(said[0])}.isdisjoint(parse_ranges(said[1]))
     told = {path.name: path.read_text() for path in (tmp_path / "status").iterdir()}
     allowed = {name: re.search(r"^Cpus_allowed_list:\s*(.*)", text, re.M) for name, text in told.items()}
     assert {name.split()[0] for name in allowed if "trains" not in name} == {"0", "1"}  # data workers

@@ -14,10 +14,10 @@ def test_the_grace_begins_when_a_process_is_asked_to_end() -> None:
     preemption = Preemption([])
     assert preemption.seconds_left(30.0) == 30.0
     before = time.monotonic()
-    preemption.want()
+    preemption.request_stop()
     left = preemption.seconds_left(30.0)
     assert 30.0 - (time.monotonic() - before) <= left <= 30.0
-    preemption.want()  # again: the grace period does not restart
+    preemption.request_stop()  # again: the grace period does not restart
     assert preemption.seconds_left(30.0) <= left
 
 

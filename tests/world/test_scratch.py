@@ -154,4 +154,4 @@ def test_elsewhere_than_on_linux_a_process_of_another_user_is_alive(
 
     monkeypatch.setattr("worldsize.world.scratch.sys.platform", "darwin")
     monkeypatch.setattr("worldsize.world.scratch.os.kill", kill)
-    assert scratch._start_of(1) == start
+    assert scratch._read_start_time(1) == start

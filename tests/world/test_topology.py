@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from worldsize.config.cluster import cluster_of, with_tiers, with_topology
+from worldsize.config.cluster import apply_topology, build_cluster, normalize_tiers
 from worldsize.errors import ConfigError
-from worldsize.world.environments import node
-from worldsize.world.topology import Topology, expanded
+from worldsize.world.environments import read_node
+from worldsize.world.topology import Topology, expand_hosts
 
 # the example of Slurm's manual, with a comment, different case, and a continued line
 SLURM = """
@@ -46,13 +46,13 @@ def topology(folder: Path, text: str, name: str = "topology.yaml") -> Topology:
     ],
 )
 def test_a_list_of_hosts_is_expanded_as_slurm_does(text: str, names: list[str]) -> None:
-    assert expanded(text) == names
+    assert expand_hosts(text) == names
 
 
 @pytest.mark.parametrize("text", ["a[1-", "a]1", "a[3-1]", "a[x]", "a[]", "a[0-9999999]", "a[0-9999]b[0-9999]"])
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"bracket|range|hosts"):
-        expanded(text)
+        expand_hosts(text)
 
 
 def test_slurms_file_is_read(tmp_path: Path) -> None:
@@ -68,15 +68,15 @@ def test_slurms_file_is_read(tmp_path: Path) -> None:
 def test_hosts_below_one_switch_become_neighbours_and_the_first_stays_the_first(tmp_path: Path) -> None:
     tree = topology(tmp_path, YAML)
     hosts = ["h06", "h01", "h03", "h05", "h08", "h02", "h04", "h07"]
-    assert tree.ordered(hosts) == ["h06", "h05", "h08", "h07", "h01", "h02", "h03", "h04"]
-    assert tree.sizes(tree.ordered(hosts)) == [2, 4]
-    assert tree.sizes(["h01", "h02", "h05", "h06"]) == [2]  # rack and region coincide there
-    assert tree.sizes(["h01", "h02"]) == tree.sizes(["h01", "h03"]) == []
-    assert tree.sizes(["h01", "h03", "h04"]) == []  # racks of one and two hosts do not form a tier
+    assert tree.order_hosts(hosts) == ["h06", "h05", "h08", "h07", "h01", "h02", "h03", "h04"]
+    assert tree.count_hosts_per_switch(tree.order_hosts(hosts)) == [2, 4]
+    assert tree.count_hosts_per_switch(["h01", "h02", "h05", "h06"]) == [2]  # rack and region coincide there
+    assert tree.count_hosts_per_switch(["h01", "h02"]) == tree.count_hosts_per_switch(["h01", "h03"]) == []
+    assert tree.count_hosts_per_switch(["h01", "h03", "h04"]) == []  # racks of one and two hosts do not form a tier
     with pytest.raises(ConfigError, match=r"rack=2: .* these 3 hosts have no equal number of them each"):
-        tree.check(["h01", "h03", "h04"], {"rack": 2})
+        tree.check_tiers(["h01", "h03", "h04"], {"rack": 2})
     with pytest.raises(ConfigError, match="lacks a switch above the host h99"):
-        tree.ordered(["h99"])
+        tree.order_hosts(["h99"])
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, name: str, text: str,
 def test_hosts_of_a_cluster_are_ordered_and_make_its_tiers(tmp_path: Path) -> None:
     topology(tmp_path, YAML)
     given = {"topology": str(tmp_path / "topology.yaml"), "hosts": ["h01", "me@h05", "h02", "h06"], "tiers": {}}
-    cluster = with_topology(given)
+    cluster = apply_topology(given)
     assert (cluster["hosts"], cluster["tiers"]) == (["h01", "h02", "me@h05", "h06"], {"rack": 2})
-    assert with_topology({**given, "tiers": {"island": 2}})["tiers"] == {"island": 2}
-    waits = with_topology({**given, "hosts": [*given["hosts"], "spare"], "spare_nodes": 1})
+    assert apply_topology({**given, "tiers": {"island": 2}})["tiers"] == {"island": 2}
+    waits = apply_topology({**given, "hosts": [*given["hosts"], "spare"], "spare_nodes": 1})
     assert (waits["hosts"], waits["tiers"]) == ([*cluster["hosts"], "spare"], cluster["tiers"])
     with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=4: .* these 4 hosts have 2 of them each"):
-        with_topology({**given, "tiers": {"rack": 4}})
+        apply_topology({**given, "tiers": {"rack": 4}})
 
 
 def test_tiers_that_have_room_for_all_hosts_are_those_of_the_file_where_one_switch_is_above_them(
@@ -121,13 +121,13 @@ def test_tiers_that_have_room_for_all_hosts_are_those_of_the_file_where_one_swit
         f'p{pod}: {{r1: "h[{pod}1-{pod}4]", r2: "h[{pod}5-{pod}8]"}}\n' for pod in (1, 2)
     )  # names come again
     tree, tiers = topology(tmp_path, text), {"rack": 4, "pod": 8}
-    tree.check(["h11", "h12"], tiers)
-    tree.check(["h11", "h12", "h15", "h16"], {"rack": 2, "pod": 8})
+    tree.check_tiers(["h11", "h12"], tiers)
+    tree.check_tiers(["h11", "h12", "h15", "h16"], {"rack": 2, "pod": 8})
     for hosts in (["h11", "h15"], ["h11", "h21"]):  # in two racks, and in two pods whose racks share a name
         with pytest.raises(ConfigError, match=r"cluster\.tiers\.rack=4"):
-            tree.check(hosts, tiers)
+            tree.check_tiers(hosts, tiers)
     with pytest.raises(ConfigError, match=r"cluster\.tiers\.pod=8"):
-        tree.check(["h11", "h12", "h21", "h22"], {"rack": 2, "pod": 8})
+        tree.check_tiers(["h11", "h12", "h21", "h22"], {"rack": 2, "pod": 8})
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,17 @@ def test_tiers_that_have_room_for_all_hosts_are_those_of_the_file_where_one_swit
 def test_tiers_that_do_not_divide_the_nodes_are_refused(tiers: dict[str, int], message: str) -> None:
     config: dict[str, Any] = {"name": "test", "nodes": 8, "processes": 8, "device": "cpu"}
     with pytest.raises(ConfigError, match=message):
-        cluster_of({**config, "tiers": tiers}, None)
-    assert list(cluster_of({**config, "tiers": {"pod": 4, "rack": 2}}, None).tiers.items()) == [("rack", 2), ("pod", 4)]
+        build_cluster({**config, "tiers": tiers}, None)
+    assert list(build_cluster({**config, "tiers": {"pod": 4, "rack": 2}}, None).tiers.items()) == [
+        ("rack", 2),
+        ("pod", 4),
+    ]
 
 
 def test_nodes_that_one_rack_has_room_for_are_joined_by_its_link() -> None:
     links = {"rack": {"bandwidth": 50e9, "latency": 3e-6}, "network": {"bandwidth": 1e9, "latency": 5e-6}}
     config: dict[str, Any] = {"name": "test", "device": "cpu", "tiers": {"pod": 16, "rack": 8}, "links": links}
-    found = {nodes: cluster_of({**config, "nodes": nodes, "processes": nodes}, None) for nodes in (1, 8, 16, 32)}
+    found = {nodes: build_cluster({**config, "nodes": nodes, "processes": nodes}, None) for nodes in (1, 8, 16, 32)}
     assert {nodes: dict(each.tiers) for nodes, each in found.items()} == {
         1: {},
         8: {},
@@ -169,17 +172,17 @@ def test_hosts_are_taken_from_the_switches_in_turn_so_that_servers_are_below_all
     (tmp_path / "topology.yaml").write_text(YAML)
     tree = Topology.read(tmp_path / "topology.yaml", is_spread=True)
     hosts = [f"h0{number}" for number in (6, 1, 2, 3, 4, 5, 7, 8)]
-    assert tree.ordered(hosts) == ["h06", "h01", "h07", "h03", "h05", "h02", "h08", "h04"]
-    assert tree.ordered(["h05", "h06", "h01"]) == ["h05", "h01", "h06"]
+    assert tree.order_hosts(hosts) == ["h06", "h01", "h07", "h03", "h05", "h02", "h08", "h04"]
+    assert tree.order_hosts(["h05", "h06", "h01"]) == ["h05", "h01", "h06"]
     given = {"topology": str(tmp_path / "topology.yaml"), "hosts": ["h01", "h02", "h05", "h06"], "placement": "spread"}
-    assert with_topology(given)["hosts"] == ["h01", "h05", "h02", "h06"]
+    assert apply_topology(given)["hosts"] == ["h01", "h05", "h02", "h06"]
     with pytest.raises(ConfigError, match="no rack of cluster.tiers has consecutive ranks"):
-        with_topology({**given, "tiers": {"rack": 2}})
+        apply_topology({**given, "tiers": {"rack": 2}})
 
 
 def test_a_tier_brings_its_link_along() -> None:
     fast = {"bandwidth": 50e9, "latency": 3e-6}
-    cluster = with_tiers({"tiers": {"rack": {"nodes": 8, **fast}, "pod": 32}, "links": {"network": fast}})
+    cluster = normalize_tiers({"tiers": {"rack": {"nodes": 8, **fast}, "pod": 32}, "links": {"network": fast}})
     assert cluster["tiers"] == {"rack": 8, "pod": 32}
     assert cluster["links"] == {"network": fast, "rack": {**fast, "gap": 0.0, "incast": 1.0}}
 
@@ -199,7 +202,7 @@ def test_a_tier_brings_its_link_along() -> None:
 )
 def test_a_tier_that_is_none_is_refused(tier: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        with_tiers({"tiers": {"rack": tier}, "links": {}})
+        normalize_tiers({"tiers": {"rack": tier}, "links": {}})
 
 
 def test_nodes_of_a_job_of_slurm_are_numbered_by_the_switches(tmp_path: Path) -> None:
@@ -209,7 +212,7 @@ def test_nodes_of_a_job_of_slurm_are_numbered_by_the_switches(tmp_path: Path) ->
     job |= {"SLURM_STEP_NODELIST": "h[01,05,02,06]"}
 
     def place(number: int, tiers: dict[str, int]) -> tuple[int, str | None]:
-        there = node({**job, "SLURM_NODEID": str(number), "SLURMD_NODENAME": names[number]}, tree, tiers)
+        there = read_node({**job, "SLURM_NODEID": str(number), "SLURMD_NODENAME": names[number]}, tree, tiers)
         return there.rank, there.first
 
     assert [place(number, {"rack": 2}) for number in range(4)] == [(0, "h01"), (2, "h01"), (1, "h01"), (3, "h01")]

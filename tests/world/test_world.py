@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.testing.worlds import run_in_worlds
-from worldsize.world.environments import Node, Placement, node, plugin_folders, port_of
+from worldsize.world.environments import Node, Placement, derive_port, plugin_folders, read_node
 from worldsize.world.environments import placement as placed
-from worldsize.world.roles import role_of
-from worldsize.world.world import connects_late, open_world, places, threads_per_process
+from worldsize.world.roles import find_role
+from worldsize.world.world import connects_late, open_world, publish_place, threads_per_process
 
 
 def test_a_placement_can_be_read_back_from_its_own_variables() -> None:
@@ -47,7 +47,7 @@ def test_plugin_folders_are_separated_as_in_path() -> None:
 
 def test_roles_take_consecutive_ranks() -> None:
     roles = {"worker": Role(3), "server": Role(2)}
-    assert [role_of(rank, roles) for rank in range(5)] == [
+    assert [find_role(rank, roles) for rank in range(5)] == [
         ("worker", 0),
         ("worker", 1),
         ("worker", 2),
@@ -132,7 +132,7 @@ SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS"
 def test_places_are_looked_up_by_whoever_asks() -> None:
     def body(world: World) -> tuple[str, str] | None:
         os.environ["SLURMD_NODENAME"] = f"host-{world.rank}"
-        place_of = places(world)
+        place_of = publish_place(world)
         return place_of(2) if world.rank == 0 else None  # the others may be absent
 
     assert run_in_worlds(body, 3) == [("host-2", "cpu"), None, None]
@@ -141,7 +141,7 @@ def test_places_are_looked_up_by_whoever_asks() -> None:
 def test_tasks_of_srun_and_of_mpirun_know_their_placement() -> None:
     placement = placed(SLURM)
     assert (placement.rank, placement.world_size, placement.local_rank, placement.local_world_size) == (3, 4, 1, 2)
-    assert placement.store == f"tcp://gpu007:{port_of('17')}"
+    assert placement.store == f"tcp://gpu007:{derive_port('17')}"
     placement = placed(MPI)
     assert (placement.rank, placement.world_size, placement.node_rank) == (5, 8, 1)
 
@@ -174,13 +174,13 @@ def test_contradictory_variables_are_refused_with_both_values(
 
 
 def test_a_host_knows_its_place_under_every_scheduler() -> None:
-    assert node({}) == Node()
-    assert node(SLURM) == Node(1, 2, "gpu007")
-    assert node(SKY) == Node(1, 2, "10.0.0.4")
+    assert read_node({}) == Node()
+    assert read_node(SLURM) == Node(1, 2, "gpu007")
+    assert read_node(SKY) == Node(1, 2, "10.0.0.4")
     job = {"JOB_COMPLETION_INDEX": "2", "WORLDSIZE_NODES": "4", "WORLDSIZE_FIRST": "run-0.run"}
-    assert node(job) == Node(2, 4, "run-0.run")
-    assert node({**job, "WORLDSIZE_NODE_OFFSET": "1"}) == Node(3, 4, "run-0.run")
-    assert node({**SLURM, **job, "WORLDSIZE_NODE_RANK": "0"}) == Node(0, 4, "run-0.run")
+    assert read_node(job) == Node(2, 4, "run-0.run")
+    assert read_node({**job, "WORLDSIZE_NODE_OFFSET": "1"}) == Node(3, 4, "run-0.run")
+    assert read_node({**SLURM, **job, "WORLDSIZE_NODE_RANK": "0"}) == Node(0, 4, "run-0.run")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_host_knows_its_place_under_every_scheduler() -> None:
 )
 def test_a_host_refuses_contradictory_variables(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        node(variables)
+        read_node(variables)
 
 
 @pytest.mark.heavy

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from worldsize.core import Recipe
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.messages import refuse
+from worldsize.messages import report_error
 
 FACTORIES = {"make_optimizer": "${optimizer}", "make_schedule": "${schedule}"}  # as in the YAML of a recipe
 
@@ -31,7 +31,7 @@ def train_class(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> N
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         code = _train_here(recipe, words, result_fd)
     except WorldsizeError as error:
-        code = refuse(error)
+        code = report_error(error)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -51,7 +51,7 @@ def _train_here(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> i
     path = f"{recipe.__module__}.{recipe.__qualname__}"
     if recipe.__qualname__ != recipe.__name__:
         raise ConfigError(f"{path} is nested. Define it at the top level of a cell or a module.")
-    ConfigStore.instance().store(recipe.__name__, _node(recipe, path), group="recipe", package="_global_")
+    ConfigStore.instance().store(recipe.__name__, _build_config_node(recipe, path), group="recipe", package="_global_")
     show_messages()
     sys.argv = ["worldsize", "train"]
     added = [word for word in words if word.startswith("allow_targets=[")]
@@ -59,7 +59,7 @@ def _train_here(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> i
     return train([f"recipe={recipe.__name__}", *(word for word in words if word not in added), allowed], result_fd)
 
 
-def _node(recipe: type[Recipe], path: str) -> dict[str, Any]:
+def _build_config_node(recipe: type[Recipe], path: str) -> dict[str, Any]:
     """Return the equivalent of a recipe's YAML: the target, and a key for each parameter."""
     keys: dict[str, Any] = {"_target_": path}
     for name, parameter in inspect.signature(recipe).parameters.items():

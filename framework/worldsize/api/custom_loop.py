@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from worldsize.checkpoint.format import Retention
-from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.checkpoint.save import Saver
 from worldsize.core import (
     Batch,
@@ -41,7 +41,7 @@ from worldsize.core import (
     RunContext,
     World,
 )
-from worldsize.data.order import logical_ranks_of, step_seed
+from worldsize.data.order import assign_logical_ranks, step_seed
 from worldsize.devices import check_kind, default_backend
 from worldsize.seeds import derive_seed, seed_generators
 from worldsize.world.environments import placement
@@ -117,7 +117,7 @@ def local_logical_ranks(replica: Replica, context: RunContext) -> tuple[int, ...
     ranks, world = context.logical_ranks, context.world
     if ranks % world.size:
         raise ConfigError(f"logical_ranks={ranks} is not a multiple of {world.size} processes. Choose a multiple.")
-    return logical_ranks_of(world.rank, world.size, ranks, replica.dealing)
+    return assign_logical_ranks(world.rank, world.size, ranks, replica.dealing)
 
 
 def micro_batches(batches: Mapping[int, Batch], context: RunContext, step: int) -> list[MicroBatch]:
@@ -156,8 +156,8 @@ def restore(replica: Replica, folder: str | Path, world: World) -> int:
     Raises:
         CheckpointError: The checkpoint is damaged, or does not match the model or the optimizer.
     """
-    checkpoint = newest(Path(folder), world)
+    checkpoint = find_newest(Path(folder), world)
     if checkpoint is None:
         return 0
-    replica.load(load(checkpoint, replica.state()))
+    replica.load(load_checkpoint(checkpoint, replica.state()))
     return checkpoint.step

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from worldsize.api.subprocesses import Ended, call
+from worldsize.api.subprocesses import Ended, call_command
 from worldsize.errors import RunFailedError, WorldsizeError, require
-from worldsize.record.json_lines import reading
+from worldsize.record.json_lines import wrap_read_errors
 from worldsize.record.run_directory import RunDirectory, find_run
-from worldsize.record.run_record import RunView, look
+from worldsize.record.run_record import RunView, refresh_run
 
 if TYPE_CHECKING:  # slow or optional imports
     from pandas import DataFrame
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def _view(self) -> RunView:
-        return look(self._directory)
+        return refresh_run(self._directory)
 
     @property
     def manifest(self) -> Mapping[str, Any]:
@@ -86,14 +86,14 @@ class Run:
         """Events of the run in order, such as checkpoints, alerts and failures."""
         from worldsize.observe.events import event_rows
 
-        with reading(self.folder):
+        with wrap_read_errors(self.folder):
             return list(event_rows(self._directory.events))
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
         """Return the logged steps and evaluations, one mapping per line of ``metrics.jsonl``."""
         from worldsize.record.metrics import metric_rows
 
-        with reading(self.folder):
+        with wrap_read_errors(self.folder):
             return list(metric_rows(self._directory.metrics))
 
     def metrics(self) -> DataFrame:
@@ -118,19 +118,19 @@ class Run:
         Raises:
             WorldsizeError: The checkpoint is missing or damaged, or the recipe is missing or not trusted.
         """
-        from worldsize.checkpoint.format import read, verify
+        from worldsize.checkpoint.format import read_checkpoint, verify_checkpoint
         from worldsize.checkpoint.weights import model_weights
-        from worldsize.launch.evaluate import chosen_checkpoint
+        from worldsize.launch.evaluate import choose_checkpoint
         from worldsize.seeds import keep_generators
 
-        saved = read(chosen_checkpoint(self._view, str(checkpoint)))
+        saved = read_checkpoint(choose_checkpoint(self._view, str(checkpoint)))
         weights = model_weights(saved, averaged=averaged)
         with _project_of_run(), keep_generators():
-            recipe = self._recipe(trust=trust)
-            verify(saved)
+            recipe = self._load_recipe(trust=trust)
+            verify_checkpoint(saved)
             model = recipe.model()
         try:
-            model.load_state_dict({name: weights.tensor(name) for name in weights.entries})
+            model.load_state_dict({name: weights.read_tensor(name) for name in weights.entries})
         except RuntimeError as error:
             raise WorldsizeError(f"the recipe's model is not the one that was saved: {error}.") from None
         return model.eval()
@@ -147,13 +147,13 @@ class Run:
             WorldsizeError: The evaluation is refused or fails.
         """
         from worldsize.files import read_regular
-        from worldsize.strict_json import LARGEST, parse
+        from worldsize.strict_json import LARGEST, parse_strict_json
 
         self._check_importable("evaluate")
         chosen = [f"checkpoint={checkpoint}", *([f"split={split}"] if split else [])]
-        ended = self._command("evaluate", *chosen, *words, *self._consent(trust=trust), has_result=True)
+        ended = self._run_command("evaluate", *chosen, *words, *self._check_consent(trust=trust), has_result=True)
         assert ended.result is not None
-        evaluation = parse(read_regular(ended.result / "evaluation.json", at_most=LARGEST), finite=False)
+        evaluation = parse_strict_json(read_regular(ended.result / "evaluation.json", at_most=LARGEST), finite=False)
         return dict(evaluation["metrics"])
 
     def export(
@@ -169,7 +169,7 @@ class Run:
             WorldsizeError: The export is refused, such as ``format="hf"`` for another user's run.
         """
         named = [f"output={Path(output).absolute()}"] if output else []
-        written = self._command("export", f"checkpoint={checkpoint}", f"--format={format}", *named)
+        written = self._run_command("export", f"checkpoint={checkpoint}", f"--format={format}", *named)
         return Path(written.printed.splitlines()[-1])
 
     def report(self, output: str | Path | None = None) -> Path:
@@ -178,9 +178,9 @@ class Run:
         Raises:
             WorldsizeError: The report cannot be written.
         """
-        from worldsize.cli.report import write
+        from worldsize.cli.report import write_report
 
-        return write([self.folder], Path(output) if output else None)
+        return write_report([self.folder], Path(output) if output else None)
 
     def resume(self, *words: str, trust: bool = False) -> Run:
         """Resume from the newest checkpoint with overrides such as "steps=2000"; return this run.
@@ -191,28 +191,28 @@ class Run:
             WorldsizeError: The resume is refused or fails.
         """
         self._check_importable("resume")
-        self._command("resume", *words, *self._consent(trust=trust))
+        self._run_command("resume", *words, *self._check_consent(trust=trust))
         return self
 
-    def _recipe(self, *, trust: bool) -> Recipe:
+    def _load_recipe(self, *, trust: bool) -> Recipe:
         from worldsize.config.recorded import read_recipe
 
         view = self._view
         if view.is_own:
             sys.path[:0] = [str(view.directory.plugins), *view.manifest["config"]["run"]["import_path"]]
             return read_recipe(view)
-        from worldsize.config.compose import compose_only, resolved
-        from worldsize.config.composed import settings_of
-        from worldsize.launch.recorded_run import check_before_start, enter_project, placed
+        from worldsize.config.compose import compose_only, resolve_config
+        from worldsize.config.composed import build_settings
+        from worldsize.launch.recorded_run import build_run_options, check_before_start, enter_project
 
-        self._consent(trust=trust)
+        self._check_consent(trust=trust)
         words = enter_project(view, [], yes=True)
         sys.path[:0] = [str(view.directory.plugins), str(Path.cwd())]  # copies already compared with the record
-        cfg = compose_only([*words, *placed(view)])
-        check_before_start(view.manifest, resolved(cfg), [], yes=True)
-        return settings_of(cfg).recipe
+        cfg = compose_only([*words, *build_run_options(view)])
+        check_before_start(view.manifest, resolve_config(cfg), [], yes=True)
+        return build_settings(cfg).recipe
 
-    def _consent(self, *, trust: bool) -> list[str]:
+    def _check_consent(self, *, trust: bool) -> list[str]:
         """Return the flags that let commands run another user's code; raise an error without ``trust``."""
         if not trust and not self._view.is_own:
             raise WorldsizeError(
@@ -229,10 +229,10 @@ class Run:
                 "Use its record, model and weights, or move the class to a file (worldsize new recipe NAME)."
             )
 
-    def _command(self, name: str, *words: str, has_result: bool = False) -> Ended:
+    def _run_command(self, name: str, *words: str, has_result: bool = False) -> Ended:
         if flags := [word for word in words if word.startswith("-") and word != "--yes" and "--format=" not in word]:
             raise WorldsizeError(f"{flags[0]}: use the command worldsize {name} for flags.")
-        ended = call(name, str(self.folder), *words, has_result=has_result)
+        ended = call_command(name, str(self.folder), *words, has_result=has_result)
         if ended.code:
             raise RunFailedError(ended.messages, self.folder)
         return ended

@@ -42,10 +42,10 @@ class Ended:
     result: Path | None
 
 
-def call(*words: str, has_result: bool = False) -> Ended:
+def call_command(*words: str, has_result: bool = False) -> Ended:
     """Run ``worldsize WORDS``. ``has_result``: whether the command reports the path of a result."""
 
-    def begin(pipes: _Pipes) -> _Process:
+    def start_interpreter(pipes: _Pipes) -> _Process:
         result_fd = pipes.result if has_result else None
         given = json.dumps([os.getpid(), result_fd, *words]).encode() + b"\n"  # may hold secrets, so not in argv
         process = subprocess.Popen(
@@ -61,7 +61,7 @@ def call(*words: str, has_result: bool = False) -> Ended:
             stream.write(given)
         return process
 
-    return _forward_output(begin)
+    return _forward_output(start_interpreter)
 
 
 def run_command() -> NoReturn:
@@ -83,7 +83,7 @@ def call_in_fork(recipe: type[Recipe], words: Sequence[str]) -> Ended:
     """
     from worldsize.api.class_recipe import train_class
 
-    def begin(pipes: _Pipes) -> _Process:
+    def start_fork(pipes: _Pipes) -> _Process:
         parent = os.getpid()
         child = os.fork()
         if child == 0:
@@ -97,7 +97,7 @@ def call_in_fork(recipe: type[Recipe], words: Sequence[str]) -> Ended:
             train_class(recipe, words, pipes.result)  # ends the process
         return _Fork(child)
 
-    return _forward_output(begin)
+    return _forward_output(start_fork)
 
 
 @final
@@ -180,7 +180,7 @@ def _forward_output(begin: Callable[[_Pipes], _Process]) -> Ended:
     with TemporaryFile() as result:
         waiter = _Waiter(begin, _Pipes(out, errors, (source, messages), result.fileno()))
         readers = [
-            Thread(target=_forward, args=(descriptor, stream, tail), daemon=True)
+            Thread(target=_forward_lines, args=(descriptor, stream, tail), daemon=True)
             for descriptor, stream, tail in zip((source, messages), (sys.stdout, sys.stderr), tails, strict=True)
         ]
         for thread in (waiter, *readers):
@@ -200,7 +200,7 @@ def _forward_output(begin: Callable[[_Pipes], _Process]) -> Ended:
     return Ended(waiter.code, printed, said, Path(path) if path else None)
 
 
-def _forward(source: int, shown: TextIO, tail: deque[str]) -> None:
+def _forward_lines(source: int, shown: TextIO, tail: deque[str]) -> None:
     """Print each line and store the last lines in ``tail``; read to the end even if printing fails."""
     with os.fdopen(source, errors="replace") as lines:
         for line in lines:

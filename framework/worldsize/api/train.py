@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from worldsize.api.run import Run
-from worldsize.api.subprocesses import call, call_in_fork
+from worldsize.api.subprocesses import call_command, call_in_fork
 from worldsize.errors import ConfigError, RunFailedError, WorldsizeError
 from worldsize.messages import CONFIG_ERROR
 
@@ -35,7 +35,7 @@ def train(*words: str, recipe: type[Recipe] | None = None) -> Run:
     """
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]}: train takes only overrides and starts one run. Call it in a loop for several.")
-    ended = call("train", *words, has_result=True) if recipe is None else call_in_fork(recipe, words)
+    ended = call_command("train", *words, has_result=True) if recipe is None else call_in_fork(recipe, words)
     if ended.result is not None:
         run = Run(ended.result)
         if ended.code:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from worldsize.checkpoint.format import sync_folder
-from worldsize.checkpoint.safetensors import Entry, header
+from worldsize.checkpoint.safetensors import Entry, encode_header
 from worldsize.checkpoint.weights import INDEX, SafetensorsWeights, Weights
 from worldsize.errors import WorldsizeError
 
@@ -39,24 +39,24 @@ class SelectedWeights(Weights):
     def __init__(self, source: Weights, *, dtype: torch.dtype | None = None, without: Sequence[str] = ()) -> None:
         self._source, self._dtype = source, dtype
         kept = {name: entry for name, entry in source.entries.items() if name not in without}
-        self._entries = {name: replace(entry, dtype=self._dtype_of(entry)) for name, entry in kept.items()}
+        self._entries = {name: replace(entry, dtype=self._resolve_dtype(entry)) for name, entry in kept.items()}
 
-    def _dtype_of(self, entry: Entry) -> torch.dtype:
+    def _resolve_dtype(self, entry: Entry) -> torch.dtype:
         return self._dtype if self._dtype is not None and entry.dtype.is_floating_point else entry.dtype
 
     @property
     def entries(self) -> Mapping[str, Entry]:
         return self._entries
 
-    def files(self) -> Mapping[str, Path]:
-        return self._source.files()
+    def list_files(self) -> Mapping[str, Path]:
+        return self._source.list_files()
 
-    def tensor(self, name: str) -> Tensor:
-        return self._source.tensor(name).to(self._entries[name].dtype)
+    def read_tensor(self, name: str) -> Tensor:
+        return self._source.read_tensor(name).to(self._entries[name].dtype)
 
 
 @contextmanager
-def published(output: Path) -> Iterator[Path]:
+def publish_output(output: Path) -> Iterator[Path]:
     """Yield a temporary path; rename it to ``output`` after the block, or remove it on failure.
 
     Raises:
@@ -95,7 +95,7 @@ def write_safetensors(weights: Weights, folder: Path, *, shard_bytes: int, writt
 
     Each file holds at most ``shard_bytes`` of tensors, or one larger tensor. Tied tensors are each written in full.
     """
-    shards = _shards(list(weights.entries.values()), shard_bytes)
+    shards = _split_into_shards(list(weights.entries.values()), shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -108,7 +108,7 @@ def write_safetensors(weights: Weights, folder: Path, *, shard_bytes: int, writt
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+def _split_into_shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     """Group consecutive tensors into files; sort each file by element size for alignment."""
     shards: list[list[Entry]] = [[]]
     size = 0
@@ -123,9 +123,9 @@ def _shards(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
 
 def _write_file(weights: Weights, entries: Sequence[Entry], path: Path, written: Written) -> None:
     with path.open("xb") as file:
-        file.write(header(entries, {"format": "pt"}))
+        file.write(encode_header(entries, {"format": "pt"}))
         for entry in entries:
-            data = weights.tensor(entry.name).contiguous().reshape(-1).view(torch.uint8).numpy().data
+            data = weights.read_tensor(entry.name).contiguous().reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), _PIECE):
                 file.write(data[start : start + _PIECE])
                 written(len(data[start : start + _PIECE]))
@@ -144,6 +144,6 @@ def write_torch(weights: Weights, path: Path, written: Written) -> None:
             weights, sorted(weights.entries.values(), key=lambda entry: -entry.dtype.itemsize), scratch, written
         )
         state = SafetensorsWeights([scratch])
-        torch.save({name: state.tensor(name) for name in weights.entries}, path)
+        torch.save({name: state.read_tensor(name) for name in weights.entries}, path)
     finally:
         scratch.unlink(missing_ok=True)

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from worldsize.checkpoint.manifest_tree import check_count, check_manifest, is_shard
-from worldsize.checkpoint.safetensors import CODES, DTYPES, Entry, contents_of, header, read_header
-from worldsize.core import metric_key, split_of
+from worldsize.checkpoint.safetensors import CODES, DTYPES, Entry, collect_contents, encode_header, read_header
+from worldsize.core import metric_key, parse_metric_key
 from worldsize.core.limits import Range, check_limits
 from worldsize.errors import CheckpointError, OtherSchemaError
 from worldsize.files import open_regular, read_regular
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 SCHEMA_VERSION = 2
 STREAMS = "streams"  # reader positions in the training stream, one tensor per reader (data/streams.py)
@@ -67,45 +67,47 @@ def complete(root: Path) -> list[Path]:
     return [folders[step] for step in sorted(folders)]
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Parse the step from the name of a checkpoint folder."""
     return int(path.name.partition("_")[2])
 
 
-def read(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest of the checkpoint in ``path``, but not its shards.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or was changed after it was written.
         OtherSchemaError: this version of worldsize cannot read the manifest's schema version.
     """
-    text, _ = _sealed(path)
+    text, _ = _read_sealed_manifest(path)
     try:
-        return _parsed(path, parse(text, at_most=_LARGEST, deepest=_DEEPEST, finite=False))
+        return _parse_manifest(path, parse_strict_json(text, at_most=_LARGEST, deepest=_DEEPEST, finite=False))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         kind = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint is damaged: {path / MANIFEST} is not a manifest ({kind}).") from None
 
 
-def digest_of(path: Path) -> str:
+def read_digest(path: Path) -> str:
     """Return the SHA-256 of a checkpoint's manifest, after comparing it with ``COMPLETE``.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or was changed after it was written.
     """
-    return _sealed(path)[1]
+    return _read_sealed_manifest(path)[1]
 
 
-def _sealed(path: Path) -> tuple[bytes, str]:
+def _read_sealed_manifest(path: Path) -> tuple[bytes, str]:
     """Return a manifest's text and SHA-256; raise CheckpointError if ``COMPLETE`` differs."""
-    text, seal = _bytes(path / MANIFEST), _bytes(path / COMPLETE).decode(errors="replace")
+    text, seal = _read_bytes(path / MANIFEST), _read_bytes(path / COMPLETE).decode(errors="replace")
     expected, actual = seal.strip(), hashlib.sha256(text).hexdigest()
     if expected != actual or seal != f"{actual}\n":
-        raise CheckpointError(_differs(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {actual}"))
+        raise CheckpointError(
+            _format_difference(path / MANIFEST, f"SHA-256 {expected} in {COMPLETE}", f"SHA-256 {actual}")
+        )
     return text, actual
 
 
-def _parsed(path: Path, manifest: Any) -> Checkpoint:
+def _parse_manifest(path: Path, manifest: Any) -> Checkpoint:
     if (version := check_count(manifest["schema_version"], "schema_version")) != SCHEMA_VERSION:
         remedy = "Upgrade worldsize." if version > SCHEMA_VERSION else "Use the worldsize that wrote it."
         raise OtherSchemaError(
@@ -118,7 +120,7 @@ def _parsed(path: Path, manifest: Any) -> Checkpoint:
     return Checkpoint(path, **facts)
 
 
-def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
+def verify_checkpoint(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     """Verify a folder's file list, and the digests and headers of ``names`` (None: all files).
 
     Raises:
@@ -129,9 +131,9 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     present = {file.name for file in path.iterdir()} - {MANIFEST, COMPLETE}
     for name in sorted(present ^ files.keys()):
         known = "a file that the manifest lists" if name in files else "no such file"
-        raise CheckpointError(_differs(path / name, known, "a file" if name in present else "none"))
+        raise CheckpointError(_format_difference(path / name, known, "a file" if name in present else "none"))
     facts = {"schema_version": SCHEMA_VERSION, "step": checkpoint.step, "world_size": checkpoint.world_size}
-    for name, contents in sorted(contents_of(checkpoint.tensors, list(files if names is None else names)).items()):
+    for name, contents in sorted(collect_contents(checkpoint.tensors, list(files if names is None else names)).items()):
         _verify_file(path / name, files[name])
         told = contents.metadata(rank=int(name.removeprefix("rank_").partition(".")[0]), **facts)
         _verify_header(path / name, contents.entries, told)
@@ -139,38 +141,42 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 
 def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
     if not is_shard(path.name) or path.is_symlink() or not path.is_file():
-        raise CheckpointError(_differs(path, "a regular file named like a shard", "something else"))
+        raise CheckpointError(_format_difference(path, "a regular file named like a shard", "something else"))
     if (size := path.stat().st_size) != expected["size"]:
-        raise CheckpointError(_differs(path, f"{expected['size']} bytes", f"{size} bytes"))
-    if (actual := _sha256(path)) != expected["sha256"]:
-        raise CheckpointError(_differs(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {actual}"))
+        raise CheckpointError(_format_difference(path, f"{expected['size']} bytes", f"{size} bytes"))
+    if (actual := _hash_file(path)) != expected["sha256"]:
+        raise CheckpointError(_format_difference(path, f"SHA-256 {expected['sha256']}", f"SHA-256 {actual}"))
 
 
 def _verify_header(path: Path, expected: Mapping[str, Entry], told: Mapping[str, str]) -> None:
     try:
-        right = header(list(expected.values()), told)  # only its length is used; tensors may be in a different order
+        right = encode_header(
+            list(expected.values()), told
+        )  # only its length is used; tensors may be in a different order
         actual, metadata = read_header(path, at_most=_SLACK * len(right))
     except CheckpointError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from None
     for name in sorted(expected.keys() | actual.keys()):
         if (wanted := expected.get(name)) != (present := actual.get(name)):
-            known = f"{_described(name, wanted)}, as {MANIFEST} says"
-            raise CheckpointError(_differs(path, known, f"{_described(name, present)} in its header"))
+            known = f"{_describe_entry(name, wanted)}, as {MANIFEST} says"
+            raise CheckpointError(_format_difference(path, known, f"{_describe_entry(name, present)} in its header"))
     if metadata != told:
-        raise CheckpointError(_differs(path, f"the metadata implied by {MANIFEST}", "other metadata in its header"))
+        raise CheckpointError(
+            _format_difference(path, f"the metadata implied by {MANIFEST}", "other metadata in its header")
+        )
 
 
-def _described(name: str, entry: Entry | None) -> str:
+def _describe_entry(name: str, entry: Entry | None) -> str:
     if entry is None:
         return f"no tensor {name}"
     return f"{name} as {CODES[entry.dtype]}{list(entry.shape)} at byte {entry.offset}"
 
 
-def _differs(path: Path, expected: str, actual: str) -> str:
+def _format_difference(path: Path, expected: str, actual: str) -> str:
     return f"the checkpoint is damaged: {path} has {actual}, expected {expected}."
 
 
-def _sha256(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while piece := file.read(_PIECE):
@@ -178,16 +184,18 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError(_differs(path, "a regular file", "a link" if path.is_symlink() else "something else"))
+            raise CheckpointError(
+                _format_difference(path, "a regular file", "a link" if path.is_symlink() else "something else")
+            )
         return read_regular(path, at_most=_LARGEST)
     except OSError as error:
-        raise CheckpointError(_differs(path, "a readable file", error.strerror or "an error")) from None
+        raise CheckpointError(_format_difference(path, "a readable file", error.strerror or "an error")) from None
 
 
-def seal(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -> None:
+def seal_checkpoint(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -> None:
     """Write the manifest, then ``COMPLETE``, and sync each to disk before continuing."""
     text = (json.dumps({**manifest, "schema_version": SCHEMA_VERSION}, sort_keys=True) + "\n").encode()
     at("checkpoint:after-shards")
@@ -234,45 +242,45 @@ class Retention:
     def __post_init__(self) -> None:
         check_limits(type(self), vars(self), key="checkpoint.keep")
 
-    def kept(self, folders: Sequence[Path]) -> set[Path]:
+    def select_kept(self, folders: Sequence[Path]) -> set[Path]:
         """Return which of ``folders`` (complete checkpoints, oldest first) to keep."""
-        spaced = {path for path in folders if self.every and step_of(path) % self.every == 0}
-        best = self.best_of(folders)
+        spaced = {path for path in folders if self.every and parse_step(path) % self.every == 0}
+        best = self.find_best(folders)
         return {*folders[-self.last :], *spaced, *([best] if best else [])}
 
-    def best_of(self, folders: Sequence[Path]) -> Path | None:
+    def find_best(self, folders: Sequence[Path]) -> Path | None:
         """Return the best checkpoint (the newest of equals), or None if none has the metric."""
-        scored = {path: score for path in folders if (score := self._score(path)) is not None}
+        scored = {path: score for path in folders if (score := self._read_score(path)) is not None}
         sign = 1 if self.direction == "max" else -1
-        return max(scored, key=lambda path: (sign * scored[path], step_of(path))) if scored else None
+        return max(scored, key=lambda path: (sign * scored[path], parse_step(path))) if scored else None
 
-    def _score(self, path: Path) -> float | None:
+    def _read_score(self, path: Path) -> float | None:
         if self.best is None:
             return None
         try:
-            value = read(path).facts.get("metrics", {}).get(metric_key(*split_of(self.best)))
+            value = read_checkpoint(path).facts.get("metrics", {}).get(metric_key(*parse_metric_key(self.best)))
         except CheckpointError:
             return None
         return None if value is None or math.isnan(value) else float(value)
 
 
-def apply(retention: Retention, written: Path, at: Callable[[str], None]) -> None:
+def apply_retention(retention: Retention, written: Path, at: Callable[[str], None]) -> None:
     """Delete expired checkpoints and leftovers of interrupted deletions.
 
     Ignores checkpoints of later steps than ``written``: they are damaged, or training would have resumed from them.
     """
     at("retention:begin")
     root = written.parent
-    folders = [path for path in complete(root) if step_of(path) <= step_of(written)]
-    for path in set(folders) - retention.kept(folders):
+    folders = [path for path in complete(root) if parse_step(path) <= parse_step(written)]
+    for path in set(folders) - retention.select_kept(folders):
         path.rename(root / f"{_DELETING}{path.name}")  # no longer counts as a checkpoint
     sync_folder(root)
     for path in sorted(root.glob(f"{_DELETING}*")):
-        _delete(path, at)
+        _delete_checkpoint(path, at)
     at("retention:end")
 
 
-def _delete(path: Path, at: Callable[[str], None]) -> None:
+def _delete_checkpoint(path: Path, at: Callable[[str], None]) -> None:
     for number, file in enumerate(sorted(path.iterdir())):
         if number == 1:
             at("retention:in-delete")

@@ -50,7 +50,7 @@ def _check_same(names: Collection[str], world: World) -> None:
         raise CheckpointError(DIFFERENT)
 
 
-def written_here(
+def select_tensors_to_write(
     tensors: Mapping[str, Tensor], partly: Mapping[str, Tensor], world: World
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors this rank writes: its shards, and a share of the replicated tensors.

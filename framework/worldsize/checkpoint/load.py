@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from worldsize.checkpoint.format import ALONE, HYPERPARAMETERS, Checkpoint, complete, read, verify
-from worldsize.checkpoint.manifest_tree import join, ordered_like, split
+from worldsize.checkpoint.format import ALONE, HYPERPARAMETERS, Checkpoint, complete, read_checkpoint, verify_checkpoint
+from worldsize.checkpoint.manifest_tree import join_tensors, order_like, split_tensors
 from worldsize.checkpoint.safetensors import DTYPES, Entry
-from worldsize.checkpoint.storage import PlannedReader, Reader, part_of
+from worldsize.checkpoint.storage import PlannedReader, Reader, get_item_slices
 from worldsize.checkpoint.weights import Weights
 from worldsize.core import StateDict, World
 from worldsize.errors import CheckpointError, OtherSchemaError
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 _SHOWN = 8  # maximum number of differences in an error message
 
 
-def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
+def find_newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint | None:
     """Return the newest valid checkpoint in ``root``; None if there are no checkpoints.
 
     Each rank hashes a subset of the files; all ranks return the same result.
@@ -44,11 +44,11 @@ def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint
         CheckpointError: the newest checkpoint is damaged and ``allow_older`` is False, or all are damaged.
         OtherSchemaError: a checkpoint has a schema version that this worldsize cannot read; older ones are not tried.
     """
-    folders: list[Path] = _agreed(lambda: complete(root), world)[0]
+    folders: list[Path] = _run_on_all_ranks(lambda: complete(root), world)[0]
     for path in reversed(folders):
-        errors = [error for error in _agreed(lambda: _damage(path, world), world) if error]  # noqa: B023
+        errors = [error for error in _run_on_all_ranks(lambda: _find_damage(path, world), world) if error]  # noqa: B023
         if not errors:
-            return read(path)
+            return read_checkpoint(path)
         for error in errors:
             if isinstance(error, OtherSchemaError):
                 raise error
@@ -60,10 +60,10 @@ def newest(root: Path, world: World, *, allow_older: bool = False) -> Checkpoint
     return None
 
 
-def _damage(path: Path, world: World) -> CheckpointError | None:
+def _find_damage(path: Path, world: World) -> CheckpointError | None:
     try:
-        checkpoint = read(path)
-        verify(checkpoint, sorted(checkpoint.files)[world.rank :: world.size])
+        checkpoint = read_checkpoint(path)
+        verify_checkpoint(checkpoint, sorted(checkpoint.files)[world.rank :: world.size])
     except CheckpointError as error:
         return error.with_traceback(None)
     except OSError as error:
@@ -71,7 +71,7 @@ def _damage(path: Path, world: World) -> CheckpointError | None:
     return None
 
 
-def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
+def _run_on_all_ranks(task: Callable[[], Any], world: World) -> list[Any]:
     """Run ``task`` on every rank and all-gather the results, in rank order."""
     if world.group is None:
         return [task()]
@@ -80,7 +80,7 @@ def _agreed(task: Callable[[], Any], world: World) -> list[Any]:
     return answers
 
 
-def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] = ()) -> StateDict:
+def load_checkpoint(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] = ()) -> StateDict:
     """Load a checkpoint into the tensors of ``template``, full or sharded, in place.
 
     Args:
@@ -97,10 +97,14 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     Raises:
         CheckpointError: names, shapes or dtypes differ; no tensor has been changed in that case.
     """
-    ignore = [*ignore, *ALONE, *_unfit(checkpoint, template)]  # the parts in ALONE are loaded separately, on demand
-    tensors, _ = split({part: child for part, child in template.items() if part not in ignore})
+    ignore = [
+        *ignore,
+        *ALONE,
+        *_find_unfit_parts(checkpoint, template),
+    ]  # the parts in ALONE are loaded separately, on demand
+    tensors, _ = split_tensors({part: child for part, child in template.items() if part not in ignore})
     saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
-    tensors = {name: _sized(tensor, saved.get(name)) for name, tensor in tensors.items()}
+    tensors = {name: _resize_empty(tensor, saved.get(name)) for name, tensor in tensors.items()}
     if differences := list(_differences(saved, tensors)):
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise CheckpointError(
@@ -111,12 +115,12 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
     state_dict_loader.load(held, storage_reader=Reader(checkpoint), no_dist=True)
     kept = {part: child for part, child in template.items() if part in ignore}
     values = {part: child for part, child in checkpoint.values.items() if part not in ignore}
-    state: StateDict = ordered_like({**join(values, tensors), **kept}, template)
+    state: StateDict = order_like({**join_tensors(values, tensors), **kept}, template)
     anew = "schedule" in ignore
     if not anew and HYPERPARAMETERS not in ignore:
         return state
     try:
-        return _with_hyperparameters(state, template, anew=anew)
+        return _apply_hyperparameters(state, template, anew=anew)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         kind = f"{type(error).__name__}: {error}"
         raise CheckpointError(
@@ -125,18 +129,20 @@ def load(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequence[str] =
         ) from None
 
 
-def _with_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> StateDict:
+def _apply_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> StateDict:
     """Return ``saved`` with the optimizer options and initial learning rates of ``now``.
 
     With ``anew``, the schedule restarts, and learning rates are taken from ``now``.
     """
     pairs = zip(saved["optimizer"]["param_groups"], now["optimizer"]["param_groups"], strict=True)
-    groups = [{**then, **own, "params": then["params"], **_rate(then, own, anew)} for then, own in pairs]
+    groups = [
+        {**then, **own, "params": then["params"], **_compute_learning_rate(then, own, anew)} for then, own in pairs
+    ]
     optimizer = {**saved["optimizer"], "param_groups": groups}
-    return {**saved, "optimizer": optimizer, "schedule": _rebased(saved["schedule"], now["schedule"])}
+    return {**saved, "optimizer": optimizer, "schedule": _rebase_schedule(saved["schedule"], now["schedule"])}
 
 
-def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mapping[str, Any]:
+def _compute_learning_rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mapping[str, Any]:
     """Return the learning rate to resume with as ``{"lr": rate}``; ``{}`` without a rate.
 
     A scheduled rate keeps its position in the schedule, i.e. its ratio to the initial rate.
@@ -148,24 +154,24 @@ def _rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mappin
     return {"lr": then["lr"] / then["initial_lr"] * now["initial_lr"]}
 
 
-def _rebased(then: Any, now: Any) -> Any:
+def _rebase_schedule(then: Any, now: Any) -> Any:
     """Return a schedule's state ``then`` with the initial rates of ``now``; handles chains."""
     if isinstance(then, list):
-        return [_rebased(*pair) for pair in zip(then, now, strict=True)]
+        return [_rebase_schedule(*pair) for pair in zip(then, now, strict=True)]
     if not isinstance(then, Mapping):
         return then
-    return {key: now[key] if key == "base_lrs" else _rebased(child, now[key]) for key, child in then.items()}
+    return {key: now[key] if key == "base_lrs" else _rebase_schedule(child, now[key]) for key, child in then.items()}
 
 
-def _unfit(checkpoint: Checkpoint, template: StateDict) -> list[str]:
+def _find_unfit_parts(checkpoint: Checkpoint, template: StateDict) -> list[str]:
     """Return ``["strategy"]`` if that saved part does not fit the template, else ``[]``."""
-    now, _ = split({part: child for part, child in template.items() if part == "strategy"})
+    now, _ = split_tensors({part: child for part, child in template.items() if part == "strategy"})
     then = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith("strategy/")}
     fits = ("strategy" in template) == ("strategy" in checkpoint.values)
     return [] if fits and not any(_differences(then, now)) else ["strategy"]
 
 
-def _sized(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
+def _resize_empty(tensor: Tensor, saved: Mapping[str, Any] | None) -> Tensor:
     """Return ``tensor``, or an empty one of the saved shape if it has 0 rows (a growing table)."""
     grows = (
         saved is not None and tensor.ndim > 0 and tensor.shape[0] == 0 and list(tensor.shape[1:]) == saved["shape"][1:]
@@ -194,13 +200,13 @@ def read_tensors(checkpoint: Checkpoint, part: str, *, only: Collection[str] | N
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Tensor]) -> Iterator[str]:
     for name in sorted(then.keys() | now.keys()):
-        saved = _facts(then[name]["dtype"], then[name]["shape"]) if name in then else "absent"
-        present = _facts(str(now[name].dtype), now[name].shape) if name in now else "absent"
+        saved = _format_tensor(then[name]["dtype"], then[name]["shape"]) if name in then else "absent"
+        present = _format_tensor(str(now[name].dtype), now[name].shape) if name in now else "absent"
         if saved != present:
             yield f"{name}: {saved} saved, {present} now"
 
 
-def _facts(dtype: str, shape: Any) -> str:
+def _format_tensor(dtype: str, shape: Any) -> str:
     return f"{dtype.removeprefix('torch.')}{list(shape)}"
 
 
@@ -225,13 +231,13 @@ class _WeightsReader(PlannedReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries = {name: self._weights.entries[source] for name, source in self._names.items()}
-        return Metadata({name: _whole(entry) for name, entry in entries.items()})
+        return Metadata({name: _build_tensor_metadata(entry) for name, entry in entries.items()})
 
-    def values(self, item: ReadItem) -> Tensor:
-        return self._weights.part(self._names[item.storage_index.fqn], part_of(item))
+    def read_values(self, item: ReadItem) -> Tensor:
+        return self._weights.read_slice(self._names[item.storage_index.fqn], get_item_slices(item))
 
 
-def _whole(entry: Entry) -> TensorStorageMetadata:
+def _build_tensor_metadata(entry: Entry) -> TensorStorageMetadata:
     shape = torch.Size(entry.shape)
     chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
     return TensorStorageMetadata(TensorProperties(entry.dtype), shape, [chunk])

@@ -21,7 +21,7 @@ from worldsize.errors import CheckpointError
 _DEEPEST = 100  # maximum nesting of encoded values
 
 
-def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
+def split_tensors(tree: Any) -> tuple[dict[str, Tensor], Any]:
     """Return tensors by path, and the tree as JSON with ``{"$tensor": path}`` in their place.
 
     Raises:
@@ -29,25 +29,25 @@ def split(tree: Any) -> tuple[dict[str, Tensor], Any]:
             converted to these), or two tensors have the same path.
     """
     tensors: dict[str, Tensor] = {}
-    return tensors, _encoded(tree, "", tensors)
+    return tensors, _encode_node(tree, "", tensors)
 
 
-def join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def join_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Rebuild a tree from the result of :func:`split`; the tensors may have any shapes."""
     if isinstance(value, list):
-        return [join(child, tensors) for child in value]
+        return [join_tensors(child, tensors) for child in value]
     if not isinstance(value, dict):
         return value
     match next(iter(value.items()), None):
         case ("$tensor", name):
             return tensors[name]
         case ("$tuple", children):
-            return tuple(join(child, tensors) for child in children)
+            return tuple(join_tensors(child, tensors) for child in children)
         case ("$float", text):
             return float(text)
         case ("$items", pairs):
-            return {key: join(child, tensors) for key, child in pairs}
-    return {key: join(child, tensors) for key, child in value.items()}
+            return {key: join_tensors(child, tensors) for key, child in pairs}
+    return {key: join_tensors(child, tensors) for key, child in value.items()}
 
 
 def check_encoded(value: Any, names: Set[str]) -> None:
@@ -101,33 +101,33 @@ def _is_item(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)
 
 
-def ordered_like(tree: Any, template: Any) -> Any:
+def order_like(tree: Any, template: Any) -> Any:
     """Return ``tree`` with its keys in the order of ``template``; other keys come last.
 
     Manifests sort their keys, but training states do not. Code that traverses a state, for example to send it as one
     buffer, needs the same order before and after a load.
     """
     if isinstance(tree, list | tuple) and isinstance(template, list | tuple):
-        parts = [ordered_like(*pair) for pair in zip(tree, template, strict=False)]
+        parts = [order_like(*pair) for pair in zip(tree, template, strict=False)]
         return type(tree)([*parts, *tree[len(parts) :]])
     if not isinstance(tree, Mapping) or not isinstance(template, Mapping):
         return tree
     keys = [*(key for key in template if key in tree), *(key for key in tree if key not in template)]
-    return {key: ordered_like(tree[key], template.get(key)) for key in keys}
+    return {key: order_like(tree[key], template.get(key)) for key in keys}
 
 
-def _encoded(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode_node(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor):
         if path in tensors:  # only one of the two would be saved
             raise CheckpointError(f"two tensors of the state are called {path} (keys like 'a/b', or 1 and '1').")
         tensors[path] = node
         return {"$tensor": path}
     if isinstance(node, Mapping):
-        return _mapping(node, path, tensors)
+        return _encode_mapping(node, path, tensors)
     if isinstance(node, list):
-        return [_encoded(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]
+        return [_encode_node(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]
     if isinstance(node, tuple):
-        return {"$tuple": [_encoded(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]}
+        return {"$tuple": [_encode_node(child, f"{path}/{index}", tensors) for index, child in enumerate(node)]}
     if isinstance(node, np.generic):
         node = _python_value(node)
     if isinstance(node, float) and not math.isfinite(node):
@@ -146,9 +146,11 @@ def _python_value(number: np.generic) -> Any:
     return value if isinstance(value, bool | int | float | str) and not isinstance(value, np.generic) else number
 
 
-def _mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode_mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
     plain = {_python_value(key) if isinstance(key, np.generic) else key: child for key, child in node.items()}
-    children = {key: _encoded(child, f"{path}/{key}" if path else str(key), tensors) for key, child in plain.items()}
+    children = {
+        key: _encode_node(child, f"{path}/{key}" if path else str(key), tensors) for key, child in plain.items()
+    }
     if all(isinstance(key, str) and not key.startswith("$") for key in children):
         return children
     if all(isinstance(key, str | int) for key in children):
@@ -192,13 +194,13 @@ def is_shard(name: str) -> bool:
 def check_count(number: Any, name: str) -> int:
     """Return ``number`` if it is an integer in [0, 2**63); otherwise raise ValueError."""
     if type(number) is not int or number < 0:
-        raise ValueError(f"{name} is {_short(number)}, not a count")
+        raise ValueError(f"{name} is {_abbreviate_value(number)}, not a count")
     if number >= _LARGEST:
-        raise ValueError(f"{name} is {_short(number)}, which is too large")
+        raise ValueError(f"{name} is {_abbreviate_value(number)}, which is too large")
     return number
 
 
-def _short(value: Any) -> str:
+def _abbreviate_value(value: Any) -> str:
     text = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else f"{value:#x}"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -209,13 +211,13 @@ def _check_facts(facts: Any) -> None:
         raise ValueError("facts are not a mapping")
     check_count(facts.get("skipped", 0), "skipped")
     if not isinstance(facts.get("evaluated", True), bool):
-        raise ValueError(f"evaluated is {_short(facts['evaluated'])}, neither true nor false")
+        raise ValueError(f"evaluated is {_abbreviate_value(facts['evaluated'])}, neither true nor false")
     for name, value in facts.get("metrics", {}).items():
         if type(value) not in (int, float):
-            raise ValueError(f"metric {name!r} is {_short(value)}, not a number")
+            raise ValueError(f"metric {name!r} is {_abbreviate_value(value)}, not a number")
     for name, pairs in facts.get("training_metrics", {}).items():
         if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
-            raise ValueError(f"training metric {name!r} is {_short(pairs)}, not a list of sums and counts")
+            raise ValueError(f"training metric {name!r} is {_abbreviate_value(pairs)}, not a list of sums and counts")
 
 
 def _is_pair(value: Any) -> bool:
@@ -224,12 +226,12 @@ def _is_pair(value: Any) -> bool:
 
 def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
     """Check that chunks lie within their files and cover the tensor exactly."""
-    itemsize, shape = itemsizes[tensor["dtype"]], _numbers(tensor["shape"], f"shape of {name}")
+    itemsize, shape = itemsizes[tensor["dtype"]], _check_counts(tensor["shape"], f"shape of {name}")
     if len(shape) > MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * itemsize >= _LARGEST:
         raise ValueError(f"the shape of {name} is larger than a tensor can be")
     boxes = []
     for chunk in tensor["chunks"]:
-        offsets, sizes = (_numbers(chunk[key], f"{key} of a chunk of {name}") for key in ("offsets", "sizes"))
+        offsets, sizes = (_check_counts(chunk[key], f"{key} of a chunk of {name}") for key in ("offsets", "sizes"))
         box = tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         if any(end > limit for (_, end), limit in zip(box, shape, strict=True)):
             raise ValueError(f"a chunk of {name} lies outside of its shape")
@@ -244,9 +246,9 @@ def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any]
         raise ValueError(f"the chunks of {name} do not make up its shape: they overlap, or leave a part without values")
 
 
-def _numbers(values: Any, name: str) -> list[int]:
+def _check_counts(values: Any, name: str) -> list[int]:
     if not isinstance(values, list):
-        raise ValueError(f"{name} is {_short(values)}, not a list")
+        raise ValueError(f"{name} is {_abbreviate_value(values)}, not a list")
     return [check_count(value, name) for value in values]
 
 
@@ -270,12 +272,12 @@ def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         raise ValueError(f"a tensor is split along {len(split)} dimensions")
     corners: Counter[tuple[int, ...]] = Counter()
     for box in boxes:
-        corners.update(_signed_corners([box[dimension] for dimension in split]))
-    corners.subtract(_signed_corners([full[dimension] for dimension in split]))
+        corners.update(_compute_corner_signs([box[dimension] for dimension in split]))
+    corners.subtract(_compute_corner_signs([full[dimension] for dimension in split]))
     return not any(corners.values())
 
 
-def _signed_corners(box: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], int]:
+def _compute_corner_signs(box: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], int]:
     """Map a box's corners to -1 for an odd number of end coordinates, otherwise to +1."""
     sides = product(*[((begin, 1), (end, -1)) for begin, end in box])
     return {tuple(place for place, _ in corner): math.prod(sign for _, sign in corner) for corner in sides}
@@ -286,7 +288,7 @@ def _check_bytes(chunks: Iterable[Mapping[str, Any]], files: Mapping[str, Any]) 
 
     Otherwise, overlapping chunks could describe a large tensor in a small file.
     """
-    for (file, _, end), (other, begin, _) in pairwise([*sorted(_spans(chunks)), ("", 0, 0)]):
+    for (file, _, end), (other, begin, _) in pairwise([*sorted(_list_spans(chunks)), ("", 0, 0)]):
         after = begin if other == file else files[file]["size"]
         if end > after:
             raise ValueError(f"two chunks share bytes of {file}")
@@ -294,7 +296,7 @@ def _check_bytes(chunks: Iterable[Mapping[str, Any]], files: Mapping[str, Any]) 
             raise ValueError(f"no chunk has the bytes of {file} from {end} to {after}")
 
 
-def _spans(chunks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
+def _list_spans(chunks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:
     for chunk in chunks:
         if chunk["length"]:
             yield chunk["file"], chunk["offset"], chunk["offset"] + chunk["length"]

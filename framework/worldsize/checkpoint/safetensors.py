@@ -22,7 +22,7 @@ import torch
 from worldsize.checkpoint.manifest_tree import MOST_DIMENSIONS, Box, check_count
 from worldsize.errors import CheckpointError
 from worldsize.files import open_regular
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 CODES = {
     torch.float64: "F64",
@@ -69,7 +69,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     """Return the length prefix and header of a file with ``entries`` in order, without gaps.
 
     All tensors are aligned if they are sorted by descending element size.
@@ -113,12 +113,12 @@ def read_header(path: Path, *, at_most: int = _LARGEST_HEADER) -> tuple[dict[str
         OSError: the file cannot be read.
     """
     try:
-        return _header(path, at_most)
+        return _parse_header(path, at_most)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a safetensors file, or damaged ({error}).") from None
 
 
-def _shape(sizes: Any, name: str) -> tuple[int, ...]:
+def _parse_shape(sizes: Any, name: str) -> tuple[int, ...]:
     """Return ``sizes`` as a shape; raise ValueError if torch cannot represent it."""
     if not isinstance(sizes, list):
         raise ValueError(f"the shape of {name} is not a list")
@@ -129,12 +129,12 @@ def _shape(sizes: Any, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
+def _parse_header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= at_most:
             raise ValueError(f"the length of its header is invalid: {length} bytes")
-        described = parse(file.read(length), at_most=at_most, deepest=8)
+        described = parse_strict_json(file.read(length), at_most=at_most, deepest=8)
         size = file.seek(0, 2)
     metadata = described.pop("__metadata__", None)
     entries, end = {}, 8 + length
@@ -144,7 +144,7 @@ def _header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
                 f"{path}: {name} is of dtype {facts['dtype']}, and worldsize does not read it. Write the file with "
                 "a different dtype, or without that tensor."
             )
-        shape = _shape(facts["shape"], name)
+        shape = _parse_shape(facts["shape"], name)
         entry = Entry(name, _DTYPES[facts["dtype"]], shape, end)
         first, after = (check_count(each, f"an offset of {name}") for each in facts["data_offsets"])
         if (first + 8 + length, after - first) != (end, entry.nbytes):
@@ -161,12 +161,12 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.c
 _RESERVED = "__metadata__"  # reserved by the safetensors format
 
 
-def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+def build_box(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
     """Return the box of a shard: (begin, end) in each dimension of the full tensor."""
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def intersect_boxes(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes of a tensor, or None if it is empty."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
@@ -177,7 +177,7 @@ def slices_in(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(begin - start, end - start) for (begin, end), start in zip(box, origin, strict=True))
 
 
-def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> Entry:
+def build_entry(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> Entry:
     """Return the header entry of a tensor or of a shard.
 
     Args:
@@ -216,8 +216,8 @@ class Contents:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *, offset: int = 0) -> None:
-        """Add a tensor or shard; the arguments are those of :func:`entry_of`."""
-        entry = entry_of(name, dtype, shape, box, offset=offset)
+        """Add a tensor or shard; the arguments are those of :func:`build_entry`."""
+        entry = build_entry(name, dtype, shape, box, offset=offset)
         self.entries[entry.name] = entry
         if is_cut(shape, box):
             self.shapes[name] = list(shape)
@@ -239,13 +239,13 @@ class Contents:
         }
 
 
-def contents_of(tensors: Mapping[str, Any], files: Collection[str]) -> dict[str, Contents]:
+def collect_contents(tensors: Mapping[str, Any], files: Collection[str]) -> dict[str, Contents]:
     """Return the expected contents of ``files``, from the ``tensors`` of a manifest."""
     contents = {file: Contents() for file in files}
     for name, tensor in tensors.items():
         for chunk in tensor["chunks"]:
             if chunk["file"] in contents:
-                box = box_of(chunk["offsets"], chunk["sizes"])
+                box = build_box(chunk["offsets"], chunk["sizes"])
                 dtype = DTYPES[tensor["dtype"]]
                 contents[chunk["file"]].add(name, dtype, tensor["shape"], box, offset=chunk["offset"])
     return contents

@@ -23,17 +23,25 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from worldsize.checkpoint import format
-from worldsize.checkpoint.format import Retention, complete, folder_name, read, step_of, sync_folder, verify
-from worldsize.checkpoint.holders import partly_held, written_here
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.format import (
+    Retention,
+    complete,
+    folder_name,
+    parse_step,
+    read_checkpoint,
+    sync_folder,
+    verify_checkpoint,
+)
+from worldsize.checkpoint.holders import partly_held, select_tensors_to_write
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.checkpoint.storage import Writer
-from worldsize.collectives.per_rank import local, sharded_like
+from worldsize.collectives.per_rank import get_local_shard, shard_like
 from worldsize.core import CheckpointSaved, StateDict, World
-from worldsize.devices import queued
+from worldsize.devices import record_queued_work
 from worldsize.errors import CheckpointError, OtherSchemaError, RunFolderError, SaveFailedError
 
 
-def _nothing(point: str) -> None: ...
+def _ignore_point(point: str) -> None: ...
 
 
 @final
@@ -61,7 +69,7 @@ class Saver:
         keep: Retention,
         finite: bool = False,
         owner: Path | None = None,
-        at: Callable[[str], None] = _nothing,
+        at: Callable[[str], None] = _ignore_point,
     ) -> None:
         self._root, self._world, self._group = root, world, group
         self._keep, self._finite, self._owner, self._at = keep, finite, owner, at
@@ -90,13 +98,16 @@ class Saver:
         """
         ended = self.finish()
         self._at("checkpoint:begin")
-        tensors, values = split(state)
+        tensors, values = split_tensors(state)
         if self._names != tensors.keys():
             self._names, self._partly = set(tensors), partly_held(tensors, self._world)
-        mine = {**self._copied(dict(written_here(tensors, self._partly, self._world))), **(streams or {})}
-        copied = queued(self._world.device)
+        mine = {
+            **self._copy_to_host(dict(select_tensors_to_write(tensors, self._partly, self._world))),
+            **(streams or {}),
+        }
+        copied = record_queued_work(self._world.device)
         head = {"step": step, "world_size": self._world.size, "values": values, "facts": dict(facts)}
-        self._pending = self._thread.submit(self._write, copied, mine, head, step, _tensors_digest(tensors))
+        self._pending = self._thread.submit(self._write_checkpoint, copied, mine, head, step, _tensors_digest(tensors))
         return ended
 
     @property
@@ -104,7 +115,7 @@ class Saver:
         """Whether a save is in flight or its result has not been collected yet."""
         return self._pending is not None
 
-    def ended(self) -> list[CheckpointSaved]:
+    def poll_events(self) -> list[CheckpointSaved]:
         """Return the events of the pending save if it has ended; raise its error if it failed."""
         return self.finish() if self._pending and self._pending.done() else []
 
@@ -116,7 +127,7 @@ class Saver:
         saved = pending.result()
         return [saved] if saved else []
 
-    def regrouped(self, world: World, group: ProcessGroup | None) -> Saver:
+    def regroup_ranks(self, world: World, group: ProcessGroup | None) -> Saver:
         """Return a saver for a new set of ranks that uses the same thread.
 
         A save in flight keeps its ranks, group and buffers, and fails if the group is gone. Its result is discarded.
@@ -131,14 +142,14 @@ class Saver:
         """Wait for the save in flight, if any, and stop the thread."""
         self._thread.shutdown()
 
-    def _copied(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _copy_to_host(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy tensors to reusable host buffers; copies from a GPU are asynchronous."""
-        self._buffers = {name: _buffer(self._buffers.get(name), tensor) for name, tensor in tensors.items()}
+        self._buffers = {name: _reuse_buffer(self._buffers.get(name), tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            _local(self._buffers[name]).copy_(_local(tensor), non_blocking=True)
+            _detach_local(self._buffers[name]).copy_(_detach_local(tensor), non_blocking=True)
         return self._buffers
 
-    def _write(
+    def _write_checkpoint(
         self,
         copied: Callable[[], None],
         tensors: Mapping[str, Tensor],
@@ -152,7 +163,7 @@ class Saver:
         all ranks stop after the same exchange, so that they are still in sync for the next save.
         """
         final_ = self._root / folder_name(step)
-        folder = self._on_rank_0(step, lambda: self._begun(final_))
+        folder = self._run_on_rank_0(step, lambda: self._create_draft(final_))
         if folder is None:
             return None
         writer = Writer(
@@ -164,17 +175,19 @@ class Saver:
         except (CheckpointException, OSError, RuntimeError) as error:
             newest = None
             if not isinstance(error, RuntimeError):  # a RuntimeError means a lost rank: no more exchanges
-                newest = self._on_rank_0(step, lambda: _discarded(folder))  # the draft may fill the disk
+                newest = self._run_on_rank_0(step, lambda: _discard_draft(folder))  # the draft may fill the disk
             if _is_of_storage(error):
-                raise SaveFailedError(step, _reasons(error), newest) from error
-            raise CheckpointError(f"the checkpoint of step {step} could not be written: {_reasons(error)}.") from error
-        self._on_rank_0(step, lambda: self._published(folder, final_))
+                raise SaveFailedError(step, _format_reasons(error), newest) from error
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written: {_format_reasons(error)}."
+            ) from error
+        self._run_on_rank_0(step, lambda: self._publish_draft(folder, final_))
         return CheckpointSaved(step, final_)
 
-    def _begun(self, final_: Path) -> Path | None:
+    def _create_draft(self, final_: Path) -> Path | None:
         """Create a draft folder and remove stale ones; return None if the step is already saved."""
         self._check_owner()
-        if final_.exists() and _stands(final_):
+        if final_.exists() and _is_valid(final_):
             return None
         self._root.mkdir(parents=self._owner is None, exist_ok=True)
         for stale in self._root.glob(".step_*"):
@@ -187,7 +200,7 @@ class Saver:
         if self._owner is not None and not self._owner.exists():
             raise RunFolderError(f"the folder was deleted: {self._owner.parent}")
 
-    def _published(self, folder: Path, final_: Path) -> None:
+    def _publish_draft(self, folder: Path, final_: Path) -> None:
         """Publish the folder with one durable rename, then delete expired checkpoints, on rank 0."""
         self._check_owner()
         if final_.exists():  # damaged, since training resumed from an older one
@@ -196,12 +209,12 @@ class Saver:
         sync_folder(self._root)
         self._at("checkpoint:after-rename")
         try:
-            format.apply(self._keep, final_, self._at)
+            format.apply_retention(self._keep, final_, self._at)
         except OSError as error:
             said = f"it is complete, but not all others could be deleted that are not kept: {error.strerror}"
             raise OSError(error.errno, said, error.filename) from error
 
-    def _on_rank_0(self, step: int, task: Callable[[], Any]) -> Any:
+    def _run_on_rank_0(self, step: int, task: Callable[[], Any]) -> Any:
         """Run ``task`` on rank 0; return its result or raise its error on every rank."""
         answer: list[Any] = [None, None, None]  # result, failure reason, and for storage errors (newest step,)
         if self._world.rank == 0:
@@ -229,10 +242,10 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _stands(path: Path) -> bool:
+def _is_valid(path: Path) -> bool:
     """Return whether a folder holds a valid checkpoint; raise OtherSchemaError if unsupported."""
     try:
-        verify(read(path))
+        verify_checkpoint(read_checkpoint(path))
     except OtherSchemaError:
         raise
     except CheckpointError:
@@ -240,7 +253,7 @@ def _stands(path: Path) -> bool:
     return True
 
 
-def _discarded(folder: Path) -> int | None:
+def _discard_draft(folder: Path) -> int | None:
     """Delete a draft that may have filled the disk; return the newest complete step, if any."""
     shutil.rmtree(folder, ignore_errors=True)
     return _newest_step(folder.parent)
@@ -248,7 +261,7 @@ def _discarded(folder: Path) -> int | None:
 
 def _newest_step(root: Path) -> int | None:
     try:
-        return max(map(step_of, complete(root)), default=None)
+        return max(map(parse_step, complete(root)), default=None)
     except OSError:  # the folder cannot be read either
         return None
 
@@ -263,25 +276,25 @@ def _is_of_storage(error: BaseException) -> bool:
     return all(isinstance(failure, OSError) for failure, _ in error.failures.values())
 
 
-def _reasons(error: BaseException) -> str:
+def _format_reasons(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return f"{type(error).__name__}: {error}"
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return local(tensor).detach()
+def _detach_local(tensor: Tensor) -> Tensor:
+    return get_local_shard(tensor).detach()
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
+def _get_layout(tensor: Tensor) -> tuple[Any, ...]:
     """Return the properties that must be equal to copy tensors without conversion."""
     placements = tensor.placements if isinstance(tensor, DTensor) else None
-    return tensor.dtype, tensor.shape, placements, _local(tensor).shape
+    return tensor.dtype, tensor.shape, placements, _detach_local(tensor).shape
 
 
-def _buffer(old: Tensor | None, tensor: Tensor) -> Tensor:
+def _reuse_buffer(old: Tensor | None, tensor: Tensor) -> Tensor:
     """Return ``old`` if ``tensor`` fits into it, otherwise a new host buffer."""
-    return old if old is not None and _layout(old) == _layout(tensor) else _host_like(tensor)
+    return old if old is not None and _get_layout(old) == _get_layout(tensor) else _host_like(tensor)
 
 
 def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -292,5 +305,7 @@ def _tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 def _host_like(tensor: Tensor) -> Tensor:
     pinned = tensor.device.type == "cuda"
-    part = torch.empty_like(_local(tensor), device="cpu", memory_format=torch.contiguous_format, pin_memory=pinned)
-    return sharded_like(tensor, part) if isinstance(tensor, DTensor) else part
+    part = torch.empty_like(
+        _detach_local(tensor), device="cpu", memory_format=torch.contiguous_format, pin_memory=pinned
+    )
+    return shard_like(tensor, part) if isinstance(tensor, DTensor) else part

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from worldsize.checkpoint.format import ALONE, SCHEMA_VERSION, Checkpoint, seal
+from worldsize.checkpoint.format import ALONE, SCHEMA_VERSION, Checkpoint, seal_checkpoint
 from worldsize.checkpoint.holders import DIFFERENT
 from worldsize.checkpoint.manifest_tree import Box
-from worldsize.checkpoint.safetensors import DTYPES, Contents, box_of, header
+from worldsize.checkpoint.safetensors import DTYPES, Contents, build_box, encode_header
 from worldsize.errors import CheckpointError
 
 # DCP warns about runs with one process, which are intended here
@@ -99,37 +99,37 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan, planner) if plan.items else [])
+        future.set_result(self._write_shard(plan, planner) if plan.items else [])
         return future
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        parts = [_resolved(item, planner) for item in plan.items]
+    def _write_shard(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        parts = [_resolve_item(item, planner) for item in plan.items]
         if self._finite:
             _check_finite(parts)
         parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # aligns all tensors
-        pieces = [memoryview(self._header(parts)), *(_bytes_of(part.tensor) for part in parts)]
+        pieces = [memoryview(self._encode_header(parts)), *(_view_bytes(part.tensor) for part in parts)]
         ends = list(accumulate(len(piece) for piece in pieces))
-        facts = (ends[-1], self._stream(pieces, ends[-1]))
+        facts = (ends[-1], self._stream_to_file(pieces, ends[-1]))
         self._at("checkpoint:after-shard")
         return [
             WriteResult(part.index, len(piece), ChunkPlace(self._name, start, len(piece), *facts))
             for part, piece, start in zip(parts, pieces[1:], ends[:-1], strict=True)
         ]
 
-    def _header(self, parts: Sequence[_TensorPart]) -> bytes:
+    def _encode_header(self, parts: Sequence[_TensorPart]) -> bytes:
         """Return the safetensors header for ``parts``, which are written in this order."""
         contents = Contents()
         for part in parts:
             contents.add(part.name, part.tensor.dtype, part.shape, part.box)
         facts = {key: self._head[key] for key in ("step", "world_size")}
         told = contents.metadata(schema_version=SCHEMA_VERSION, rank=self._rank, **facts)
-        return header(list(contents.entries.values()), told)
+        return encode_header(list(contents.entries.values()), told)
 
-    def _stream(self, contents: Sequence[memoryview], total: int) -> str:
+    def _stream_to_file(self, contents: Sequence[memoryview], total: int) -> str:
         """Write ``contents`` to this rank's file, sync it to disk, and return its SHA-256."""
         digest, written = hashlib.sha256(), 0
         with (self._folder / self._name).open("xb", buffering=0) as file:
-            for piece in _pieces(contents):
+            for piece in _split_pieces(contents):
                 _write_all(file, piece)
                 digest.update(piece)
                 if 2 * written < total <= 2 * (written + len(piece)):
@@ -142,12 +142,12 @@ class Writer(StorageWriter):
         """Write the manifest and ``COMPLETE`` on rank 0, after all ranks have written their files."""
         places = {result.index: result.storage_data for rank in results for result in rank}
         files = {place.file: {"size": place.size, "sha256": place.sha256} for place in places.values()}
-        tensors = {name: _described(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}
-        values = {**self._head["values"], **_alone(tensors)}
-        seal(self._folder, {**self._head, "values": values, "files": files, "tensors": tensors}, self._at)
+        tensors = {name: _describe_tensor(name, facts, places) for name, facts in metadata.state_dict_metadata.items()}
+        values = {**self._head["values"], **_build_alone_values(tensors)}
+        seal_checkpoint(self._folder, {**self._head, "values": values, "files": files, "tensors": tensors}, self._at)
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> _TensorPart:
+def _resolve_item(item: WriteItem, planner: SavePlanner) -> _TensorPart:
     """Return the tensor or shard for ``item``; raise CheckpointError if it is not supported."""
     name, tensor, facts = item.index.fqn, planner.resolve_data(item), item.tensor_data
     if facts is None or not isinstance(tensor, Tensor):
@@ -155,7 +155,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> _TensorPart:
     if tensor.dtype not in DTYPES.values():
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise CheckpointError(f"{name} is of dtype {dtype}, which checkpoints do not support.")
-    return _TensorPart(item.index, tensor, facts.size, box_of(facts.chunk.offsets, facts.chunk.sizes))
+    return _TensorPart(item.index, tensor, facts.size, build_box(facts.chunk.offsets, facts.chunk.sizes))
 
 
 def _check_finite(parts: Sequence[_TensorPart]) -> None:
@@ -165,13 +165,13 @@ def _check_finite(parts: Sequence[_TensorPart]) -> None:
             raise CheckpointError(f"{name} holds NaN or infinity. Lower lr, set clip_norm, or choose nonfinite=ignore")
 
 
-def _described(name: str, facts: Any, places: Mapping[MetadataIndex, ChunkPlace]) -> dict[str, Any]:
+def _describe_tensor(name: str, facts: Any, places: Mapping[MetadataIndex, ChunkPlace]) -> dict[str, Any]:
     dtype = str(facts.properties.dtype).removeprefix("torch.")
-    chunks = [_located(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in facts.chunks]
+    chunks = [_describe_chunk(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in facts.chunks]
     return {"dtype": dtype, "shape": list(facts.size), "chunks": chunks}
 
 
-def _alone(names: Iterable[str]) -> dict[str, Any]:
+def _build_alone_values(names: Iterable[str]) -> dict[str, Any]:
     """Return the manifest values of the parts in ``ALONE``, from the names of their tensors."""
     parts: dict[str, dict[str, Any]] = {}
     for name in sorted(names):
@@ -181,16 +181,16 @@ def _alone(names: Iterable[str]) -> dict[str, Any]:
     return parts
 
 
-def _located(chunk: ChunkStorageMetadata, place: ChunkPlace) -> dict[str, Any]:
+def _describe_chunk(chunk: ChunkStorageMetadata, place: ChunkPlace) -> dict[str, Any]:
     where = {"file": place.file, "offset": place.offset, "length": place.length}
     return {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where}
 
 
-def _bytes_of(tensor: Any) -> memoryview:
+def _view_bytes(tensor: Any) -> memoryview:
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _pieces(contents: Sequence[memoryview]) -> Iterator[memoryview]:
+def _split_pieces(contents: Sequence[memoryview]) -> Iterator[memoryview]:
     for content in contents:
         for start in range(0, len(content), _PIECE):
             yield content[start : start + _PIECE]
@@ -205,7 +205,7 @@ class PlannedReader(StorageReader):
     """Base class of storage readers without communication between ranks."""
 
     @abstractmethod
-    def values(self, item: ReadItem) -> Tensor:
+    def read_values(self, item: ReadItem) -> Tensor:
         """Return the requested values, with shape ``item.lengths``."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
@@ -225,14 +225,14 @@ class PlannedReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self.values(item))
+            target.copy_(self.read_values(item))
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
-def part_of(item: ReadItem) -> tuple[slice, ...]:
+def get_item_slices(item: ReadItem) -> tuple[slice, ...]:
     """Return the requested slices, relative to the stored chunk."""
     return tuple(slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True))
 
@@ -248,18 +248,18 @@ class Reader(PlannedReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors = self._checkpoint.tensors.items()
-        places = {MetadataIndex(n, torch.Size(c["offsets"])): c for n, facts in tensors for c in _chunks(facts)}
-        return Metadata({name: _restored(facts) for name, facts in tensors}, storage_data=places)
+        places = {MetadataIndex(n, torch.Size(c["offsets"])): c for n, facts in tensors for c in _list_chunks(facts)}
+        return Metadata({name: _build_tensor_metadata(facts) for name, facts in tensors}, storage_data=places)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._places = metadata.storage_data
 
-    def values(self, item: ReadItem) -> Tensor:
+    def read_values(self, item: ReadItem) -> Tensor:
         place = self._places[item.storage_index]
         dtype = DTYPES[self._checkpoint.tensors[item.storage_index.fqn]["dtype"]]
-        return self._chunk(place).view(dtype).reshape(place["sizes"])[part_of(item)]
+        return self._map_chunk(place).view(dtype).reshape(place["sizes"])[get_item_slices(item)]
 
-    def _chunk(self, place: Mapping[str, Any]) -> Tensor:
+    def _map_chunk(self, place: Mapping[str, Any]) -> Tensor:
         if place["length"] == 0:
             return torch.empty(0, dtype=torch.uint8)
         if place["file"] not in self._files:
@@ -268,11 +268,11 @@ class Reader(PlannedReader):
         return self._files[place["file"]][place["offset"] : place["offset"] + place["length"]]
 
 
-def _chunks(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def _list_chunks(facts: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the non-empty chunks, if any; empty ones may share offsets with other chunks."""
     return [chunk for chunk in facts["chunks"] if chunk["length"]] or facts["chunks"]
 
 
-def _restored(facts: Mapping[str, Any]) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in _chunks(facts)]
+def _build_tensor_metadata(facts: Mapping[str, Any]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in _list_chunks(facts)]
     return TensorStorageMetadata(TensorProperties(DTYPES[facts["dtype"]]), torch.Size(facts["shape"]), chunks)

@@ -16,12 +16,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from worldsize.checkpoint.format import MANIFEST, Checkpoint, complete, read, verify
+from worldsize.checkpoint.format import MANIFEST, Checkpoint, complete, read_checkpoint, verify_checkpoint
 from worldsize.checkpoint.manifest_tree import is_shard
-from worldsize.checkpoint.safetensors import DTYPES, Entry, box_of, overlap, read_entries, slices_in
+from worldsize.checkpoint.safetensors import DTYPES, Entry, build_box, intersect_boxes, read_entries, slices_in
 from worldsize.errors import CheckpointError, WorldsizeError, neighbours
 from worldsize.files import is_file, is_folder, open_regular, read_regular
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 INDEX = "model.safetensors.index.json"
 _LARGEST_INDEX = 1 << 28  # maximum bytes
@@ -36,19 +36,19 @@ class Weights(ABC):
         """Names, dtypes and shapes of the tensors, in the source's order."""
 
     @abstractmethod
-    def files(self) -> Mapping[str, Path]:
+    def list_files(self) -> Mapping[str, Path]:
         """Return the files that determine the weights, keyed by name."""
 
     def verify(self) -> None:  # noqa: B027 - most sources have no digests
         """Raise CheckpointError if files do not match digests; does nothing without digests."""
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """Return one full tensor, memory-mapped if the source allows it."""
 
-    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+    def read_slice(self, name: str, place: tuple[slice, ...]) -> Tensor:
         """Return a slice of one tensor; ``place`` has one slice per dimension."""
-        return self.tensor(name)[place]
+        return self.read_tensor(name)[place]
 
 
 @final
@@ -62,53 +62,57 @@ class CheckpointWeights(Weights):
 
     def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
         self._checkpoint = checkpoint
-        self._facts = _part(checkpoint, "model/")
+        self._facts = _select_part(checkpoint, "model/")
         if averaged:
-            self._facts |= _part(checkpoint, "ema/weights/")
+            self._facts |= _select_part(checkpoint, "ema/weights/")
         self._entries = {
             name: Entry(name, DTYPES[facts["dtype"]], tuple(facts["shape"])) for name, facts in self._facts.items()
         }
-        self._steps = _part(checkpoint, "optimizer/state/")
-        self._shares = evaluated_shares(checkpoint.values.get("optimizer"))
+        self._steps = _select_part(checkpoint, "optimizer/state/")
+        self._shares = compute_lerp_factors(checkpoint.values.get("optimizer"))
 
     @property
     def entries(self) -> Mapping[str, Entry]:
         return self._entries
 
-    def files(self) -> Mapping[str, Path]:
+    def list_files(self) -> Mapping[str, Path]:
         return {MANIFEST: self._checkpoint.path / MANIFEST}  # contains the digests of all shards
 
     def verify(self) -> None:
-        verify(self._checkpoint)
+        verify_checkpoint(self._checkpoint)
 
-    def tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """Return one full tensor of the model, assembled from the saved shards."""
-        return self.part(name, tuple(slice(0, size) for size in self._entries[name].shape))
+        return self.read_slice(name, tuple(slice(0, size) for size in self._entries[name].shape))
 
-    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+    def read_slice(self, name: str, place: tuple[slice, ...]) -> Tensor:
         """Return a slice of one tensor (one slice per dimension) without reading the rest."""
-        weight = self._read(self._facts[name], place)
+        weight = self._assemble_slice(self._facts[name], place)
         stepped = self._steps.get(f"{name}/z")
         if stepped is None or name not in self._shares:
             return weight
-        return weight.lerp(self._read(stepped, place), self._shares[name])  # the same as the optimizer's eval()
+        return weight.lerp(
+            self._assemble_slice(stepped, place), self._shares[name]
+        )  # the same as the optimizer's eval()
 
-    def _read(self, facts: Mapping[str, Any], place: tuple[slice, ...]) -> Tensor:
+    def _assemble_slice(self, facts: Mapping[str, Any], place: tuple[slice, ...]) -> Tensor:
         dtype = DTYPES[facts["dtype"]]
         wanted = tuple((side.start, side.stop) for side in place)
-        overlaps = [(chunk, overlap(box_of(chunk["offsets"], chunk["sizes"]), wanted)) for chunk in facts["chunks"]]
+        overlaps = [
+            (chunk, intersect_boxes(build_box(chunk["offsets"], chunk["sizes"]), wanted)) for chunk in facts["chunks"]
+        ]
         parts = [(chunk, box) for chunk, box in overlaps if box is not None]
         if len(parts) == 1:  # all in one chunk: no copy needed
             (chunk, box), *_ = parts
-            return self._chunk(chunk, dtype)[slices_in(box, chunk["offsets"])]
+            return self._map_file_chunk(chunk, dtype)[slices_in(box, chunk["offsets"])]
         begins = [side.start for side in place]
         tensor = torch.empty([side.stop - side.start for side in place], dtype=dtype)
         for chunk, box in parts:
-            tensor[slices_in(box, begins)] = self._chunk(chunk, dtype)[slices_in(box, chunk["offsets"])]
+            tensor[slices_in(box, begins)] = self._map_file_chunk(chunk, dtype)[slices_in(box, chunk["offsets"])]
         return tensor
 
-    def _chunk(self, chunk: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
-        return _mapped(self._checkpoint.path / chunk["file"], chunk["offset"], dtype, chunk["sizes"])
+    def _map_file_chunk(self, chunk: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        return _map_tensor(self._checkpoint.path / chunk["file"], chunk["offset"], dtype, chunk["sizes"])
 
 
 def model_weights(checkpoint: Checkpoint, *, averaged: bool = False) -> CheckpointWeights:
@@ -129,12 +133,12 @@ def model_weights(checkpoint: Checkpoint, *, averaged: bool = False) -> Checkpoi
     return weights
 
 
-def _part(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
+def _select_part(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
     parts = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): facts for name, facts in parts.items()}
 
 
-def _mapped(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def _map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """Memory-map a tensor copy-on-write: bytes are read on access and never written back."""
     length = math.prod(shape) * dtype.itemsize
     if length == 0:
@@ -162,12 +166,12 @@ class SafetensorsWeights(Weights):
     def entries(self) -> Mapping[str, Entry]:
         return {name: entry for name, (_, entry) in self._places.items()}
 
-    def files(self) -> Mapping[str, Path]:
+    def list_files(self) -> Mapping[str, Path]:
         return {file.name: file for file in self._files}
 
-    def tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         file, entry = self._places[name]
-        return _mapped(file, entry.offset, entry.dtype, entry.shape)
+        return _map_tensor(file, entry.offset, entry.dtype, entry.shape)
 
 
 @final
@@ -198,14 +202,14 @@ class TorchWeights(Weights):
     def entries(self) -> Mapping[str, Entry]:
         return {name: Entry(name, each.dtype, tuple(each.shape)) for name, each in self._state.items()}
 
-    def files(self) -> Mapping[str, Path]:
+    def list_files(self) -> Mapping[str, Path]:
         return {self._file.name: self._file}
 
-    def tensor(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         return self._state[name]
 
 
-def source_of(path: Path) -> Path:
+def resolve_source(path: Path) -> Path:
     """Resolve ``path`` to a checkpoint, folder or file; a run to its newest checkpoint.
 
     Raises:
@@ -218,7 +222,7 @@ def source_of(path: Path) -> Path:
         return saved[-1].absolute()
     if not is_file(path) and not is_folder(path):
         missing = _first_missing(path)
-        near = neighbours(missing.name, [each.name for each in _listed(missing.parent)])
+        near = neighbours(missing.name, [each.name for each in _list_folder(missing.parent)])
         raise WorldsizeError(
             f"{missing} is not there{near} Name a run, a folder with safetensors files, or a file with a state_dict."
         )
@@ -230,7 +234,7 @@ def _first_missing(path: Path) -> Path:
     return next((each for each in reversed([path, *path.parents]) if not each.exists()), path)
 
 
-def _listed(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
@@ -247,7 +251,7 @@ def open_weights(path: Path) -> Weights:
         if is_file(path):
             return SafetensorsWeights(_no_shards([path])) if path.suffix == ".safetensors" else TorchWeights(path)
         if is_file(path / MANIFEST):
-            return CheckpointWeights(read(path))
+            return CheckpointWeights(read_checkpoint(path))
         return SafetensorsWeights(_no_shards(_safetensors_in(path)))
     except OSError as error:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
@@ -278,7 +282,7 @@ def _names_in(index: Path) -> list[str]:
     """Read and check the file names in an index."""
     text = read_regular(index, at_most=_LARGEST_INDEX)
     try:
-        described = parse(text, at_most=_LARGEST_INDEX, deepest=8)
+        described = parse_strict_json(text, at_most=_LARGEST_INDEX, deepest=8)
     except ValueError as error:
         raise CheckpointError(f"{index} is not JSON ({error}). Take it from a copy.") from None
     places = described.get("weight_map") if isinstance(described, dict) else None
@@ -290,17 +294,21 @@ def _names_in(index: Path) -> list[str]:
     return names
 
 
-def evaluated_shares(optimizer: Any) -> dict[str, float]:
+def compute_lerp_factors(optimizer: Any) -> dict[str, float]:
     """Return the factors to lerp from trained weights to state ``z`` for evaluation, by name.
 
     Args:
         optimizer: The part ``optimizer`` of a checkpoint's values (:mod:`worldsize.checkpoint.manifest_tree`).
     """
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-    return dict(pair for group in groups if isinstance(group, Mapping) for pair in _of_group(group)) if groups else {}
+    return (
+        dict(pair for group in groups if isinstance(group, Mapping) for pair in _list_group_factors(group))
+        if groups
+        else {}
+    )
 
 
-def _of_group(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _list_group_factors(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     match group:
         case {"train_mode": True, "params": list(names), "betas": {"$tuple": [float(beta), _]} | [float(beta), _]}:
             pass

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from worldsize import __version__
 from worldsize.errors import WorldsizeError, neighbours
-from worldsize.messages import refuse, show_messages, until_output_closes
+from worldsize.messages import report_error, show_messages, until_output_closes
 from worldsize.record.code import remove_worktree
 from worldsize.record.run_directory import find_run
 from worldsize.world.scratch import leftovers, short_folder
@@ -84,7 +84,7 @@ def main(result_fd: int | None = None) -> None:
     show_messages()
     check_working_directory()
     with until_output_closes():
-        _call(result_fd)
+        _run_command(result_fd)
 
 
 def check_working_directory() -> None:
@@ -93,13 +93,13 @@ def check_working_directory() -> None:
         Path.cwd()
     except OSError as error:
         text = f"the working directory cannot be entered any more ({error.strerror}). Change to one that exists."
-        sys.exit(refuse(WorldsizeError(text)))
+        sys.exit(report_error(WorldsizeError(text)))
 
 
-def _call(result_fd: int | None = None) -> None:
+def _run_command(result_fd: int | None = None) -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        print(_usage())
+        print(_format_usage())
     elif name in VERSION:
         print(f"worldsize {__version__}")
     elif name in COMMANDS:
@@ -112,12 +112,12 @@ def _call(result_fd: int | None = None) -> None:
         except OSError as error:
             if name not in _OF_FILES or error.filename is None:  # without a file name, it may be a connection error
                 raise
-            sys.exit(refuse(WorldsizeError(f"{error.filename} cannot be read or written: {error.strerror}.")))
+            sys.exit(report_error(WorldsizeError(f"{error.filename} cannot be read or written: {error.strerror}.")))
     else:
-        sys.exit(refuse(WorldsizeError(f"no command {name!r}{neighbours(name, COMMANDS)}")))
+        sys.exit(report_error(WorldsizeError(f"no command {name!r}{neighbours(name, COMMANDS)}")))
 
 
-def _usage() -> str:
+def _format_usage() -> str:
     rows = [f"  {name:10} {meaning}" for name, meaning in COMMANDS.items()]
     return "\n".join(
         ["usage: worldsize COMMAND ...", "", *rows, "", "worldsize train --help lists groups and options."]
@@ -130,16 +130,16 @@ def call_composed(task: Callable[[DictConfig], int], arguments: Sequence[str]) -
 
     codes = [0]
 
-    def guarded(cfg: DictConfig) -> None:
+    def call_guarded(cfg: DictConfig) -> None:
         try:
             codes.append(task(cfg))
         except WorldsizeError as error:  # caught here, since Hydra would print a traceback
-            codes.append(refuse(error))
+            codes.append(report_error(error))
 
     try:
-        compose_and_call(guarded, arguments)
+        compose_and_call(call_guarded, arguments)
     except WorldsizeError as error:
-        codes.append(refuse(error))
+        codes.append(report_error(error))
     return max(codes)
 
 

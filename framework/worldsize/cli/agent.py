@@ -16,11 +16,11 @@ from rich.console import Console
 from worldsize.cli import exit_process
 from worldsize.errors import ConfigError, FirstHostLostError, WorldsizeError
 from worldsize.launch.agent import agent
-from worldsize.messages import FIRST_LOST, outlive_output, refuse
+from worldsize.messages import FIRST_LOST, outlive_output, report_error
 from worldsize.plan.doctor.findings import REPORT, read_facts
 from worldsize.plan.doctor.report import Report
 from worldsize.record.run_directory import RunDirectory
-from worldsize.world.environments import node
+from worldsize.world.environments import read_node
 from worldsize.world.scratch import leftovers, private_folder
 
 _COLUMNS = 160  # width of a table in a log
@@ -39,16 +39,16 @@ def main() -> None:
     options = parser.parse_args()
     outlive_output()
     if options.tether:
-        _tether()
+        _start_tether()
     try:
         if options.source:
             _begin_with(options.source, options.run)
         run = RunDirectory(options.run.resolve())
         code = agent(run)
-        if options.source and node(os.environ).rank == 0:
+        if options.source and read_node(os.environ).rank == 0:
             _show_report(run)
     except WorldsizeError as error:
-        code = refuse(error)
+        code = report_error(error)
         if isinstance(error, FirstHostLostError):
             code = FIRST_LOST
     exit_process(code)
@@ -59,11 +59,11 @@ def _show_report(run: RunDirectory) -> None:
     if not (facts := read_facts(run.findings, REPORT)):
         return
     report = Report.from_json(facts)
-    Console(width=_COLUMNS, highlight=False).print(report.table())
-    print(report.as_line(), flush=True)
+    Console(width=_COLUMNS, highlight=False).print(report.build_table())
+    print(report.format_log_line(), flush=True)
 
 
-def _tether() -> None:
+def _start_tether() -> None:
     """Kill this process and its workers when standard input closes, i.e. when the parent process is gone.
 
     The same happens if the next message does not arrive within the time announced by the previous message. This host
@@ -72,7 +72,7 @@ def _tether() -> None:
     lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin, whose lock could block forked children
     os.environ.update(json.loads(lines.readline() or b"{}"))
 
-    def watch() -> None:
+    def watch_parent() -> None:
         within: float | None = None
         while select.select([lines], [], [], within)[0] and (line := lines.readline()):
             match json.loads(line):
@@ -82,7 +82,7 @@ def _tether() -> None:
                     os.kill(os.getpid(), signal.Signals[name])
         os.kill(os.getpid(), signal.SIGKILL)  # the workers die with it
 
-    threading.Thread(target=watch, daemon=True, name="tether").start()
+    threading.Thread(target=watch_parent, daemon=True, name="tether").start()
 
 
 def _begin_with(source: Path, run: Path) -> None:
@@ -94,7 +94,7 @@ def _begin_with(source: Path, run: Path) -> None:
         for killed in leftovers(run.parent, prefix=_DRAFT):
             shutil.rmtree(killed, ignore_errors=True)
         draft = private_folder(run.parent, prefix=_DRAFT)
-        _copy(source, draft)
+        _copy_run_files(source, draft)
     except OSError as error:
         raise ConfigError(
             f"{run.parent} cannot be written: {error}. Is the bucket or volume mounted, and ours?"
@@ -107,7 +107,7 @@ def _begin_with(source: Path, run: Path) -> None:
             raise ConfigError(f"the folder {run} exists but is not a run.") from None
 
 
-def _copy(source: Path, draft: Path) -> None:
+def _copy_run_files(source: Path, draft: Path) -> None:
     for file in source.iterdir():
         if file.is_file():
             shutil.copyfile(file, draft / file.name)

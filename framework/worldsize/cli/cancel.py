@@ -11,9 +11,9 @@ import sys
 from worldsize.cli import run_folder
 from worldsize.errors import WorldsizeError
 from worldsize.launch.scheduled import Scheduler
-from worldsize.messages import refuse
-from worldsize.record.run_directory import RunDirectory, holder_of, is_locked
-from worldsize.record.run_record import look
+from worldsize.messages import report_error
+from worldsize.record.run_directory import RunDirectory, find_lock_holder, is_locked
+from worldsize.record.run_record import refresh_run
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     try:
         print(cancel(RunDirectory(parser.parse_args().run)))
     except WorldsizeError as error:
-        sys.exit(refuse(error))
+        sys.exit(report_error(error))
 
 
 def cancel(run: RunDirectory) -> str:
@@ -31,7 +31,7 @@ def cancel(run: RunDirectory) -> str:
     Raises:
         WorldsizeError: the run is not being trained, or it was launched on another host.
     """
-    view = look(run)
+    view = refresh_run(run)
     if view.exit_reason == "completed":
         raise WorldsizeError(f"the run {run.path} is complete.")
     if view.job and (launcher := Scheduler(run).launcher):
@@ -40,7 +40,7 @@ def cancel(run: RunDirectory) -> str:
     if view.exit_reason != "running":
         raise WorldsizeError(f"the run {run.path} is not being trained.")
     attempt = view.attempts[-1]
-    host, process = attempt["hosts"][0], holder_of(run.path)
+    host, process = attempt["hosts"][0], find_lock_holder(run.path)
     if process is None and view.is_own and is_locked(run.path):  # the kernel may not report the lock's owner
         process = attempt["pid"]
     if host != socket.gethostname():

@@ -9,14 +9,14 @@ import sys
 from rich.console import Console
 
 from worldsize.cli import run_folder
-from worldsize.config.arguments import number
+from worldsize.config.arguments import build_number_parser
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
-from worldsize.messages import refuse
+from worldsize.messages import report_error
 from worldsize.observe.summary import comparison_table
 from worldsize.record.compare import Comparison, compare_runs
-from worldsize.record.run_record import view
-from worldsize.strict_json import strict
+from worldsize.record.run_record import read_run
+from worldsize.strict_json import sanitize_json
 
 EXIT_CODES = {"bitwise identical": 0, "within tolerance": 3, "different": 4}
 TOLERANCE = 0.01
@@ -30,11 +30,11 @@ def main() -> None:
     add_report_options(parser)
     options = parser.parse_args()
     try:
-        first, second = (view(path).directory for path in options.runs)
+        first, second = (read_run(path).directory for path in options.runs)
         comparison = compare_runs(first.path, second.path, tolerance=options.tolerance)
     except WorldsizeError as error:
-        sys.exit(refuse(error))
-    show(comparison, as_json=options.json)
+        sys.exit(report_error(error))
+    show_comparison(comparison, as_json=options.json)
     sys.exit(EXIT_CODES[comparison.verdict])
 
 
@@ -42,15 +42,15 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--tolerance",
-        type=number(Range(least=0)),
+        type=build_number_parser(Range(least=0)),
         default=TOLERANCE,
         help="largest relative difference of a figure that is let pass",
     )
     parser.epilog = "Exit code: 0 bitwise identical, 3 within tolerance, 4 different, 2 it cannot be compared or run."
 
 
-def show(comparison: Comparison, *, as_json: bool) -> None:
+def show_comparison(comparison: Comparison, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(strict(comparison.describe()), indent=2))
+        print(json.dumps(sanitize_json(comparison.describe()), indent=2))
     else:
         Console().print(comparison_table(comparison))

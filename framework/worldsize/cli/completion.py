@@ -45,10 +45,10 @@ complete -c worldsize -n "not __fish_use_subcommand; and not __fish_seen_subcomm
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize completion", description=__doc__)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help='e.g. eval "$(worldsize completion bash)"')
-    print(code(parser.parse_args().shell))
+    print(render_completion(parser.parse_args().shell))
 
 
-def code(shell: str) -> str:
+def render_completion(shell: str) -> str:
     """Return the completion code for ``shell``."""
     text = _FISH if shell == "fish" else _BASH
     if shell == "zsh":

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.cli import call_composed, exit_process
-from worldsize.config.arguments import number
+from worldsize.config.arguments import build_number_parser
 from worldsize.config.purpose import Examine
 from worldsize.core.limits import SECONDS
 from worldsize.errors import ConfigError
@@ -45,7 +45,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 recipe=digits")
     parser.add_argument("--pairs", action="store_true", help="measure the link between each two nodes")
     parser.add_argument(
-        "--patience", type=number(SECONDS), default=60.0, help="seconds that hosts have to answer (%(default)s)"
+        "--patience",
+        type=build_number_parser(SECONDS),
+        default=60.0,
+        help="seconds that hosts have to answer (%(default)s)",
     )
     parser.add_argument("--json", dest="report", metavar="FILE", help='write the findings; "-": to standard output')
     options = parser.parse_intermixed_args()
@@ -57,31 +60,31 @@ def main() -> None:
 
 def doctor(arguments: Sequence[str], purpose: Examine, file: str | None) -> int:
     """Examine the cluster; return 0 if all checks pass, 1 if one fails, 2 if the configuration cannot run."""
-    return call_composed(lambda cfg: _examine(cfg, purpose, file), arguments)
+    return call_composed(lambda cfg: _examine_cluster(cfg, purpose, file), arguments)
 
 
-def _examine(cfg: DictConfig, purpose: Examine, file: str | None) -> int:
-    from worldsize.config.composed import settings_of  # imports torch, which takes seconds
+def _examine_cluster(cfg: DictConfig, purpose: Examine, file: str | None) -> int:
+    from worldsize.config.composed import build_settings  # imports torch, which takes seconds
 
     if file and file != "-" and not os.access(Path(file).absolute().parent, os.W_OK):
         raise ConfigError(
             f"{file} cannot be written: its folder is missing or read-only. Pass a different file to --json."
         )
-    trained = settings_of(cfg)  # also rejects invalid values that the examination overrides
-    settings = settings_of(cfg, with_spares(purpose, cfg, trained))
-    report, folder = _report(settings, Path(cfg.run.root))
+    trained = build_settings(cfg)  # also rejects invalid values that the examination overrides
+    settings = build_settings(cfg, add_spare_nodes(purpose, cfg, trained))
+    report, folder = _collect_report(settings, Path(cfg.run.root))
     console = Console(stderr=file == "-", width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(report.table())
+    console.print(report.build_table())
     if folder and not report.ok:
         console.print(f"logs: {folder}", markup=False, soft_wrap=True)
     if file == "-":
-        print(json.dumps(report.as_json(), indent=2))
+        print(json.dumps(report.to_json(), indent=2))
     elif file:
-        Path(file).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        Path(file).write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return 0 if report.ok else 1
 
 
-def with_spares(purpose: Examine, cfg: DictConfig, trained: Settings) -> Examine:
+def add_spare_nodes(purpose: Examine, cfg: DictConfig, trained: Settings) -> Examine:
     """Include spare nodes, if any, in the examination; omit tiers that no longer divide the nodes evenly."""
     cluster = trained.cluster
     if not cluster.spare_nodes:
@@ -103,7 +106,7 @@ def with_spares(purpose: Examine, cfg: DictConfig, trained: Settings) -> Examine
     return replace(purpose, nodes=nodes)
 
 
-def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
+def _collect_report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     """Examine the cluster; return the report, and the run folder if a check failed."""
     from worldsize.core import AgentLauncher, BatchLauncher
     from worldsize.launch.examine import checkpoint_bytes
@@ -111,7 +114,7 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     from worldsize.plan.doctor.evaluate import evaluate
     from worldsize.plan.doctor.findings import read_findings
     from worldsize.plan.doctor.report import Check, Report
-    from worldsize.record.run_directory import planned
+    from worldsize.record.run_directory import plan_run_directory
 
     launcher = settings.launcher
     if not isinstance(launcher, NodeLauncher) and not (isinstance(launcher, BatchLauncher) and launcher.agents):
@@ -119,10 +122,10 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
             f"doctor needs a launcher that starts an agent on each host; {type(launcher).__name__} does not. Name the "
             "same hosts with cluster=ssh or cluster=slurm."
         )
-    run = planned(root, "doctor", None)
-    plan = settings.plan(run.path)
+    run = plan_run_directory(root, "doctor", None)
+    plan = settings.create_plan(run.path)
     try:
-        report = _play(settings, plan, run)
+        report = _run_examination(settings, plan, run)
     except ConfigError as error:
         shutil.rmtree(run.path, ignore_errors=True)
         fact, _, remedy = str(error).partition(". ")
@@ -137,7 +140,7 @@ def _report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
     return report, run.path
 
 
-def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
+def _run_examination(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
     """Start the examination and wait for it to end; raise ConfigError if the launcher refuses the plan.
 
     Returns:
@@ -145,11 +148,11 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
     """
 
     from worldsize.core import AgentLauncher, BatchLauncher
-    from worldsize.launch.examine import examine
+    from worldsize.launch.examine import examine_cluster
     from worldsize.launch.node import NodeLauncher
-    from worldsize.launch.record import config_text, with_secrets
+    from worldsize.launch.record import add_secrets, config_text
     from worldsize.record.redaction import scrubber
-    from worldsize.record.run_directory import created
+    from worldsize.record.run_directory import create_run_folder
     from worldsize.record.run_record import write_configuration
     from worldsize.world.environments import Node
     from worldsize.world.processes import will_fork
@@ -158,15 +161,15 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
     launcher = settings.launcher
     launcher.check(settings.cluster)
     clean = scrubber(settings.config, os.environ, Path.home() / ".netrc")
-    with created(run, is_private=True):
-        write_configuration(run, config=config_text(clean.tree(settings.config)))
+    with create_run_folder(run, is_private=True):
+        write_configuration(run, config=config_text(clean.scrub_tree(settings.config)))
     with redirect_stdout(sys.stderr):  # the agents' output
         if isinstance(launcher, BatchLauncher):
             turns = settings.cluster.nodes if settings.run.examine == "pairs" else 1  # pairs take turns
             silence = 2 * settings.cluster.timeout * turns
-            return _submitted(launcher, with_secrets(settings.config, plan, clean), run, silence)
+            return _submit_examination(launcher, add_secrets(settings.config, plan, clean), run, silence)
         if isinstance(launcher, AgentLauncher):
-            job = launcher.launch_agents(with_secrets(settings.config, plan, clean))
+            job = launcher.launch_agents(add_secrets(settings.config, plan, clean))
             try:
                 job.wait()
             except BaseException:
@@ -174,11 +177,11 @@ def _play(settings: Settings, plan: Plan, run: RunDirectory) -> Report | None:
                 raise
         else:
             assert isinstance(launcher, NodeLauncher)
-            examine(settings.recipe, launcher, plan, run, Node())
+            examine_cluster(settings.recipe, launcher, plan, run, Node())
     return None
 
 
-def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory, silence: float) -> Report | None:
+def _submit_examination(launcher: BatchLauncher, plan: Plan, run: RunDirectory, silence: float) -> Report | None:
     """Submit the examination, or let the user start it, and wait for its end; return a report found outside ``run``."""
     job = launcher.submit(plan)
     if job is None:
@@ -186,8 +189,8 @@ def _submitted(launcher: BatchLauncher, plan: Plan, run: RunDirectory, silence: 
         print(f"Start these. Their report will be in {run.findings}, and is shown here.", flush=True)
         wait_for_report(run.findings, silence)
         return None
-    _wait(launcher, job)
-    return None if launcher.shares_run_folder else _logged(launcher.log_command(job, follow=True))
+    _wait_for_job(launcher, job)
+    return None if launcher.shares_run_folder else _read_log_report(launcher.log_command(job, follow=True))
 
 
 def wait_for_report(findings: Path, silence: float) -> None:
@@ -205,7 +208,7 @@ def wait_for_report(findings: Path, silence: float) -> None:
         time.sleep(_POLL)
 
 
-def _logged(command: Sequence[str]) -> Report:
+def _read_log_report(command: Sequence[str]) -> Report:
     """Return the report in the log of a finished job; ``command`` prints that log."""
     from worldsize.plan.doctor.report import Check, Report, report_in
 
@@ -223,7 +226,7 @@ def _logged(command: Sequence[str]) -> Report:
     return Report([Check("report", "the job", False, fact, remedy)])
 
 
-def _wait(launcher: BatchLauncher, job: str) -> None:
+def _wait_for_job(launcher: BatchLauncher, job: str) -> None:
     """Wait without a timeout until the job has ended; cancel the job if this process is interrupted."""
     from worldsize.launch.scheduled import wait_for
 

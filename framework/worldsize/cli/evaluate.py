@@ -9,12 +9,12 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from worldsize.cli import RUN, call_composed, exit_process, run_and_overrides, write_result_path
-from worldsize.config.arguments import key_of
-from worldsize.config.compose import compose_only, resolved
+from worldsize.config.arguments import parse_override_key
+from worldsize.config.compose import compose_only, resolve_config
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.launch.recorded_run import check_before_start, enter_project, placed
-from worldsize.messages import outlive_output, refuse
-from worldsize.record.run_record import RunView, view
+from worldsize.launch.recorded_run import build_run_options, check_before_start, enter_project
+from worldsize.messages import outlive_output, report_error
+from worldsize.record.run_record import RunView, read_run
 
 _OWN = ("checkpoint", "split")  # arguments of this command, not configuration keys
 
@@ -33,11 +33,13 @@ def main(result_fd: int | None = None) -> None:
     outlive_output()
     try:
         run, words = run_and_overrides(options.words)
-        choices = {key_of(word): word.partition("=")[2] for word in words if key_of(word) in _OWN}
-        overrides = [word for word in words if key_of(word) not in _OWN]
-        code = evaluate(view(run), choices, overrides, yes=options.yes, result_fd=result_fd)
+        choices = {
+            parse_override_key(word): word.partition("=")[2] for word in words if parse_override_key(word) in _OWN
+        }
+        overrides = [word for word in words if parse_override_key(word) not in _OWN]
+        code = evaluate(read_run(run), choices, overrides, yes=options.yes, result_fd=result_fd)
     except WorldsizeError as error:
-        code = refuse(error)
+        code = report_error(error)
     exit_process(code)
 
 
@@ -57,15 +59,15 @@ def evaluate(
         WorldsizeError: the checkpoint or split does not exist, the checkpoint is damaged, or the run is another user's
             and the user did not agree to use it.
     """
-    from worldsize.launch.evaluate import chosen_checkpoint, evaluate_checkpoint  # imports torch, which takes seconds
+    from worldsize.launch.evaluate import choose_checkpoint, evaluate_checkpoint  # imports torch, which takes seconds
 
-    path = chosen_checkpoint(record, choices.get("checkpoint", "last"))
+    path = choose_checkpoint(record, choices.get("checkpoint", "last"))
     split = choices.get("split")
     if split == "":
         raise ConfigError("split= is empty. Leave it out, or name one: split=test.")
-    words = [*enter_project(record, overrides, yes=yes), *placed(record)]
+    words = [*enter_project(record, overrides, yes=yes), *build_run_options(record)]
 
-    def task(cfg: DictConfig) -> int:
+    def evaluate_with_config(cfg: DictConfig) -> int:
         done = evaluate_checkpoint(cfg, record, path, split=split, words=overrides)
         if isinstance(done, int):
             return done
@@ -75,7 +77,7 @@ def evaluate(
         return 0
 
     if record.is_own:
-        return call_composed(task, words)
+        return call_composed(evaluate_with_config, words)
     cfg = compose_only(words)
-    check_before_start(record.manifest, resolved(cfg), overrides, yes=yes)
-    return task(cfg)
+    check_before_start(record.manifest, resolve_config(cfg), overrides, yes=yes)
+    return evaluate_with_config(cfg)

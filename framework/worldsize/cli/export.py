@@ -15,8 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColu
 
 from worldsize.cli import RUN, run_and_overrides
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
-from worldsize.messages import refuse
-from worldsize.record.run_record import RunView, view
+from worldsize.messages import report_error
+from worldsize.record.run_record import RunView, read_run
 
 if TYPE_CHECKING:
     from worldsize.checkpoint.export import Written
@@ -40,18 +40,18 @@ def main() -> None:
     )
     parser.add_argument("words", nargs="*", metavar="RUN | NAME=VALUE", help=help)
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the numbers; default: as saved")
-    parser.add_argument("--shard-size", type=size, default="5GB", metavar="SIZE", help="largest file, e.g. 500MB")
+    parser.add_argument("--shard-size", type=parse_size, default="5GB", metavar="SIZE", help="largest file, e.g. 500MB")
     parser.add_argument("--ema", action="store_true", help="the averaged weights (ema.decay) instead of the last ones")
     options = parser.parse_intermixed_args()
     try:
         run, words = run_and_overrides(options.words)
-        output = export(view(run), _choices(words), options)
+        output = export(read_run(run), _parse_choices(words), options)
     except WorldsizeError as error:
-        sys.exit(refuse(error))
+        sys.exit(report_error(error))
     print(output)
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse a number of bytes, such as 5GB or 500MiB."""
     match = re.fullmatch(r"(\d+)\s*([KMG]I?B)?", text.strip().upper())
     if match is None or int(match[1]) == 0:
@@ -59,7 +59,7 @@ def size(text: str) -> int:
     return int(match[1]) * _UNITS.get(match[2], 1)
 
 
-def _choices(words: Sequence[str]) -> dict[str, str]:
+def _parse_choices(words: Sequence[str]) -> dict[str, str]:
     """Parse this command's own arguments, such as output=PATH, into a mapping."""
     choices = {}
     for word in words:
@@ -78,23 +78,23 @@ def export(run: RunView, choices: Mapping[str, str], options: argparse.Namespace
     """
     import torch
 
-    from worldsize.checkpoint.export import SelectedWeights, published, write_safetensors, write_torch
-    from worldsize.checkpoint.format import read, verify
+    from worldsize.checkpoint.export import SelectedWeights, publish_output, write_safetensors, write_torch
+    from worldsize.checkpoint.format import read_checkpoint, verify_checkpoint
     from worldsize.checkpoint.weights import model_weights
-    from worldsize.launch.evaluate import chosen_checkpoint
+    from worldsize.launch.evaluate import choose_checkpoint
     from worldsize.launch.transformers_model import transformers_model
 
-    checkpoint = read(chosen_checkpoint(run, choices.get("checkpoint", "last")))
+    checkpoint = read_checkpoint(choose_checkpoint(run, choices.get("checkpoint", "last")))
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     source = model_weights(checkpoint, averaged=options.ema)
     transformers = transformers_model(run, source) if options.format == "hf" else None
-    without = transformers.without() if transformers else ()
+    without = transformers.list_tied_names() if transformers else ()
     weights = SelectedWeights(source, dtype=dtypes[options.dtype], without=without)
     name = f"export_{checkpoint.step:07d}_{options.format}"
     default = run.directory.path / (f"{name}.pt" if options.format == "torch" else name)
     output = Path(choices.get("output", default)).absolute()
-    with published(output) as draft, _progress(sum(entry.nbytes for entry in weights.entries.values())) as written:
-        verify(checkpoint)
+    with publish_output(output) as draft, _progress(sum(entry.nbytes for entry in weights.entries.values())) as written:
+        verify_checkpoint(checkpoint)
         if options.format == "torch":
             write_torch(weights, draft, written)
         else:

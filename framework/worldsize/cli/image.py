@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from worldsize.errors import WorldsizeError
-from worldsize.messages import refuse
-from worldsize.record.container import BUILDERS, Dockerfile, built, engine_of, usual_base, version_of_uv
+from worldsize.messages import report_error
+from worldsize.record.container import BUILDERS, Dockerfile, build_image, find_engine, usual_base, version_of_uv
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     try:
         image(options)
     except WorldsizeError as error:
-        sys.exit(refuse(error))
+        sys.exit(report_error(error))
 
 
 def image(options: argparse.Namespace) -> None:
@@ -37,14 +37,16 @@ def image(options: argparse.Namespace) -> None:
     Raises:
         WorldsizeError: the lock file cannot be used, or the engine is missing or fails.
     """
-    engine = engine_of(options.build, BUILDERS) if options.build else None
+    engine = find_engine(options.build, BUILDERS) if options.build else None
     folder = options.folder.resolve()
-    dockerfile = Dockerfile(folder, options.base, platform.python_version(), version_of_uv(), options.extra).write()
+    dockerfile = Dockerfile(
+        folder, options.base, platform.python_version(), version_of_uv(), options.extra
+    ).write_files()
     print(dockerfile)
     if "@sha256:" not in options.base:
         print(f"{options.base} may change at any time: name the image by its digest (--base).", file=sys.stderr)
     if engine:
-        made = built(engine, dockerfile, options.tag or image_name(folder.name), options=options.option)
+        made = build_image(engine, dockerfile, options.tag or image_name(folder.name), options=options.option)
         print(f"{made.name}@{made.digest}" if made.digest else made.name)
 
 

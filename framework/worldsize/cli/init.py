@@ -14,10 +14,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from worldsize import __version__
-from worldsize.cli.templates import planned, write
-from worldsize.config.search_path import bundle
+from worldsize.cli.templates import render_templates, write_files
+from worldsize.config.search_path import get_bundle_folder
 from worldsize.errors import ConfigError
-from worldsize.messages import refuse
+from worldsize.messages import report_error
 
 RECIPE = "mine"
 
@@ -29,7 +29,7 @@ def main() -> None:
     try:
         init(folder)
     except ConfigError as error:
-        sys.exit(refuse(error))
+        sys.exit(report_error(error))
     print(f"cd {shlex.quote(str(folder))}\nuv run train.py\nuv run pytest")
 
 
@@ -44,32 +44,32 @@ def init(folder: Path) -> list[Path]:
         raise ConfigError(f"{name!r} cannot be a project's name. Use letters, digits, '-', '_' and '.'.")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty. Choose a different folder; nothing was written.")
-    project = planned(
-        "init", folder, name=name, recipe=RECIPE, requirement=f"worldsize>={__version__}", source=source()
+    project = render_templates(
+        "init", folder, name=name, recipe=RECIPE, requirement=f"worldsize>={__version__}", source=read_install_source()
     )
-    written = list(write({**project, **planned("recipe", folder, name=RECIPE)}))
+    written = list(write_files({**project, **render_templates("recipe", folder, name=RECIPE)}))
     with suppress(OSError):  # git is not installed
         if subprocess.run(["git", "rev-parse", "--git-dir"], cwd=folder, capture_output=True).returncode:
             subprocess.run(["git", "init", "--quiet"], cwd=folder, capture_output=True)
     return written
 
 
-def source() -> str | None:
+def read_install_source() -> str | None:
     """Return this installation's source for uv (PEP 610) as an inline TOML table; None for a package index."""
     try:
         origin = distribution("worldsize").read_text("direct_url.json")
     except PackageNotFoundError:
-        return _table(path=str(bundle()), editable=True)
+        return _format_inline_table(path=str(get_bundle_folder()), editable=True)
     if origin is None:
         return None
     facts = json.loads(origin)
     if vcs := facts.get("vcs_info"):
-        return _table(git=facts["url"], rev=vcs["commit_id"])
+        return _format_inline_table(git=facts["url"], rev=vcs["commit_id"])
     if facts["url"].startswith("file:"):
         path = unquote(urlparse(facts["url"]).path)
-        return _table(path=path, **({"editable": True} if "dir_info" in facts else {}))
-    return _table(url=facts["url"])
+        return _format_inline_table(path=path, **({"editable": True} if "dir_info" in facts else {}))
+    return _format_inline_table(url=facts["url"])
 
 
-def _table(**values: str | bool) -> str:
+def _format_inline_table(**values: str | bool) -> str:
     return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"

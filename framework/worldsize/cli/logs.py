@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from worldsize.cli import RUN, run_folder
-from worldsize.config.arguments import whole
+from worldsize.config.arguments import build_integer_parser
 from worldsize.core.limits import Range
 from worldsize.errors import WorldsizeError
 from worldsize.files import open_regular
 from worldsize.launch.scheduled import Scheduler, is_alive
-from worldsize.messages import named, printable, refuse
+from worldsize.messages import format_ranks, printable, report_error
 from worldsize.observe.nccl_log import debug_summary
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import look
+from worldsize.record.run_record import refresh_run
 
 _POLL = 0.2  # seconds between two polls
 _LONGEST = 1 << 20  # maximum bytes of a line to show at once
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("run", nargs="?", type=run_folder, default="last", help=RUN)
     parser.add_argument(
         "--rank",
-        type=whole(Range(least=0)),
+        type=build_integer_parser(Range(least=0)),
         action="append",
         help="only of these ranks; may be given more than once",
     )
@@ -41,50 +41,50 @@ def main() -> None:
     scheduler = Scheduler(run)
     try:
         if options.debug:
-            print(_debugged(run))
+            print(_summarize_debug_logs(run))
             return
-        if command := _of_launcher(scheduler, follow=options.follow):
-            sys.exit(_shown(command))
-        recorded = look(run)
+        if command := _find_log_command(scheduler, follow=options.follow):
+            sys.exit(_show_command_output(command))
+        recorded = refresh_run(run)
         if recorded.failure:
             print(f"attempt {len(recorded.attempts)}: {recorded.failure}", flush=True)
-        for line in lines(scheduler, options.rank, follow=options.follow):
+        for line in read_log_lines(scheduler, options.rank, follow=options.follow):
             print(line, flush=options.follow)
     except WorldsizeError as error:
-        sys.exit(refuse(error))
+        sys.exit(report_error(error))
     except (KeyboardInterrupt, BrokenPipeError):
         sys.exit(130)
 
 
-def _debugged(run: RunDirectory) -> str:
+def _summarize_debug_logs(run: RunDirectory) -> str:
     """Summarize the logs of NCCL and torch; without cluster.debug, first explain why they are short."""
-    view = look(run)
+    view = refresh_run(run)
     if not view.manifest["config"].get("cluster", {}).get("debug"):
         print("the run had cluster.debug=false, so little was logged. Set cluster.debug=true.", file=sys.stderr)
     return debug_summary(run, view.attempts[-1] if view.attempts else None)
 
 
-def _of_launcher(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
+def _find_log_command(scheduler: Scheduler, *, follow: bool) -> Sequence[str]:
     """Return the launcher's log command if the run folder does not have the job's logs yet, otherwise ()."""
-    view = look(scheduler.run)
+    view = refresh_run(scheduler.run)
     if view.job is None or view.attempts:
         return ()
     launcher = scheduler.launcher
     return launcher.log_command(view.job, follow=follow) if launcher else ()
 
 
-def _shown(command: Sequence[str]) -> int:
+def _show_command_output(command: Sequence[str]) -> int:
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                print(*_escaped(line), sep="\n", flush=True)
+                print(*_escape_lines(line), sep="\n", flush=True)
         return process.returncode
     except OSError as error:
         raise WorldsizeError(f"{command[0]} shows the logs of this run but cannot be started here: {error}.") from error
 
 
-def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
+def read_log_lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
     """Yield the lines of all logs of the run, escaped and prefixed; with ``follow``, until the run has ended.
 
     Raises:
@@ -98,13 +98,13 @@ def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Ite
     while True:
         ended = not is_alive(scheduler)
         for path in sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name):
-            prefix, rank = _prefix(path)
+            prefix, rank = _format_prefix(path)
             known |= set() if rank is None else {rank}
             if path in unread or not (ranks is None or rank in ranks):
                 continue
             try:
-                new = _new(path, read, has_ended=ended)
-                yield from (f"{prefix}{line}" for output in new for line in _escaped(output))
+                new = _read_new_lines(path, read, has_ended=ended)
+                yield from (f"{prefix}{line}" for output in new for line in _escape_lines(output))
             except OSError as error:
                 unread[path] = error.strerror or str(error)
         if ended or not follow:
@@ -113,16 +113,16 @@ def lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Ite
     if unread:
         raise WorldsizeError("\n".join(f"{path} was not read: {why}." for path, why in unread.items()))
     if unknown := sorted({*(ranks or ())} - known):
-        there = f"There is output of {named(sorted(known))}" if known else "No process has written any"
+        there = f"There is output of {format_ranks(sorted(known))}" if known else "No process has written any"
         raise WorldsizeError(f"no process of {run.path} has rank {unknown[0]}. {there}.")
 
 
-def _prefix(path: Path) -> tuple[str, int | None]:
+def _format_prefix(path: Path) -> tuple[str, int | None]:
     named = re.fullmatch(r"([a-z_]+)_(\d{5})", path.stem)
     return (f"[{named[1]} {int(named[2])}] ", int(named[2])) if named else (f"[{path.stem}] ", None)
 
 
-def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> Iterator[bytes]:
+def _read_new_lines(path: Path, read: dict[Path, int], *, has_ended: bool) -> Iterator[bytes]:
     """Yield lines added since the last call, splitting long lines; omit an incomplete last line until ``has_ended``."""
     with open_regular(path) as file:
         file.seek(read.get(path, 0))
@@ -133,7 +133,7 @@ def _new(path: Path, read: dict[Path, int], *, has_ended: bool) -> Iterator[byte
             yield line
 
 
-def _escaped(output: bytes) -> list[str]:
+def _escape_lines(output: bytes) -> list[str]:
     """Return the lines of ``output``, with all control characters except tabs escaped."""
     lines = output.decode(errors="replace").splitlines()
     return ["\t".join(map(printable, line.split("\t"))) for line in lines]

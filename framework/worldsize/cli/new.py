@@ -8,10 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-from worldsize.cli.templates import planned, write
-from worldsize.config.search_path import options, plugins
+from worldsize.cli.templates import render_templates, write_files
+from worldsize.config.search_path import list_options, list_plugins
 from worldsize.errors import ConfigError
-from worldsize.messages import refuse
+from worldsize.messages import report_error
 
 _GROUPS = {"strategy": "strategy", "launcher": "cluster", "recipe": "recipe", "logger": "logger"}
 _TRY = {
@@ -30,7 +30,7 @@ def main() -> None:
     try:
         written = new(arguments.kind, arguments.name, Path.cwd())
     except ConfigError as error:
-        sys.exit(refuse(error))
+        sys.exit(report_error(error))
     for path in written:
         print(path.relative_to(Path.cwd()))
     print(
@@ -47,7 +47,7 @@ def new(kind: str, name: str, folder: Path) -> list[Path]:
     """
     check_name(name)
     _check_free(kind, name)
-    return list(write(planned(kind, folder, name=name)))
+    return list(write_files(render_templates(kind, folder, name=name)))
 
 
 def check_name(name: str) -> None:
@@ -56,9 +56,9 @@ def check_name(name: str) -> None:
 
 
 def _check_free(kind: str, name: str) -> None:
-    for option in options():
+    for option in list_options():
         if (option.group, option.name) == (_GROUPS[kind], name):
             raise ConfigError(f"{option.group}={name} is taken by {option.file}. Choose a different name.")
-    for plugin in plugins():
+    for plugin in list_plugins():
         if plugin.name == f"{'recipes' if kind == 'recipe' else 'plugins'}.{name}":
             raise ConfigError(f"{plugin.name} is taken by {plugin.folder}. Choose a different name.")

@@ -23,16 +23,17 @@ from rich.table import Table
 
 from worldsize.cli import call_composed, exit_process
 from worldsize.collectives.cluster_cost import crossings_text
-from worldsize.config.arguments import number
-from worldsize.config.compose import choices, task_overrides
+from worldsize.config.arguments import build_number_parser
+from worldsize.config.compose import read_group_choices, task_overrides
 from worldsize.core import Cluster
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
-from worldsize.messages import CONFIG_ERROR, duration, refuse
+from worldsize.messages import CONFIG_ERROR, duration, report_error
 from worldsize.plan.advice import (
     WANTED,
     best_text,
-    detected_memory_bytes,
+    detect_memory_bytes,
+    explain_memory_excess,
     formula_text,
     links_text,
     price_per_million,
@@ -40,11 +41,10 @@ from worldsize.plan.advice import (
     rule_text,
     size_text,
     time_text,
-    unfit,
 )
 from worldsize.plan.curve import Curve, PayloadSweep, sizes_in
-from worldsize.plan.finish import earlier_runs, measured_restart, measured_save, mtbf_seconds, newest_like
-from worldsize.record.redaction import redacted_arguments
+from worldsize.plan.finish import earlier_runs, mtbf_seconds, newest_like, read_restart_seconds, read_save_seconds
+from worldsize.record.redaction import redact_arguments
 
 if TYPE_CHECKING:
     from worldsize.config.schema import TrainingConfig
@@ -62,31 +62,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize plan", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 strategy=mesh")
     parser.add_argument(
-        "--model-size", type=number(Range(least=1)), metavar="N", help="parameters, e.g. 1e9, instead of the recipe's"
+        "--model-size",
+        type=build_number_parser(Range(least=1)),
+        metavar="N",
+        help="parameters, e.g. 1e9, instead of the recipe's",
     )
     parser.add_argument("--precision", choices=_SIZES, default="fp32", help="of all its numbers, sent and kept")
-    parser.add_argument("--compute", type=_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
+    parser.add_argument("--compute", type=_parse_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
     parser.add_argument(
-        "--overlap", type=number(Range(least=0, most=1)), help="share of compute that can hide communication"
+        "--overlap",
+        type=build_number_parser(Range(least=0, most=1)),
+        help="share of compute that can hide communication",
     )
-    share = number(Range(least=0, most=1))
+    share = build_number_parser(Range(least=0, most=1))
     sweep = "with --compute: bytes of parameters where the efficiency falls to SHARE (0.5)"
     parser.add_argument("--payload", type=share, nargs="?", const=0.5, metavar="SHARE", help=sweep)
     adds = "of a curve (cluster.nodes=1..64): speedup that a further process must add, as a share of one's speed (0.5)"
     parser.add_argument("--knee", type=share, default=0.5, metavar="SHARE", help=adds)
     parser.add_argument("--study", type=Path, metavar="FOLDER", help="of a curve: worldsize report FOLDER draws it")
     parser.add_argument("--strategies", metavar="NAMES", help="compare only these, e.g. ddp,fsdp,mesh")
-    parser.add_argument("--save", type=_seconds, metavar="TIME", help="time that a save delays training, e.g. 2s")
-    parser.add_argument("--restart", type=_seconds, metavar="TIME", help="from a failure until training resumes")
+    parser.add_argument("--save", type=_parse_seconds, metavar="TIME", help="time that a save delays training, e.g. 2s")
+    parser.add_argument("--restart", type=_parse_seconds, metavar="TIME", help="from a failure until training resumes")
     parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
     exit_process(plan(parser.parse_intermixed_args()))
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     unit = next((unit for unit in _UNITS if text.endswith(unit)), None)
     if unit is None:
         raise argparse.ArgumentTypeError(f"{text!r} lacks a unit: write e.g. 250ms")
-    return number(Range(above=0))(text.removesuffix(unit)) * _UNITS[unit]
+    return build_number_parser(Range(above=0))(text.removesuffix(unit)) * _UNITS[unit]
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -96,51 +101,57 @@ def plan(options: argparse.Namespace) -> int:
         if options.study is not None and sizes is None:
             raise ConfigError("--study draws a curve and needs a range. Add one, e.g. cluster.nodes=1..64.")
     except ConfigError as error:
-        return refuse(error)
-    return call_composed(lambda cfg: _show(cfg, options, sizes), words)
+        return report_error(error)
+    return call_composed(lambda cfg: _show_plan(cfg, options, sizes), words)
 
 
-def _show(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | None) -> int:
-    from worldsize.config.composed import settings_of
-    from worldsize.plan.predictor import Given, Predictor, links_of
+def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str] | None) -> int:
+    from worldsize.config.composed import build_settings
+    from worldsize.plan.predictor import Given, Predictor, read_links
     from worldsize.world.processes import will_fork
 
     will_fork()
     if options.model_size is not None and options.compute is None:
         raise ConfigError("--model-size does not determine a step's time. Add --compute, e.g. --compute 250ms.")
     single = sizes is not None or options.payload is not None
-    names = [choices()["strategy"]] if single and not options.strategies else _names(options.strategies)
+    names = (
+        [read_group_choices()["strategy"]]
+        if single and not options.strategies
+        else _select_strategies(options.strategies)
+    )
     size = None if options.model_size is None else options.model_size * _SIZES[options.precision]
-    links = links_of(options.links) if options.links else {}
+    links = read_links(options.links) if options.links else {}
     predictor = Predictor(Given(size, options.compute, options.overlap, links))
     typed = any(word.startswith("batch_size=") for word in task_overrides())
     shared = None if size is None or typed else _SAMPLES_PER_LOGICAL_RANK
     if options.payload is not None:
-        return _payload(predictor, options, names)
+        return _show_payload_sweep(predictor, options, names)
     if sizes is not None:
-        return _curve(predictor, options, sizes, names, cfg, shared)
-    settings = settings_of(cfg, samples_per_logical_rank=shared)
+        return _show_curve(predictor, options, sizes, names, cfg, shared)
+    settings = build_settings(cfg, samples_per_logical_rank=shared)
     groups = settings.strategy.groups(settings.cluster)
-    _print(rank_table(settings.cluster, groups), crossings_text(settings.cluster, groups))
-    cluster = predictor.cluster(settings)
-    memory = cluster.device_memory or detected_memory_bytes(cluster)  # checked before data are loaded
+    _print_lines(rank_table(settings.cluster, groups), crossings_text(settings.cluster, groups))
+    cluster = predictor.resolve_cluster(settings)
+    memory = cluster.device_memory or detect_memory_bytes(cluster)  # checked before data are loaded
     forecasts, refused = _forecasts(predictor, shared, names)
     unfitting = {
         name: why
         for name, each in forecasts.items()
-        if (why := unfit(each, memory, processes=cluster.processes_per_node))
+        if (why := explain_memory_excess(each, memory, processes=cluster.processes_per_node))
     }
-    _print(rule_text(settings.config["cluster"]) if len(names) > 1 else "")
-    _print(*_compared(settings, forecasts, unfitting, options, priced=not shared))
+    _print_lines(rule_text(settings.config["cluster"]) if len(names) > 1 else "")
+    _print_lines(*_compare_strategies(settings, forecasts, unfitting, options, priced=not shared))
     batch, ranks = settings.training.batch_size, settings.logical_ranks
-    _print(
+    _print_lines(
         "" if shared else f"Global batch: {batch} samples a step, {ranks} × {batch // ranks}.",
         links_text(cluster, options.links),
         "" if memory is not None else _UNKNOWN,
         formula_text(forecasts),
         *(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()),
     )
-    if not shared and (warning := _retuning_text(settings.training, settings.run.root / choices()["recipe"])):
+    if not shared and (
+        warning := _retuning_text(settings.training, settings.run.root / read_group_choices()["recipe"])
+    ):
         print(warning, file=sys.stderr)
     return 0 if forecasts else CONFIG_ERROR
 
@@ -150,7 +161,7 @@ _SAMPLES_PER_LOGICAL_RANK = 16  # placeholder with --compute, since pipelines mu
 _UNKNOWN = "Device memory is not known here. Set cluster.device_memory to refuse plans that do not fit."
 
 
-def _print(*lines: Table | str) -> None:
+def _print_lines(*lines: Table | str) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     for line in filter(None, lines):
         console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
@@ -159,7 +170,7 @@ def _print(*lines: Table | str) -> None:
 # ---------------------------------------------------------------- costs
 
 
-def _names(chosen: str | None) -> list[str]:
+def _select_strategies(chosen: str | None) -> list[str]:
     """Return the names of the strategies to compare, from the comma-separated ``chosen``; default: all."""
     known = GlobalHydra.instance().config_loader().get_group_options("strategy")
     for name in (names := chosen.split(",") if chosen else known):
@@ -175,16 +186,16 @@ def _forecasts(
     forecasts: dict[str, Forecast] = {}
     refused: dict[str, str] = {}
     for name, settings in _strategies(refused, shared, names):
-        _note(f"trying {name}")
+        _show_progress(f"trying {name}")
         try:
             forecasts[name] = predictor.forecast(settings)
         except ConfigError as error:
             refused[name] = str(error)
-    _note("")
+    _show_progress("")
     return forecasts, refused
 
 
-def _note(text: str) -> None:
+def _show_progress(text: str) -> None:
     """Show ``text`` in place of the last line, without a thread because processes are forked meanwhile."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
@@ -197,7 +208,7 @@ def _strategies(
 
     ``more``: further options, which override the user's.
     """
-    from worldsize.config.composed import settings_of
+    from worldsize.config.composed import build_settings
 
     typed = task_overrides()
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
@@ -206,7 +217,7 @@ def _strategies(
     for name in names:
         words = [*typed, *more] if name == chosen else [*others, *more, f"strategy={name}"]
         try:
-            yield name, settings_of(compose("config", overrides=words), samples_per_logical_rank=shared)
+            yield name, build_settings(compose("config", overrides=words), samples_per_logical_rank=shared)
         except WorldsizeError as error:
             refused[name] = str(error)
         except Exception as error:  # any exception, since an unused plugin may be broken
@@ -215,7 +226,7 @@ def _strategies(
             refused[name] = f"it is broken: {type(error).__name__}: {error}"
 
 
-def _curve(
+def _show_curve(
     predictor: Predictor,
     options: argparse.Namespace,
     sizes: Sequence[str],
@@ -227,25 +238,25 @@ def _curve(
 
     With --compute, the samples per logical rank are constant (weak scaling): ``shared``, or else as configured.
     """
-    from worldsize.config.composed import settings_of
+    from worldsize.config.composed import build_settings
 
     if (is_weak := options.compute is not None) and shared is None:
-        settings = settings_of(cfg)
+        settings = build_settings(cfg)
         shared = settings.training.batch_size // settings.logical_ranks
-    what = choices()["recipe"] if options.model_size is None else f"{options.model_size:g} parameters"
+    what = read_group_choices()["recipe"] if options.model_size is None else f"{options.model_size:g} parameters"
     curve = Curve(what, is_weak=is_weak)
     for word in sizes:
         reasons: dict[str, str] = {}
-        curve.add(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
-    _note("")
-    _print(*curve.shown(options.knee))
+        curve.add_size(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
+    _show_progress("")
+    _print_lines(*curve.render_curve(options.knee))
     if curve.points and options.study is not None:
-        command = shlex.join(["worldsize", "plan", *redacted_arguments(sys.argv[1:])])
-        _print(str(curve.write(options.study, command=command, least=options.knee)))
+        command = shlex.join(["worldsize", "plan", *redact_arguments(sys.argv[1:])])
+        _print_lines(str(curve.write_study(options.study, command=command, least=options.knee)))
     return 0 if curve.points else CONFIG_ERROR
 
 
-def _payload(predictor: Predictor, options: argparse.Namespace, names: Sequence[str]) -> int:
+def _show_payload_sweep(predictor: Predictor, options: argparse.Namespace, names: Sequence[str]) -> int:
     """Print each strategy's efficiency by model size, and the size at which the efficiency drops to ``--payload``."""
     if options.compute is None or options.model_size is not None:
         raise ConfigError(
@@ -254,12 +265,12 @@ def _payload(predictor: Predictor, options: argparse.Namespace, names: Sequence[
         )
     refused: dict[str, str] = {}
     sweep = PayloadSweep(options.payload)
-    sweep.add(_strategies(refused, _SAMPLES_PER_LOGICAL_RANK, names), predictor, refused)
-    _print(*sweep.shown(), *(f"{name}: {why}" for name, why in refused.items()))
+    sweep.add_strategies(_strategies(refused, _SAMPLES_PER_LOGICAL_RANK, names), predictor, refused)
+    _print_lines(*sweep.render_sweep(), *(f"{name}: {why}" for name, why in refused.items()))
     return 0 if sweep.limits else CONFIG_ERROR
 
 
-def _compared(
+def _compare_strategies(
     settings: Settings,
     forecasts: Mapping[str, Forecast],
     unfitting: Mapping[str, str],
@@ -274,8 +285,8 @@ def _compared(
     cluster, fitting = settings.cluster, forecasts.keys() - unfitting.keys()
     if (cluster.mtbf_hours or cluster.spot_market) and fitting:
         step_seconds, steps = min(forecasts[name].step_seconds for name in fitting), settings.training.steps
-        run = newest_like(cluster, steps, settings.run.root / choices()["recipe"])
-        yield from _finish(cluster, step_seconds * steps, run, options)
+        run = newest_like(cluster, steps, settings.run.root / read_group_choices()["recipe"])
+        yield from _build_finish_table(cluster, step_seconds * steps, run, options)
 
 
 def _cost_table(
@@ -299,32 +310,36 @@ def _cost_table(
     return table
 
 
-def _finish(cluster: Cluster, work: float, run: RunView | None, options: argparse.Namespace) -> tuple[Table, str]:
+def _build_finish_table(
+    cluster: Cluster, work: float, run: RunView | None, options: argparse.Namespace
+) -> tuple[Table, str]:
     """Build the table of predicted finish times under the best strategy, and the text of its assumptions.
 
     ``run``: a similar earlier run with measured saves and restarts.
     """
-    from worldsize.plan.finish import finish
+    from worldsize.plan.finish import simulate_runs
 
-    save = options.save or (run and measured_save(run)) or _ASSUMED_SAVE
-    restart = options.restart or (run and measured_restart(run)) or _ASSUMED_RESTART
+    save = options.save or (run and read_save_seconds(run)) or _ASSUMED_SAVE
+    restart = options.restart or (run and read_restart_seconds(run)) or _ASSUMED_RESTART
     offers = {"these nodes": (cluster.price_per_hour, mtbf_seconds(cluster.mtbf_hours, cluster.nodes))}
     if spot := cluster.spot_market:
         offers["spot"] = (spot.price_per_hour, mtbf_seconds(spot.mtbf_hours, cluster.nodes))
     table = Table("nodes", "failure every", "save every", "failures", "time", "80 % of runs", "price", "80 % of runs")
     for name, (price, mtbf) in offers.items():
-        end = finish(work, save, mtbf, restart)
+        end = simulate_runs(work, save, mtbf, restart)
         early, usual, late = end.seconds
         cells = [duration(mtbf), duration(end.interval), f"{end.failures:.1f}", duration(usual)]
-        table.add_row(name, *cells, f"{duration(early)} to {duration(late)}", *_prices(end.seconds, cluster, price))
+        table.add_row(
+            name, *cells, f"{duration(early)} to {duration(late)}", *_format_prices(end.seconds, cluster, price)
+        )
     if run and (seconds := run.results.get("goodput", {}).get("total_seconds")):
         cells = ["", "", str(len(run.attempts) - 1), duration(seconds), ""]
-        paid, _ = _prices([seconds] * 3, cluster, cluster.price_per_hour)
+        paid, _ = _format_prices([seconds] * 3, cluster, cluster.price_per_hour)
         table.add_row(f"{run.directory.path.name} took", *cells, paid, style="dim")
     return table, f"A save holds up training for {duration(save)}, and a restart takes {duration(restart)}."
 
 
-def _prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: float | None) -> tuple[str, str]:
+def _format_prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: float | None) -> tuple[str, str]:
     if price_per_hour is None:
         return "", ""
     early, usual, late = (each / 3600 * cluster.all_nodes * price_per_hour for each in seconds)
@@ -343,7 +358,7 @@ def _retuning_text(training: TrainingConfig, runs: Path) -> str | None:
 def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
     """Build a table of processes with the node, and for each axis the coordinate and the ranks in the group."""
     table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
-    places = {axis: _places(members) for axis, members in groups.items()}
+    places = {axis: _format_places(members) for axis, members in groups.items()}
     shown = _SHOWN_RANKS if cluster.processes > _MOST_RANKS else cluster.processes
     omitted = range(shown // 2, cluster.processes - shown + shown // 2)
     for rank in range(cluster.processes):
@@ -356,12 +371,12 @@ def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) 
     return table
 
 
-def _places(groups: Sequence[Sequence[int]]) -> dict[int, str]:
-    shown = ((group, _short(group)) for group in groups)
+def _format_places(groups: Sequence[Sequence[int]]) -> dict[int, str]:
+    shown = ((group, _abbreviate_ranks(group)) for group in groups)
     return {rank: f"{place}: {text}" for group, text in shown for place, rank in enumerate(group)}
 
 
-def _short(ranks: Sequence[int]) -> str:
+def _abbreviate_ranks(ranks: Sequence[int]) -> str:
     """Format ranks, abbreviating equally spaced ones as "0 8 .. 56"."""
     even = len({after - before for before, after in pairwise(ranks)}) == 1
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}" if even and len(ranks) > 4 else " ".join(map(str, ranks))

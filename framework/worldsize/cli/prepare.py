@@ -14,7 +14,7 @@ from worldsize.data.preparation import Preparation
 from worldsize.data.texts import BYTES, TextFormat, Tokenizer
 from worldsize.data.token_shards import MANIFEST
 from worldsize.errors import WorldsizeError
-from worldsize.messages import printable, refuse
+from worldsize.messages import printable, report_error
 
 
 def main() -> None:
@@ -29,8 +29,10 @@ def main() -> None:
     parser.add_argument("--field", default="text", help="field of a JSON line, or column of a Parquet file (text)")
     help = "the unit of a document in a text file: the file (default), or each line"
     parser.add_argument("--documents", choices=("file", "line"), default="file", help=help)
-    parser.add_argument("--processes", type=_count, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--shard-mib", type=_count, default=64, help="text of a shard in MiB (64)")
+    parser.add_argument(
+        "--processes", type=_parse_count, default=len(os.sched_getaffinity(0)), help="default: all cores"
+    )
+    parser.add_argument("--shard-mib", type=_parse_count, default=64, help="text of a shard in MiB (64)")
     help = "when a document cannot be read: stop (default), or skip it and count"
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=help)
     options = parser.parse_args()
@@ -44,7 +46,7 @@ def main() -> None:
     try:
         prepare(preparation, options.output, options.processes)
     except WorldsizeError as error:
-        sys.exit(refuse(error))
+        sys.exit(report_error(error))
     except KeyboardInterrupt:
         sys.exit("stopped. The same command continues from here.")
 
@@ -54,12 +56,12 @@ def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
     bar = Progress("tokenising", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True))
     task = bar.add_task("", total=None)
 
-    def show(done: int, total: int) -> None:
+    def show_progress(done: int, total: int) -> None:
         bar.start()  # only after the forks, since the bar has a thread
         bar.update(task, completed=done, total=total)
 
     try:
-        manifest = preparation.write(folder, processes=processes, progress=show)
+        manifest = preparation.write_shards(folder, processes=processes, progress=show_progress)
     finally:
         if bar.live.is_started:  # otherwise stop() would print an empty line
             bar.stop()
@@ -70,7 +72,7 @@ def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
     print(f"{folder / MANIFEST}: {counts}{left_out}, in {len(manifest['shards'])} shards, {manifest['sha256'][:16]}")
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more.")
     return int(text)

@@ -22,10 +22,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from worldsize.cli import call_composed, exit_process
-from worldsize.config.arguments import whole
+from worldsize.config.arguments import build_integer_parser
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError
-from worldsize.messages import named, spans
+from worldsize.messages import abbreviate_ranks, format_ranks
 
 if TYPE_CHECKING:
     from worldsize.core import Cluster
@@ -40,7 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize rehearse", description=__doc__)
     parser.add_argument("overrides", nargs="*", help="as of train, e.g. strategy=fsdp cluster.processes=64")
     parser.add_argument("--ranks", metavar="RANKS", help="e.g. 0,5,60-63 or all (default: all, up to 64)")
-    parser.add_argument("--steps", type=whole(Range(least=1)), default=2, help="training steps (default: 2)")
+    parser.add_argument(
+        "--steps", type=build_integer_parser(Range(least=1)), default=2, help="training steps (default: 2)"
+    )
     parser.add_argument("--without-evaluation", action="store_true", help="leave out two batches of each split")
     parser.add_argument(
         "--fake",
@@ -58,15 +60,15 @@ def rehearse(options: argparse.Namespace) -> int:
 
 
 def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
-    from worldsize.config.composed import settings_of
+    from worldsize.config.composed import build_settings
     from worldsize.plan.construction import check_construction, check_trainable
     from worldsize.plan.dry_run import check_alone
     from worldsize.plan.rehearsal.rank import RehearsedPart
-    from worldsize.plan.rehearsal.ranks import chosen_ranks, rehearse
+    from worldsize.plan.rehearsal.ranks import choose_ranks, rehearse
     from worldsize.world.processes import will_fork
 
     will_fork()
-    settings = settings_of(cfg)
+    settings = build_settings(cfg)
     check_trainable(settings.recipe, settings.strategy)
     check_construction(
         settings.recipe,
@@ -77,8 +79,8 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
     )
     check_alone(settings)
     size = settings.cluster.processes
-    ranks = chosen_ranks(settings.cluster) if options.ranks is None else _ranks(options.ranks, size)
-    _check(options, ranks)
+    ranks = choose_ranks(settings.cluster) if options.ranks is None else _parse_ranks(options.ranks, size)
+    _check_output(options, ranks)
     part = RehearsedPart(options.steps, options.fake, not options.without_evaluation)
     console = Console(stderr=True)
     with Progress(
@@ -92,26 +94,27 @@ def _rehearse(cfg: DictConfig, options: argparse.Namespace) -> int:
             settings, ranks, part, note=lambda done: progress.update(bar, completed=done, refresh=True)
         )
     if options.json:
-        _write(options.json, rehearsed)
+        _write_result(options.json, rehearsed)
     if (refusal := _common_refusal(rehearsed)) is not None:
         raise ConfigError(refusal)
-    return _show(rehearsed, settings.cluster, options)
+    return _show_outcome(rehearsed, settings.cluster, options)
 
 
-def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
+def _check_output(options: argparse.Namespace, ranks: Sequence[int]) -> None:
     """Raise ConfigError early if the output cannot be written or shown."""
     if options.calls is not None and options.calls not in ranks:
         raise ConfigError(
-            f"--calls {options.calls}: that rank is not rehearsed. Take one of {spans(ranks)}, or name it in --ranks."
+            f"--calls {options.calls}: that rank is not rehearsed. Take one of {abbreviate_ranks(ranks)}, or name "
+            "it in --ranks."
         )
     file: Path | None = options.json
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise ConfigError(f"--json {file}: it cannot be written. Name a file in a folder that exists and is yours.")
 
 
-def _write(file: Path, rehearsed: Sequence[Rehearsed]) -> None:
+def _write_result(file: Path, rehearsed: Sequence[Rehearsed]) -> None:
     try:
-        file.write_text(json.dumps([_facts(each) for each in rehearsed], indent=1))
+        file.write_text(json.dumps([_describe_rank(each) for each in rehearsed], indent=1))
     except OSError as error:
         raise ConfigError(f"--json {file}: it cannot be written ({error.strerror}). Pass a different file.") from None
 
@@ -122,7 +125,7 @@ def _common_refusal(rehearsed: Sequence[Rehearsed]) -> str | None:
     return refusals.pop() if len(refusals) == 1 else None
 
 
-def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
+def _describe_rank(rehearsed: Rehearsed) -> dict[str, Any]:
     """Return a rank's memory and calls for the JSON file, with abbreviated lists of ranks."""
     calls = [
         {
@@ -130,7 +133,7 @@ def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
             "phase": call.phase,
             "operation": call.operation,
             "form": call.form,
-            "ranks": spans(call.group.ranks),
+            "ranks": abbreviate_ranks(call.group.ranks),
             "peer": call.peer,
             "nbytes": call.nbytes,
             "site": call.site,
@@ -142,7 +145,7 @@ def _facts(rehearsed: Rehearsed) -> dict[str, Any]:
     return {"rank": rehearsed.rank, "error": rehearsed.error, **peaks, "calls": calls}
 
 
-def _ranks(text: str, size: int) -> list[int]:
+def _parse_ranks(text: str, size: int) -> list[int]:
     """Parse ranks such as "0,5,60-63"."""
     if text == "all":
         return list(range(size))
@@ -166,14 +169,14 @@ def _ranks(text: str, size: int) -> list[int]:
 # ---------------------------------------------------------------- the outcome
 
 
-def _show(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: argparse.Namespace) -> int:
-    _print(_table(rehearsed, cluster, options))
+def _show_outcome(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: argparse.Namespace) -> int:
+    _print_table(_build_rank_table(rehearsed, cluster, options))
     if options.calls is not None:
-        _print(_calls_table(rehearsed, options.calls))
+        _print_table(_calls_table(rehearsed, options.calls))
     if restless := [each.rank for each in rehearsed if not each.is_settled]:
-        print(_UNSETTLED.format(named(restless)))
+        print(_UNSETTLED.format(format_ranks(restless)))
         return _FAILED
-    wrong, failed = _wrong(rehearsed), _failures(rehearsed)
+    wrong, failed = _find_problems(rehearsed), _failures(rehearsed)
     for line in [*wrong, *failed]:
         print(line)
     if wrong:
@@ -193,7 +196,7 @@ _UNSETTLED = (
 )
 
 
-def _wrong(rehearsed: Sequence[Rehearsed]) -> list[str]:
+def _find_problems(rehearsed: Sequence[Rehearsed]) -> list[str]:
     """Describe differing calls and mismatched messages, or if there are none, a deadlock."""
     from worldsize.plan.rehearsal.waiting import deadlock, differences, mismatches
 
@@ -213,9 +216,12 @@ def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
     for each in rehearsed:
         if each.error is not None:
             by_text[each.error].append(each.rank)
-    problems = [f"{named(ranks)} fail{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in by_text.items()]
+    problems = [f"{format_ranks(ranks)} fail{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in by_text.items()]
     if absent := sorted(_absent_roots(rehearsed)):
-        problems.append(f"What {named(absent)} would have given them is not known: add {spans(absent)} to --ranks.")
+        problems.append(
+            f"What {format_ranks(absent)} would have given them is not known: add {abbreviate_ranks(absent)} to "
+            "--ranks."
+        )
     return problems
 
 
@@ -229,20 +235,20 @@ def _absent_roots(rehearsed: Sequence[Rehearsed]) -> set[int]:
 _FROM = "objects, root "
 
 
-def _print(table: Table) -> None:
+def _print_table(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table, highlight=False, markup=False)
 
 
-def _table(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: argparse.Namespace) -> Table:
+def _build_rank_table(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: argparse.Namespace) -> Table:
     """Build a table with one row per group of ranks with identical values."""
     from worldsize.plan.advice import size_text
     from worldsize.plan.rehearsal.memory import PARTS
-    from worldsize.plan.rehearsal.ranks import traffic
+    from worldsize.plan.rehearsal.ranks import compute_traffic
 
     rows: dict[tuple[str, ...], list[int]] = defaultdict(list)
     last: int = options.steps
     for each in rehearsed:
-        sent = traffic(each, cluster.processes_per_node, step=last)
+        sent = compute_traffic(each, cluster.processes_per_node, step=last)
         held = [each.peak.nbytes, *(each.peak.parts.get(part, 0) for part in PARTS)]
         evaluation = size_text(each.evaluation.nbytes) if each.evaluation else "-"
         cells = [
@@ -258,7 +264,7 @@ def _table(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: argparse.N
     title = f"{cluster.processes} processes on {cluster.nodes} nodes, step {last}"
     table = Table(*columns, title=title)
     for row, ranks in rows.items():
-        table.add_row(spans(ranks), *row)
+        table.add_row(abbreviate_ranks(ranks), *row)
     return table
 
 
@@ -267,12 +273,12 @@ def _calls_table(rehearsed: Iterable[Rehearsed], rank: int) -> Table:
     table = Table("step", "call", "ranks", "from", title=f"collectives of rank {rank}")
     for call in calls:
         peer = "any" if call.peer is None else str(call.peer)
-        with_whom = peer if call.is_message else spans(call.group.ranks)
-        table.add_row(_moment(call), call.described, with_whom, call.site)
+        with_whom = peer if call.is_message else abbreviate_ranks(call.group.ranks)
+        table.add_row(_format_step(call), call.described, with_whom, call.site)
     return table
 
 
-def _moment(call: Call) -> str:
+def _format_step(call: Call) -> str:
     """Return the step of a call in short form, with its phase outside the step itself."""
     if not call.step:
         return "-"

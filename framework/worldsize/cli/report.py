@@ -11,8 +11,8 @@ from pathlib import Path
 from worldsize.cli import run_folder
 from worldsize.errors import WorldsizeError
 from worldsize.files import replace_file
-from worldsize.messages import refuse
-from worldsize.observe.report.page import page
+from worldsize.messages import report_error
+from worldsize.observe.report.page import render_page
 from worldsize.record.run_directory import find_run
 
 NAME = "report.html"
@@ -26,21 +26,21 @@ def main() -> None:
     parser.add_argument("--open", action="store_true", help="show it in the browser")
     options = parser.parse_args()
     try:
-        path = write(options.folders or [find_run("last").path], options.output)
+        path = write_report(options.folders or [find_run("last").path], options.output)
     except WorldsizeError as error:
-        sys.exit(refuse(error))
+        sys.exit(report_error(error))
     print(path)
     if options.open:
         webbrowser.open(path.as_uri())
 
 
-def write(folders: list[Path], output: Path | None) -> Path:
+def write_report(folders: list[Path], output: Path | None) -> Path:
     """Write the report page of ``folders``; return its path.
 
     Raises:
         WorldsizeError: there is nothing to report, or the page cannot be written.
     """
-    text = page(folders)
+    text = render_page(folders)
     path = (output or Path(os.path.commonpath(folders)) / NAME).absolute()
     data = text.encode(errors="replace")
     try:

@@ -20,44 +20,49 @@ from typing import Any
 from rich.console import Console
 
 from worldsize.cli import exit_process
-from worldsize.cli.compare import EXIT_CODES, add_report_options, show
-from worldsize.config.arguments import key_of
-from worldsize.config.compose import assigned
-from worldsize.config.search_path import bundle
+from worldsize.cli.compare import EXIT_CODES, add_report_options, show_comparison
+from worldsize.config.arguments import parse_override_key
+from worldsize.config.compose import format_override
+from worldsize.config.search_path import get_bundle_folder
 from worldsize.core import ContainerImage
 from worldsize.errors import WorldsizeError
-from worldsize.launch.recorded_run import check_recorded_targets, recorded_flags, recorded_overrides, target_names
-from worldsize.messages import ask, refuse
-from worldsize.record.code import checked_out, patched_files, read_patch
+from worldsize.launch.recorded_run import (
+    check_recorded_targets,
+    read_recorded_flags,
+    read_recorded_overrides,
+    target_names,
+)
+from worldsize.messages import ask_for_consent, report_error
+from worldsize.record.code import check_out_code, list_patched_files, read_patch
 from worldsize.record.compare import compare_runs
 from worldsize.record.container import (
     ENGINES,
     Container,
     Dockerfile,
-    built,
-    engine_of,
+    build_image,
     engines_for,
-    passed_on,
-    recorded_image,
+    extend_environment,
+    find_engine,
+    read_recorded_image,
     version_of_uv,
 )
 from worldsize.record.inputs import check_kept, link_data, remove_compiled
-from worldsize.record.level import recorded_level
+from worldsize.record.level import read_recorded_level
 from worldsize.record.rebuild import (
     Interpreter,
     Lock,
     Places,
-    contained,
+    build_interpreter,
+    describe_installs,
     different_packages,
-    present,
+    get_container_interpreter,
+    get_current_interpreter,
     read_lock,
-    rebuilt,
-    to_be_installed,
 )
 from worldsize.record.redaction import REDACTED
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import RunView, view
-from worldsize.strict_json import strict
+from worldsize.record.run_record import RunView, read_run
+from worldsize.strict_json import sanitize_json
 from worldsize.world.scratch import temporary_folder
 
 _NO_COMMIT = "only the files in the record"
@@ -105,7 +110,7 @@ def main() -> None:
     try:
         code = reproduce(Options(**vars(parser.parse_intermixed_args())))
     except WorldsizeError as error:
-        code = refuse(error)
+        code = report_error(error)
     exit_process(code)
 
 
@@ -115,92 +120,95 @@ def reproduce(options: Options) -> int:
     Raises:
         WorldsizeError: the record is damaged, incomplete or not allowed to run; nothing was started.
     """
-    recorded = view(options.manifest)
+    recorded = read_run(options.manifest)
     original, manifest = recorded.directory, recorded.manifest
     code, own = manifest["code"], recorded.is_own
     check_recorded_targets(manifest, options.overrides, own=own)
     has_plugins = check_kept(manifest.get("plugins", ()), original.plugins)
     patch = read_patch(original.patch, code["patch_sha256"], approximate=options.approximate)
-    image = recorded_image(manifest["environment"]) if options.container else None
+    image = read_recorded_image(manifest["environment"]) if options.container else None
     changed = [] if options.container else different_packages(manifest["environment"])
     needs_lock = image is None if options.container else bool(changed or options.rebuild)
     lock = read_lock(manifest["environment"], original.environment) if needs_lock else None
-    engine = engine_of(options.container, engines_for(image)) if options.container else None
+    engine = find_engine(options.container, engines_for(image)) if options.container else None
     if not own:
-        _ask(recorded, patch, lock, image.name if image else None, options)
+        _confirm_run(recorded, patch, lock, image.name if image else None, options)
     overrides = _overrides(manifest, options, own=own)
-    clones = _clones(recorded)
+    clones = _list_clones(recorded)
     with temporary_folder() as scratch:
         root, plugins = scratch / "code", scratch / "kept"
         if has_plugins:
             shutil.copytree(original.plugins, plugins)
             check_kept(manifest.get("plugins", ()), plugins)  # check the copies, since the record may have changed
-        with checked_out(code, patch, root, clones) as folder:
+        with check_out_code(code, patch, root, clones) as folder:
             if not own:
                 remove_compiled(root)
-            link_data(manifest["data"], folder, root, _launched_in(recorded))
+            link_data(manifest["data"], folder, root, _list_launch_folders(recorded))
             if engine:
-                container = Container(engine, image or _built(engine, lock, scratch, options.base))
+                container = Container(engine, image or _build_image(engine, lock, scratch, options.base))
                 places = Places(
-                    folder, root, [*clones, *_launched_in(recorded), original.path], [_runs(original), scratch]
+                    folder,
+                    root,
+                    [*clones, *_list_launch_folders(recorded), original.path],
+                    [_create_runs_folder(original), scratch],
                 )
-                python = contained(container, places, cuda=manifest["cluster"]["device"] == "cuda")
+                python = get_container_interpreter(container, places, cuda=manifest["cluster"]["device"] == "cuda")
             else:
-                python = _python(lock, folder, root=root, clones=clones)
-            new, exit_code = _run(options, original, python, folder, overrides, plugins)
-    return exit_code or _report(options, original, new)
+                python = _prepare_interpreter(lock, folder, root=root, clones=clones)
+            new, exit_code = _train_in_checkout(options, original, python, folder, overrides, plugins)
+    return exit_code or _report_comparison(options, original, new)
 
 
-def _clones(recorded: RunView) -> list[Path]:
+def _list_clones(recorded: RunView) -> list[Path]:
     """List the folders whose git repositories may contain the commit.
 
     Repositories mentioned or contained in another user's record are skipped, because a repository's settings can make
     git run any program.
     """
-    here = [Path.cwd(), bundle()]
+    here = [Path.cwd(), get_bundle_folder()]
     if recorded.is_own:
         checkout = recorded.manifest["code"]["checkout"]
         return [*([Path(checkout)] if checkout else []), recorded.directory.path, *here]
     return here
 
 
-def _launched_in(recorded: RunView) -> list[Path]:
+def _list_launch_folders(recorded: RunView) -> list[Path]:
     """List the folders for resolving the run's relative paths: where it was launched, and the working directory."""
     code = recorded.manifest["code"]
     then = [Path(code["checkout"]) / code["folder"]] if recorded.is_own and code["checkout"] else []
     return [*then, Path.cwd()]
 
 
-def _ask(recorded: RunView, patch: bytes, lock: Lock | None, image: str | None, options: Options) -> None:
+def _confirm_run(recorded: RunView, patch: bytes, lock: Lock | None, image: str | None, options: Options) -> None:
     """Show what another user's record would fetch, install or run here, and ask for agreement."""
     manifest, code = recorded.manifest, recorded.manifest["code"]
-    places = ", ".join(map(str, (*_clones(recorded), *([code["remote"]] if code["remote"] else []))))
+    places = ", ".join(map(str, (*_list_clones(recorded), *([code["remote"]] if code["remote"] else []))))
     facts = {
         "run": [manifest["run_id"]],
         "code": [f"{code['commit']} from the first that has it: {places}"] if code["commit"] else [_NO_COMMIT],
-        "with changes": [f"patch with SHA-256 {code['patch_sha256']}", *patched_files(patch)] if patch else [],
+        "with changes": [f"patch with SHA-256 {code['patch_sha256']}", *list_patched_files(patch)] if patch else [],
         "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
         "targets": target_names(manifest["config"]),
         "options": manifest["overrides"],
         "image": [image] if image else [],
         "other packages": [] if options.container else different_packages(manifest["environment"]),
-        "to be installed": to_be_installed(lock) if lock else [],
+        "to be installed": describe_installs(lock) if lock else [],
         "data": list(manifest["data"]["files"]),
     }
-    ask(facts, yes=options.yes, deed="Install and run this code?")
+    ask_for_consent(facts, yes=options.yes, deed="Install and run this code?")
 
 
 def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> list[str]:
     """Return the recorded overrides, replaced by the user's overrides where both exist."""
-    typed = {key_of(word) for word in options.overrides}
-    recorded = [word for word in recorded_overrides(manifest, own=own) if key_of(word) not in typed]
+    typed = {parse_override_key(word) for word in options.overrides}
+    recorded = [word for word in read_recorded_overrides(manifest, own=own) if parse_override_key(word) not in typed]
     begun = manifest["config"].get("init_from")  # the checkpoint that was used, even if init_from names a run
-    pinned = [assigned("init_from", begun)] if begun and "init_from" not in typed else []
-    revealed = (_revealed(word) if REDACTED in word else word for word in recorded)
-    return [*recorded_flags(manifest, own=own), *revealed, *pinned, *options.overrides]
+    pinned = [format_override("init_from", begun)] if begun and "init_from" not in typed else []
+    revealed = (_ask_for_secret(word) if REDACTED in word else word for word in recorded)
+    return [*read_recorded_flags(manifest, own=own), *revealed, *pinned, *options.overrides]
 
 
-def _revealed(word: str) -> str:
+def _ask_for_secret(word: str) -> str:
     key = word.partition("=")[0]
     if not sys.stdin.isatty():
         raise WorldsizeError(
@@ -209,30 +217,30 @@ def _revealed(word: str) -> str:
     return f"{key}={getpass.getpass(f'{key}: ')}"
 
 
-def _python(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Path]) -> Interpreter:
+def _prepare_interpreter(lock: Lock | None, folder: Path, *, root: Path, clones: Sequence[Path]) -> Interpreter:
     if lock is None:
-        return present(root, clones=clones)
+        return get_current_interpreter(root, clones=clones)
     print("building the recorded environment with uv", file=sys.stderr, flush=True)
-    return rebuilt(lock, folder, root.parent)
+    return build_interpreter(lock, folder, root.parent)
 
 
-def _built(engine: str, lock: Lock | None, scratch: Path, base: str | None) -> ContainerImage:
+def _build_image(engine: str, lock: Lock | None, scratch: Path, base: str | None) -> ContainerImage:
     """Build the image of the recorded environment, into which the code is mounted later."""
     assert lock is not None
     folder = scratch / "image"
     folder.mkdir()
-    lock.write(folder)
+    lock.write_lock_files(folder)
     base = base or f"python:{lock.python}-slim"
     image = Dockerfile(folder, base, lock.python, version_of_uv(), extras=None, has_project=False)
     print(f"building the recorded environment with {engine}", file=sys.stderr, flush=True)
-    return built(engine, image.write(), f"worldsize-{hashlib.sha256(lock.content).hexdigest()[:12]}")
+    return build_image(engine, image.write_files(), f"worldsize-{hashlib.sha256(lock.content).hexdigest()[:12]}")
 
 
 # overrides are sent on standard input, since they may contain secrets and every user can read command lines
 _CHILD = "import json, sys; sys.argv[1:] = json.load(sys.stdin); from worldsize.cli import main; main()"
 
 
-def _run(
+def _train_in_checkout(
     options: Options,
     original: RunDirectory,
     python: Interpreter,
@@ -247,11 +255,11 @@ def _run(
     Raises:
         WorldsizeError: the run was refused; the reason has been shown.
     """
-    runs, name = _runs(original), f"{original.id}_reproduced_{secrets.token_hex(3)}"
+    runs, name = _create_runs_folder(original), f"{original.id}_reproduced_{secrets.token_hex(3)}"
     own = [
-        assigned("run.root", runs),
-        assigned("run.name", name),
-        assigned("run.reproduces", original.manifest),
+        format_override("run.root", runs),
+        format_override("run.name", name),
+        format_override("run.reproduces", original.manifest),
         f"run.strict={options.strict}",
     ]
     path = os.pathsep.join(map(str, (*python.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep))))
@@ -264,7 +272,7 @@ def _run(
     done = subprocess.run(
         [*python.command, "-c", _CHILD],
         cwd=folder,
-        env=passed_on(python.command, environment),
+        env=extend_environment(python.command, environment),
         input=json.dumps(["train", *overrides, *own]),
         stdout=sys.stderr if options.json else None,
         text=True,
@@ -275,7 +283,7 @@ def _run(
     return RunDirectory(folder_of_new), done.returncode
 
 
-def _runs(original: RunDirectory) -> Path:
+def _create_runs_folder(original: RunDirectory) -> Path:
     """Return the folder for the new run, next to the original or else in the working directory."""
     beside = original.path.parents[1]
     runs = beside if original.config.exists() and os.access(beside, os.W_OK) else Path.cwd() / "runs"
@@ -283,16 +291,16 @@ def _runs(original: RunDirectory) -> Path:
     return runs
 
 
-def _report(options: Options, original: RunDirectory, new: RunDirectory) -> int:
+def _report_comparison(options: Options, original: RunDirectory, new: RunDirectory) -> int:
     comparison = compare_runs(original.path, new.path, tolerance=options.tolerance)
-    level = recorded_level(view(new.path).manifest)
+    level = read_recorded_level(read_run(new.path).manifest)
     runs = {"original": str(original.path), "run": str(new.path), "reproducibility": asdict(level)}
-    report = strict({**comparison.describe(), **runs})
+    report = sanitize_json({**comparison.describe(), **runs})
     (new.path / "reproduction.json").write_text(json.dumps(report, indent=2) + "\n")
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        show(comparison, as_json=False)
+        show_comparison(comparison, as_json=False)
         text = f"reproducibility level: {level.level}: {level.why}"
         Console().print(text, markup=False, highlight=False, soft_wrap=True)
     return EXIT_CODES[comparison.verdict]

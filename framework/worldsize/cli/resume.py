@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete, step_of
+from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete, parse_step
 from worldsize.cli import RUN, call_composed, exit_process, run_and_overrides
-from worldsize.config.compose import compose_only, resolved
+from worldsize.config.compose import compose_only, resolve_config
 from worldsize.errors import WorldsizeError
-from worldsize.launch.recorded_run import check_before_start, enter_project, placed
-from worldsize.messages import refuse
+from worldsize.launch.recorded_run import build_run_options, check_before_start, enter_project
+from worldsize.messages import report_error
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import RunRecord, opened
+from worldsize.record.run_record import RunRecord, open_record
 
 
 def main() -> None:
@@ -34,10 +34,10 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     try:
         run, overrides = run_and_overrides(options.words)
-        with opened(RunDirectory(run)) as record:
+        with open_record(RunDirectory(run)) as record:
             code = resume(record, overrides, options.ignore, allow_older=options.allow_older, yes=options.yes)
     except WorldsizeError as error:
-        code = refuse(error)
+        code = report_error(error)
     exit_process(code)
 
 
@@ -56,26 +56,31 @@ def resume(
     if record.is_complete and not overrides:
         raise WorldsizeError(f"the run {run.path} is complete. To train it further, give a larger number: steps=...")
     words = enter_project(record, overrides, yes=yes)
-    arguments = [*words, *placed(record), f"checkpoint.allow_older={allow_older}", *_ignored(record, ignore)]
+    arguments = [
+        *words,
+        *build_run_options(record),
+        f"checkpoint.allow_older={allow_older}",
+        *_format_ignored_parts(record, ignore),
+    ]
 
-    def task(cfg: DictConfig) -> int:
+    def resume_with_config(cfg: DictConfig) -> int:
         from worldsize.launch.execute import resume_run
 
         return resume_run(cfg, record, words, ignore)
 
     if own:
-        return call_composed(task, arguments)
+        return call_composed(resume_with_config, arguments)
     cfg = compose_only(arguments)
-    check_before_start(manifest, resolved(cfg), overrides, yes=yes)
+    check_before_start(manifest, resolve_config(cfg), overrides, yes=yes)
     record.adopt()
-    return task(cfg)
+    return resume_with_config(cfg)
 
 
-def _ignored(record: RunRecord, ignore: Sequence[str]) -> list[str]:
+def _format_ignored_parts(record: RunRecord, ignore: Sequence[str]) -> list[str]:
     """Return the overrides that list the parts of the newest checkpoint to ignore."""
     parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
     if record.manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
         parts.append(HYPERPARAMETERS)  # the configuration changed, so keep its hyperparameters
     saved = complete(record.directory.checkpoints)
-    until = [f"checkpoint.ignore_until={step_of(saved[-1])}"] if saved else []
+    until = [f"checkpoint.ignore_until={parse_step(saved[-1])}"] if saved else []
     return [*until, f"checkpoint.ignore={parts}".replace(" ", "")]

@@ -25,24 +25,24 @@ from rich.table import Table
 
 from worldsize.cli import exit_process
 from worldsize.cli.train import train
-from worldsize.config.arguments import number
-from worldsize.config.compose import choices, compose_and_call
+from worldsize.config.arguments import build_number_parser
+from worldsize.config.compose import compose_and_call, read_group_choices
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
-from worldsize.messages import refuse
+from worldsize.messages import report_error
 from worldsize.plan.advice import time_text
 from worldsize.plan.scaling import (
     PHASES,
     Point,
     boundary_text,
     efficiencies,
-    knees,
+    find_knees,
     marginal_text,
     marginals,
-    predicted_efficiencies,
+    predict_efficiencies,
     read_timed,
 )
-from worldsize.record.redaction import redacted_arguments
+from worldsize.record.redaction import redact_arguments
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
@@ -78,7 +78,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--knee",
-        type=number(Range(least=0, most=1)),
+        type=build_number_parser(Range(least=0, most=1)),
         metavar="SHARE",
         help="share of a process's speed that a further one must add; default: the best efficiency x speedup",
     )
@@ -90,7 +90,7 @@ def main() -> None:
     try:
         code = scale(options)
     except WorldsizeError as error:
-        code = refuse(error)
+        code = report_error(error)
     exit_process(code)
 
 
@@ -100,19 +100,19 @@ def scale(options: argparse.Namespace) -> int:
     Raises:
         WorldsizeError: a point cannot run; nothing was started.
     """
-    from worldsize.plan.predictor import Given, Predictor, links_of
-    from worldsize.record.run_directory import planned
+    from worldsize.plan.predictor import Given, Predictor, read_links
+    from worldsize.record.run_directory import plan_run_directory
     from worldsize.world.processes import will_fork
 
     will_fork()
-    command = shlex.join(["worldsize", "scale", *redacted_arguments(sys.argv[1:])])
-    links = links_of(options.links) if options.links else {}
+    command = shlex.join(["worldsize", "scale", *redact_arguments(sys.argv[1:])])
+    links = read_links(options.links) if options.links else {}
     predictor = Predictor(Given(links=links, one_machine=options.one_machine))
-    points = planned_points(options.overrides, options.mode, predictor)
+    points = plan_points(options.overrides, options.mode, predictor)
     first = points[0]
-    folder = planned(first.settings.run.root, "scaling", None).path
+    folder = plan_run_directory(first.settings.run.root, "scaling", None).path
     study = {"schema": 1, "recipe": first.recipe, "mode": options.mode, "command": command}
-    study["cluster"] = {**asdict(predictor.cluster(first.settings)), "processes": None, "nodes": None}
+    study["cluster"] = {**asdict(predictor.resolve_cluster(first.settings)), "processes": None, "nodes": None}
     done: list[Point] = []
     for place, point in enumerate(points, 1):
         print(f"{place}/{len(points)}: {point.strategy}, world size {point.world_size}", file=sys.stderr, flush=True)
@@ -121,11 +121,13 @@ def scale(options: argparse.Namespace) -> int:
             code = train([*point.words, f"run.root={folder}", f"run.name={run.name}"])
         if code:
             break
-        done.append(_measured(point, run))
-        (folder / "scaling.json").write_text(json.dumps({**study, **outcome(done, options.knee)}, indent=2) + "\n")
+        done.append(_read_point(point, run))
+        (folder / "scaling.json").write_text(
+            json.dumps({**study, **build_outcome(done, options.knee)}, indent=2) + "\n"
+        )
     if done:
         console = Console(width=None if sys.stdout.isatty() else 160)
-        console.print(table(done, title=f"{first.recipe}, {options.mode} scaling", least=options.knee))
+        console.print(build_scaling_table(done, title=f"{first.recipe}, {options.mode} scaling", least=options.knee))
         for line in boundary_text(done):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         console.print(f"{folder / 'scaling.json'}", highlight=False, markup=False, soft_wrap=True)
@@ -135,29 +137,35 @@ def scale(options: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- the points to measure
 
 
-def planned_points(overrides: Sequence[str], mode: str, predictor: Predictor) -> list[Planned]:
+def plan_points(overrides: Sequence[str], mode: str, predictor: Predictor) -> list[Planned]:
     """Check and predict every point of a scaling study, before any of them is measured."""
-    lists = {name: _list(overrides, name) for name in _LISTS}
+    lists = {name: _parse_list(overrides, name) for name in _LISTS}
     if not lists["world_sizes"]:
         raise ConfigError("no world sizes. Give some, e.g. world_sizes=1,2,4.")
     given = [word for word in overrides if word.partition("=")[0] not in _LISTS]
     has_epochs = any(word.startswith("epochs=") and word != "epochs=null" for word in given)
     words = [*(_QUIET if has_epochs else (*_LENGTH, *_QUIET)), *given]
     others = [word for word in words if not word.startswith(("strategy=", "+strategy="))]
-    named = _by_strategy(others, lists["strategies"]) or {"": words}
-    sizes, counts = sorted({*map(_shape, lists["world_sizes"])}), sorted({*map(_number, lists["accumulations"])})
+    named = _group_by_strategy(others, lists["strategies"]) or {"": words}
+    sizes, counts = (
+        sorted({*map(_parse_shape, lists["world_sizes"])}),
+        sorted({*map(_parse_number, lists["accumulations"])}),
+    )
     points = product(named.values(), sizes, counts or [1])
-    return [_point([*words, *_cluster(shape)], shape, count, mode, predictor) for words, shape, count in points]
+    return [
+        _plan_point([*words, *_format_cluster_options(shape)], shape, count, mode, predictor)
+        for words, shape, count in points
+    ]
 
 
-def _by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+def _group_by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
     """Return the words for each strategy; options under ``strategy`` go only to strategies that have the key.
 
     Raises:
         ConfigError: a strategy does not exist, or a key exists in none of them.
     """
     typed = {word: re.split("[.=]", word)[1] for word in words if word.startswith("strategy.")}
-    known = {name: _keys_of(name) for name in names} if typed else {}
+    known = {name: _list_strategy_keys(name) for name in names} if typed else {}
     for key in typed.values():
         if known and not any(key in keys for keys in known.values()):
             raise ConfigError(
@@ -169,14 +177,14 @@ def _by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, list[s
     }
 
 
-def _keys_of(strategy: str) -> set[str]:
+def _list_strategy_keys(strategy: str) -> set[str]:
     """Return the keys of a strategy's options."""
     keys: set[str] = set()
     compose_and_call(lambda cfg: keys.update(map(str, cfg.strategy)), [f"strategy={strategy}"])
     return keys
 
 
-def _cluster(shape: tuple[int, int]) -> list[str]:
+def _format_cluster_options(shape: tuple[int, int]) -> list[str]:
     """Return the cluster options of a point; with 0 nodes, the configuration determines them."""
     size, nodes = shape
     if not nodes:
@@ -184,21 +192,23 @@ def _cluster(shape: tuple[int, int]) -> list[str]:
     return [f"cluster.nodes={nodes}", "cluster.processes=null", f"cluster.processes_per_node={size // nodes}"]
 
 
-def _point(words: Sequence[str], shape: tuple[int, int], accumulation: int, mode: str, predictor: Predictor) -> Planned:
+def _plan_point(
+    words: Sequence[str], shape: tuple[int, int], accumulation: int, mode: str, predictor: Predictor
+) -> Planned:
     places = []
     size, nodes = shape
 
-    def task(cfg: DictConfig) -> None:
-        from worldsize.config.composed import has_own_batches, settings_of, with_values
+    def plan_with_config(cfg: DictConfig) -> None:
+        from worldsize.config.composed import build_settings, has_own_batches, override_values
         from worldsize.core import BatchLauncher
 
         own_batches = has_own_batches(cfg)
         hosts = _first_hosts(cfg, nodes) if nodes else []
         weak = {} if own_batches or mode == "strong" else {"batch_size": cfg.batch_size * size}
-        cfg = with_values(cfg, {**weak, **({"cluster.hosts": hosts} if hosts else {})})
-        settings = settings_of(cfg)
+        cfg = override_values(cfg, {**weak, **({"cluster.hosts": hosts} if hosts else {})})
+        settings = build_settings(cfg)
         if accumulation > 1:
-            settings = settings_of(with_values(cfg, {"logical_ranks": accumulation * settings.logical_ranks}))
+            settings = build_settings(override_values(cfg, {"logical_ranks": accumulation * settings.logical_ranks}))
         if isinstance(settings.launcher, BatchLauncher) and not settings.launcher.wait:
             raise ConfigError(
                 f"{type(settings.launcher).__name__} submits runs and does not wait for them. Set launcher.wait=true, "
@@ -212,10 +222,18 @@ def _point(words: Sequence[str], shape: tuple[int, int], accumulation: int, mode
         shared = (f"batch_size={batch}", f"logical_ranks={settings.logical_ranks}")
         on_nodes = f"_{nodes}" if nodes else ""
         run = (*words, *([f"cluster.hosts=[{','.join(hosts)}]"] if hosts else []), *shared)
-        place = Planned(choices()["strategy"], size, accumulation, run, settings, choices()["recipe"], on_nodes)
-        places.append(replace(place, predicted=_predicted(predictor, settings)))
+        place = Planned(
+            read_group_choices()["strategy"],
+            size,
+            accumulation,
+            run,
+            settings,
+            read_group_choices()["recipe"],
+            on_nodes,
+        )
+        places.append(replace(place, predicted=_predict_step(predictor, settings)))
 
-    compose_and_call(task, words)
+    compose_and_call(plan_with_config, words)
     return places[0]
 
 
@@ -231,7 +249,7 @@ def _first_hosts(cfg: DictConfig, nodes: int) -> list[str]:
     return list(cfg.cluster.hosts)[:nodes]
 
 
-def _predicted(predictor: Predictor, settings: Settings) -> float | None:
+def _predict_step(predictor: Predictor, settings: Settings) -> float | None:
     try:
         return predictor.forecast(settings).step_seconds
     except ConfigError as error:
@@ -239,18 +257,18 @@ def _predicted(predictor: Predictor, settings: Settings) -> float | None:
         return None
 
 
-def _list(overrides: Sequence[str], name: str) -> list[str]:
+def _parse_list(overrides: Sequence[str], name: str) -> list[str]:
     values = [word.partition("=")[2] for word in overrides if word.startswith(f"{name}=")]
     return values[-1].strip("[]").split(",") if values else []
 
 
-def _shape(text: str) -> tuple[int, int]:
+def _parse_shape(text: str) -> tuple[int, int]:
     """Return the numbers of processes and nodes; 0 nodes if ``text`` is only a number of processes."""
     nodes, by, each = text.partition("x")
-    return (_number(nodes) * _number(each), _number(nodes)) if by else (_number(text), 0)
+    return (_parse_number(nodes) * _parse_number(each), _parse_number(nodes)) if by else (_parse_number(text), 0)
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(
             f"{text!r} is not a number of processes or micro-batches. Write e.g. world_sizes=1,2,4, or "
@@ -262,7 +280,7 @@ def _number(text: str) -> int:
 # ---------------------------------------------------------------- the results
 
 
-def _measured(point: Planned, run: Path) -> Point:
+def _read_point(point: Planned, run: Path) -> Point:
     batch_size = point.settings.training.batch_size
     timed = read_timed(run, batch_size)
     return Point(
@@ -279,25 +297,25 @@ def _measured(point: Planned, run: Path) -> Point:
     )
 
 
-def outcome(points: Sequence[Point], least: float | None) -> dict[str, Any]:
-    """Return the content of ``scaling.json`` for measured points; see :func:`knees` for ``least``."""
-    predicted: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
+def build_outcome(points: Sequence[Point], least: float | None) -> dict[str, Any]:
+    """Return the content of ``scaling.json`` for measured points; see :func:`find_knees` for ``least``."""
+    predicted: Sequence[float | None] = predict_efficiencies(points) or [None] * len(points)
     columns = zip(points, efficiencies(points), predicted, marginals(points), strict=True)
     rows = [
         {**asdict(point), "efficiency": share, "predicted_efficiency": expected, "marginal": further}
         for point, share, expected, further in columns
     ]
-    return {"points": rows, "knee": knees(points, least=least), "least": least}
+    return {"points": rows, "knee": find_knees(points, least=least), "least": least}
 
 
-def table(points: Sequence[Point], *, title: str, least: float | None = None) -> Table:
+def build_scaling_table(points: Sequence[Point], *, title: str, least: float | None = None) -> Table:
     """Build the table of points, with the knee of each strategy marked."""
-    knee, on_nodes = knees(points, least=least), any(point.nodes > 1 for point in points)
+    knee, on_nodes = find_knees(points, least=least), any(point.nodes > 1 for point in points)
     shape = ["micro-batches"] if any(point.accumulation > 1 for point in points) else []
     drawn = Table("strategy", "nodes × each" if on_nodes else "processes", title=title)
     for column in (*shape, "step", "spread", *PHASES, "samples/s", "efficiency", "marginal", "predicted", "error"):
         drawn.add_column(column)
-    expected: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
+    expected: Sequence[float | None] = predict_efficiencies(points) or [None] * len(points)
     rows = zip(points, efficiencies(points), expected, marginals(points), strict=True)
     for point, share, foreseen, further in rows:
         bends = point.world_size == knee[point.strategy]

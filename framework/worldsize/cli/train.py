@@ -19,7 +19,7 @@ from worldsize.cli import (
     write_result_path,
 )
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.messages import refuse, show_messages, until_output_closes
+from worldsize.messages import report_error, show_messages, until_output_closes
 
 if TYPE_CHECKING:
     from worldsize.config.objective import Trial
@@ -46,40 +46,40 @@ def train(arguments: Sequence[str], result_fd: int | None = None) -> int:
     sweep: list[Launch] = []
     asked: list[tuple[LaunchMethod, Cluster]] = []
 
-    def task(cfg: DictConfig) -> Trial:
+    def train_with_config(cfg: DictConfig) -> Trial:
         # imports torch, which takes seconds, only after misspelt options have been reported
-        from worldsize.launch.execute import execute
+        from worldsize.launch.execute import execute_run
 
-        return execute(cfg, sweep, lambda folder: write_result_path(folder, result_fd))
+        return execute_run(cfg, sweep, lambda folder: write_result_path(folder, result_fd))
 
-    def check(cfg: DictConfig) -> None:
-        from worldsize.launch.execute import prepared
+    def check_config(cfg: DictConfig) -> None:
+        from worldsize.launch.execute import prepare_settings
 
-        prepared(cfg, asked)
+        prepare_settings(cfg, asked)
 
     from worldsize.config.compose import wants_sweep  # imported here, since other commands do not need Hydra
 
     try:
         if wants_sweep(arguments):
             if result_fd is not None:
-                return refuse(
+                return report_error(
                     ConfigError("these overrides start a sweep, and a program starts one run. Use --multirun.")
                 )
             from worldsize.launch.sweep import call_sweep
 
-            code = call_sweep(task, arguments, check=check)
+            code = call_sweep(train_with_config, arguments, check=check_config)
         else:
-            code = call_composed(lambda cfg: task(cfg).exit_code, arguments)
+            code = call_composed(lambda cfg: train_with_config(cfg).exit_code, arguments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return code or (_submit(sweep) if sweep else 0)
+    return code or (_submit_runs(sweep) if sweep else 0)
 
 
-def _submit(sweep: Sequence[Launch]) -> int:
+def _submit_runs(sweep: Sequence[Launch]) -> int:
     """Submit the runs of a sweep after all of them have passed the checks."""
     from worldsize.launch.execute import submit_sweep
 
     try:
         return submit_sweep(sweep)
     except WorldsizeError as error:
-        return refuse(error)
+        return report_error(error)

@@ -15,29 +15,31 @@ from worldsize.collectives.cost import (
     Level,
     all_gather_seconds,
     all_to_all_seconds,
-    crowded_seconds,
-    divided,
+    divide_bandwidth,
+    estimate_incast_seconds,
+    estimate_tiered_seconds,
     message_seconds,
     ring_all_reduce_seconds,
-    tiered_all_reduce_seconds,
 )
 from worldsize.core import Cluster, ConfigError, Link, Workload
 
 
-def link(cluster: Cluster, tier: str) -> Link:
+def get_link(cluster: Cluster, tier: str) -> Link:
     """Return a tier's link; raise ConfigError if the cluster does not declare it."""
     if tier not in cluster.links:
-        raise ConfigError(f"cluster={cluster.name} declares no link of tier {tier!r}. Set {_remedy(cluster, tier)}")
+        raise ConfigError(
+            f"cluster={cluster.name} declares no link of tier {tier!r}. Set {_format_remedy(cluster, tier)}"
+        )
     return cluster.links[tier]
 
 
-def _remedy(cluster: Cluster, tier: str) -> str:
+def _format_remedy(cluster: Cluster, tier: str) -> str:
     if tier in cluster.tiers:
         return f"cluster.tiers.{tier}={{nodes: {cluster.tiers[tier]}, bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
     return f"cluster.links.{tier}={{bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
 
 
-def levels(cluster: Cluster) -> list[Level]:
+def list_levels(cluster: Cluster) -> list[Level]:
     """Return the tiers that connect ranks, innermost first, without tiers that have a single member."""
     units = {"node": 1, **cluster.tiers, "network": cluster.nodes}
     every, below = [], 1
@@ -48,12 +50,12 @@ def levels(cluster: Cluster) -> list[Level]:
     return [level for level in every if level.members > 1] or every[:1]
 
 
-def slowest(cluster: Cluster) -> Link:
+def find_slowest_link(cluster: Cluster) -> Link:
     """Return the link that limits a ring over all ranks, which leaves each node and each rack once."""
-    return spanned(cluster, cluster.processes)
+    return find_limiting_link(cluster, cluster.processes)
 
 
-def spanned(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
+def find_limiting_link(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
     """Return the limiting link if all ranks form concurrent rings of ``ranks`` members, ``stride`` apart.
 
     Each block of ``ranks`` · ``stride`` consecutive ranks consists of ``stride`` rings. Inside a node the limiting link
@@ -61,15 +63,15 @@ def spanned(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
     its bandwidth.
     """
     shares = [
-        divided(link(cluster, level.name), crossing)
-        for level in levels(cluster)
+        divide_bandwidth(get_link(cluster, level.name), crossing)
+        for level in list_levels(cluster)
         if level.name != "node" and (crossing := _crossing(cluster, level.ranks, ranks, stride))
     ]
-    return min(shares, key=_bandwidth, default=None) or link(cluster, "node")
+    return min(shares, key=_bandwidth, default=None) or get_link(cluster, "node")
 
 
-def leaving(cluster: Cluster, ranks: int, stride: int = 1) -> int:
-    """Return the maximum number of edges that leave a node, for the rings of :func:`spanned`."""
+def count_leaving_edges(cluster: Cluster, ranks: int, stride: int = 1) -> int:
+    """Return the maximum number of edges that leave a node, for the rings of :func:`find_limiting_link`."""
     return _crossing(cluster, cluster.processes_per_node, ranks, stride)
 
 
@@ -81,13 +83,13 @@ def _crossing(cluster: Cluster, unit: int, ranks: int, stride: int) -> int:
     """
     block = ranks * stride
 
-    def cut(part: int) -> int:
+    def count_cut_rings(part: int) -> int:
         return min(stride, part, block - part) if ranks > 1 else 0
 
     most = 0
     for first in {begin % block for begin in range(0, cluster.processes, unit)}:
         part = min(unit, block - first)
-        most = max(most, cut(part) + cut((unit - part) % block))
+        most = max(most, count_cut_rings(part) + count_cut_rings((unit - part) % block))
     return most
 
 
@@ -95,7 +97,7 @@ def _bandwidth(link: Link) -> float:
     return link.bandwidth
 
 
-def across(cluster: Cluster, ring_bytes: float) -> float:
+def estimate_leaving_bytes(cluster: Cluster, ring_bytes: float) -> float:
     """Return the bytes that leave a node if each rank of a ring over all ranks sends ``ring_bytes``.
 
     Only one rank of each node sends to other nodes.
@@ -105,7 +107,7 @@ def across(cluster: Cluster, ring_bytes: float) -> float:
 
 def all_reduce_seconds(payload_bytes: float, cluster: Cluster) -> float:
     """Return the seconds that a ring all-reduce of ``payload_bytes`` over all ranks takes."""
-    return ring_all_reduce_seconds(payload_bytes, cluster.processes, slowest(cluster))
+    return ring_all_reduce_seconds(payload_bytes, cluster.processes, find_slowest_link(cluster))
 
 
 def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
@@ -113,34 +115,34 @@ def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
 
     ``payload_bytes`` is the size of the gathered result.
     """
-    return all_gather_seconds(payload_bytes, cluster.processes, slowest(cluster))
+    return all_gather_seconds(payload_bytes, cluster.processes, find_slowest_link(cluster))
 
 
-def exchanged_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
+def estimate_exchange_seconds(payload_bytes: float, cluster: Cluster) -> float:
     """Return the seconds that an all-to-all of shards and an all-gather of their sums take.
 
     Compressed and ordered reductions consist of these collectives.
     """
-    near = link(cluster, "node") if cluster.processes_per_node > 1 else slowest(cluster)
+    near = get_link(cluster, "node") if cluster.processes_per_node > 1 else find_slowest_link(cluster)
     ranks = cluster.processes
-    between = [level for level in levels(cluster) if level.name != "node"]
-    own = link(cluster, between[0].name) if between else near
+    between = [level for level in list_levels(cluster) if level.name != "node"]
+    own = get_link(cluster, between[0].name) if between else near
     parts = [all_to_all_seconds(payload_bytes, cluster.nodes, cluster.processes_per_node, near, own)]
     for level in between[1:]:
         leaving = level.ranks * (ranks - level.ranks) * payload_bytes / ranks
-        parts.append(crowded_seconds(leaving, link(cluster, level.name)))
+        parts.append(estimate_incast_seconds(leaving, get_link(cluster, level.name)))
     return max(parts) + all_gather_all_seconds(payload_bytes, cluster)
 
 
-def exchanged_across_bytes(payload_bytes: float, cluster: Cluster) -> float:
-    """Return the bytes that leave a node in the collectives of :func:`exchanged_all_seconds`."""
+def estimate_exchange_bytes(payload_bytes: float, cluster: Cluster) -> float:
+    """Return the bytes that leave a node in the collectives of :func:`estimate_exchange_seconds`."""
     if cluster.nodes == 1:
         return 0.0
     each, ranks = cluster.processes_per_node, cluster.processes
     return (each * (ranks - each) + ranks - 1) * payload_bytes / ranks
 
 
-def served_bytes(
+def estimate_push_bytes(
     payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster, unit: int | None = None
 ) -> float:
     """Return the one-way bytes on the busiest link of a push to a sharded parameter server.
@@ -165,32 +167,36 @@ def served_bytes(
     return part * max(*leaving, *arriving)
 
 
-def served_seconds(payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster) -> float:
-    """Return the seconds that the slowest link, of a node or a tier, takes for its :func:`served_bytes`."""
+def estimate_push_seconds(
+    payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster
+) -> float:
+    """Return the seconds that the slowest link, of a node or a tier, takes for its :func:`estimate_push_bytes`."""
     if cluster.nodes == 1:
-        return message_seconds(served_bytes(payload_bytes, clients, shards, cluster), slowest(cluster))
+        return message_seconds(estimate_push_bytes(payload_bytes, clients, shards, cluster), find_slowest_link(cluster))
     return max(
-        message_seconds(served_bytes(payload_bytes, clients, shards, cluster, level.ranks), link(cluster, level.name))
-        for level in levels(cluster)
+        message_seconds(
+            estimate_push_bytes(payload_bytes, clients, shards, cluster, level.ranks), get_link(cluster, level.name)
+        )
+        for level in list_levels(cluster)
         if level.name != "node"
     )
 
 
-def by_node_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
+def estimate_hierarchical_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
     """Return the seconds that a hierarchical all-reduce takes: inside nodes, then per tier, then over the network.
 
     Messages on the outermost tier are compressed to ``smaller`` times their size.
     """
     if cluster.nodes == 1:
         return all_reduce_seconds(payload_bytes, cluster)
-    *inner, (top, network) = [(level, link(cluster, level.name)) for level in levels(cluster)]
+    *inner, (top, network) = [(level, get_link(cluster, level.name)) for level in list_levels(cluster)]
     network = replace(network, bandwidth=network.bandwidth / smaller)
-    return tiered_all_reduce_seconds(payload_bytes, [*inner, (top, network)])
+    return estimate_tiered_seconds(payload_bytes, [*inner, (top, network)])
 
 
-def by_node_bytes(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> tuple[float, float]:
+def estimate_hierarchical_bytes(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> tuple[float, float]:
     """Return the bytes that a rank sends in a hierarchical all-reduce, and the bytes that leave its node."""
-    *inner, top = levels(cluster)
+    *inner, top = list_levels(cluster)
     sent = leaving = 0.0
     for level in (*inner, top):
         part = 2 * ring_share(level.members) * payload_bytes / level.ranks * (smaller if level is top else 1.0)
@@ -214,13 +220,17 @@ Groups = Mapping[str, Sequence[Sequence[int]]]  # groups of ranks by axis, see S
 
 def axis_tiers(cluster: Cluster, groups: Groups) -> dict[str, str]:
     """Return the outermost tier that the groups of each axis communicate over; axes of one rank are omitted."""
-    return {axis: _tier(cluster, lines) for axis, lines in groups.items() if any(len(line) > 1 for line in lines)}
+    return {
+        axis: _find_outermost_tier(cluster, lines)
+        for axis, lines in groups.items()
+        if any(len(line) > 1 for line in lines)
+    }
 
 
-def _tier(cluster: Cluster, lines: Sequence[Sequence[int]]) -> str:
+def _find_outermost_tier(cluster: Cluster, lines: Sequence[Sequence[int]]) -> str:
     used = [
         level.name
-        for level in levels(cluster)
+        for level in list_levels(cluster)
         if any(len({rank // level.ranks for rank in line}) > 1 for line in lines)
     ]
     return used[-1]
@@ -230,10 +240,11 @@ def crossings_text(cluster: Cluster, groups: Groups) -> str:
     """Describe in one line which tier each axis of a mesh crosses; "" for a single axis or node."""
     if cluster.nodes == 1 or len(groups) == 1:
         return ""
-    return f"mesh: {', '.join(f'{axis} {_place(cluster, tier)}' for axis, tier in axis_tiers(cluster, groups).items())}"
+    tiers = axis_tiers(cluster, groups).items()
+    return f"mesh: {', '.join(f'{axis} {_describe_tier(cluster, tier)}' for axis, tier in tiers)}"
 
 
-def _place(cluster: Cluster, tier: str) -> str:
+def _describe_tier(cluster: Cluster, tier: str) -> str:
     if tier == "network":
         return f"across {['node', *cluster.tiers][-1]}s"
     return f"within a {tier}"

@@ -20,7 +20,7 @@ def message_seconds(payload_bytes: float, link: Link) -> float:
     return link.latency + payload_bytes / link.bandwidth
 
 
-def divided(link: Link, count: int) -> Link:
+def divide_bandwidth(link: Link, count: int) -> Link:
     """Return ``link`` with its bandwidth divided among ``count`` users and its latency unchanged."""
     return replace(link, bandwidth=link.bandwidth / max(1, count))
 
@@ -72,13 +72,13 @@ def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, in
     gloo/alltoall.cc). ``inside`` connects the ranks of a node, which share the link ``across`` to other nodes.
     """
     ranks = nodes * ranks_per_node
-    near = crowded_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
+    near = estimate_incast_seconds((ranks_per_node - 1) * payload_bytes / ranks, inside)
     if nodes == 1:
         return near
-    return max(near, crowded_seconds(ranks_per_node * (ranks - ranks_per_node) * payload_bytes / ranks, across))
+    return max(near, estimate_incast_seconds(ranks_per_node * (ranks - ranks_per_node) * payload_bytes / ranks, across))
 
 
-def crowded_seconds(payload_bytes: float, link: Link) -> float:
+def estimate_incast_seconds(payload_bytes: float, link: Link) -> float:
     """Return the seconds for ``payload_bytes`` over a link during an all-to-all, see :attr:`Link.incast`."""
     return round_seconds(payload_bytes / link.incast, link)
 
@@ -92,7 +92,7 @@ def hierarchical_all_reduce_seconds(
     an all-gather inside each node. ``across`` is the link of one rank, or with ``shared``, of all ranks of a node.
     """
     mine = payload_bytes / ranks_per_node
-    link = divided(across, ranks_per_node) if shared else across
+    link = divide_bandwidth(across, ranks_per_node) if shared else across
     inner = reduce_scatter_seconds(payload_bytes, ranks_per_node, inside)
     return (
         inner + ring_all_reduce_seconds(mine, nodes, link) + all_gather_seconds(payload_bytes, ranks_per_node, inside)
@@ -115,14 +115,14 @@ class Level:
     ranks: int
 
 
-def tiered_all_reduce_seconds(payload_bytes: float, levels: Sequence[tuple[Level, Link]]) -> float:
+def estimate_tiered_seconds(payload_bytes: float, levels: Sequence[tuple[Level, Link]]) -> float:
     """Return the seconds that a hierarchical all-reduce of ``payload_bytes`` over any number of tiers takes.
 
     A reduce-scatter on each tier except the last leaves each rank with 1/ranks of the payload for the next tier. The
     last tier all-reduces these shards, and all-gathers follow in reverse order. Each tier thus costs a ring all-reduce.
     """
     return sum(
-        ring_all_reduce_seconds(payload_bytes / level.ranks, level.members, divided(link, level.ranks))
+        ring_all_reduce_seconds(payload_bytes / level.ranks, level.members, divide_bandwidth(link, level.ranks))
         for level, link in levels
     )
 
@@ -136,12 +136,12 @@ def bubble_share(stages: int, micro_batches: int, stages_per_rank: int = 1) -> f
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
-def exposed_seconds(communication_seconds: float, hidden_behind_seconds: float) -> float:
+def estimate_exposed_seconds(communication_seconds: float, hidden_behind_seconds: float) -> float:
     """Return the seconds of communication that ``hidden_behind_seconds`` of compute cannot hide."""
     return max(0.0, communication_seconds - hidden_behind_seconds)
 
 
-def bucketed_exposed_seconds(
+def estimate_bucketed_exposure(
     payload_bytes: float, bucket_bytes: float, backward_seconds: float, seconds: Callable[[float], float]
 ) -> float:
     """Return the seconds of exposed communication after a backward pass with bucketed gradient reduction.

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.core import World
-from worldsize.devices import on_device
+from worldsize.devices import move_to_device
 
 Key = TypeVar("Key", bound=tuple[Any, ...])
 
@@ -38,7 +38,7 @@ def _reachable(tensor: Tensor, world: World) -> tuple[Tensor, ProcessGroup | Non
     """
     if tensor.device.type == "cpu" != world.device.type:
         group = world.groups.get(f"host/{world.role}")
-        return (tensor, group) if group else (on_device(tensor, world.device), world.group)
+        return (tensor, group) if group else (move_to_device(tensor, world.device), world.group)
     return tensor, world.group
 
 
@@ -50,13 +50,13 @@ def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
     if world.group is None:
         return lambda: table
     sums, group = _reachable(table, world)
-    work = start(dist.all_reduce, sums, group=group)
+    work = start_collective(dist.all_reduce, sums, group=group)
 
-    def result() -> Tensor:
+    def wait_for_sums() -> Tensor:
         work.wait()
         return sums.cpu()
 
-    return result
+    return wait_for_sums
 
 
 def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
@@ -68,13 +68,13 @@ def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
         return part[None].cpu
     mine, group = _reachable(part, world)
     parts = mine.new_empty(world.size, *part.shape)
-    work = start(dist.all_gather_into_tensor, parts.view(-1), mine.view(-1), group=group)
+    work = start_collective(dist.all_gather_into_tensor, parts.view(-1), mine.view(-1), group=group)
 
-    def result() -> Tensor:
+    def wait_for_parts() -> Tensor:
         work.wait()
         return parts.cpu()
 
-    return result
+    return wait_for_parts
 
 
 def gather_tensors(parts: Mapping[Key, Tensor], world: World) -> dict[Key, Tensor]:
@@ -111,10 +111,10 @@ def exact_sum(values: Iterable[float]) -> float:
     try:
         return math.fsum(numbers)
     except OverflowError:  # a partial sum overflowed; the total may not
-        return _float(sum(map(Fraction, numbers), Fraction()))
+        return _convert_to_float(sum(map(Fraction, numbers), Fraction()))
 
 
-def _float(number: Fraction) -> float:
+def _convert_to_float(number: Fraction) -> float:
     try:
         return float(number)
     except OverflowError:
@@ -126,7 +126,7 @@ def quotient(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def accumulated(values_n: Tensor) -> Tensor:
+def accumulate_values(values_n: Tensor) -> Tensor:
     """Add float64 values (..., n) over their last dimension exactly, on their device.
 
     Returns:
@@ -148,24 +148,24 @@ def accumulated(values_n: Tensor) -> Tensor:
     return torch.cat([limbs, special], -1)
 
 
-def rounded(accumulators: Tensor) -> list[float]:
+def round_sums(accumulators: Tensor) -> list[float]:
     """Round each sum in ``accumulators`` (n, 69) correctly, see :func:`accumulated`.
 
     A sum too large for a float is infinite. NaN and infinities are handled as in float addition.
     """
-    return [_rounded(row) for row in accumulators.tolist()]
+    return [_round_sum(row) for row in accumulators.tolist()]
 
 
-def _rounded(row: list[int]) -> float:
+def _round_sum(row: list[int]) -> float:
     *limbs, above, below, undefined = row
     if undefined or (above and below):
         return math.nan
     if above or below:
         return math.inf if above else -math.inf
-    return _float(Fraction(sum(limb << (_BITS * place) for place, limb in enumerate(limbs) if limb), _UNIT))
+    return _convert_to_float(Fraction(sum(limb << (_BITS * place) for place, limb in enumerate(limbs) if limb), _UNIT))
 
 
-def _on_host(scalars: Sequence[Tensor]) -> Tensor:
+def _stack_on_host(scalars: Sequence[Tensor]) -> Tensor:
     """Stack ``scalars`` from several devices in host memory, waiting for each device once."""
     stacked = torch.empty(len(scalars), dtype=scalars[0].dtype)
     for device in dict.fromkeys(scalar.device for scalar in scalars):
@@ -184,6 +184,6 @@ def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: Worl
     """
     values_mpb = torch.zeros(len(names), 2, len(sums), dtype=torch.float64)
     if values := [value.double() for batch in sums.values() for name in names for value in batch[name]]:
-        values_mpb = _on_host(values).view(len(sums), len(names), 2).permute(1, 2, 0).contiguous()
-    totals = rounded(start_all_reduce(accumulated(values_mpb).flatten(0, 1), world)())
+        values_mpb = _stack_on_host(values).view(len(sums), len(names), 2).permute(1, 2, 0).contiguous()
+    totals = round_sums(start_all_reduce(accumulate_values(values_mpb).flatten(0, 1), world)())
     return {name: quotient(*totals[2 * row : 2 * row + 2]) for row, name in enumerate(names)}

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from worldsize.collectives.group import receive, send, start
+from worldsize.collectives.group import receive, send, start_collective
 from worldsize.core import World
 
 Result = TypeVar("Result")
@@ -31,15 +31,17 @@ def use_full(
         The result of ``use`` on rank 0; None on the others.
     """
     names = sorted(tensors)
-    sources = _sources([tensors[name] for name in names], world)
+    sources = _find_sources([tensors[name] for name in names], world)
     if world.rank == 0:
-        full = _GatherOnAccess(names, lambda place: _full(tensors[names[place]].detach(), sources[place], world), world)
+        full = _GatherOnAccess(
+            names, lambda place: _gather_to_rank_0(tensors[names[place]].detach(), sources[place], world), world
+        )
         try:
             return use(full)
         finally:
             full.close()
     while (place := _broadcast(_END, world)) != _END:
-        _full(tensors[names[place]].detach(), sources[place], world)
+        _gather_to_rank_0(tensors[names[place]].detach(), sources[place], world)
     return None
 
 
@@ -79,7 +81,7 @@ def _broadcast(place: int, world: World) -> int:
     return int(sent.item())
 
 
-def _sources(tensors: Sequence[Tensor], world: World) -> list[int]:
+def _find_sources(tensors: Sequence[Tensor], world: World) -> list[int]:
     """Return the lowest rank that stores each tensor."""
     lowest = torch.tensor([world.size if tensor.is_meta else world.rank for tensor in tensors], device=world.device)
     if world.group is not None:
@@ -88,9 +90,9 @@ def _sources(tensors: Sequence[Tensor], world: World) -> list[int]:
     return ranks
 
 
-def _full(tensor: Tensor, source: int, world: World) -> Tensor:
+def _gather_to_rank_0(tensor: Tensor, source: int, world: World) -> Tensor:
     if isinstance(tensor, DTensor):
-        tensor = whole(tensor)
+        tensor = gather_full_tensor(tensor)
     if source == 0 or world.group is None:
         return tensor
     if world.rank == source:
@@ -101,9 +103,9 @@ def _full(tensor: Tensor, source: int, world: World) -> Tensor:
     return tensor
 
 
-def whole(tensor: DTensor) -> Tensor:
+def gather_full_tensor(tensor: DTensor) -> Tensor:
     """Gather the full tensor, of any shape, on all ranks of its mesh."""
-    own, steps = tensor.to_local(), _steps(tensor)
+    own, steps = tensor.to_local(), _plan_gathers(tensor)
     if steps is None:
         placements = list(tensor.placements)
         for axis in range(len(placements)):  # one axis at a time; torch warns if it has to choose their order
@@ -111,11 +113,11 @@ def whole(tensor: DTensor) -> Tensor:
             tensor = tensor.redistribute(placements=placements)
         return tensor.to_local()
     for axis, dimension, size in steps:
-        own = _concatenated(own, dimension, size, tensor.device_mesh.get_group(axis))
+        own = _gather_dimension(own, dimension, size, tensor.device_mesh.get_group(axis))
     return own
 
 
-def _steps(tensor: DTensor) -> list[tuple[int, int, int]] | None:
+def _plan_gathers(tensor: DTensor) -> list[tuple[int, int, int]] | None:
     """Return (mesh axis, tensor dimension, full size) for each gather; None: use torch's ``redistribute``.
 
     An axis that shards the shards of a later axis (FSDP with tensor parallelism) comes first.
@@ -136,12 +138,12 @@ def _steps(tensor: DTensor) -> list[tuple[int, int, int]] | None:
     return steps
 
 
-def _concatenated(own: Tensor, dimension: int, size: int, group: ProcessGroup) -> Tensor:
+def _gather_dimension(own: Tensor, dimension: int, size: int, group: ProcessGroup) -> Tensor:
     """Gather shards along a dimension with a wait that ends with the gang, unlike the wait of a DTensor."""
     first = own.movedim(dimension, 0)
     rows = -(-size // group.size())
     padded = first.new_zeros(rows, *first.shape[1:])
     padded[: len(first)] = first
     full = first.new_empty(group.size() * rows, *first.shape[1:])
-    start(dist.all_gather_into_tensor, full, padded, group=group).wait()
+    start_collective(dist.all_gather_into_tensor, full, padded, group=group).wait()
     return full[:size].movedim(0, dimension).contiguous()

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.devices import backend_names
 from worldsize.world.world import connects_late
 
@@ -47,14 +47,14 @@ class Interruption:
         self._keeps = False
         self._in_flight: set[Work] = set()
 
-    def begin(self, check: Callable[[], None] | None, *, longest: float) -> None:
+    def start_tracking(self, check: Callable[[], None] | None, *, longest: float) -> None:
         """Track work started from now on; waits end when ``check`` raises an error, or after ``longest`` seconds.
 
         If ``check`` is None, waits end by themselves, such as those of NCCL when it is aborted.
         """
         self._check, self._longest, self._keeps = check, longest, True
 
-    def keep(self, work: Work) -> None:
+    def track_work(self, work: Work) -> None:
         """Track a collective until its wait ends, since an exception may occur before the wait."""
         if self._keeps:
             self._in_flight.add(work)
@@ -62,12 +62,12 @@ class Interruption:
     def wait(self, work: Work) -> None:
         """Wait for a collective; raise its error, the error of the check, or RuntimeError on timeout."""
         if self._check is not None:
-            self.keep(work)
-            self._watch(partial(_has_ended, work), self._check)
+            self.track_work(work)
+            self._poll_until_ended(partial(_has_ended, work), self._check)
         self._in_flight.discard(work)
         work.wait()  # returns immediately if it has ended
 
-    def call(self, exchange: Callable[[], object]) -> None:
+    def run_exchange(self, exchange: Callable[[], object]) -> None:
         """Call ``exchange``, which exchanges messages with one process, and wait as for a collective.
 
         A separate thread makes the blocking call. The wait cannot be split into short retries, since gloo closes a
@@ -79,10 +79,10 @@ class Interruption:
         outcome: Future[None] = Future()
         arguments = (exchange, outcome, torch.is_inference_mode_enabled())
         threading.Thread(target=_tell_end, args=arguments, daemon=True, name="message").start()
-        self._watch(lambda: bool(wait_for_any([outcome], _SLICE.total_seconds()).done), self._check)
+        self._poll_until_ended(lambda: bool(wait_for_any([outcome], _SLICE.total_seconds()).done), self._check)
         outcome.result()
 
-    def _watch(self, has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
+    def _poll_until_ended(self, has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
         """Poll ``has_ended``, and call ``check`` in between, which may raise an error."""
         begun = time.monotonic()
         while not has_ended():
@@ -90,7 +90,7 @@ class Interruption:
             if time.monotonic() - begun > self._longest:
                 raise RuntimeError(f"timed out: a peer has not answered for {self._longest:g} s")
 
-    def unfinished(self) -> list[Work]:
+    def pop_unfinished(self) -> list[Work]:
         """Pop the unfinished collectives. The caller must wait for them before it destroys their groups."""
         started, self._in_flight = self._in_flight, set()
         return [work for work in started if not work.is_completed()]
@@ -107,11 +107,11 @@ class Collective(Work):
         assert work is not None, "only members of the group take part"
         super().__init__()
         self._work = work
-        INTERRUPTION.keep(work)
+        INTERRUPTION.track_work(work)
 
     def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
         """Wait, and attribute the time to communication. ``timeout`` is ignored in favor of the cluster's."""
-        with phase("communication"):
+        with measure_phase("communication"):
             INTERRUPTION.wait(self._work)
         return True
 
@@ -119,7 +119,7 @@ class Collective(Work):
         return self._work.is_completed()
 
 
-def start(operation: Callable[_P, Work | None], *args: _P.args, **options: _P.kwargs) -> Collective:
+def start_collective(operation: Callable[_P, Work | None], *args: _P.args, **options: _P.kwargs) -> Collective:
     """Start a torch collective in the background.
 
     >>> work = start(dist.all_reduce, row_n, group=group)
@@ -136,17 +136,17 @@ def wait(work: Work | None) -> None:
 
 def send(tensor: Tensor, group: ProcessGroup, *, to: int) -> None:
     """Send a tensor of any shape to rank ``to`` of ``group``; the time counts as communication."""
-    with phase("communication"):
-        INTERRUPTION.call(partial(dist.send, tensor, group=group, group_dst=to))
+    with measure_phase("communication"):
+        INTERRUPTION.run_exchange(partial(dist.send, tensor, group=group, group_dst=to))
 
 
 def receive(tensor: Tensor, group: ProcessGroup, *, source: int) -> None:
     """Receive a tensor of any shape from rank ``source`` of ``group``; the time counts as communication."""
-    with phase("communication"):
-        INTERRUPTION.call(partial(dist.recv, tensor, group=group, group_src=source))
+    with measure_phase("communication"):
+        INTERRUPTION.run_exchange(partial(dist.recv, tensor, group=group, group_src=source))
 
 
-def connect(groups: Iterable[ProcessGroup]) -> None:
+def connect_groups(groups: Iterable[ProcessGroup]) -> None:
     """Connect the ranks of each gloo group for ring and tree collectives, unless all ranks are already connected.
 
     All members of the groups must call it. torch itself also waits for such collectives, and its wait for a rank that
@@ -156,7 +156,7 @@ def connect(groups: Iterable[ProcessGroup]) -> None:
     if connects_late():
         own = [group for group in groups if set(backend_names(dist.get_backend(group))) == {"gloo"}]
         # a barrier connects ranks whose distance is a power of two, like rings and trees
-        for work in [start(dist.barrier, group) for group in own]:
+        for work in [start_collective(dist.barrier, group) for group in own]:
             work.wait()
 
 
@@ -191,7 +191,7 @@ class PeerWait:
     def __init__(self) -> None:
         self._open: tuple[str, float] | None = None
 
-    def during(self, what: str) -> Self:
+    def record_wait(self, what: str) -> Self:
         """Return a context in which the calling thread waits for ``what``; contexts do not nest."""
         if _is_main_thread():
             self._open = what, time.monotonic()
@@ -203,7 +203,7 @@ class PeerWait:
         if _is_main_thread():
             self._open = None
 
-    def open(self) -> tuple[str, float] | None:
+    def get_open_wait(self) -> tuple[str, float] | None:
         """Return the description of the current wait and its seconds so far; None if there is none."""
         if (wait := self._open) is None:
             return None

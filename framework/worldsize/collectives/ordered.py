@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.staged import Phases
 from worldsize.core import Dealing
 
@@ -56,11 +56,11 @@ class Tree:
         """Maximum number of exchanged nodes that a process sums locally; high ranks may have one less."""
         return -(-self.nodes // self.processes)
 
-    def nodes_of(self, rank: int) -> int:
+    def count_nodes(self, rank: int) -> int:
         """Return the number of exchanged nodes that process ``rank`` sums locally."""
         return len(range(rank, self.nodes, self.processes))
 
-    def leaves(self, node: int) -> list[int]:
+    def list_leaves(self, node: int) -> list[int]:
         """Return the leaves of a local node, as indices into this process's logical ranks.
 
         They are in bit-reversed order, so that a binary counter sums the tree with few partial sums in memory.
@@ -88,7 +88,7 @@ class Counter:
         """Add ``leaf``, a list of tensors of any shapes (the same for every leaf), which is modified in place."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
-            _add(leaf, self._sums.pop()[1])
+            _add_tensors(leaf, self._sums.pop()[1])
             size *= 2
         self._sums.append((size, leaf))
 
@@ -115,23 +115,23 @@ class PartialSums:
     def add(self, width: int, index: int, part: list[Tensor]) -> None:
         """Add a part, a list of tensors of any shapes; siblings are summed as soon as both have arrived."""
         while width % 2 == 0 and (width, (index + width // 2) % width) in self.parts:
-            _add(part, self.parts.pop((width, (index + width // 2) % width)))
+            _add_tensors(part, self.parts.pop((width, (index + width // 2) % width)))
             width //= 2
             index %= width
         self.parts[width, index] = part
 
-    def total(self) -> list[Tensor] | None:
+    def compute_total(self) -> list[Tensor] | None:
         """Return the sum over all logical ranks, with the shapes of a part; None until all parts have arrived."""
         nodes = [self.parts.get((self._root, index)) for index in range(self._root)]
         first, *others = nodes
         if first is None or None in others:
             return None
         for node in others:
-            _add(first, node or [])
+            _add_tensors(first, node or [])
         return first
 
 
-def _add(sums: list[Tensor], more: list[Tensor]) -> None:
+def _add_tensors(sums: list[Tensor], more: list[Tensor]) -> None:
     for kind in {type(each) for each in sums}:  # torch refuses lists that mix tensors and DTensors
         pairs = [pair for pair in zip(sums, more, strict=True) if type(pair[0]) is kind]
         torch._foreach_add_([each for each, _ in pairs], [each for _, each in pairs])
@@ -169,13 +169,13 @@ def reduce_ordered(
     for node, row in enumerate(rows):
         _copy_into_shards(row, mine_pns[:, node])
     theirs_pns = torch.empty_like(mine_pns)
-    work = start(dist.all_to_all_single, theirs_pns, mine_pns, group=group)
+    work = start_collective(dist.all_to_all_single, theirs_pns, mine_pns, group=group)
     yield
     work.wait()
     in_order = theirs_pns if dealing == "block" else theirs_pns.transpose(0, 1)
     total_s = sum_level(in_order.flatten(0, 1)[:nodes])
     total_n = total_s.new_empty(size * shard)
-    work = start(dist.all_gather_into_tensor, total_n, total_s, group=group)
+    work = start_collective(dist.all_gather_into_tensor, total_n, total_s, group=group)
     yield
     work.wait()
     return total_n[:length]
@@ -190,9 +190,9 @@ def _copy_into_shards(row: Tensor, shards_ps: Tensor) -> None:
 LARGEST = 1 << 20  # bytes of all rows up to which a gather is faster than an all-reduce
 
 
-def gathered_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
+def gather_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
     """Replace each rank's ``row_n``, of shape (n,), with the mean over ranks, bitwise identical on every rank."""
     size = dist.get_world_size(group)
     rows_pn = row_n.new_empty(size * row_n.numel())
-    start(dist.all_gather_into_tensor, rows_pn, row_n, group=group).wait()
+    start_collective(dist.all_gather_into_tensor, rows_pn, row_n, group=group).wait()
     return torch.div(sum_level(rows_pn.view(size, -1)), size, out=row_n)

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.core import World
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 def stack_per_rank(tree: Any, world: World) -> Any:
     """Wrap each tensor of ``tree`` as a DTensor (ranks, *shape), with one row on each rank, without copying."""
-    return tree_map(lambda leaf: _stacked(leaf, world) if isinstance(leaf, Tensor) else leaf, tree)
+    return tree_map(lambda leaf: _stack_row(leaf, world) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def local_row(tree: Any) -> Any:
     """Undo :func:`stack_per_rank`: return this rank's row of each tensor in ``tree``, in its original shape."""
-    return tree_map(lambda leaf: local(leaf)[0] if isinstance(leaf, Tensor) else leaf, tree)
+    return tree_map(lambda leaf: get_local_shard(leaf)[0] if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def local(tensor: Tensor) -> Tensor:
+def get_local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's local shard of a DTensor; return any other tensor, of any shape, unchanged."""
     from torch.distributed.tensor import DTensor
 
@@ -49,10 +49,10 @@ def zeros_like(tensor: Tensor) -> Tensor:
 
     if not isinstance(tensor, DTensor):
         return torch.zeros_like(tensor)
-    return sharded_like(tensor, torch.zeros_like(tensor.to_local()))
+    return shard_like(tensor, torch.zeros_like(tensor.to_local()))
 
 
-def sharded_like(like: DTensor, part: Tensor) -> DTensor:
+def shard_like(like: DTensor, part: Tensor) -> DTensor:
     """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor with the sharding of ``like``.
 
     Both share memory, even on the host with a GPU mesh, where DTensor.from_local would copy to the GPU.
@@ -65,7 +65,7 @@ def sharded_like(like: DTensor, part: Tensor) -> DTensor:
     return DTensor(part.detach(), form, requires_grad=False)
 
 
-def _stacked(mine: Tensor, world: World) -> Tensor:
+def _stack_row(mine: Tensor, world: World) -> Tensor:
     row = mine.detach()[None]
     if world.group is None:
         return row
@@ -80,5 +80,5 @@ def make_equal(model: nn.Module, group: ProcessGroup | None) -> None:
     if group is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.layout is torch.strided:
-                start(dist.broadcast, first := tensor.detach().contiguous(), group=group, group_src=0).wait()
+                start_collective(dist.broadcast, first := tensor.detach().contiguous(), group=group, group_src=0).wait()
                 tensor.detach().copy_(first)

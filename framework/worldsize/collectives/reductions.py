@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.staged import Phases, Summation
-from worldsize.devices import on_device
+from worldsize.devices import move_to_device
 
 Sum = Callable[[Tensor, ProcessGroup], Phases]  # all-reduces a flat tensor (n,); may reuse its memory
 
 
 def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
     """Sum ``flat_n``, of shape (n,), in place with torch's all-reduce."""
-    work = start(dist.all_reduce, flat_n, group=group)
+    work = start_collective(dist.all_reduce, flat_n, group=group)
     yield
     work.wait()
     return flat_n
@@ -47,15 +47,15 @@ def hierarchical(flat_n: Tensor, inner: Sequence[ProcessGroup], across: ProcessG
         return (yield from total(flat_n, across))
     padding = -flat_n.numel() % dist.get_world_size(inner[0])
     padded = F.pad(flat_n, (0, padding)) if padding else flat_n
-    part = yield from _scattered(padded, inner[0])
+    part = yield from _reduce_scatter(padded, inner[0])
     part = yield from hierarchical(part, inner[1:], across, total)
-    work = start(dist.all_gather_into_tensor, padded, part, group=inner[0])
+    work = start_collective(dist.all_gather_into_tensor, padded, part, group=inner[0])
     yield
     work.wait()
     return padded[: flat_n.numel()] if padding else flat_n
 
 
-def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
+def _reduce_scatter(flat_n: Tensor, group: ProcessGroup) -> Phases:
     """Return this rank's shard of the sum.
 
     On the CPU this is an all-to-all, since gloo's reduce-scatter is an all-reduce that discards most of its result.
@@ -63,18 +63,18 @@ def _scattered(flat_n: Tensor, group: ProcessGroup) -> Phases:
     size = dist.get_world_size(group)
     if flat_n.device.type == "cpu":
         theirs_n = torch.empty_like(flat_n)
-        work = start(dist.all_to_all_single, theirs_n, flat_n, group=group)
+        work = start_collective(dist.all_to_all_single, theirs_n, flat_n, group=group)
         yield
         work.wait()
         return theirs_n.view(size, -1).sum(0)
     part = flat_n.new_empty(flat_n.numel() // size)
-    work = start(dist.reduce_scatter_tensor, part, flat_n, group=group)
+    work = start_collective(dist.reduce_scatter_tensor, part, flat_n, group=group)
     yield
     work.wait()
     return part
 
 
-def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tensor | None = None) -> Phases:
+def reduce_compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tensor | None = None) -> Phases:
     """Sum values in float32 but send them encoded by ``codec``: an all-to-all of shards, an all-gather of sums.
 
     Work that does not depend on a collective overlaps with it, and is done in place, because writing to newly allocated
@@ -90,45 +90,45 @@ def compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tenso
     """
     size = dist.get_world_size(group)
     mine_n = flat_n if error_n is None else error_n.add_(flat_n)
-    parts_pn = _in_parts(mine_n, size)
+    parts_pn = _split_parts(mine_n, size)
     count = parts_pn.shape[1]
     wire = codec.encode(parts_pn)
     theirs = torch.empty_like(wire)
-    work = start(dist.all_to_all_single, theirs, wire, group=group)
+    work = start_collective(dist.all_to_all_single, theirs, wire, group=group)
     yield
     if error_n is not None:
-        for columns, sent_pk in codec.pieces(wire, count):
+        for columns, sent_pk in codec.decode_pieces(wire, count):
             parts_pn[:, columns].sub_(sent_pk)
     work.wait()
     sum_n = flat_n.new_empty(count)
-    for columns, summands_pk in codec.pieces(theirs, count):
+    for columns, summands_pk in codec.decode_pieces(theirs, count):
         torch.sum(summands_pk, 0, out=sum_n[columns])
     wire = codec.encode(sum_n[None])
     total_pb = wire.new_empty(size, wire.shape[1])
-    work = start(dist.all_gather_into_tensor, total_pb, wire, group=group)
+    work = start_collective(dist.all_gather_into_tensor, total_pb, wire, group=group)
     yield
     if error_n is not None:
         parts_pn[dist.get_rank(group)] += sum_n - codec.decode(wire, count)[0]
         _put_back(parts_pn, error_n)
     work.wait()
-    sums_pn = _in_parts(flat_n, size)
-    for columns, sums_pk in codec.pieces(total_pb, count):
+    sums_pn = _split_parts(flat_n, size)
+    for columns, sums_pk in codec.decode_pieces(total_pb, count):
         sums_pn[:, columns] = sums_pk
     return _put_back(sums_pn, flat_n)
 
 
 @final
 class Encoded(Summation):
-    """All-reduce of tensors encoded by a codec, see :func:`compressed`."""
+    """All-reduce of tensors encoded by a codec, see :func:`reduce_compressed`."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self.keeps_errors = codec, codec.lossy
 
-    def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
-        return compressed(flat_n, group, self._codec, error_n)
+    def all_reduce(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
+        return reduce_compressed(flat_n, group, self._codec, error_n)
 
 
-def _in_parts(flat_n: Tensor, count: int) -> Tensor:
+def _split_parts(flat_n: Tensor, count: int) -> Tensor:
     """Return ``flat_n`` as (count, n / count): a view if it divides evenly, otherwise a padded copy."""
     padding = -flat_n.numel() % count
     return (F.pad(flat_n, (0, padding)) if padding else flat_n).view(count, -1)
@@ -155,23 +155,23 @@ class Codec(ABC):
         """Encode float32 (p, n) as contiguous uint8 (p, bytes), with the same number of bytes per row."""
 
     @abstractmethod
-    def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
+    def _decode_columns(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
         """Decode ``columns`` of rows with ``length`` elements to float32 (p, k); the first column starts a block."""
 
-    def pieces(self, wire_pb: Tensor, length: int) -> Iterator[tuple[slice, Tensor]]:
+    def decode_pieces(self, wire_pb: Tensor, length: int) -> Iterator[tuple[slice, Tensor]]:
         """Decode uint8 (p, bytes) piece by piece; yield the columns and the float32 values (p, k) of each piece."""
-        for columns in _spans(wire_pb, length):
-            yield columns, self._decoded(wire_pb, columns, length)
+        for columns in _split_columns(wire_pb, length):
+            yield columns, self._decode_columns(wire_pb, columns, length)
 
     def decode(self, wire_pb: Tensor, length: int) -> Tensor:
         """Decode uint8 (p, bytes) to float32 (p, length)."""
         values_pn = torch.empty(len(wire_pb), length, device=wire_pb.device)
-        for columns, piece_pk in self.pieces(wire_pb, length):
+        for columns, piece_pk in self.decode_pieces(wire_pb, length):
             values_pn[:, columns] = piece_pk
         return values_pn
 
 
-def _spans(rows: Tensor, length: int) -> Iterator[slice]:
+def _split_columns(rows: Tensor, length: int) -> Iterator[slice]:
     """Yield column slices of whole blocks; on the CPU they are small enough for all rows to stay in its cache."""
     each = max(1, _CACHED // _BLOCK // len(rows)) * _BLOCK if rows.device.type == "cpu" else length
     return (slice(first, min(first + each, length)) for first in range(0, length, each))
@@ -187,7 +187,7 @@ class Half(Codec):
     def encode(self, values_pn: Tensor) -> Tensor:
         return values_pn.to(self._dtype).view(torch.uint8)
 
-    def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
+    def _decode_columns(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
         return wire_pb.view(self._dtype)[:, columns].float()
 
 
@@ -201,20 +201,20 @@ class Int8(Codec):
         """Encode float32 (p, n) as uint8 (p, bytes): the scales, then the int8 levels, padded to whole blocks."""
         rows, length = values_pn.shape
         wire_pb = torch.empty(rows, -(-length // _BLOCK) * (4 + _BLOCK), dtype=torch.uint8, device=values_pn.device)
-        scales_pk, levels_pkb = _parts(wire_pb, length)
-        for columns in _spans(values_pn, length):
+        scales_pk, levels_pkb = _split_wire(wire_pb, length)
+        for columns in _split_columns(values_pn, length):
             blocks = slice(columns.start // _BLOCK, -(-columns.stop // _BLOCK))
             _quantize(values_pn[:, columns], scales_pk[:, blocks], levels_pkb[:, blocks])
         return wire_pb
 
-    def _decoded(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
-        scales_pk, levels_pkb = _parts(wire_pb, length)
+    def _decode_columns(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
+        scales_pk, levels_pkb = _split_wire(wire_pb, length)
         blocks = slice(columns.start // _BLOCK, -(-columns.stop // _BLOCK))
         values_pkb = levels_pkb[:, blocks].float().mul_(scales_pk[:, blocks, None])
         return values_pkb.flatten(1)[:, : columns.stop - columns.start]
 
 
-def _parts(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _split_wire(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return views of the scales, float32 (p, blocks), and of the levels, int8 (p, blocks, elements)."""
     blocks = -(-length // _BLOCK)
     return (
@@ -235,7 +235,7 @@ def _quantize(values_pn: Tensor, scales_pk: Tensor, levels_pkb: Tensor) -> None:
 CODECS: dict[str, Codec] = {"bf16": Half(torch.bfloat16), "fp16": Half(torch.float16), "int8": Int8()}
 
 
-def kept(length: int, density: float) -> int:
+def count_kept(length: int, density: float) -> int:
     """Return k, the number of elements to send: the fraction ``density`` of ``length``, at least one."""
     return max(1, int(length * density))
 
@@ -253,16 +253,16 @@ class TopKSum(Summation):
     def __init__(self, density: float) -> None:
         self._density = density
 
-    def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
+    def all_reduce(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
         assert error_n is not None
-        size, count = dist.get_world_size(group), kept(flat_n.numel(), self._density)
+        size, count = dist.get_world_size(group), count_kept(flat_n.numel(), self._density)
         error_n.add_(flat_n)
         places_k = error_n.abs().topk(count, sorted=False).indices
         message = torch.stack([places_k.int(), error_n[places_k].view(torch.int32)])
         messages = message.new_empty(size * message.numel())
-        work = start(dist.all_gather_into_tensor, messages, message.view(-1), group=group)
+        work = start_collective(dist.all_gather_into_tensor, messages, message.view(-1), group=group)
         yield
-        _forget(error_n, places_k)
+        _clear_sent(error_n, places_k)
         work.wait()
         total_n = flat_n.zero_()
         for indices_k, values_k in messages.view(size, 2, count):
@@ -282,22 +282,23 @@ class RandomK(Summation):
     def __init__(self, density: float, *, keeps_errors: bool) -> None:
         self._density, self.keeps_errors = density, keeps_errors
 
-    def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
+    def all_reduce(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
         places_k, widths_k = (
-            on_device(each, flat_n.device) for each in drawn(flat_n.numel(), kept(flat_n.numel(), self._density), seed)
+            move_to_device(each, flat_n.device)
+            for each in draw_indices(flat_n.numel(), count_kept(flat_n.numel(), self._density), seed)
         )
         broken = flat_n.sum().mul_(0)  # NaN if any element is not finite, since the sampled ones may all be finite
         values_k = flat_n[places_k] * widths_k if error_n is None else error_n.add_(flat_n)[places_k]
-        work = start(dist.all_reduce, values_k.add_(broken), group=group)
+        work = start_collective(dist.all_reduce, values_k.add_(broken), group=group)
         yield
         if error_n is not None:
-            _forget(error_n, places_k)
+            _clear_sent(error_n, places_k)
         work.wait()
         flat_n.zero_()[places_k] = values_k.to(flat_n.dtype)
         return flat_n
 
 
-def drawn(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
+def draw_indices(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Split ``length`` indices into ``count`` runs of neighbors, and sample one index from each.
 
     The generator is always on the CPU, so that ranks with different devices sample the same indices.
@@ -312,7 +313,7 @@ def drawn(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     return edges[:-1] + (random_k * widths_k).long().minimum(widths_k - 1), widths_k
 
 
-def _forget(error_n: Tensor, places_k: Tensor) -> None:
+def _clear_sent(error_n: Tensor, places_k: Tensor) -> None:
     """Remove sent and non-finite values from the error; the latter would otherwise stay in the sums forever."""
     error_n[places_k] = 0
     error_n.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

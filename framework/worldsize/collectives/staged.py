@@ -22,7 +22,7 @@ from torch.futures import Future
 Phases = Generator[None, None, Tensor]
 
 
-def finished(phases: Phases) -> Tensor:
+def finish_reduction(phases: Phases) -> Tensor:
     """Run a reduction to completion and return its result, of any shape."""
     while True:
         try:
@@ -46,23 +46,23 @@ class Staged:
 
         With ``last``, finish all reductions.
         """
-        with self._beside():
-            self._advance()
+        with self._enter_side_stream():
+            self._advance_all()
             self._flights.append(flight := _Flight(buffer, phases))
-            flight.advance()
+            flight.issue_next_collective()
             while last and self._flights:
-                self._advance()
+                self._advance_all()
         return flight.future
 
-    def _beside(self) -> AbstractContextManager[object]:
+    def _enter_side_stream(self) -> AbstractContextManager[object]:
         """Switch to the side stream after the current stream's queued work; the future synchronizes them again."""
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._side)
 
-    def _advance(self) -> None:
-        self._flights = [flight for flight in self._flights if flight.advance()]
+    def _advance_all(self) -> None:
+        self._flights = [flight for flight in self._flights if flight.issue_next_collective()]
 
 
 @final
@@ -71,7 +71,7 @@ class _Flight:
         self._buffer, self._phases = buffer, phases
         self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
 
-    def advance(self) -> bool:
+    def issue_next_collective(self) -> bool:
         """Advance to the next collective; return False if the reduction is complete."""
         try:
             next(self._phases)
@@ -87,7 +87,7 @@ class Summation(ABC):
     keeps_errors = False  # whether it needs a tensor for its compression errors (error feedback)
 
     @abstractmethod
-    def total(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
+    def all_reduce(self, flat_n: Tensor, group: ProcessGroup, *, error_n: Tensor | None, seed: int) -> Phases:
         """Sum a tensor over the ranks of ``group``, with bitwise identical results on all ranks.
 
         Args:

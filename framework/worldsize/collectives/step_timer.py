@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.moved import renamed
+from worldsize.moved import resolve_renamed
 
 Phase = Literal["compute", "communication", "update"]
 PHASES: tuple[Phase, ...] = ("compute", "communication", "update")
@@ -46,7 +46,7 @@ class _StepTimes:
     data: float  # seconds that the step waited for its data
     marks: list[tuple[Any, Phase]] = field(default_factory=list)  # time or CUDA event, and the phase that it starts
 
-    def split(self, between: Callable[[Any, Any], float]) -> list[float]:
+    def sum_phase_seconds(self, between: Callable[[Any, Any], float]) -> list[float]:
         seconds = dict.fromkeys(PHASES, 0.0)
         for (begun, phase), (ended, _) in zip(self.marks, self.marks[1:], strict=False):
             seconds[phase] += between(begun, ended)
@@ -59,14 +59,14 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._now: Callable[[], Any] = self._event if self._stream else time.perf_counter
+        self._now: Callable[[], Any] = self._record_event if self._stream else time.perf_counter
         self._thread = threading.get_ident()
         self._step: _StepTimes | None = None
         self._done: list[_StepTimes] = []
         self._before: list[_StepTimes] = []  # on CUDA, the steps that ended before the last call of take()
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
+    def record_phases(self) -> Iterator[None]:
         """Record the phases marked by code in this block."""
         global _open
         _open = self
@@ -75,19 +75,19 @@ class StepTimer:
         finally:
             _open = None
 
-    def start(self, *, data: float) -> None:
+    def start_step(self, *, data: float) -> None:
         """Start to measure a step that waited ``data`` seconds for its data."""
         self._step = _StepTimes(data)
-        self.switch("compute")
+        self.switch_phase("compute")
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End the current step, if any, and store its times for :meth:`take`."""
         if self._step is not None:
-            self.switch("compute")
+            self.switch_phase("compute")
             self._done.append(self._step)
             self._step = None
 
-    def take(self) -> Tensor:
+    def collect_step_times(self) -> Tensor:
         """Return the seconds of waiting for data and of each of :data:`PHASES`, float64 (measured steps, 4).
 
         On the CPU these are the steps since the last call. On CUDA these are the steps that ended before the last call,
@@ -95,10 +95,12 @@ class StepTimer:
         """
         ready, self._before = (self._before, self._done) if self._stream else (self._done, [])
         self._done = []
-        between = _device_seconds if self._stream else _seconds
-        return torch.tensor([step.split(between) for step in ready], dtype=torch.float64).view(-1, 1 + len(PHASES))
+        between = _device_seconds if self._stream else _measure_interval
+        return torch.tensor([step.sum_phase_seconds(between) for step in ready], dtype=torch.float64).view(
+            -1, 1 + len(PHASES)
+        )
 
-    def switch(self, phase: Phase) -> Phase:
+    def switch_phase(self, phase: Phase) -> Phase:
         """Switch to ``phase`` and return the previous phase."""
         if self._step is None:
             return phase
@@ -118,13 +120,13 @@ class StepTimer:
         # autograd's threads are not started by Python
         return self._stream is not None and isinstance(threading.current_thread(), threading._DummyThread)
 
-    def _event(self) -> torch.cuda.Event:
+    def _record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
 
-def _seconds(begun: float, ended: float) -> float:
+def _measure_interval(begun: float, ended: float) -> float:
     return ended - begun
 
 
@@ -136,7 +138,7 @@ def _device_seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
 _open: StepTimer | None = None  # global, since hooks also run in autograd's threads, without context variables
 
 
-def phase(name: Phase) -> AbstractContextManager[None]:
+def measure_phase(name: Phase) -> AbstractContextManager[None]:
     """Attribute the time in this block to ``name``, excluding nested phases."""
     timer = _open
     return _Measured(timer, name) if timer is not None and timer.is_measuring else _UNMEASURED
@@ -153,17 +155,17 @@ class _Measured:
         self._timer, self._phase = timer, name
 
     def __enter__(self) -> None:
-        self._phase = self._timer.switch(self._phase)
+        self._phase = self._timer.switch_phase(self._phase)
 
     def __exit__(self, *_: object) -> None:
-        self._timer.switch(self._phase)
+        self._timer.switch_phase(self._phase)
 
 
-def mark(name: Phase) -> None:
+def mark_phase(name: Phase) -> None:
     """Attribute time from now on to ``name``, for hooks that cannot share a context manager."""
     timer = _open
     if timer is not None and timer.is_measuring:
-        timer.switch(name)
+        timer.switch_phase(name)
 
 
 def backward(loss: Tensor) -> None:
@@ -177,22 +179,22 @@ def backward(loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         return
 
-    def computed() -> None:
-        timer.switch("communication")
+    def switch_to_communication() -> None:
+        timer.switch_phase("communication")
 
-    loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[no-untyped-call]
-    before = timer.switch("compute")
+    loss.register_hook(lambda _: Variable._execution_engine.queue_callback(switch_to_communication))  # type: ignore[no-untyped-call]
+    before = timer.switch_phase("compute")
     loss.backward()  # type: ignore[no-untyped-call]
-    timer.switch(before)
+    timer.switch_phase(before)
 
 
 def time_buffers(module: DistributedDataParallel) -> None:
     """Attribute the buffer broadcast of ``module``, before it calls its model, to communication."""
     if any(True for _ in module.buffers()):
-        module.register_forward_pre_hook(lambda *_: mark("communication"))
-        module.module.register_forward_pre_hook(lambda *_: mark("compute"), prepend=True)
+        module.register_forward_pre_hook(lambda *_: mark_phase("communication"))
+        module.module.register_forward_pre_hook(lambda *_: mark_phase("compute"), prepend=True)
 
 
 def __getattr__(name: str) -> Any:
     """Provide ``started`` and ``wait``, now in :mod:`worldsize.collectives.group`, for one more release."""
-    return renamed(__name__, name)
+    return resolve_renamed(__name__, name)

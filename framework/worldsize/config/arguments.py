@@ -11,26 +11,26 @@ from worldsize.core.limits import Limit
 T = TypeVar("T", int, float)
 
 
-def number(limit: Limit) -> Callable[[str], float]:
+def build_number_parser(limit: Limit) -> Callable[[str], float]:
     """Return a parser for numbers within ``limit``, for use as ``type`` of an argument."""
-    return lambda text: _read(text, float, limit)
+    return lambda text: _parse_within_limit(text, float, limit)
 
 
-def whole(limit: Limit) -> Callable[[str], int]:
+def build_integer_parser(limit: Limit) -> Callable[[str], int]:
     """Return a parser for integers within ``limit``, for use as ``type`` of an argument."""
-    return lambda text: _read(text, int, limit)
+    return lambda text: _parse_within_limit(text, int, limit)
 
 
-def _read(text: str, kind: Callable[[str], T], limit: Limit) -> T:
+def _parse_within_limit(text: str, kind: Callable[[str], T], limit: Limit) -> T:
     try:
         value = kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number.") from None
-    if refusal := limit.refusal(value):
+    if refusal := limit.describe_violation(value):
         raise argparse.ArgumentTypeError(f"{text} {refusal}")
     return value
 
 
-def key_of(word: str) -> str:
+def parse_override_key(word: str) -> str:
     """Return the key that an override sets, adds or deletes."""
     return word.partition("=")[0].lstrip("+~")

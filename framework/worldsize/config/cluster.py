@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from worldsize.config.section import schema_of, typed
+from worldsize.config.section import build_dataclass, build_section_schema
 from worldsize.core import Cluster, LaunchMethod, Link, Range, Spot
 from worldsize.core.limits import check_limits
 from worldsize.devices import default_backend
@@ -18,7 +18,7 @@ from worldsize.errors import ConfigError, neighbours
 from worldsize.world.topology import Topology, tier_names
 
 
-def cluster_of(node: Mapping[str, Any], threads: int | None, data_workers: int | str = 0) -> Cluster:
+def build_cluster(node: Mapping[str, Any], threads: int | None, data_workers: int | str = 0) -> Cluster:
     """Build the cluster from its configuration section.
 
     Args:
@@ -29,27 +29,27 @@ def cluster_of(node: Mapping[str, Any], threads: int | None, data_workers: int |
     Raises:
         ConfigError: values contradict each other.
     """
-    tiers, around = _tiers(node.get("tiers") or {}, node["nodes"])
+    tiers, around = _select_tiers(node.get("tiers") or {}, node["nodes"])
     links = dict(node.get("links") or {})
     if around in links:
         links["network"] = links[around]
     threads = node.get("threads") or threads
-    return typed(
+    return build_dataclass(
         Cluster,
         {**node, "links": links, "tiers": tiers},
         backend=node.get("backend") or default_backend(node["device"]),
         threads=threads,
         cpus_per_process=(threads or 1) + (1 if data_workers == "auto" else int(data_workers)),
-        spot_market=_spot(node.get("spot_market") or {}),
+        spot_market=_build_spot(node.get("spot_market") or {}),
     )
 
 
 def tier_around(node: Mapping[str, Any]) -> str:
     """Return the innermost tier that has all nodes in one unit, so that its link is their network; "" if none."""
-    return _tiers(node.get("tiers") or {}, node["nodes"])[1]
+    return _select_tiers(node.get("tiers") or {}, node["nodes"])[1]
 
 
-def _tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[str, int], str]:
+def _select_tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[str, int], str]:
     """Return the tiers, innermost first, without those that have room for all nodes in one unit.
 
     A unit of a tier consists of several units of the tier below.
@@ -78,9 +78,9 @@ def _tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[str, int]
     return tiers, around
 
 
-def _spot(node: Mapping[str, Any]) -> Spot | None:
+def _build_spot(node: Mapping[str, Any]) -> Spot | None:
     if node.get("mtbf_hours") is not None:
-        return typed(Spot, node)
+        return build_dataclass(Spot, node)
     if node.get("price_per_hour") is not None:
         raise ConfigError(
             "cluster.spot_market.price_per_hour has no effect without cluster.spot_market.mtbf_hours. Set both."
@@ -95,7 +95,7 @@ class _LinkedTier(Link):
     nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
 
 
-def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
     """Return the cluster with each tier reduced to its number of nodes, and the tiers' links moved to ``links``.
 
     Raises:
@@ -104,7 +104,7 @@ def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
     tiers, links = dict(cluster.get("tiers") or {}), dict(cluster.get("links") or {})
     for name, given in tiers.items():
         key = f"cluster.tiers.{name}"
-        values = _link(key, given) if isinstance(given, Mapping) else {"nodes": given}
+        values = _parse_tier_link(key, given) if isinstance(given, Mapping) else {"nodes": given}
         if not isinstance(values["nodes"], int) or isinstance(values["nodes"], bool):
             raise ConfigError(f"{key}={given!r} is not a number of nodes. Set {key}=8, say.")
         check_limits(_LinkedTier, values, key=key)
@@ -113,10 +113,10 @@ def with_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
     return {**cluster, "tiers": tiers, "links": links}
 
 
-def _link(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_tier_link(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         values: dict[Any, Any] = {"nodes": None, **given}
-        merged = OmegaConf.merge(OmegaConf.structured(schema_of(_LinkedTier)), values)
+        merged = OmegaConf.merge(OmegaConf.structured(build_section_schema(_LinkedTier)), values)
         plain: Any = OmegaConf.to_container(merged, throw_on_missing=True)
     except ConfigKeyError as error:
         name = str(error.key)
@@ -138,7 +138,7 @@ def check_topology(topology: str | None, launcher: LaunchMethod) -> None:
         )
 
 
-def with_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
+def apply_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
     """Return the cluster with its hosts in the order of ``cluster.topology``, and the resulting tiers.
 
     Hosts chosen by a scheduler are not known yet; its agents order them later. Configured tiers must match the file.
@@ -158,11 +158,11 @@ def with_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
     if "hosts" not in cluster:
         return dict(cluster)
     count = len(cluster["hosts"]) - cluster.get("spare_nodes", 0)
-    hosts, spare = topology.ordered(cluster["hosts"][:count]), cluster["hosts"][count:]
+    hosts, spare = topology.order_hosts(cluster["hosts"][:count]), cluster["hosts"][count:]
     if is_spread:
         return {**cluster, "hosts": [*hosts, *spare]}
-    tiers = dict(zip(tier_names(), topology.sizes(hosts), strict=False))
+    tiers = dict(zip(tier_names(), topology.count_hosts_per_switch(hosts), strict=False))
     if cluster.get("tiers"):
-        topology.check(hosts, cluster["tiers"])
+        topology.check_tiers(hosts, cluster["tiers"])
         tiers = cluster["tiers"]
     return {**cluster, "hosts": [*hosts, *spare], "tiers": tiers}

@@ -23,9 +23,9 @@ from hydra.errors import HydraException
 from omegaconf import AnyNode, DictConfig, IntegerNode, ListConfig, OmegaConf, StringNode, UnionNode
 from omegaconf.errors import OmegaConfBaseException
 
-from worldsize.config.arguments import key_of
+from worldsize.config.arguments import parse_override_key
 from worldsize.config.schema import Schema
-from worldsize.config.search_path import main_conf, options_in, searched
+from worldsize.config.search_path import list_conf_folders, main_conf, options_in
 from worldsize.errors import ConfigError, neighbours
 
 GROUPS = (
@@ -53,7 +53,7 @@ _ITEM_OF_MAPPING = re.compile(r"\s*([^,\[\]{}:]+)")
 _DIGITS = 20  # maximum length of an integer; no key accepts a longer one
 
 
-def normalised(arguments: Sequence[str]) -> list[str]:
+def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     """Rewrite group choices for Hydra, and move overrides after the flags for argparse.
 
     ``+group=option`` and ``group=option`` are equivalent: the option replaces the group's current option, or is added
@@ -67,7 +67,7 @@ def normalised(arguments: Sequence[str]) -> list[str]:
     words = sorted(readable(arguments), key=lambda word: "=" in word and not word.startswith("--"))
     flags = get_args_parser().parse_args(words)
     _check_flags(flags)
-    for key in map(key_of, flags.overrides):
+    for key in map(parse_override_key, flags.overrides):
         if key in REFUSED:
             raise ConfigError(f"{key} is not followed: {REFUSED[key]}")
     for word in flags.overrides:
@@ -76,9 +76,12 @@ def normalised(arguments: Sequence[str]) -> list[str]:
         if group in GROUPS and (option == "null" or "=" not in word or not _OPTIONS.fullmatch(option)):
             raise ConfigError(_null_option(flags, word))
     if flags.hydra_help:  # Hydra's own help, where our keys do not exist
-        return [word for word in words if word not in flags.overrides or key_of(word).startswith("hydra")]
-    signs = _signs(flags)
-    return [signs[_choice(word)] + word.lstrip("+") if _choice(word) in signs else word for word in words]
+        return [word for word in words if word not in flags.overrides or parse_override_key(word).startswith("hydra")]
+    signs = _choose_prefixes(flags)
+    return [
+        signs[_parse_choice_key(word)] + word.lstrip("+") if _parse_choice_key(word) in signs else word
+        for word in words
+    ]
 
 
 def _check_flags(flags: Namespace) -> None:
@@ -102,39 +105,39 @@ def _check_flags(flags: Namespace) -> None:
 
 def _check_kept(word: str) -> None:
     """Raise ConfigError if ``word``, such as ``~lr``, deletes a mandatory key."""
-    key = key_of(word)
+    key = parse_override_key(word)
     if word.startswith("~") and key not in GROUPS and key in {field.name for field in fields(Schema)}:
         raise ConfigError(f"{word}: every run has the key {key}. Set {key}=null for none, or leave the word out.")
 
 
-def _choice(word: str) -> str | None:
+def _parse_choice_key(word: str) -> str | None:
     """Return the key of a word that may choose a group's option, such as ``+group@package=option``; otherwise None."""
     match = re.fullmatch(r"\+?([a-zA-Z_][\w/-]*(@[\w.]+)?)=.+", word, re.DOTALL)
     return match[1] if match else None
 
 
-def _signs(flags: Namespace) -> dict[str | None, str]:
+def _choose_prefixes(flags: Namespace) -> dict[str | None, str]:
     """Map the key of each group choice to Hydra's prefix: "+" if the group has no option yet, otherwise ""."""
-    groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)}
+    groups = {group for conf in _list_option_folders(flags) for group, _, _ in options_in(conf)}
     groups -= {field.name for field in fields(Schema)}
-    chosen = {key: word.lstrip("+") for word in flags.overrides if (key := _choice(word))}
+    chosen = {key: word.lstrip("+") for word in flags.overrides if (key := _parse_choice_key(word))}
     words = {key: word for key, word in chosen.items() if key in GROUPS or not word.endswith("=null")}
     usual = [word for key, word in words.items() if key in GROUPS]
     added = {key: word for key, word in words.items() if key.partition("@")[0] in groups and key not in GROUPS}
     if added:
-        taken = _chosen(flags, usual)
+        taken = _find_chosen_groups(flags, usual)
         added = {key: word for key, word in added.items() if key not in taken}
     inner: set[str] = set()  # groups set by an added option, such as the recipe of an experiment
     if len(added) > 1:
         for key, word in added.items():
-            inner |= _chosen(flags, [*usual, f"+{word}"]) - {key}
+            inner |= _find_chosen_groups(flags, [*usual, f"+{word}"]) - {key}
     signs: dict[str | None, str] = {key: "+" if key in added and key not in inner else "" for key in words}
     return {key: sign for key, sign in signs.items() if key in GROUPS or str(key).partition("@")[0] in groups}
 
 
-def _places(flags: Namespace) -> list[Path]:
+def _list_option_folders(flags: Namespace) -> list[Path]:
     """Return the folders that contain options of groups."""
-    return [*searched(), *([folder] if (folder := folder_of_flags(flags)) else [])]
+    return [*list_conf_folders(), *([folder] if (folder := folder_of_flags(flags)) else [])]
 
 
 def folder_of_flags(flags: Namespace) -> Path | None:
@@ -146,12 +149,12 @@ def folder_of_flags(flags: Namespace) -> Path | None:
 def _null_option(flags: Namespace, word: str) -> str:
     """Explain that ``word``, such as ``logger=null``, does not name an option, and list the group's options."""
     group, _, given = word.lstrip("+").partition("=")
-    options = {option for conf in _places(flags) for name, option, _ in options_in(conf) if name == group}
+    options = {option for conf in _list_option_folders(flags) for name, option, _ in options_in(conf) if name == group}
     fact = f"{word}: {given or 'null'} is not an option of the group {group}"
     return f"{fact}. Set {group}=none." if "none" in options else f"{fact}{neighbours('null', options)}"
 
 
-def _chosen(flags: Namespace, words: Sequence[str]) -> set[str]:
+def _find_chosen_groups(flags: Namespace, words: Sequence[str]) -> set[str]:
     """Return the groups that have an option in the configuration composed from ``words`` (a sweep's first point).
 
     The result is empty if the words cannot be composed; the error is reported when everything is composed.
@@ -175,8 +178,8 @@ def hydra_of_first_point(flags: Namespace, words: Sequence[str]) -> DictConfig |
 def brings_files(arguments: Sequence[str]) -> bool:
     """Return whether the words choose an option that may configure Hydra itself, such as an experiment file."""
     flags, _ = get_args_parser().parse_known_args(list(arguments))
-    keys = [key for word in flags.overrides if (key := _choice(word)) is not None]
-    groups = {group for conf in _places(flags) for group, _, _ in options_in(conf)} - {*GROUPS}
+    keys = [key for word in flags.overrides if (key := _parse_choice_key(word)) is not None]
+    groups = {group for conf in _list_option_folders(flags) for group, _, _ in options_in(conf)} - {*GROUPS}
     return any(key.partition("@")[0] in groups for key in keys)
 
 
@@ -195,27 +198,27 @@ def _readable(word: str, types: _Types) -> str:
     if any(each in value for each in "'\"()\\"):
         return word
     if "${" in value:
-        return f"{name}={_quoted(value)}" if _UNREADABLE.search(re.sub(r"\$\{[^}]*\}", "", value)) else word
+        return f"{name}={_quote_text(value)}" if _UNREADABLE.search(re.sub(r"\$\{[^}]*\}", "", value)) else word
     is_mapping = "{" in value
 
     def rewritten(match: re.Match[str]) -> str:
         item = text = match[1].rstrip()
         if _UNREADABLE.search(item):
-            item = _quoted(text)
+            item = _quote_text(text)
         elif not is_mapping and (_NUMBER.fullmatch(text) or text.lower() in ("true", "false")):
-            kind = types.of(key_of(word))
-            item = _quoted(text) if kind is str else _whole(text) if kind is int else text
+            kind = types.find_key_type(parse_override_key(word))
+            item = _quote_text(text) if kind is str else _format_integer(text) if kind is int else text
         return match[0].replace(text, item)
 
     return f"{name}={(_ITEM_OF_MAPPING if is_mapping else _ITEM).sub(rewritten, value)}"
 
 
-def _quoted(text: str) -> str:
+def _quote_text(text: str) -> str:
     quoted: str = QuotedString(text, Quote.single).with_quotes()
     return quoted
 
 
-def _whole(text: str) -> str:
+def _format_integer(text: str) -> str:
     """Return an integer such as 1e3 in digits, and other text unchanged."""
     if text.lower() in ("true", "false"):
         return text
@@ -225,7 +228,7 @@ def _whole(text: str) -> str:
 
 
 @cache
-def registered() -> DictConfig:
+def register_schema() -> DictConfig:
     """Register the schema with Hydra, and return its node, which must not be modified."""
     ConfigStore.instance().store("schema", node=Schema)
     schema: DictConfig = ConfigStore.instance().repo["schema.yaml"].node
@@ -237,22 +240,22 @@ class _Types:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
-        self._schema = registered()
+        self._schema = register_schema()
         self._composed: DictConfig | None = None
 
-    def of(self, key: str) -> type | None:
+    def find_key_type(self, key: str) -> type | None:
         """Return str or int if ``key`` has this type or is a list of it, otherwise None."""
-        node = _node(self._schema, key)
+        node = _find_node(self._schema, key)
         if node is None and key.partition(".")[0] in ("cluster", "launcher"):  # the launcher's own keys
-            node = _node(self._chosen(), key)
+            node = _find_node(self._compose_cluster(), key)
         if isinstance(node, ListConfig):
             return next((kind for kind in (str, int) if node._metadata.element_type is kind), None)
         if isinstance(node, StringNode | AnyNode | DictConfig):
             return str  # for a section or group, the value is the name of an option
-        is_number = isinstance(node, IntegerNode) or (isinstance(node, UnionNode) and int in _options(node))
+        is_number = isinstance(node, IntegerNode) or (isinstance(node, UnionNode) and int in _list_union_types(node))
         return int if is_number else None
 
-    def _chosen(self) -> DictConfig:
+    def _compose_cluster(self) -> DictConfig:
         """Compose the chosen cluster, including its launcher."""
         if self._composed is None:
             GlobalHydra.instance().clear()
@@ -265,12 +268,12 @@ class _Types:
         return self._composed
 
 
-def _options(node: UnionNode) -> Sequence[Any]:
+def _list_union_types(node: UnionNode) -> Sequence[Any]:
     hint = node._metadata.ref_type
     return get_args(hint) if get_origin(hint) else ()
 
 
-def _node(cfg: Any, key: str) -> Any:
+def _find_node(cfg: Any, key: str) -> Any:
     """Return the node at a dotted key without resolving it; None if it does not exist."""
     for name in key.split("."):
         if not isinstance(cfg, DictConfig) or cfg._is_none() or cfg._is_missing():

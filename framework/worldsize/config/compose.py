@@ -29,15 +29,21 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from worldsize.config.arguments import key_of
-from worldsize.config.command_line import brings_files, folder_of_flags, hydra_of_first_point, normalised, registered
-from worldsize.config.explain import explain, forget_files, place_of, scheduler_option
+from worldsize.config.arguments import parse_override_key
+from worldsize.config.command_line import (
+    brings_files,
+    folder_of_flags,
+    hydra_of_first_point,
+    normalize_arguments,
+    register_schema,
+)
+from worldsize.config.explain import describe_key_source, explain_error, forget_files, scheduler_option
 from worldsize.config.launcher_schema import LauncherSource
-from worldsize.config.learning_rate import with_rate
+from worldsize.config.learning_rate import fill_missing_lr
 from worldsize.config.objective import SweepEnded
 from worldsize.config.schema import Schema
-from worldsize.config.search_path import check_unique, main_conf, searched
-from worldsize.core.limits import FilePath, check_limits, hints_of
+from worldsize.config.search_path import check_unique, list_conf_folders, main_conf
+from worldsize.core.limits import FilePath, check_limits, read_annotations
 from worldsize.errors import ConfigError, neighbours
 
 _logger = logging.getLogger(__name__)
@@ -55,13 +61,13 @@ class _Folders(SearchPathPlugin):
     additional: ClassVar[Path | None] = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in reversed(searched()):
+        for folder in reversed(list_conf_folders()):
             search_path.prepend(provider="worldsize", path=f"{LauncherSource.scheme()}://{folder}")
         if self.additional is not None:
             search_path.append(provider="command-line", path=f"{LauncherSource.scheme()}://{self.additional}")
 
 
-def assigned(key: str, value: object) -> str:
+def format_override(key: str, value: object) -> str:
     """Return the override that sets ``key`` to the text of ``value``, quoted and escaped."""
     text = str(value).replace("${", r"\${")
     return f"{key}={QuotedString(text, Quote.single).with_quotes()}"
@@ -74,17 +80,17 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
         ConfigError: Hydra or OmegaConf rejects the arguments (suggesting similar names), two folders define the same
             option, a search lacks a metric, or the folder of a sweep cannot be created.
     """
-    _prepare(arguments)
-    sys.argv[1:] = words = normalised(arguments)
+    _prepare_hydra(arguments)
+    sys.argv[1:] = words = normalize_arguments(arguments)
     try:
-        with _initialised():
+        with _initialize_hydra():
             if cfg := _single_run(words):
-                task(_with_home(_entered(cfg)))
+                task(_expand_home(_register_config(cfg)))
                 return
         program = hydra.main(version_base="1.3", config_path=str(main_conf()), config_name="config")
-        program(lambda cfg: task(_with_home(cfg)))()
+        program(lambda cfg: task(_expand_home(cfg)))()
     except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, sys.argv[1:]) from error
+        raise explain_error(error, sys.argv[1:]) from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         code = cast("FunctionType", task).__code__
         if error.__cause__ or any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
@@ -126,25 +132,25 @@ def sweep_points(arguments: Sequence[str]) -> Iterator[DictConfig]:
     Raises:
         ConfigError: see :func:`compose_and_call`.
     """
-    _prepare(arguments)
-    flags = get_args_parser().parse_args(normalised(arguments))
+    _prepare_hydra(arguments)
+    flags = get_args_parser().parse_args(normalize_arguments(arguments))
     own = hydra_of_first_point(flags, flags.overrides)
     if own is None or flags.config_name or own.runtime.choices["hydra/sweeper"] != "basic":
         return
     words = [*(f"{key}={value}" for key, value in (own.sweeper.params or {}).items()), *flags.overrides]
     try:
-        with _initialised():
+        with _initialize_hydra():
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             (points,) = BasicSweeper.split_arguments(parser.parse_overrides(words), None)
         if len(points) > _FEW:
             _logger.info("checking %d runs", len(points))
         for number, point in enumerate(points):
-            with _initialised():
-                cfg = _composed([*point, "hydra.mode=MULTIRUN"])
+            with _initialize_hydra():
+                cfg = _compose_config([*point, "hydra.mode=MULTIRUN"])
             OmegaConf.update(cfg, "hydra.job", {"id": number, "num": number})  # as Hydra's launcher does
-            yield _with_home(_entered(cfg))
+            yield _expand_home(_register_config(cfg))
     except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, arguments) from error
+        raise explain_error(error, arguments) from error
 
 
 def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:
@@ -152,8 +158,8 @@ def _hydra_by_files(arguments: Sequence[str]) -> DictConfig | None:
     if not brings_files(arguments):
         return None
     try:
-        _prepare(arguments)
-        flags = get_args_parser().parse_args(normalised(arguments))
+        _prepare_hydra(arguments)
+        flags = get_args_parser().parse_args(normalize_arguments(arguments))
     except ConfigError:
         return None
     return hydra_of_first_point(flags, flags.overrides)
@@ -165,20 +171,20 @@ def compose_only(arguments: Sequence[str]) -> DictConfig:
     Raises:
         ConfigError: see :func:`compose_and_call`; or the configuration changes Hydra itself.
     """
-    _prepare(arguments)
-    words = normalised(arguments)
+    _prepare_hydra(arguments)
+    words = normalize_arguments(arguments)
     try:
-        with _initialised():
-            usual, cfg = _composed([]), _composed(words)
+        with _initialize_hydra():
+            usual, cfg = _compose_config([]), _compose_config(words)
     except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, arguments) from error
-    before, after = _hydra_of(usual), _hydra_of(cfg)
+        raise explain_error(error, arguments) from error
+    before, after = _extract_hydra_config(usual), _extract_hydra_config(cfg)
     if changed := sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)):
         raise ConfigError(
             f"the configuration changes hydra.{changed[0]}, and the record is another user's. "
             "Look at it, and begin your own run with it; nothing was started."
         )
-    return _with_home(_entered(cfg))
+    return _expand_home(_register_config(cfg))
 
 
 def _single_run(words: Sequence[str]) -> DictConfig | None:
@@ -189,7 +195,7 @@ def _single_run(words: Sequence[str]) -> DictConfig | None:
     if any(word.startswith("-") for word in words):
         return None
     try:
-        cfg = _composed(words)
+        cfg = _compose_config(words)
     except (HydraException, OmegaConfBaseException):
         if any(word.startswith("hydra.mode=") for word in words) or brings_files(words):  # it may be a sweep
             return None
@@ -203,15 +209,15 @@ def _single_run(words: Sequence[str]) -> DictConfig | None:
     return cfg
 
 
-def _initialised() -> AbstractContextManager[None]:
+def _initialize_hydra() -> AbstractContextManager[None]:
     return hydra.initialize_config_dir(str(main_conf()), version_base="1.3")
 
 
-def _composed(words: Sequence[str]) -> DictConfig:
+def _compose_config(words: Sequence[str]) -> DictConfig:
     return hydra.compose("config", list(words), return_hydra_config=True)
 
 
-def _entered(cfg: DictConfig) -> DictConfig:
+def _register_config(cfg: DictConfig) -> DictConfig:
     """Register ``cfg`` with :class:`HydraConfig` as the current run; return it without Hydra's own section."""
     HydraConfig.instance().set_config(cfg)
     own = deepcopy(cfg)
@@ -220,9 +226,9 @@ def _entered(cfg: DictConfig) -> DictConfig:
     return own
 
 
-def _with_home(cfg: DictConfig) -> DictConfig:
+def _expand_home(cfg: DictConfig) -> DictConfig:
     """Return the configuration with ``~`` expanded in all keys that the schema declares as paths."""
-    for key in _paths(Schema):
+    for key in _list_path_keys(Schema):
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.startswith("~"):
             with suppress(RuntimeError):  # unknown user; reading the path will fail
@@ -230,51 +236,53 @@ def _with_home(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def _paths(section: type, above: str = "") -> Iterator[str]:
+def _list_path_keys(section: type, above: str = "") -> Iterator[str]:
     """Yield the keys of all paths in a section of the schema, including its subsections."""
-    for name, hint in hints_of(section).items():
+    for name, hint in read_annotations(section).items():
         if is_dataclass(hint) and isinstance(hint, type):
-            yield from _paths(hint, f"{above}{name}.")
+            yield from _list_path_keys(hint, f"{above}{name}.")
         elif any(isinstance(limit, FilePath) for limit in getattr(hint, "__metadata__", ())):
             yield f"{above}{name}"
 
 
-def _hydra_of(cfg: DictConfig) -> dict[str, Any]:
+def _extract_hydra_config(cfg: DictConfig) -> dict[str, Any]:
     """Return Hydra's own configuration, without information about the arguments and this process."""
     plain = cast("dict[str, Any]", OmegaConf.to_container(cfg.hydra))
     plain["job"].pop("override_dirname", None)
     return {key: value for key, value in plain.items() if key not in ("runtime", "overrides")}
 
 
-def _prepare(arguments: Sequence[str]) -> None:
+def _prepare_hydra(arguments: Sequence[str]) -> None:
     """Register our configuration with Hydra; raise ConfigError for arguments that Hydra would wrongly accept."""
     for word in arguments:
         if _LONG_NUMBER.search(word):
-            raise ConfigError(f"{key_of(word)[:80]} has a number of more than 1,000 digits; no key takes that.")
+            raise ConfigError(
+                f"{parse_override_key(word)[:80]} has a number of more than 1,000 digits; no key takes that."
+            )
     forget_files()
     _Folders.additional = folder_of_flags(get_args_parser().parse_known_args(list(arguments))[0])
     check_unique([_Folders.additional] if _Folders.additional else [])
     if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
         raise ConfigError(f"{chosen[0]}: a cluster brings its launcher along. Choose it with cluster=NAME.")
-    registered()
+    register_schema()
     Plugins.instance().register(LauncherSource)
     Plugins.instance().register(_Folders)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # make Hydra raise errors instead of printing them
 
 
-def resolved(cfg: DictConfig) -> dict[str, Any]:
+def resolve_config(cfg: DictConfig) -> dict[str, Any]:
     """Convert the configuration to plain containers with every interpolation resolved.
 
     Raises:
         ConfigError: a key does not exist, a value is missing or violates the schema's annotations, or an interpolation
             cannot be resolved.
     """
-    cfg = with_rate(cfg)
+    cfg = fill_missing_lr(cfg)
     _check_keys(cfg, "")
     try:
         plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise explain(error, []) from error
+        raise explain_error(error, []) from error
     assert isinstance(plain, dict)
     _check_values(cfg, plain, "")
     return {str(key): value for key, value in plain.items()}
@@ -286,7 +294,7 @@ def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_c
     ``is_checked``: whether the annotation of the parent section already covers this section.
     """
     kind = OmegaConf.get_type(node)
-    hints = hints_of(kind) if is_dataclass(kind) else {}
+    hints = read_annotations(kind) if is_dataclass(kind) else {}
     if hints and not is_checked:
         check_limits(kind, plain, key=path)
     for name in plain:
@@ -296,7 +304,7 @@ def _check_values(node: DictConfig, plain: Mapping[Any, Any], path: str, *, is_c
             _check_values(cast("DictConfig", child), plain[name], place, is_checked=is_named)
 
 
-def variables_of(cfg: DictConfig) -> set[str]:
+def find_env_variables(cfg: DictConfig) -> set[str]:
     """Return the names of environment variables that a configuration refers to as ``${oc.env:NAME}``."""
     return set(re.findall(r"\$\{oc\.env:\s*(\w+)", OmegaConf.to_yaml(cfg, resolve=False)))
 
@@ -309,7 +317,7 @@ def _check_keys(node: DictConfig, path: str) -> None:
         if key not in known:
             scheduler = scheduler_option(path.rstrip("."), key, known)
             more = f". {scheduler}" if scheduler else neighbours(key, known)
-            raise ConfigError(f"no key '{path}{key}'{more}{place_of(f'{path}{key}')}")
+            raise ConfigError(f"no key '{path}{key}'{more}{describe_key_source(f'{path}{key}')}")
         child = cast("Node", node._get_node(key))
         if child._is_missing():
             example = "[a,b]" if OmegaConf.is_list(child) else "VALUE"
@@ -318,7 +326,7 @@ def _check_keys(node: DictConfig, path: str) -> None:
             _check_keys(child, f"{path}{key}.")
 
 
-def choices() -> dict[str, str]:
+def read_group_choices() -> dict[str, str]:
     """Return the option chosen in each group of the current configuration."""
     chosen = OmegaConf.to_container(HydraConfig.get().runtime.choices)
     assert isinstance(chosen, dict)

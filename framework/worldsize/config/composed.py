@@ -15,17 +15,17 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from worldsize.config.arguments import key_of
-from worldsize.config.cluster import with_tiers, with_topology
-from worldsize.config.compose import choices, is_sweep, resolved, sweep_folder, task_overrides
-from worldsize.config.learning_rate import scaled_lr
+from worldsize.config.arguments import parse_override_key
+from worldsize.config.cluster import apply_topology, normalize_tiers
+from worldsize.config.compose import is_sweep, read_group_choices, resolve_config, sweep_folder, task_overrides
+from worldsize.config.learning_rate import apply_lr_scaling
 from worldsize.config.purpose import TRAIN, Purpose
-from worldsize.config.search_path import installed, make_importable, roots
+from worldsize.config.search_path import find_installed_plugins, list_search_roots, make_importable
 from worldsize.config.settings import Objects, Settings, load_recipe, load_settings, load_shape
-from worldsize.config.shape import RunShape, nodes_of, with_processes
+from worldsize.config.shape import RunShape, count_training_nodes, resolve_processes
 from worldsize.core import Numerics, Recipe
 from worldsize.data.batches import is_iterable
-from worldsize.data.order import epoch_length, steps_of
+from worldsize.data.order import count_epoch_steps, epoch_length
 from worldsize.devices import device_count
 from worldsize.errors import ConfigError
 
@@ -42,7 +42,7 @@ class Length:
     count: float
     unit: str
 
-    def steps(self, recipe: Recipe, batch_size: int) -> int:
+    def count_steps(self, recipe: Recipe, batch_size: int) -> int:
         """Return the length in steps, rounded up.
 
         Raises:
@@ -59,7 +59,7 @@ class Length:
                     raise ConfigError(
                         f"{self.key}={self.text}: the data are a stream, of unknown length. Give steps instead."
                     )
-                return steps_of(self.count, epoch_length(dataset), batch_size)
+                return count_epoch_steps(self.count, epoch_length(dataset), batch_size)
         if (tokens := recipe.tokens_per_sample()) is None:
             raise ConfigError(
                 f"{self.key}={self.text}: {type(recipe).__name__} does not define the number of tokens per sample. "
@@ -68,7 +68,9 @@ class Length:
         return math.ceil(self.count / (batch_size * tokens))
 
 
-def settings_of(cfg: DictConfig, purpose: Purpose = TRAIN, *, samples_per_logical_rank: int | None = None) -> Settings:
+def build_settings(
+    cfg: DictConfig, purpose: Purpose = TRAIN, *, samples_per_logical_rank: int | None = None
+) -> Settings:
     """Build typed settings, including values that only the launching process can determine.
 
     Args:
@@ -79,28 +81,30 @@ def settings_of(cfg: DictConfig, purpose: Purpose = TRAIN, *, samples_per_logica
     Raises:
         ConfigError: a value is missing or invalid, or the length of the run is given twice.
     """
-    make_importable(roots())
+    make_importable(list_search_roots())
     _check_length(cfg)
-    cfg = with_values(cfg, purpose.values())
+    cfg = override_values(cfg, purpose.values())
     if "hosts" in cfg.cluster:
-        cfg = with_values(cfg, {"cluster.nodes": nodes_of(cfg.cluster.hosts, spare=cfg.cluster.spare_nodes)})
-    cfg = with_values(cfg, _united_values(cfg))
-    lengths = lengths_of(cfg)
-    cfg = with_values(cfg, dict.fromkeys(lengths, 1))  # placeholder; the data do not depend on the number of steps
+        cfg = override_values(
+            cfg, {"cluster.nodes": count_training_nodes(cfg.cluster.hosts, spare=cfg.cluster.spare_nodes)}
+        )
+    cfg = override_values(cfg, _reconcile_values(cfg))
+    lengths = collect_lengths(cfg)
+    cfg = override_values(cfg, dict.fromkeys(lengths, 1))  # placeholder; the data do not depend on the number of steps
     if has_own_batches(cfg):
-        samples_per_logical_rank, cfg = 1, with_values(cfg, {"evaluate_batch_size": 1})
-    objects = Objects(_completed(cfg))
+        samples_per_logical_rank, cfg = 1, override_values(cfg, {"evaluate_batch_size": 1})
+    objects = Objects(_complete_config(cfg))
     shape = load_shape(objects)
     if samples_per_logical_rank is not None:
-        cfg = with_values(cfg, {"batch_size": samples_per_logical_rank * shape.logical_ranks})
-        objects = Objects(_completed(cfg), objects.built)
-    computed = _scaled_rate(cfg, shape)
+        cfg = override_values(cfg, {"batch_size": samples_per_logical_rank * shape.logical_ranks})
+        objects = Objects(_complete_config(cfg), objects.built)
+    computed = _scale_learning_rate(cfg, shape)
     if lengths:
         shape.check_batch(cfg.batch_size)  # before the data are read
         recipe, _ = load_recipe(objects)
-        computed |= {key: length.steps(recipe, cfg.batch_size) for key, length in lengths.items()}
+        computed |= {key: length.count_steps(recipe, cfg.batch_size) for key, length in lengths.items()}
     if computed:
-        objects = Objects(_completed(with_values(cfg, computed)), objects.built)
+        objects = Objects(_complete_config(override_values(cfg, computed)), objects.built)
     settings = load_settings(objects)
     profiled, steps = settings.observe.profile.steps, settings.training.steps
     if profiled is not None and profiled[1] > steps:
@@ -108,7 +112,7 @@ def settings_of(cfg: DictConfig, purpose: Purpose = TRAIN, *, samples_per_logica
     return settings
 
 
-def with_values(cfg: DictConfig, values: Mapping[str, object]) -> DictConfig:
+def override_values(cfg: DictConfig, values: Mapping[str, object]) -> DictConfig:
     """Return a copy of the configuration with these values, ignoring keys unknown to its launcher or strategy."""
     copy = deepcopy(cfg) if values else cfg
     for key, value in values.items():
@@ -147,43 +151,46 @@ def _check_length(cfg: DictConfig) -> None:
         )
 
 
-def lengths_of(cfg: DictConfig) -> dict[str, Length]:
+def collect_lengths(cfg: DictConfig) -> dict[str, Length]:
     """Return the lengths to convert to steps, by the key that receives the number of steps."""
-    lengths = dict(written_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
+    lengths = dict(find_lengths(OmegaConf.to_container(cfg.schedule))) if cfg.schedule else {}
     run = {} if cfg.epochs is None else {"steps": Length("epochs", f"{cfg.epochs:g}", float(cfg.epochs), "epoch")}
     return {**run, **lengths}
 
 
-def _scaled_rate(cfg: DictConfig, shape: RunShape) -> dict[str, object]:
+def _scale_learning_rate(cfg: DictConfig, shape: RunShape) -> dict[str, object]:
     """Return the learning rate, by its key, if ``cluster.scale_lr`` changes it.
 
     Raises:
         ConfigError: the scaling rule does not apply to this run.
     """
     typed = None if OmegaConf.is_missing(cfg, "lr") else cfg.lr
-    if shape.run.evaluates is not None or (lr := scaled_lr(shape, typed, batch_size=cfg.batch_size)) == typed:
+    if shape.run.evaluates is not None or (lr := apply_lr_scaling(shape, typed, batch_size=cfg.batch_size)) == typed:
         return {}
     return {"lr": lr}
 
 
-def _completed(cfg: DictConfig) -> dict[str, Any]:
-    config = resolved(cfg)
+def _complete_config(cfg: DictConfig) -> dict[str, Any]:
+    config = resolve_config(cfg)
     kind = config["cluster"]["device"] or "cpu"  # null depends on the number of GPUs on other machines
     gpus = device_count(kind) if kind != "cpu" else 0
-    group = config["run"]["group"] or (sweep_folder() if is_sweep() else choices().get("experiment"))
-    places = {"import_path": [str(root) for root in roots()], "packages": [each.module for each in installed()]}
+    group = config["run"]["group"] or (sweep_folder() if is_sweep() else read_group_choices().get("experiment"))
+    places = {
+        "import_path": [str(root) for root in list_search_roots()],
+        "packages": [each.module for each in find_installed_plugins()],
+    }
     run = {**config["run"], "group": group, **places}
-    cluster = with_topology(with_tiers(with_processes(config["cluster"], gpus)))
+    cluster = apply_topology(normalize_tiers(resolve_processes(config["cluster"], gpus)))
     # the launcher's options were resolved before hosts were ordered
     hosts = {"hosts": cluster["hosts"]} if "hosts" in config["launcher"] and "hosts" in cluster else {}
     return {**config, "cluster": cluster, "launcher": {**config["launcher"], **hosts}, "run": run}
 
 
-def written_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, Length]]:
+def find_lengths(node: Any, key: str = "schedule") -> Iterator[tuple[str, Length]]:
     """Yield each length in ``node``, such as "2 epochs" or "10M tokens", with its key."""
     children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for name, child in children:
-        yield from written_lengths(child, f"{key}.{name}")
+        yield from find_lengths(child, f"{key}.{name}")
     if isinstance(node, str) and (match := _LENGTH.fullmatch(node.strip())):
         number, scale, unit = match.groups()
         yield key, Length(key, match[0], float(number) * _SCALES[scale], unit)
@@ -208,8 +215,8 @@ _GROUPS = ("optimizer", "schedule", "data")  # a recipe's YAML refers to the gro
 
 def check_effects(cfg: DictConfig) -> None:
     """Raise ConfigError if an override has no effect on this run, or sets a key reserved for a different command."""
-    typed = {key_of(word): word for word in task_overrides() if not word.startswith("~")}
-    cfg = with_values(cfg, _united_values(cfg))
+    typed = {parse_override_key(word): word for word in task_overrides() if not word.startswith("~")}
+    cfg = override_values(cfg, _reconcile_values(cfg))
     for key in typed.keys() & _PURPOSES.keys():
         if OmegaConf.select(cfg, key) is not None:
             raise ConfigError(f"{typed[key]} is set by `worldsize {_PURPOSES[key]}`. Call that instead.")
@@ -227,7 +234,7 @@ def check_effects(cfg: DictConfig) -> None:
             )
 
 
-def _united_values(cfg: DictConfig) -> dict[str, object]:
+def _reconcile_values(cfg: DictConfig) -> dict[str, object]:
     """Return the values, by key, that reconcile settings which exist in two sections.
 
     A learning rate in the optimizer section becomes the run's ``lr``, and the optimizer then refers to it. Therefore
@@ -237,7 +244,7 @@ def _united_values(cfg: DictConfig) -> dict[str, object]:
     Raises:
         ConfigError: both settings are overridden.
     """
-    typed = {key_of(word): word for word in task_overrides() if not word.startswith("~")}
+    typed = {parse_override_key(word): word for word in task_overrides() if not word.startswith("~")}
     values: dict[str, object] = {}
     for key in typed.keys() & {each.name for each in fields(Numerics)}:
         if not OmegaConf.is_interpolation(cfg.numerics, key):

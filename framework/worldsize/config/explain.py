@@ -23,11 +23,11 @@ from omegaconf.errors import (
 )
 
 from worldsize.config.schema import Schema
-from worldsize.config.search_path import config_folders, installed, main_conf, options_in
+from worldsize.config.search_path import config_folders, find_installed_plugins, main_conf, options_in
 from worldsize.errors import ConfigError, neighbours
 
 
-def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
+def explain_error(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """Convert ``error`` to a ConfigError that explains it; ``overrides`` are the user's."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return ConfigError(_unknown_option(error))
@@ -38,7 +38,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
         key = unknown[1] or (full[1] if full else unknown[2])
         if full and full[1].startswith(f"{key}."):  # the unknown key is inside a mapping given as the value
             key = full[1]
-        place = place_of(key)  # before other configurations are composed for comparison
+        place = describe_key_source(key)  # before other configurations are composed for comparison
         return ConfigError(f"{_unknown_key(key, overrides)}{place}")
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     merged = re.match(r"Error merging override \+*([\w.]+)=", str(error))
@@ -49,7 +49,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(cause, ValidationError):
         return ConfigError(_wrong_type(cause, merged[1] if merged else cause.full_key))
     if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType | GrammarParseError):
-        return ConfigError(_unresolved(cause))
+        return ConfigError(_explain_interpolation(cause))
     if isinstance(error, OverrideParseException):
         key, equals, _ = str(error.override).partition("=")
         if not re.fullmatch(r"[+~]*[\w$-]+([./][\w$-]+)*(@[\w.:]*)?", key, re.ASCII):
@@ -58,10 +58,10 @@ def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
             )
         remedy = f"If the value is text, write {key}='\"VALUE\"'." if equals else "Write key=value."
         return ConfigError(f"{error.override!r} cannot be read: {_first_line(error)}. {remedy}")
-    return ConfigError(_with_remedy(f"{_first_line(error)}."))
+    return ConfigError(_rewrite_message(f"{_first_line(error)}."))
 
 
-def _with_remedy(text: str) -> str:
+def _rewrite_message(text: str) -> str:
     """Rewrite a known Hydra message with a remedy for the command line; return other messages unchanged."""
     for pattern, sentence in _SENTENCES.items():
         if match := re.match(pattern, text, re.DOTALL):
@@ -69,7 +69,7 @@ def _with_remedy(text: str) -> str:
     return text
 
 
-def _unresolved(error: OmegaConfBaseException) -> str:
+def _explain_interpolation(error: OmegaConfBaseException) -> str:
     """Explain an interpolation without a value."""
     text, key = _first_line(error), f"{error.full_key}: " if error.full_key else ""
     if "GrammarParseError" in text or isinstance(error, GrammarParseError):
@@ -122,18 +122,24 @@ def _first_line(error: Exception) -> str:
 
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
-    broken = [f" The plugin {each.distribution} offers nothing: {each.broken}." for each in installed() if each.broken]
-    known = error.options or {name for conf in (main_conf(), *config_folders()) for name in _options(conf, group)}
+    broken = [
+        f" The plugin {each.distribution} offers nothing: {each.broken}."
+        for each in find_installed_plugins()
+        if each.broken
+    ]
+    known = error.options or {
+        name for conf in (main_conf(), *config_folders()) for name in _list_group_options(conf, group)
+    }
     return f"no {group or 'configuration'} {option!r}{neighbours(option, known)}{''.join(broken)}"
 
 
-def _options(conf: Path, group: str) -> list[str]:
+def _list_group_options(conf: Path, group: str) -> list[str]:
     return [option for name, option, _ in options_in(conf) if name == group]
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     words = [word for word in overrides if word.partition("=")[0] != key]  # key may be a group unused by this recipe
-    parent, name, known = _first_unknown(key, _composed(words))
+    parent, name, known = _first_unknown(key, _compose_choices(words))
     if not parent and name in known:
         return (
             f"this recipe takes no {name}=... A recipe that does has a line under `defaults:` of its YAML file, "
@@ -152,7 +158,7 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     is_open = shown == key and (not known or "_target_" in known)
     more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known else ""
     more = (more or f" If {parent} takes any names, add it: +{key}=VALUE.") if is_open else ""
-    return f"no key {shown!r}{neighbours(name, known)}{more}{_of_the_run(name) if parent else ''}"
+    return f"no key {shown!r}{neighbours(name, known)}{more}{_suggest_run_key(name) if parent else ''}"
 
 
 def _is_misspelt(name: str, known: Iterable[str]) -> bool:
@@ -173,11 +179,11 @@ def _clusters_with(name: str) -> list[str]:
     having = []
     for kind in kinds:
         with suppress(HydraException, OmegaConfBaseException, ConfigError):  # a plugin may be broken
-            having += [kind] if name in _composed([f"cluster={kind}"])["cluster"] else []
+            having += [kind] if name in _compose_choices([f"cluster={kind}"])["cluster"] else []
     return having
 
 
-def _of_the_run(name: str) -> str:
+def _suggest_run_key(name: str) -> str:
     """Suggest the top-level key that the user may have meant by ``name`` in a section."""
     close = get_close_matches(name, [field.name for field in fields(Schema)], n=1, cutoff=0.8)
     return f" The run itself has the key {close[0]!r}: {close[0]}=VALUE." if close else ""
@@ -194,7 +200,7 @@ def _first_unknown(key: str, node: Any) -> tuple[str, str, list[str]]:
     return ".".join(parts[:number]), name, known
 
 
-def _composed(overrides: Sequence[str]) -> Any:
+def _compose_choices(overrides: Sequence[str]) -> Any:
     """Return the configuration composed only from group choices, with and without ``@package``."""
     GlobalHydra.instance().clear()
     groups = {group.name for conf in (main_conf(), *config_folders()) for group in conf.iterdir() if group.is_dir()}
@@ -257,16 +263,16 @@ def note_file(file: Path, package: str, config: DictConfig) -> None:
     _READ[file] = package, config
 
 
-def place_of(key: str) -> str:
+def describe_key_source(key: str) -> str:
     """Return a sentence with a leading space that names the file that sets ``key``; "" if none does."""
     for file, (package, config) in reversed(_READ.items()):
         inner = key if not package else key.removeprefix(f"{package}.")
-        if (inner != key or not package) and _has(OmegaConf.to_container(config), inner.split(".")):
+        if (inner != key or not package) and _has_key_path(OmegaConf.to_container(config), inner.split(".")):
             return f" It stands in {file}."
     return ""
 
 
-def _has(node: Any, names: list[str]) -> bool:
+def _has_key_path(node: Any, names: list[str]) -> bool:
     if not names:
         return True
-    return isinstance(node, dict) and names[0] in node and _has(node[names[0]], names[1:])
+    return isinstance(node, dict) and names[0] in node and _has_key_path(node[names[0]], names[1:])

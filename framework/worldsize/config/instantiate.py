@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from worldsize.config.explain import place_of
-from worldsize.config.search_path import bundle, folders_of, installed, main_conf
-from worldsize.core.limits import check_limits, hints_of
+from worldsize.config.explain import describe_key_source
+from worldsize.config.search_path import find_installed_plugins, get_bundle_folder, list_root_folders, main_conf
+from worldsize.core.limits import check_limits, read_annotations
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
-from worldsize.moved import current, rename_targets
+from worldsize.moved import find_current_name, rename_targets
 from worldsize.optimizers.arguments import check_tuples
 
 T = TypeVar("T")
@@ -43,53 +43,56 @@ class Allowed:
     prefixes: tuple[str, ...] = ALLOWED
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefixes", tuple(map(current, self.prefixes)))
+        object.__setattr__(self, "prefixes", tuple(map(find_current_name, self.prefixes)))
 
-    def admits(self, path: str) -> bool:
+    def admits_path(self, path: str) -> bool:
         """Return whether ``path`` may be imported; the imported object must then pass :meth:`admits_object`."""
-        path = current(path)
-        if path in bundled_targets() or path in self.prefixes:
+        path = find_current_name(path)
+        if path in find_bundled_targets() or path in self.prefixes:
             return True
-        return any("._" not in path.removeprefix(prefix) for prefix in self._around(path))
+        return any("._" not in path.removeprefix(prefix) for prefix in self._find_prefixes(path))
 
     def admits_object(self, path: str, located: Any) -> bool:
         """Return whether ``located``, imported from an admitted ``path``, is not an alias of a forbidden object."""
-        path = current(path)
-        if path in bundled_targets() or path in self.prefixes:
+        path = find_current_name(path)
+        if path in find_bundled_targets() or path in self.prefixes:
             return True
-        origin = origin_of(located)
+        origin = get_object_path(located)
         if any(origin.startswith(prefix + ".") for prefix in _LIBRARIES):
             return inspect.isclass(located) and not located.__name__.startswith("_")
         # a public name may refer to an object defined in a private module
-        return origin in bundled_targets() or origin in self.prefixes or bool(self._around(origin))
+        return origin in find_bundled_targets() or origin in self.prefixes or bool(self._find_prefixes(origin))
 
-    def _around(self, path: str) -> list[str]:
+    def _find_prefixes(self, path: str) -> list[str]:
         return [prefix for prefix in self.prefixes if path.startswith(prefix + ".")]
 
-    def remedy(self, path: str) -> str:
+    def format_remedy(self, path: str) -> str:
         """Return the end of an error message that rejects ``path``."""
-        near = neighbours(path, bundled_targets()) if path.partition(".")[0] == __name__.partition(".")[0] else "."
+        near = neighbours(path, find_bundled_targets()) if path.partition(".")[0] == __name__.partition(".")[0] else "."
         return (
             f"{near} Allowed: targets in worldsize's own YAML files, and public names in {', '.join(self.prefixes)} "
             "(of torch, classes). Add to it with allow_targets=[your.module]."
         )
 
 
-def origin_of(located: Any) -> str:
+def get_object_path(located: Any) -> str:
     """Return the dotted path at which ``located`` is defined."""
     return f"{getattr(located, '__module__', '')}.{getattr(located, '__qualname__', '')}"
 
 
 @cache
-def bundled_targets() -> frozenset[str]:
+def find_bundled_targets() -> frozenset[str]:
     """Return the targets used in the YAML files of worldsize and of installed plugins."""
-    plugins = [*folders_of(bundle()), *(plugin.folder for plugin in installed() if plugin.folder)]
+    plugins = [
+        *list_root_folders(get_bundle_folder()),
+        *(plugin.folder for plugin in find_installed_plugins() if plugin.folder),
+    ]
     files = [file for folder in (main_conf(), *(each / "conf" for each in plugins)) for file in folder.rglob("*.yaml")]
     named = {target for file in files for target in _TARGET.findall(file.read_text(errors="replace"))}
     return frozenset(named | {_NUMERICS})
 
 
-def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
+def build_object(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     """Build the object described by ``node``, which consists of plain containers.
 
     Raises:
@@ -103,14 +106,14 @@ def build(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     _check_texts(node, key)
     check_node(node, allowed=allowed, key=key)
     try:
-        built = hydra.utils.instantiate(with_groups(node, _locate, key), _convert_="all")
+        built = hydra.utils.instantiate(wrap_grouped_optimizers(node, _locate_target, key), _convert_="all")
     except TypeError as error:  # an invalid value for one of Hydra's keys, such as _partial_
         raise ConfigError(f"{key}: {str(error).splitlines()[0].rstrip('.')}. Leave it as it is.") from error
     except InstantiationException as error:
         cause = error.__cause__ or error  # the error raised by the target itself
         if isinstance(cause, WorldsizeError | ImportError):
             raise cause from None
-        raise ConfigError(f"{key}: {node['_target_']} cannot be built: {described_failure(cause)}.") from cause
+        raise ConfigError(f"{key}: {node['_target_']} cannot be built: {describe_failure(cause)}.") from cause
     if not isinstance(built, kind):
         raise ConfigError(f"{key}: {node.get('_target_')} makes a {type(built).__name__}, not a {kind.__name__}.")
     return built
@@ -131,11 +134,11 @@ def _check_texts(node: Any, key: str) -> None:
 
 def check_node(node: Any, *, allowed: Allowed, key: str) -> None:
     """Raise ConfigError if a target in ``node`` is not allowed, or does not accept its arguments."""
-    for path, target in targets_of(node, key):
+    for path, target in find_targets(node, key):
         check_arguments(resolve_target(target["_target_"], allowed, path), target, path)
 
 
-def described_failure(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Describe an error of user code in one line: type, message and location."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
@@ -145,34 +148,34 @@ def described_failure(error: BaseException) -> str:
 
 def check_targets(config: Any, allowed: Allowed) -> None:
     """Raise ConfigError if a configuration names a target outside the allow-list, without importing anything."""
-    for path, node in targets_of(config):
+    for path, node in find_targets(config):
         _check_prefix(node["_target_"], allowed, path)
 
 
 def resolve_target(target: str, allowed: Allowed, key: str) -> Any:
     """Return the callable named ``target``; aliases of objects outside the allow-list are also refused."""
     _check_prefix(target, allowed, key)
-    located = _locate(target, key)
+    located = _locate_target(target, key)
     if not allowed.admits_object(target, located):
-        origin = origin_of(located)
-        raise ConfigError(f"{key}: {target} is {origin}, outside the allow-list{allowed.remedy(origin)}")
+        origin = get_object_path(located)
+        raise ConfigError(f"{key}: {target} is {origin}, outside the allow-list{allowed.format_remedy(origin)}")
     return located
 
 
 def _check_prefix(target: Any, allowed: Allowed, key: str) -> None:
-    if not isinstance(target, str) or not allowed.admits(target):
-        raise ConfigError(f"{key}: _target_ {target!r} is outside the allow-list{allowed.remedy(str(target))}")
+    if not isinstance(target, str) or not allowed.admits_path(target):
+        raise ConfigError(f"{key}: _target_ {target!r} is outside the allow-list{allowed.format_remedy(str(target))}")
 
 
-def _locate(target: str, key: str) -> Any:
+def _locate_target(target: str, key: str) -> Any:
     """Import the longest module prefix of ``target``, then walk its attributes."""
-    module, attributes = _import(target, key)
+    module, attributes = _import_module(target, key)
     located: Any = module
     for attribute in attributes:
         if not hasattr(located, attribute):
             raise ConfigError(
-                f"{key}: {target} does not exist: {_name(located)} has no {attribute!r}"
-                f"{neighbours(attribute, _offered(located))}"
+                f"{key}: {target} does not exist: {_get_object_name(located)} has no {attribute!r}"
+                f"{neighbours(attribute, _list_own_names(located))}"
             )
         located = getattr(located, attribute)
     if not callable(located) or not attributes:
@@ -180,7 +183,7 @@ def _locate(target: str, key: str) -> Any:
     return located
 
 
-def _import(target: str, key: str) -> tuple[Any, list[str]]:
+def _import_module(target: str, key: str) -> tuple[Any, list[str]]:
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:length])
@@ -192,9 +195,9 @@ def _import(target: str, key: str) -> tuple[Any, list[str]]:
     raise ConfigError(f"{key}: {target} does not exist: no module {parts[0]!r} on the import path.")
 
 
-def _offered(located: Any) -> list[str]:
+def _list_own_names(located: Any) -> list[str]:
     """Return the names that a module defines itself, without imports; all names if it defines none."""
-    module = _name(located)
+    module = _get_object_name(located)
     own = [
         name
         for name in dir(located)
@@ -203,20 +206,20 @@ def _offered(located: Any) -> list[str]:
     return own or dir(located)
 
 
-def _name(located: Any) -> str:
+def _get_object_name(located: Any) -> str:
     return str(getattr(located, "__name__", located))
 
 
-def targets_of(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+def find_targets(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the key and the mapping of every ``_target_`` in ``node``."""
     if isinstance(node, Mapping):
         if "_target_" in node:
             yield key, node
         for name, child in node.items():
-            yield from targets_of(child, f"{key}.{name}" if key else str(name))
+            yield from find_targets(child, f"{key}.{name}" if key else str(name))
     elif isinstance(node, list):
         for index, child in enumerate(node):
-            yield from targets_of(child, f"{key}[{index}]")
+            yield from find_targets(child, f"{key}[{index}]")
 
 
 def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
@@ -231,7 +234,9 @@ def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for name in given:
             if name not in parameters:
-                raise ConfigError(f"no key '{key}.{name}'{neighbours(name, parameters)}{place_of(f'{key}.{name}')}")
+                raise ConfigError(
+                    f"no key '{key}.{name}'{neighbours(name, parameters)}{describe_key_source(f'{key}.{name}')}"
+                )
     _check_types(target, node, given, key)
     check_limits(target, node, key=key)
 
@@ -239,32 +244,32 @@ def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
 def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key: str) -> None:
     hints = _plain_hints(target)
     for name in given:
-        if name in hints and not _fits(node[name], hints[name]):
-            fact = f"{key}.{name}={node[name]!r} is of the wrong type: it takes {_spelt(hints[name])}."
-            raise ConfigError(f"{fact}{_in_digits(f'{key}.{name}', node[name], hints[name])}")
+        if name in hints and not _can_match_hint(node[name], hints[name]):
+            fact = f"{key}.{name}={node[name]!r} is of the wrong type: it takes {_format_hint(hints[name])}."
+            raise ConfigError(f"{fact}{_suggest_integer(f'{key}.{name}', node[name], hints[name])}")
 
 
-def _in_digits(key: str, value: Any, hint: Any) -> str:
+def _suggest_integer(key: str, value: Any, hint: Any) -> str:
     """Return how to write a value such as 1e2 for an integer argument; empty for other values.
 
     The command line reads 1e2 as 100 only for keys of the schema; other types are unknown until the target is imported.
     """
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**63
-    return f" Write {key}={int(value)}." if is_whole and _fits(int(value), hint) else ""
+    return f" Write {key}={int(value)}." if is_whole and _can_match_hint(int(value), hint) else ""
 
 
 def _plain_hints(target: Any) -> Mapping[str, Any]:
     """Return the annotations to check: all fields of a dataclass, and for other targets only those with limits."""
-    plain = hints_of(target, limits=False)
+    plain = read_annotations(target, limits=False)
     if is_dataclass(target):
         return {field.name: plain[field.name] for field in fields(target) if field.name in plain}
-    return {name: plain[name] for name, hint in hints_of(target).items() if get_origin(hint) is Annotated}
+    return {name: plain[name] for name, hint in read_annotations(target).items() if get_origin(hint) is Annotated}
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _can_match_hint(value: Any, hint: Any) -> bool:
     """Return whether a plain value matches an annotation, or the annotation is one that only the object can check."""
     if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
+        return any(_can_match_hint(value, option) for option in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     origin = get_origin(hint)
@@ -279,7 +284,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
-def _spelt(hint: Any) -> str:
+def _format_hint(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")
@@ -306,16 +311,16 @@ def check_groups(target: Any, groups: Any, *, key: str) -> None:
         check_tuples(target, group, key=f"{key}.{name}")
 
 
-def with_groups(node: Any, locate: Callable[[str, str], Any], key: str) -> Any:
-    """Return ``node`` with each optimizer that has the key ``groups`` replaced by a call to :func:`grouped`."""
+def wrap_grouped_optimizers(node: Any, locate: Callable[[str, str], Any], key: str) -> Any:
+    """Replace each optimizer in ``node`` that has the key ``groups`` by a call to :func:`create_grouped_optimizer`."""
     if isinstance(node, list):
-        return [with_groups(child, locate, key) for child in node]
+        return [wrap_grouped_optimizers(child, locate, key) for child in node]
     if not isinstance(node, Mapping):
         return node
     if "groups" not in node or "_target_" not in node or not makes_optimizer(locate(node["_target_"], key)):
-        return {name: with_groups(child, locate, key) for name, child in node.items()}
-    from worldsize.optimizers.groups import grouped  # imports torch
+        return {name: wrap_grouped_optimizers(child, locate, key) for name, child in node.items()}
+    from worldsize.optimizers.groups import create_grouped_optimizer  # imports torch
 
     make = {name: value for name, value in node.items() if name != "groups"}
-    target = f"{grouped.__module__}.{grouped.__qualname__}"
+    target = f"{create_grouped_optimizer.__module__}.{create_grouped_optimizer.__qualname__}"
     return {"_target_": target, "_partial_": True, "make": make, "groups": node["groups"] or {}}

@@ -24,8 +24,8 @@ from worldsize.config.command_line import REFUSED
 from worldsize.config.explain import note_file
 from worldsize.config.instantiate import Allowed, resolve_target
 from worldsize.config.schema import ClusterSchema
-from worldsize.config.search_path import installed, main_conf, make_importable, roots
-from worldsize.config.section import keys_of
+from worldsize.config.search_path import find_installed_plugins, list_search_roots, main_conf, make_importable
+from worldsize.config.section import build_section_keys
 from worldsize.core.launcher import OF_CLUSTER
 from worldsize.errors import ConfigError, neighbours
 
@@ -45,7 +45,7 @@ class LauncherSource(FileConfigSource):
         file = Path(self.path, self._normalize_file_name(config_path))
         _warn_of_late_header(file)
         _check_folders(result, file)
-        _note(result, file, group=config_path.rpartition("/")[0])
+        _record_config_file(result, file, group=config_path.rpartition("/")[0])
         if result.header["package"] == "_global_" and isinstance(result.config, DictConfig):
             target = OmegaConf.select(result.config, "launcher._target_")
             if target is not None:
@@ -53,7 +53,7 @@ class LauncherSource(FileConfigSource):
         return result
 
 
-def _note(result: ConfigResult, file: Path, *, group: str) -> None:
+def _record_config_file(result: ConfigResult, file: Path, *, group: str) -> None:
     package = result.header["package"] or group.replace("/", ".")
     if isinstance(result.config, DictConfig):
         note_file(file, "" if package == "_global_" else package, result.config)
@@ -88,17 +88,17 @@ def _add_keys(config: DictConfig, target: str, file: Path) -> None:
 
     The keys remain untyped if only ``allow_targets`` permits the target, which is then imported after the checks.
     """
-    allowed = Allowed((*Allowed().prefixes, *(each.module for each in installed())))
-    if not allowed.admits(target):
+    allowed = Allowed((*Allowed().prefixes, *(each.module for each in find_installed_plugins())))
+    if not allowed.admits_path(target):
         return
-    make_importable(roots())
+    make_importable(list_search_roots())
     launcher = resolve_target(target, allowed, f"{file}: launcher")
     if is_dataclass(launcher) and isinstance(launcher, type):
-        config.cluster = _merged("cluster", cluster_schema(launcher), config.get("cluster"), file)
-        config.launcher = _merged("launcher", launcher_schema(launcher), config.get("launcher"), file)
+        config.cluster = _merge_defaults("cluster", cluster_schema(launcher), config.get("cluster"), file)
+        config.launcher = _merge_defaults("launcher", launcher_schema(launcher), config.get("launcher"), file)
 
 
-def _merged(key: str, schema: type, given: DictConfig | None, file: Path) -> Any:
+def _merge_defaults(key: str, schema: type, given: DictConfig | None, file: Path) -> Any:
     """Return the defaults of ``schema``, updated with the values in the file.
 
     Raises:
@@ -117,19 +117,19 @@ def _merged(key: str, schema: type, given: DictConfig | None, file: Path) -> Any
 def cluster_schema(launcher: type) -> type:
     """Return the schema of ``cluster``: the keys common to all clusters, and the launcher's cluster options."""
     every = {each.name for each in fields(ClusterSchema)}
-    own = [each for each in _options(launcher) if each.metadata.get(OF_CLUSTER) and each.name not in every]
-    return make_dataclass(f"{launcher.__name__}Cluster", keys_of(launcher, own), bases=(ClusterSchema,))
+    own = [each for each in _list_launcher_fields(launcher) if each.metadata.get(OF_CLUSTER) and each.name not in every]
+    return make_dataclass(f"{launcher.__name__}Cluster", build_section_keys(launcher, own), bases=(ClusterSchema,))
 
 
 @cache
 def launcher_schema(launcher: type) -> type:
     """Return the schema of ``launcher``: all fields of the dataclass, with cluster options as references."""
     target = ("_target_", str, field(default=f"{launcher.__module__}.{launcher.__qualname__}"))
-    own = [each for each in _options(launcher) if not each.metadata.get(OF_CLUSTER)]
-    of_cluster = [each.name for each in _options(launcher) if each.metadata.get(OF_CLUSTER)]
+    own = [each for each in _list_launcher_fields(launcher) if not each.metadata.get(OF_CLUSTER)]
+    of_cluster = [each.name for each in _list_launcher_fields(launcher) if each.metadata.get(OF_CLUSTER)]
     references = [(name, Any, field(default=f"${{cluster.{name}}}")) for name in of_cluster]
-    return make_dataclass(launcher.__name__, [target, *references, *keys_of(launcher, own)])
+    return make_dataclass(launcher.__name__, [target, *references, *build_section_keys(launcher, own)])
 
 
-def _options(launcher: type) -> list[Field[Any]]:
+def _list_launcher_fields(launcher: type) -> list[Field[Any]]:
     return [each for each in fields(launcher) if each.init]

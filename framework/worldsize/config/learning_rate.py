@@ -34,10 +34,10 @@ def rate_factor(rule: str, *, samples: float, base: float) -> float:
 
 def update_samples(shape: RunShape, batch_size: int) -> float:
     """Return the number of samples per update, given ``batch_size`` samples per step."""
-    return batch_size / (_parts(shape) or 1)
+    return batch_size / (_count_update_parts(shape) or 1)
 
 
-def scaled_lr(shape: RunShape, lr: float | None, *, batch_size: int) -> float | None:
+def apply_lr_scaling(shape: RunShape, lr: float | None, *, batch_size: int) -> float | None:
     """Return ``lr`` scaled by the rule ``cluster.scale_lr``.
 
     Raises:
@@ -55,23 +55,23 @@ def scaled_lr(shape: RunShape, lr: float | None, *, batch_size: int) -> float | 
         raise ConfigError(
             f"cluster.scale_lr={rule} scales lr, and this run has lr=null. Set lr, or cluster.scale_lr=none."
         )
-    if base is None and not _varies(shape):
+    if base is None and not _is_worker_dependent(shape):
         name = type(shape.strategy).__name__
-        what = "an update" if _parts(shape) is None else "a step, whose updates take a part of lr each,"
+        what = "an update" if _count_update_parts(shape) is None else "a step, whose updates take a part of lr each,"
         raise ConfigError(
             f"cluster.scale_lr={rule}: nothing scales under {name}: {what} has batch_size={batch_size} samples at any "
             "number of processes. Set cluster.scale_lr=none, or cluster.base_batch to the number of samples that "
             f"lr={lr:g} was chosen for."
         )
-    return lr * rate_factor(rule, samples=_ruled(shape, batch_size), base=base or batch_size)
+    return lr * rate_factor(rule, samples=_count_rate_samples(shape, batch_size), base=base or batch_size)
 
 
 def update_text(shape: RunShape, lr: float | None, *, batch_size: int) -> str:
     """Describe the samples and the learning rate of an update; ``lr`` is already scaled."""
-    parts = _parts(shape)
+    parts = _count_update_parts(shape)
     batch = f"global batch {update_samples(shape, batch_size):g}"
     if parts is not None:
-        batch += f" (batch_size={batch_size} / {parts} {'workers' if _varies(shape) else 'logical ranks'})"
+        batch += f" (batch_size={batch_size} / {parts} {'workers' if _is_worker_dependent(shape) else 'logical ranks'})"
     if lr is None:
         return f"{batch} · the recipe sets its learning rate"
     return f"{batch} · lr {lr:g}{_origin(shape, lr, batch_size)}"
@@ -80,30 +80,30 @@ def update_text(shape: RunShape, lr: float | None, *, batch_size: int) -> str:
 def _origin(shape: RunShape, lr: float, batch_size: int) -> str:
     rule, base = shape.rate_scaling.scale_lr, shape.rate_scaling.base_batch or batch_size
     if rule != "none":
-        samples = _ruled(shape, batch_size)
+        samples = _count_rate_samples(shape, batch_size)
         ratio = f"{samples:g}/{base:g}"
         before = lr / rate_factor(rule, samples=samples, base=base)
         return f" = {before:g} × {f'√({ratio})' if rule == 'sqrt' else ratio} (cluster.scale_lr={rule})"
-    if _varies(shape):
+    if _is_worker_dependent(shape):
         return " at any number of workers (cluster.scale_lr=none)"
-    return "" if _parts(shape) is None else ", of which each update takes a part"
+    return "" if _count_update_parts(shape) is None else ", of which each update takes a part"
 
 
-def _parts(shape: RunShape) -> int | None:
+def _count_update_parts(shape: RunShape) -> int | None:
     return shape.strategy.update_parts(shape.cluster, shape.logical_ranks)
 
 
-def _varies(shape: RunShape) -> bool:
+def _is_worker_dependent(shape: RunShape) -> bool:
     """Return whether the number of samples to which the full ``lr`` applies depends on the number of workers."""
-    return _parts(shape) is not None and not shape.strategy.divides_lr
+    return _count_update_parts(shape) is not None and not shape.strategy.divides_lr
 
 
-def _ruled(shape: RunShape, batch_size: int) -> float:
+def _count_rate_samples(shape: RunShape, batch_size: int) -> float:
     """Return the number of samples to which the full ``lr`` applies."""
-    return update_samples(shape, batch_size) if _varies(shape) else batch_size
+    return update_samples(shape, batch_size) if _is_worker_dependent(shape) else batch_size
 
 
-def with_rate(cfg: DictConfig) -> DictConfig:
+def fill_missing_lr(cfg: DictConfig) -> DictConfig:
     """Return the configuration with ``lr: null`` if a learning rate is neither given nor needed.
 
     The optimizer and the schedule need one only if another section, usually the recipe, refers to them.

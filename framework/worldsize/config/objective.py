@@ -14,8 +14,8 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from worldsize.config.schema import SweepConfig
-from worldsize.config.section import schema_of
-from worldsize.core import metric_key, split_of
+from worldsize.config.section import build_section_schema
+from worldsize.core import metric_key, parse_metric_key
 from worldsize.core.limits import check_limits
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 
@@ -79,7 +79,7 @@ class ObjectiveCheck(Callback):
 
 
 def _check_search(config: DictConfig) -> None:
-    check_limits(schema_of(SweepConfig), config.sweep, key="sweep")
+    check_limits(build_section_schema(SweepConfig), config.sweep, key="sweep")
     name = f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}"
     if config.sweep.metric is None:
         raise ConfigError(
@@ -121,13 +121,13 @@ def maximizes(sweep: DictConfig) -> bool:
     return "maximize" in (sweep.direction, own.name if isinstance(own, Enum) else own)
 
 
-def value_of(sweep: DictConfig, metrics: Mapping[str, float]) -> float:
+def compute_objective(sweep: DictConfig, metrics: Mapping[str, float]) -> float:
     """Return the value of ``sweep.metric``; in a search, NaN becomes the worst value for its direction.
 
     Raises:
         SweepEnded: the metric does not exist in this run, and therefore in none.
     """
-    key = metric_key(*split_of(sweep.metric))
+    key = metric_key(*parse_metric_key(sweep.metric))
     if key not in metrics:
         text = f"sweep.metric={sweep.metric}: the evaluation has no metric {key!r}{neighbours(key, metrics)}"
         raise SweepEnded(ConfigError(text))

@@ -24,7 +24,7 @@ from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.files import read_regular
 from worldsize.messages import printable
 from worldsize.record.inputs import check_kept
-from worldsize.record.redaction import missing, restore
+from worldsize.record.redaction import find_redacted_keys, restore_secrets
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunView
 from worldsize.strict_json import LARGEST
@@ -38,28 +38,28 @@ def read_settings(run: RunDirectory) -> Settings:
         ConfigError: a secret is not in the file and was not passed to this process.
     """
     config = _read_config(run.config)
-    restore(config, withheld_secrets(os.environ))
-    if withheld := missing(config):
+    restore_secrets(config, withheld_secrets(os.environ))
+    if withheld := find_redacted_keys(config):
         names = ", ".join(".".join(map(str, keys)) for keys in withheld)
         raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
     make_importable([run.plugins, *map(Path, config["run"]["import_path"])])
     return load_settings(Objects(config))
 
 
-def preload(run: RunDirectory) -> None:
+def preload_config(run: RunDirectory) -> None:
     """Parse the run's ``config.yaml`` in this process, which saves each forked process 40 ms."""
     with suppress(ConfigError):  # reported by the first process that reads it
         _read_config(run.config)
 
 
 @lru_cache(maxsize=1)
-def _parsed(text: str) -> Any:
+def _parse_config(text: str) -> Any:
     return OmegaConf.to_container(OmegaConf.create(text))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = deepcopy(_parsed(read_regular(path, at_most=LARGEST).decode()))
+        config = deepcopy(_parse_config(read_regular(path, at_most=LARGEST).decode()))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Take it from a copy of the run.") from None
     run = config.get("run") if isinstance(config, dict) else None
@@ -81,7 +81,7 @@ def read_launcher(view: RunView) -> BatchLauncher | None:
     config = view.manifest["config"]
     node = config["launcher"]
     if not view.is_own:
-        return _bundled_launcher(node)
+        return _build_bundled_launcher(node)
     check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
     launcher = load_launcher(Objects(config))
@@ -98,14 +98,14 @@ def read_recipe(view: RunView) -> Recipe:
     if not view.is_own:
         raise WorldsizeError("this record was not written by you, so the recipe that it names is not built.")
     config = view.manifest["config"]
-    if withheld := missing(config["recipe"], ("recipe",)):
+    if withheld := find_redacted_keys(config["recipe"], ("recipe",)):
         raise ConfigError(f"{'.'.join(map(str, withheld[0]))}: the value is in no file of the run, as it is a secret.")
     check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
-    return Objects(config).build("recipe", config["recipe"], Recipe)  # type: ignore[type-abstract]
+    return Objects(config).build_cached_object("recipe", config["recipe"], Recipe)  # type: ignore[type-abstract]
 
 
-def _bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:
+def _build_bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:
     target = str(node.get("_target_"))
     if not re.fullmatch(r"worldsize\.launch\.[a-z_]+\.[A-Za-z]+", target):
         raise ConfigError(

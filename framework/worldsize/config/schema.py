@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from worldsize.config.section import keys_of, schema_of
+from worldsize.config.section import build_section_keys, build_section_schema
 from worldsize.core.cluster import Cluster
-from worldsize.core.evaluation import is_split, metric_key, split_of
+from worldsize.core.evaluation import is_split, metric_key, parse_metric_key
 from worldsize.core.events import Listener
 from worldsize.core.launcher import HealthLimits
 from worldsize.core.limits import COUNT, LARGEST, NO_KEY, PORT, FilePath, FolderName, Key, OneOf, Range
@@ -129,7 +129,7 @@ class EvaluationConfig:
 
     def check_metric(self, metric: str | None, *, key: str) -> None:
         """Raise ConfigError if ``metric``, the value of ``key``, belongs to a split that is not evaluated."""
-        split, name = split_of(metric or "")
+        split, name = parse_metric_key(metric or "")
         if metric is not None and split not in self.splits:
             raise ConfigError(
                 f"{key}={metric} is a metric of {split!r}, and evaluation.splits={list(self.splits)} does "
@@ -174,7 +174,7 @@ class CheckpointConfig:
             if name not in known:
                 raise ConfigError(f"checkpoint.signals: no signal {name!r}{neighbours(name, known)}")
 
-    def ignored(self, step: int) -> Sequence[str]:
+    def list_ignored_parts(self, step: int) -> Sequence[str]:
         """Return the parts to ignore in the checkpoint of ``step``; after ``ignore_until``, only hyperparameters."""
         from worldsize.checkpoint.format import HYPERPARAMETERS  # imports torch
 
@@ -326,12 +326,15 @@ class _TopLevel:
     listeners: Mapping[str, Any] = field(default_factory=dict)
 
 
-ClusterSchema = schema_of(Cluster, _ClusterConfig, AgentsConfig, RateScaling)
+ClusterSchema = build_section_schema(Cluster, _ClusterConfig, AgentsConfig, RateScaling)
 _NumericsSchema = make_dataclass(
     "NumericsSchema",
     [
         ("_target_", str, field(default="worldsize.core.Numerics")),
-        *((name, kind, field(default=f"${{{name}}}")) for name, kind, _ in keys_of(Numerics, fields(Numerics))),
+        *(
+            (name, kind, field(default=f"${{{name}}}"))
+            for name, kind, _ in build_section_keys(Numerics, fields(Numerics))
+        ),
     ],
 )
 Schema = make_dataclass(
@@ -340,5 +343,5 @@ Schema = make_dataclass(
         ("numerics", _NumericsSchema, field(default_factory=_NumericsSchema)),
         ("cluster", ClusterSchema, field(default_factory=ClusterSchema)),
     ],
-    bases=(schema_of(TrainingConfig, Numerics, _TopLevel),),
+    bases=(build_section_schema(TrainingConfig, Numerics, _TopLevel),),
 )

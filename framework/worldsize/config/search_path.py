@@ -32,22 +32,24 @@ def main_conf() -> Path:
     return (_CLONE if _is_clone() else _PACKAGE) / "conf"
 
 
-def bundle() -> Path:
+def get_bundle_folder() -> Path:
     """Return the folder that contains the bundled ``recipes/``."""
     return _CLONE if _is_clone() else _PACKAGE / "bundled"
 
 
-def roots() -> list[Path]:
+def list_search_roots() -> list[Path]:
     """List the folders that may contain ``recipes/`` and ``plugins/``, nearest first."""
-    return list(dict.fromkeys(path.resolve() for path in (Path.cwd(), *plugin_folders(os.environ), bundle())))
+    return list(
+        dict.fromkeys(path.resolve() for path in (Path.cwd(), *plugin_folders(os.environ), get_bundle_folder()))
+    )
 
 
 def foreign_roots() -> list[Path]:
     """List the :func:`roots` that come only from ``WORLDSIZE_PLUGINS``; other hosts may lack them."""
-    return [root for root in roots() if root not in (Path.cwd().resolve(), bundle().resolve())]
+    return [root for root in list_search_roots() if root not in (Path.cwd().resolve(), get_bundle_folder().resolve())]
 
 
-def folders_of(root: Path) -> list[Path]:
+def list_root_folders(root: Path) -> list[Path]:
     """List the non-empty folders ``recipes/*`` and ``plugins/*`` of a root."""
     folders = [folder for kind in ("recipes", "plugins") for folder in sorted(root.glob(f"{kind}/*"))]
     return [folder for folder in folders if is_folder(folder / "conf") or any(folder.glob("*.py"))]
@@ -55,13 +57,13 @@ def folders_of(root: Path) -> list[Path]:
 
 def config_folders() -> list[Path]:
     """List every ``conf/`` that contributes groups to the configuration."""
-    folders = [root / "conf" for root in roots()]
-    folders += [folder / "conf" for root in roots() for folder in folders_of(root)]
-    folders += [plugin.folder / "conf" for plugin in installed() if plugin.folder]
+    folders = [root / "conf" for root in list_search_roots()]
+    folders += [folder / "conf" for root in list_search_roots() for folder in list_root_folders(root)]
+    folders += [plugin.folder / "conf" for plugin in find_installed_plugins() if plugin.folder]
     return [folder for folder in dict.fromkeys(folders) if is_folder(folder)]
 
 
-def searched() -> list[Path]:
+def list_conf_folders() -> list[Path]:
     """List every ``conf/`` once, starting with the one that has ``config.yaml``."""
     return list(dict.fromkeys(path.resolve() for path in (main_conf(), *config_folders())))
 
@@ -78,15 +80,15 @@ def check_unique(more: Iterable[Path] = ()) -> None:
     ``more``: further folders with groups.
     """
     places: dict[str, Path] = {}
-    for conf in dict.fromkeys([*searched(), *more]):
+    for conf in dict.fromkeys([*list_conf_folders(), *more]):
         for group, option, file in options_in(conf):
-            _note(places, f"{group}={option}", file)
-    for root in roots():
-        for folder in folders_of(root):
-            _note(places, f"{folder.parent.name}.{folder.name}", folder)
+            _register_place(places, f"{group}={option}", file)
+    for root in list_search_roots():
+        for folder in list_root_folders(root):
+            _register_place(places, f"{folder.parent.name}.{folder.name}", folder)
 
 
-def _note(places: dict[str, Path], name: str, place: Path) -> None:
+def _register_place(places: dict[str, Path], name: str, place: Path) -> None:
     if (other := places.setdefault(name, place)) != place:
         raise ConfigError(
             f"{name} is in two places: {other} and {place}. Rename one, or take it away "
@@ -116,19 +118,21 @@ class Installed:
 
 
 @cache
-def installed() -> tuple[Installed, ...]:
-    return tuple(_looked_up(point) for point in sorted(entry_points(group=GROUP), key=lambda point: point.value))
+def find_installed_plugins() -> tuple[Installed, ...]:
+    return tuple(
+        _inspect_entry_point(point) for point in sorted(entry_points(group=GROUP), key=lambda point: point.value)
+    )
 
 
-def _looked_up(point: EntryPoint) -> Installed:
+def _inspect_entry_point(point: EntryPoint) -> Installed:
     name, version = (point.dist.name, point.dist.version) if point.dist else ("?", "?")
-    folders = _folders(point.module)
+    folders = _find_module_folders(point.module)
     holder = next((folder for folder in folders if (folder / "conf").is_dir()), None)
     broken = None if holder else f"the package {point.module} has no conf/" if folders else f"no package {point.module}"
     return Installed(point.module, name, version, holder, broken)
 
 
-def _folders(module: str) -> list[Path]:
+def _find_module_folders(module: str) -> list[Path]:
     """Return the folders of ``module``, looking up only the outermost package to avoid importing it."""
     outermost, *inner = module.split(".")
     try:
@@ -168,44 +172,46 @@ class Option:
         return next((line for line in comments if not line.startswith("@package")), "")
 
 
-def options() -> list[Option]:
+def list_options() -> list[Option]:
     """List every option of every group, sorted by group and name."""
-    known = [Option(*each) for folder in searched() for each in options_in(folder)]
+    known = [Option(*each) for folder in list_conf_folders() for each in options_in(folder)]
     return sorted(known, key=lambda option: (option.group, option.name))
 
 
-def plugins() -> list[Plugin]:
+def list_plugins() -> list[Plugin]:
     """List every plugin and recipe, used or not, except broken installed plugins."""
-    local = [_in_folder(root, folder) for root in roots() for folder in folders_of(root)]
+    local = [_build_folder_plugin(root, folder) for root in list_search_roots() for folder in list_root_folders(root)]
     packages = [
-        Plugin(each.module, each.folder, each.distribution, each.version) for each in installed() if each.folder
+        Plugin(each.module, each.folder, each.distribution, each.version)
+        for each in find_installed_plugins()
+        if each.folder
     ]
     return [*local, *packages]
 
 
-def _in_folder(root: Path, folder: Path) -> Plugin:
+def _build_folder_plugin(root: Path, folder: Path) -> Plugin:
     name = f"{folder.parent.name}.{folder.name}"
-    if root == bundle().resolve():
+    if root == get_bundle_folder().resolve():
         return Plugin(name, folder, "worldsize", __version__)
     foreign = root in foreign_roots()
     return Plugin(name, folder, str(root) if foreign else "project", foreign=foreign)
 
 
-def used(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
+def find_used_plugins(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[Plugin]:
     """Return the plugins that a run needs, sorted by name.
 
     A plugin is needed if it defines a chosen option, or if the configuration or a needed plugin mentions its module.
     """
-    known = plugins()
+    known = list_plugins()
     chosen = {(group.partition("@")[0], option) for group, option in choices.items()}
     named = [each for each in known if any((option.group, option.name) in chosen for option in each.options)]
-    texts = [json.dumps(config, default=str), *(text for plugin in named for text in _sources(plugin))]
+    texts = [json.dumps(config, default=str), *(text for plugin in named for text in _read_sources(plugin))]
     while texts:
         text = texts.pop()
         for plugin in known:
             if plugin not in named and _is_named(plugin.name, text):
                 named.append(plugin)
-                texts += _sources(plugin)
+                texts += _read_sources(plugin)
     return sorted(named, key=lambda plugin: plugin.name)
 
 
@@ -215,5 +221,5 @@ def _is_named(module: str, text: str) -> bool:
     return re.search(rf"\b{re.escape(module)}\b{imported_from}", text) is not None
 
 
-def _sources(plugin: Plugin) -> list[str]:
+def _read_sources(plugin: Plugin) -> list[str]:
     return [file.read_text(errors="replace") for file in plugin.folder.rglob("*.py")]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from worldsize.checkpoint.format import Retention
-from worldsize.config.cluster import check_topology, cluster_of
-from worldsize.config.instantiate import Allowed, build, check_node, check_targets
+from worldsize.config.cluster import build_cluster, check_topology
+from worldsize.config.instantiate import Allowed, build_object, check_node, check_targets
 from worldsize.config.learning_rate import update_text
 from worldsize.config.schema import (
     AgentsConfig,
@@ -22,7 +22,7 @@ from worldsize.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from worldsize.config.section import typed
+from worldsize.config.section import build_dataclass
 from worldsize.config.shape import (
     AnyLauncher,
     RunShape,
@@ -53,10 +53,10 @@ from worldsize.core import (
     Strategy,
     World,
     metric_key,
-    split_of,
+    parse_metric_key,
 )
 from worldsize.core.sections import WeightAverage
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.data.permutation import Shuffle
 from worldsize.loop.early_stopping import EarlyStopping
 from worldsize.loop.faults import Faults
@@ -96,12 +96,12 @@ class Settings(RunShape):
             save_at_end=self.checkpoint.at_end,
             keeps_best=self.checkpoint.keep.best is not None,
             logical_ranks=self.logical_ranks if self.heals else None,
-            parts=self.peers()[0] if self.heals else None,
+            parts=self.list_peer_groups()[0] if self.heals else None,
             logs_first=self.heals,
             stop_on_nonfinite=self.numerics.nonfinite == "stop",
         )
 
-    def plan(self, folder: Path) -> Plan:
+    def create_plan(self, folder: Path) -> Plan:
         """Return the launcher's plan for this run or examination in ``folder``."""
         variables = self.determinism.variables()
         ranks, policy, health = self.logical_ranks, self.autoscaler, self.observe.watched
@@ -111,12 +111,12 @@ class Settings(RunShape):
         """Describe the samples and the learning rate of an update."""
         return update_text(self, self.training.lr, batch_size=self.training.batch_size)
 
-    def among(self, processes: int) -> Settings:
+    def resize_gang(self, processes: int) -> Settings:
         """Return the settings for a gang that now has ``processes`` members."""
         cluster = replace(self.cluster, nodes=1, processes=processes)
         return replace(self, cluster=cluster, roles=self.strategy.roles(cluster))
 
-    def peers(self) -> list[list[int]]:
+    def list_peer_groups(self) -> list[list[int]]:
         """Return the data-parallel groups of worker ranks, counted from the first worker."""
         groups = self.strategy.groups(self.cluster)["data"]
         first = min(rank for group in groups for rank in group)
@@ -126,9 +126,9 @@ class Settings(RunShape):
         """Return ``world`` with this process's data-parallel rank and size."""
         return replace(world, rank=self.strategy.data_rank(world), size=self.strategy.data_parallel(self.cluster))
 
-    def order(self, rank: int, size: int, dealing: Dealing = "cyclic") -> Order:
+    def create_order(self, rank: int, size: int, dealing: Dealing = "cyclic") -> Order:
         """Return the data order for worker ``rank`` of ``size``."""
-        own_ranks = logical_ranks_of(rank, size, self.logical_ranks, dealing)
+        own_ranks = assign_logical_ranks(rank, size, self.logical_ranks, dealing)
         training = self.training
         ranks, balanced = self.logical_ranks, training.length_balanced
         shuffle = Shuffle(**vars(training.shuffle))
@@ -150,14 +150,14 @@ class Objects:
         own = (*self.config["run"].get("packages", ()), *self.config.get("allow_targets", ()))
         return Allowed((*Allowed().prefixes, *own))
 
-    def build(self, key: str, node: Any, kind: type[T]) -> T:
+    def build_cached_object(self, key: str, node: Any, kind: type[T]) -> T:
         """Build the object of type ``kind`` described by ``node``, the value of ``key``.
 
         Raises:
             ConfigError: the object has a different type, cannot be built, or is outside the allow-list.
         """
         if key not in self.built or self.built[key][0] != node:
-            self.built[key] = node, build(node, kind, allowed=self.allowed, key=key)
+            self.built[key] = node, build_object(node, kind, allowed=self.allowed, key=key)
         return cast("T", self.built[key][1])
 
 
@@ -169,12 +169,12 @@ def load_shape(objects: Objects) -> RunShape:
     """
     config = objects.config
     check_targets(config, objects.allowed)
-    determinism = objects.build("reproducibility", config["reproducibility"], Determinism)
-    cluster = cluster_of(config["cluster"], determinism.threads, config["data_workers"])
-    strategy = objects.build("strategy", config["strategy"], Strategy)  # type: ignore[type-abstract]
+    determinism = objects.build_cached_object("reproducibility", config["reproducibility"], Determinism)
+    cluster = build_cluster(config["cluster"], determinism.threads, config["data_workers"])
+    strategy = objects.build_cached_object("strategy", config["strategy"], Strategy)  # type: ignore[type-abstract]
     check_reduce(strategy)
     check_backend(cluster.backend)  # the strategy's module may have registered it
-    run = typed(RunConfig, config["run"])
+    run = build_dataclass(RunConfig, config["run"])
     launcher = load_launcher(objects)
     if run.examine:  # includes spare nodes, so there may be more processes than the strategy supports
         roles: Mapping[str, Role] = {"worker": Role(cluster.processes)}
@@ -184,7 +184,7 @@ def load_shape(objects: Objects) -> RunShape:
         check_heals(roles, cluster, launcher)
         logical_ranks = config.get("logical_ranks") or strategy.data_parallel(cluster) * strategy.default_micro_batches
     check_topology(config["cluster"].get("topology"), launcher)
-    scaling = typed(RateScaling, config["cluster"])
+    scaling = build_dataclass(RateScaling, config["cluster"])
     check_copies(roles, strategy, config["checkpoint"].get("peers", 1))
     numerics = _numerics(objects, strategy, cluster, exact=determinism.exact_mode)
     return RunShape(run, cluster, strategy, determinism, numerics, launcher, roles, logical_ranks, scaling)
@@ -198,13 +198,13 @@ def load_settings(objects: Objects) -> Settings:
     """
     config, shape = objects.config, load_shape(objects)
     cluster, strategy = shape.cluster, shape.strategy
-    training = typed(TrainingConfig, config)
+    training = build_dataclass(TrainingConfig, config)
     training = replace(training, schedule_metric=_canonical(training.schedule_metric))
     training.check_evaluates("early_stopping.metric", config["early_stopping"]["metric"])
     metric = _canonical(config["early_stopping"]["metric"])
-    keep = objects.build("checkpoint.keep", config["checkpoint"]["keep"], Retention)
-    checkpoint = typed(CheckpointConfig, config["checkpoint"], keep=keep)
-    observe = _observe(config, _listeners(objects), cluster)
+    keep = objects.build_cached_object("checkpoint.keep", config["checkpoint"]["keep"], Retention)
+    checkpoint = build_dataclass(CheckpointConfig, config["checkpoint"], keep=keep)
+    observe = _build_observe_config(config, _listeners(objects), cluster)
     for group in ("optimizer", "schedule", "data"):  # errors name these keys, as users know them
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
             check_node(node, allowed=objects.allowed, key=group)
@@ -219,14 +219,18 @@ def load_settings(objects: Objects) -> Settings:
         training=training,
         evaluation=_evaluation(config, recipe, keep),
         checkpoint=checkpoint,
-        average=_average(config["ema"], strategy),
+        average=_build_weight_average(config["ema"], strategy),
         initial=initial,
-        early_stopping=None if metric is None else typed(EarlyStopping, config["early_stopping"], metric=metric),
+        early_stopping=None
+        if metric is None
+        else build_dataclass(EarlyStopping, config["early_stopping"], metric=metric),
         observe=observe,
         # hosts listed in the configuration are already in order
-        agents=typed(AgentsConfig, config["cluster"], **({"topology": None} if "hosts" in config["cluster"] else {})),
+        agents=build_dataclass(
+            AgentsConfig, config["cluster"], **({"topology": None} if "hosts" in config["cluster"] else {})
+        ),
         recipe=recipe,
-        faults=Faults.parsed(config["faults"]),
+        faults=Faults.from_rows(config["faults"]),
         autoscaler=_autoscaler(objects, shape),
     )
 
@@ -236,7 +240,7 @@ def _numerics(objects: Objects, strategy: Strategy, cluster: Cluster, *, exact: 
 
     ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """
-    numerics = objects.build("numerics", objects.config["numerics"], Numerics)
+    numerics = objects.build_cached_object("numerics", objects.config["numerics"], Numerics)
     strategy.check_numerics(numerics)
     check_precision(numerics, strategy)
     check_compiles(numerics, strategy, exact=exact)
@@ -249,13 +253,13 @@ def _autoscaler(objects: Objects, shape: RunShape) -> Autoscaler | None:
     node = objects.config.get("autoscale")  # missing in older runs
     if not node:
         return None
-    autoscaler = objects.build("autoscale", node, Autoscaler)  # type: ignore[type-abstract]
+    autoscaler = objects.build_cached_object("autoscale", node, Autoscaler)  # type: ignore[type-abstract]
     check_autoscale(autoscaler, shape.roles, shape.cluster, shape.logical_ranks)
     return autoscaler
 
 
 def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> EvaluationConfig:
-    evaluation = typed(EvaluationConfig, config["evaluation"])
+    evaluation = build_dataclass(EvaluationConfig, config["evaluation"])
     evaluation.check_known(recipe.splits())
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
     evaluation.check_metric(config.get("schedule_metric"), key="schedule_metric")
@@ -271,14 +275,14 @@ def load_recipe(objects: Objects) -> tuple[Recipe, InitialWeights | None]:
         ConfigError: the object is not a recipe, cannot be built, or is outside the allow-list.
     """
     config = objects.config
-    recipe = objects.build("recipe", config["recipe"], Recipe)  # type: ignore[type-abstract]
+    recipe = objects.build_cached_object("recipe", config["recipe"], Recipe)  # type: ignore[type-abstract]
     if config["init_from"] is not None:
         return recipe, InitialWeights(Path(config["init_from"]), config["init_from_strict"])
     pretrained = recipe.pretrained_weights()
     return (recipe, None) if pretrained is None else (pretrained.recipe, InitialWeights(pretrained.path, strict=True))
 
 
-def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | None:
+def _build_weight_average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | None:
     if node["decay"] is None:
         return None
     if "ema" not in strategy.supports:
@@ -286,22 +290,26 @@ def _average(node: Mapping[str, Any], strategy: Strategy) -> WeightAverage | Non
             f"ema.decay={node['decay']}: with {type(strategy).__name__} the ranks' weights differ after an update, or "
             "servers hold them. Set ema.decay=null, or a strategy such as ddp or fsdp."
         )
-    return typed(WeightAverage, node)
+    return build_dataclass(WeightAverage, node)
 
 
 def _canonical(metric: str | None) -> str | None:
     """Return the metric's name in metrics.jsonl, e.g. ``loss`` for "test/loss"."""
-    return None if metric is None else metric_key(*split_of(metric))
+    return None if metric is None else metric_key(*parse_metric_key(metric))
 
 
-def _observe(
+def _build_observe_config(
     config: Mapping[str, Any], listeners: Mapping[str, Callable[..., Listener]], cluster: Cluster
 ) -> ObserveConfig:
     node = config["observe"]
     process_memory, cpus = config["cluster"].get("max_memory"), cluster.cpus_per_node
-    health = typed(HealthLimits, node.get("health") or {"every": 0}, process_memory=process_memory, cpus=cpus)
-    return typed(
-        ObserveConfig, node, health=health, profile=typed(ProfileConfig, config["profile"]), listeners=listeners
+    health = build_dataclass(HealthLimits, node.get("health") or {"every": 0}, process_memory=process_memory, cpus=cpus)
+    return build_dataclass(
+        ObserveConfig,
+        node,
+        health=health,
+        profile=build_dataclass(ProfileConfig, config["profile"]),
+        listeners=listeners,
     )
 
 
@@ -313,7 +321,7 @@ def _listeners(objects: Objects) -> Mapping[str, Callable[..., Listener]]:
         if node and not (isinstance(node, Mapping) and "_target_" in node):
             raise ConfigError(f"{key} is not a listener. Set {key}._target_=your.module.Listener.")
     return {
-        key.replace("listeners.", "listener "): objects.build(key, {**node, "_partial_": True}, partial)
+        key.replace("listeners.", "listener "): objects.build_cached_object(key, {**node, "_partial_": True}, partial)
         for key, node in named.items()
         if node
     }
@@ -325,7 +333,7 @@ def load_launcher(objects: Objects) -> AnyLauncher:
     Raises:
         ConfigError: the object is not a launcher, or is outside the allow-list.
     """
-    launcher = objects.build("launcher", objects.config["launcher"], LaunchMethod)  # type: ignore[type-abstract]
+    launcher = objects.build_cached_object("launcher", objects.config["launcher"], LaunchMethod)  # type: ignore[type-abstract]
     if not isinstance(launcher, AnyLauncher):
         raise ConfigError(f"launcher: {type(launcher).__name__} is not a Launcher, AgentLauncher or BatchLauncher.")
     return launcher

@@ -23,7 +23,7 @@ from worldsize.core import (
 )
 from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
-from worldsize.world.roles import block_of, heals
+from worldsize.world.roles import can_heal, get_block_size
 
 if TYPE_CHECKING:  # imports torch
     from worldsize.record.determinism import Determinism
@@ -51,7 +51,7 @@ class RunShape:
     @property
     def heals(self) -> bool:
         """Whether training continues without failed processes."""
-        return heals(self.roles)
+        return can_heal(self.roles)
 
     @property
     def trains(self) -> bool:
@@ -75,7 +75,7 @@ class RunShape:
         return isinstance(self.launcher, BatchLauncher) and self.launcher.exclude_slow
 
 
-def nodes_of(hosts: Sequence[str], *, spare: int) -> int:
+def count_training_nodes(hosts: Sequence[str], *, spare: int) -> int:
     """Return the number of training hosts: all of ``hosts`` except the last ``spare``, which are on standby.
 
     Raises:
@@ -89,7 +89,7 @@ def nodes_of(hosts: Sequence[str], *, spare: int) -> int:
     return len(hosts) - spare
 
 
-def with_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+def resolve_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
     """Return the cluster with ``processes`` filled in; ``gpus`` is the number of GPUs of this node.
 
     Raises:
@@ -241,7 +241,7 @@ def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) 
 
 def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> None:
     """Raise ConfigError if a healing gang shards its state, but does not copy shards to peers."""
-    if heals(roles) and strategy.shards_state and not peers:
+    if can_heal(roles) and strategy.shards_state and not peers:
         raise ConfigError(
             f"strategy.on_failure=heal: {type(strategy).__name__} divides its state, and without copies in the memory "
             "of peers a part is lost with a process. Set checkpoint.peers=1 (steps between two copies) or more."
@@ -250,7 +250,7 @@ def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> N
 
 def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMethod) -> None:
     """Raise ConfigError if the run should heal, but its launcher or backend does not support it."""
-    if not heals(roles):
+    if not can_heal(roles):
         for name, count in {"spares": cluster.spares, "spare_nodes": cluster.spare_nodes}.items():
             if count:
                 raise ConfigError(f"cluster.{name}={count}: this run uses no spares. Set strategy.on_failure=heal.")
@@ -282,14 +282,14 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
 
 def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int) -> None:
     """Raise ConfigError if an autoscaling policy is set for a gang of fixed size, or its bounds are contradictory."""
-    if not heals(roles):
+    if not can_heal(roles):
         raise ConfigError(
             "autoscale: the processes of this run are a gang of fixed size. Set strategy.on_failure=heal with a "
             "strategy that has it, such as ddp, or autoscale=none."
         )
     if (most := policy.max_processes) is None:
         return
-    block = block_of(roles)
+    block = get_block_size(roles)
     if most > logical_ranks * block:
         raise ConfigError(
             f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, and "
@@ -350,7 +350,7 @@ def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchM
     if not recipe.remembers or saves_state(recipe):
         return
     fact = f"{type(recipe).__name__} keeps values from step to step (remembers = True), which no checkpoint has"
-    if heals(roles):
+    if can_heal(roles):
         raise ConfigError(
             f"strategy.on_failure=heal: {fact}, and they are lost with a process. Define its methods state and "
             "load_state, or set strategy.on_failure=restart."

@@ -10,7 +10,14 @@ from worldsize.core.context import (
     StepTiming,
     StopFlag,
 )
-from worldsize.core.evaluation import EvaluationBatches, is_split, logged_name, metric_key, split_of, spoken_name
+from worldsize.core.evaluation import (
+    EvaluationBatches,
+    format_display_name,
+    format_logger_name,
+    is_split,
+    metric_key,
+    parse_metric_key,
+)
 from worldsize.core.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -158,10 +165,10 @@ __all__ = [
     "Workload",
     "World",
     "WorldsizeError",
+    "format_display_name",
+    "format_logger_name",
     "is_split",
-    "logged_name",
     "metric_key",
+    "parse_metric_key",
     "saves_state",
-    "split_of",
-    "spoken_name",
 ]

@@ -182,7 +182,7 @@ class World:
     groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
 
     @staticmethod
-    def alone(device: torch.device) -> World:
+    def create_single(device: torch.device) -> World:
         """Return the world of a single worker on ``device``, without process groups."""
         return World("worker", 0, 1, 0, 1, 0, 0, device)
 
@@ -211,14 +211,14 @@ class ContainerImage:
     digest: str | None
 
     @staticmethod
-    def named(name: str) -> ContainerImage:
+    def from_name(name: str) -> ContainerImage:
         """Return the image called ``name``; an image file is read in full to hash it."""
         if match := _DIGEST.search(name):
             return ContainerImage(name, match[1])
         file = Path(name)
         if is_image_file(name) and file.is_file():
             status = file.stat()
-            return ContainerImage(name, f"sha256:{_digest(file, status.st_mtime_ns, status.st_size)}")
+            return ContainerImage(name, f"sha256:{_hash_file(file, status.st_mtime_ns, status.st_size)}")
         return ContainerImage(name, None)
 
 
@@ -228,7 +228,7 @@ def is_image_file(name: str) -> bool:
 
 
 @cache
-def _digest(file: Path, time_ns: int, size: int) -> str:
+def _hash_file(file: Path, time_ns: int, size: int) -> str:
     """Hash ``file``; the modification time and size are part of the cache key."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

@@ -41,10 +41,10 @@ class CheckpointSource(Protocol):
 class FaultPoints(Protocol):
     """Points at which the configuration may inject a fault; see :mod:`worldsize.loop.faults`."""
 
-    def enter(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """Report that this process starts or resumes ``step`` (from 1)."""
 
-    def at(self, point: str) -> None:
+    def report_point(self, point: str) -> None:
         """Report that this process reached the point named ``point``."""
 
 
@@ -79,9 +79,9 @@ class _NoCheckpoints(CheckpointSource):
 
 @final
 class _NoFaults(FaultPoints):
-    def enter(self, step: int) -> None: ...
+    def report_step(self, step: int) -> None: ...
 
-    def at(self, point: str) -> None: ...
+    def report_point(self, point: str) -> None: ...
 
 
 @final
@@ -96,7 +96,7 @@ class _Untimed(StepTiming):
         return nullcontext()
 
 
-def _ignore(losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
+def _ignore_results(losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
     pass
 
 
@@ -115,7 +115,7 @@ class Rendezvous:
     """Folder for Unix sockets, private to this attempt and host, with a short path because Unix limits socket paths to
     about 100 bytes. None: ``folder``."""
 
-    def socket(self, name: str) -> Path:
+    def get_socket_path(self, name: str) -> Path:
         """Return the path of a Unix socket for processes of this host; it is removed when the attempt ends."""
         return (self.sockets or self.folder) / name
 
@@ -146,7 +146,9 @@ class RunContext:
     faults: FaultPoints = field(default_factory=_NoFaults)
     stop: StopFlag = field(default_factory=_NeverStops)
     timing: StepTiming = field(default_factory=_Untimed)
-    before_update: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] = field(default_factory=lambda: _ignore)
+    before_update: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] = field(
+        default_factory=lambda: _ignore_results
+    )
     """Called by healing replicas in each step, before the update, with the losses and metrics of the step's StepResult.
     It may communicate with all workers, and raises if one of them is gone."""
     making_groups: Callable[[], AbstractContextManager[object]] = nullcontext

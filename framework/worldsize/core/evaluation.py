@@ -38,18 +38,18 @@ def metric_key(split: str, name: str) -> str:
     Metrics of the split "test" have no prefix, unless their name contains a slash and would look like another split's.
     Metrics of the averaged weights have the additional prefix ``ema/``.
     """
-    average, own = _without_average(name)
+    average, own = _split_average_prefix(name)
     return average + (own if split == TEST and "/" not in own else f"{split}/{own}")
 
 
-def split_of(key: str) -> tuple[str, str]:
+def parse_metric_key(key: str) -> tuple[str, str]:
     """Return the split and the metric name of a ``key``: the inverse of :func:`metric_key`."""
-    average, own = _without_average(key)
+    average, own = _split_average_prefix(key)
     split, _, name = own.partition("/")
     return (split, average + name) if name and is_split(split) else (TEST, key)
 
 
-def _without_average(name: str) -> tuple[str, str]:
+def _split_average_prefix(name: str) -> tuple[str, str]:
     """Split a name into its ``ema/`` prefix (empty if absent) and the rest."""
     return (_AVERAGE, name.removeprefix(_AVERAGE)) if name.startswith(_AVERAGE) else ("", name)
 
@@ -59,16 +59,16 @@ def is_split(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*", name) is not None and f"{name}/" != _AVERAGE
 
 
-def logged_name(key: str) -> str:
+def format_logger_name(key: str) -> str:
     """Return the metric's name in loggers: ``test/accuracy``, ``validation/accuracy``.
 
     A metric evaluated on the training data is ``evaluation/train/accuracy``, since ``train/...`` is for step metrics.
     """
-    split, name = split_of(key)
+    split, name = parse_metric_key(key)
     return f"evaluation/train/{name}" if split == "train" else f"{split}/{name}"
 
 
-def spoken_name(key: str) -> str:
+def format_display_name(key: str) -> str:
     """Return the metric's name in tables: ``test accuracy``, ``validation accuracy``."""
-    split, name = split_of(key)
+    split, name = parse_metric_key(key)
     return f"evaluation train {name}" if split == "train" else f"{split} {name}"

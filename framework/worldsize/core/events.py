@@ -79,7 +79,7 @@ class StepDone:
     tokens: int | None = None
     epoch: float | None = None
 
-    def figures(self) -> dict[str, float]:
+    def collect_log_values(self) -> dict[str, float]:
         """Return the values that loggers show, by name, omitting values that were not computed or measured."""
         figures = {
             "loss": self.loss,

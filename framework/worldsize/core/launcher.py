@@ -269,7 +269,7 @@ class Autoscaler(ABC):
     max_processes: Annotated[int | None, Range(least=1)] = None
 
     @abstractmethod
-    def wanted(self, state: GangState) -> int:
+    def choose_process_count(self, state: GangState) -> int:
         """Return the desired number of training processes; it is clamped to the bounds in ``state``."""
 
 

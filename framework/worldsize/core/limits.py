@@ -27,7 +27,7 @@ class Limit(ABC):
     """Base of constraints on a value, for use inside ``Annotated``. Null is always allowed."""
 
     @abstractmethod
-    def refusal(self, value: Any) -> str | None:
+    def describe_violation(self, value: Any) -> str | None:
         """Return the rest of an error message that begins with ``value``; None if the value is allowed."""
 
 
@@ -57,12 +57,12 @@ class Range(Limit):
         self._least, self._above, self._most, self._below = least, above, most, below
         self._finite, self._hint = finite, hint
 
-    def refusal(self, value: Any) -> str | None:
-        if not isinstance(value, int | float) or isinstance(value, bool) or self._takes(value):
+    def describe_violation(self, value: Any) -> str | None:
+        if not isinstance(value, int | float) or isinstance(value, bool) or self._is_in_range(value):
             return None
-        return f"must be {self._bounds(value)}{self._hint and f'; {self._hint}'}."
+        return f"must be {self._format_bounds(value)}{self._hint and f'; {self._hint}'}."
 
-    def _takes(self, value: float) -> bool:
+    def _is_in_range(self, value: float) -> bool:
         return (
             value == value  # rejects NaN
             and not (self._finite and value in _INFINITE)
@@ -72,7 +72,7 @@ class Range(Limit):
             and (self._below is None or value < self._below)
         )
 
-    def _bounds(self, value: float) -> str:
+    def _format_bounds(self, value: float) -> str:
         if self._most is None and self._below is None:
             lower = "positive" if self._above == 0 else f"above {self._above}"
             number = (
@@ -100,7 +100,7 @@ class OneOf(Limit):
     def __init__(self, *known: str, hint: str = "") -> None:
         self._known, self._hint = known, hint
 
-    def refusal(self, value: Any) -> str | None:
+    def describe_violation(self, value: Any) -> str | None:
         is_taken = value in self._known or not isinstance(value, str)
         return None if is_taken else f"is unknown{neighbours(value, self._known)}{self._hint and f' {self._hint}'}"
 
@@ -117,7 +117,7 @@ class Form(Limit):
     def __init__(self, pattern: str, *, hint: str) -> None:
         self._pattern, self._hint = pattern, hint
 
-    def refusal(self, value: Any) -> str | None:
+    def describe_violation(self, value: Any) -> str | None:
         return None if re.fullmatch(self._pattern, str(value), re.ASCII) else f"{self._hint}."
 
 
@@ -125,7 +125,7 @@ class Form(Limit):
 class FolderName(Limit):
     """A folder name that cannot be mistaken for a path or a command-line option."""
 
-    def refusal(self, value: Any) -> str | None:
+    def describe_violation(self, value: Any) -> str | None:
         if not isinstance(value, str):
             return None
         is_safe = value.isprintable() and not any(each in value for each in "/\\") and not value.startswith("-")
@@ -138,7 +138,7 @@ class FolderName(Limit):
 class FilePath(Limit):
     """A path that the operating system accepts."""
 
-    def refusal(self, value: Any) -> str | None:
+    def describe_violation(self, value: Any) -> str | None:
         if value == "":
             return "is empty, perhaps from a variable that is not set. Name a path, or leave the key out."
         return "holds a NUL character, and a path cannot. Leave it out." if "\0" in str(value) else None
@@ -180,13 +180,13 @@ def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
     Raises:
         ConfigError: a value is NaN or outside the limits of its annotation.
     """
-    for name, hint in hints_of(target).items():
+    for name, hint in read_annotations(target).items():
         if name in values:
-            _check(f"{key}.{name}" if key else name, values[name], hint)
+            _check_value(f"{key}.{name}" if key else name, values[name], hint)
 
 
 @cache
-def hints_of(target: Any, *, limits: bool = True) -> Mapping[str, Any]:
+def read_annotations(target: Any, *, limits: bool = True) -> Mapping[str, Any]:
     """Read the annotations of a dataclass's fields, or of the arguments of a class or function.
 
     An annotation is omitted if it has no limits and refers to a name that is imported only for type checkers. This
@@ -227,16 +227,16 @@ def _resolvable(annotated: Any, *, limits: bool) -> Iterator[tuple[str, Any]]:
                     ) from None
 
 
-def _check(key: str, value: Any, hint: Any) -> None:
+def _check_value(key: str, value: Any, hint: Any) -> None:
     """Check a value and, recursively, its items, mapping values or section fields."""
     origin, arguments = get_origin(hint), get_args(hint)
     if value is None:
         return
     if origin is Annotated:
         for limit in hint.__metadata__:
-            if isinstance(limit, Limit) and (refusal := limit.refusal(value)) is not None:
+            if isinstance(limit, Limit) and (refusal := limit.describe_violation(value)) is not None:
                 raise ConfigError(f"{key}={value!r} {refusal}")
-        _check(key, value, arguments[0])
+        _check_value(key, value, arguments[0])
     elif origin in (Union, UnionType):
         _check_union(key, value, arguments)
     elif origin is Literal and value not in arguments:
@@ -245,7 +245,7 @@ def _check(key: str, value: Any, hint: Any) -> None:
         _check_mapping(key, value, hint)
     elif isinstance(value, Sequence) and isinstance(origin, type) and issubclass(origin, Sequence):
         for place, item in enumerate(value):
-            _check(f"{key}[{place}]", item, arguments[0])
+            _check_value(f"{key}[{place}]", item, arguments[0])
     elif isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{key}=nan must be a number.")
 
@@ -254,7 +254,7 @@ def _check_union(key: str, value: Any, options: Sequence[Any]) -> None:
     """Check against every option of the union; Literals are checked only if all options are Literals."""
     others = [option for option in options if get_origin(option) is not Literal and option is not NoneType]
     for option in others or options:
-        _check(key, value, option)
+        _check_value(key, value, option)
 
 
 def _check_mapping(key: str, values: Mapping[str, Any], hint: Any) -> None:
@@ -262,4 +262,4 @@ def _check_mapping(key: str, values: Mapping[str, Any], hint: Any) -> None:
         check_limits(hint, values, key=key)
     elif len(arguments := get_args(hint)) == 2:
         for name, value in values.items():
-            _check(f"{key}.{name}", value, arguments[1])
+            _check_value(f"{key}.{name}", value, arguments[1])

@@ -100,6 +100,6 @@ class Numerics:
         """The largest L2 norm of a gradient after clipping; infinite without clipping."""
         return float("inf") if self.clip_norm is None else self.clip_norm
 
-    def skips(self, norm: Tensor) -> bool:
+    def should_skip_update(self, norm: Tensor) -> bool:
         """Return whether a step whose gradient has ``norm`` (a scalar) skips its update. Waits for the device."""
         return self.nonfinite == "skip" and not bool(norm.isfinite())

@@ -40,7 +40,7 @@ class LossOutput:
     metrics: Metrics = field(default_factory=dict)
 
     @staticmethod
-    def of(loss: Loss) -> LossOutput:
+    def from_loss(loss: Loss) -> LossOutput:
         """Return ``loss`` as a LossOutput, without metrics if it is a plain loss."""
         return loss if isinstance(loss, LossOutput) else LossOutput(loss)
 
@@ -278,7 +278,7 @@ class RowValues:
     kind: Literal["normal", "uniform"] = "normal"
     scale: float = 1.0
 
-    def fill(self, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
+    def fill_embedding(self, embedding: nn.Embedding | nn.EmbeddingBag) -> None:
         """Fill the whole table (rows, features) in place with samples from this distribution.
 
         For tables whose rows are created one by one, return the distribution from :meth:`Recipe.row_values` instead.

@@ -80,19 +80,19 @@ class MultiUpdateRecipe(Recipe):
         Raises:
             ConfigError: always.
         """
-        raise self._refusal()
+        raise self._create_refusal()
 
     @final
     def schedule(self, optimizer: Optimizer) -> NoReturn:
         """Raise the same error as :meth:`optimizer`."""
-        raise self._refusal()
+        raise self._create_refusal()
 
     @final
     def loss(self, model: nn.Module, batch: Batch) -> NoReturn:
         """Raise the same error as :meth:`optimizer`."""
-        raise self._refusal()
+        raise self._create_refusal()
 
-    def _refusal(self) -> ConfigError:
+    def _create_refusal(self) -> ConfigError:
         return ConfigError(
             f"{type(self).__name__} takes several updates a step, and whatever trains it must call its method updates. "
             "Choose a strategy that does, such as ddp."
@@ -156,7 +156,7 @@ class FeatureRecipe(Recipe):
         return self.feature_loss(model, Features(own, [slice(len(each)) for each in own]), batch)
 
 
-def with_gradients(loss: Loss, features: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> LossOutput:
+def attach_gradients(loss: Loss, features: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> LossOutput:
     """Return ``loss`` with the same value, extended so that backward also feeds ``gradients`` into ``features``.
 
     Args:
@@ -164,7 +164,7 @@ def with_gradients(loss: Loss, features: Sequence[Tensor], gradients: Sequence[T
         features: Tensors of any shape, attached to a graph.
         gradients: The gradient of each feature, with the feature's shape; None if it has none.
     """
-    output = LossOutput.of(loss)
+    output = LossOutput.from_loss(loss)
     value, weight = (output.loss, None) if not isinstance(output.loss, tuple) else output.loss
     for feature, gradient in zip(features, gradients, strict=True):
         if gradient is not None:

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from worldsize.core import Batch, ConfigError, MicroBatch, Recipe
-from worldsize.devices import on_device
+from worldsize.devices import move_to_device
 
 Host = TypeVar("Host")
 Copied = TypeVar("Copied")
@@ -27,7 +27,7 @@ Copied = TypeVar("Copied")
 Collate = Callable[[list[Any]], Batch]
 
 
-def collate_of(recipe: Recipe) -> Collate:
+def get_collate_fn(recipe: Recipe) -> Collate:
     """Return the collate function of ``recipe``.
 
     Unless the recipe overrides ``collate``, this is torch's ``default_collate`` itself, for which :func:`fetch` has a
@@ -36,7 +36,7 @@ def collate_of(recipe: Recipe) -> Collate:
     return default_collate if type(recipe).collate is Recipe.collate else recipe.collate
 
 
-def fetch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> Batch:
+def fetch_batch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> Batch:
     """Load one batch by the fastest method that the data set provides.
 
     A data set can load full batches (``load_batch``), lists of samples (``__getitems__``) or single samples
@@ -53,20 +53,20 @@ def fetch(dataset: Any, indices: Tensor, collate: Collate = default_collate) -> 
         return tuple(tensor[indices] for tensor in dataset.tensors)
     if hasattr(dataset, "__getitems__"):
         return collate(dataset.__getitems__(indices.tolist()))
-    return collate(_samples(dataset, indices.tolist()))
+    return collate(_load_samples(dataset, indices.tolist()))
 
 
-def _samples(dataset: Any, indices: list[int]) -> list[Any]:
+def _load_samples(dataset: Any, indices: list[int]) -> list[Any]:
     samples = []
     for index in indices:
         samples.append(dataset[index])
     return samples
 
 
-def sample_of(frame: FrameType | None) -> int | None:
+def find_current_sample(frame: FrameType | None) -> int | None:
     """Return the index of the sample being loaded on the stack of ``frame``; None if unknown."""
     while frame is not None:
-        if frame.f_code is _samples.__code__:
+        if frame.f_code is _load_samples.__code__:
             index: int | None = frame.f_locals.get("index")
             return index
         frame = frame.f_back
@@ -102,25 +102,25 @@ def map_tensors(batch: Batch, function: Callable[[Tensor], Any], own: Callable[[
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
         return own(batch)
 
-    def mapped(each: Any) -> Any:
+    def map_child(each: Any) -> Any:
         return map_tensors(each, function, own)
 
     match batch:
         case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*map(mapped, batch))
+            return type(batch)(*map(map_child, batch))
         case list() | tuple():
-            values = list(map(mapped, batch))
+            values = list(map(map_child, batch))
             return values if type(batch) is list else type(batch)(values)
         case defaultdict():
-            return defaultdict(batch.default_factory, {key: mapped(value) for key, value in batch.items()})
+            return defaultdict(batch.default_factory, {key: map_child(value) for key, value in batch.items()})
         case Mapping():
-            values_by_key = {key: mapped(value) for key, value in batch.items()}
+            values_by_key = {key: map_child(value) for key, value in batch.items()}
             return values_by_key if type(batch) is dict else type(batch)(values_by_key)  # type: ignore[call-arg]
     if is_dataclass(batch) and not isinstance(batch, type):
         changed = copy.copy(batch)
         for each in fields(batch):
             if hasattr(batch, each.name):
-                object.__setattr__(changed, each.name, mapped(getattr(batch, each.name)))  # also works if frozen
+                object.__setattr__(changed, each.name, map_child(getattr(batch, each.name)))  # also works if frozen
         return changed
     return own(batch)
 
@@ -133,10 +133,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """
     if device.type == "cpu":
         return batch
-    return map_tensors(batch, lambda tensor: on_device(tensor, device), lambda own: _moved(own, device))
+    return map_tensors(batch, lambda tensor: move_to_device(tensor, device), lambda own: _move_object(own, device))
 
 
-def _moved(own: Any, device: torch.device) -> Any:
+def _move_object(own: Any, device: torch.device) -> Any:
     if not callable(getattr(own, "to", None)):
         _check_holds_no_tensor(own)
         return own
@@ -163,12 +163,12 @@ def _takes_non_blocking(kind: type) -> bool:
     return "non_blocking" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
-def pinned(own: Any) -> Any:
+def pin_object(own: Any) -> Any:
     """Pin an object if it has a method ``pin_memory``, otherwise return it unchanged."""
     return own.pin_memory() if callable(getattr(own, "pin_memory", None)) else own
 
 
-def copied_ahead(steps: Iterable[Host], begin: Callable[[Host], Callable[[], Copied]]) -> Iterator[Copied]:
+def prefetch_copies(steps: Iterable[Host], begin: Callable[[Host], Callable[[], Copied]]) -> Iterator[Copied]:
     """Yield each step's batches on the device, while the next step's are being copied.
 
     Args:
@@ -195,20 +195,20 @@ class SideStream:
     def __call__(self, step: list[MicroBatch]) -> Callable[[], list[MicroBatch]]:
         """Start copying a step; return a function that makes the current stream wait for it."""
         with torch.cuda.stream(self._side):  # allocations here belong to the side stream
-            copies = [replace(each, data=_copied(each.data, self._device)) for each in step]
+            copies = [replace(each, data=_copy_batch(each.data, self._device)) for each in step]
             copied = self._side.record_event()
 
-        def finish() -> list[MicroBatch]:
+        def wait_for_copies() -> list[MicroBatch]:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)  # wait_stream would also wait for the next copy
             for each in copies:
                 _use_on(each.data, current)
             return [replace(each, data=to_device(each.data, self._device)) for each in copies]
 
-        return finish
+        return wait_for_copies
 
 
-def _copied(batch: Batch, device: torch.device) -> Batch:
+def _copy_batch(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch asynchronously, except objects that do not support ``record_stream``.
 
     The pinned memory stays allocated until the copy has completed.
@@ -216,8 +216,8 @@ def _copied(batch: Batch, device: torch.device) -> Batch:
 
     return map_tensors(
         batch,
-        lambda tensor: on_device(tensor, device),
-        lambda own: to_device(pinned(own), device) if _is_recorded(own) else own,
+        lambda tensor: move_to_device(tensor, device),
+        lambda own: to_device(pin_object(own), device) if _is_recorded(own) else own,
     )
 
 
@@ -228,7 +228,7 @@ def _is_recorded(own: object) -> bool:
 def _use_on(batch: Batch, stream: torch.cuda.Stream) -> None:
     """Prevent the side stream from reusing a batch's memory before ``stream`` is done."""
 
-    def used(tensor: Tensor) -> Tensor:
+    def record_tensor_use(tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
             tensor.record_stream(stream)
         return tensor
@@ -237,9 +237,9 @@ def _use_on(batch: Batch, stream: torch.cuda.Stream) -> None:
         if isinstance(own, PackedSequence):
             for each in own:
                 if each is not None:
-                    used(each)
+                    record_tensor_use(each)
         elif _is_recorded(own):
             own.record_stream(stream)
         return own
 
-    map_tensors(batch, used, own_used)
+    map_tensors(batch, record_tensor_use, own_used)

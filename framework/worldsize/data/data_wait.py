@@ -75,13 +75,13 @@ class DataWait:
         self._judging = threading.Lock()  # held by the watchdog thread while it votes or signals
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def run_watchdog(self) -> Iterator[None]:
         """Run the watchdog thread within the block; does nothing outside of the main thread."""
         if self._patience.seconds is None or threading.current_thread() is not threading.main_thread():
             yield
             return
         before = signal.signal(_WAKE, self._interrupt)
-        threading.Thread(target=self._watch, name="data watch", daemon=True).start()
+        threading.Thread(target=self._watch_main_thread, name="data watch", daemon=True).start()
         try:
             yield
         finally:
@@ -91,7 +91,7 @@ class DataWait:
                 signal.signal(_WAKE, before)
 
     @contextmanager
-    def during(self, step: int, describe: Callable[[], str], *, may_stop: bool = True) -> Iterator[None]:
+    def monitor_step(self, step: int, describe: Callable[[], str], *, may_stop: bool = True) -> Iterator[None]:
         """Monitor the block, which waits for the data of ``step``.
 
         Args:
@@ -119,31 +119,31 @@ class DataWait:
             self._open = None  # raise it only once
             raise wait.error
 
-    def _watch(self) -> None:
+    def _watch_main_thread(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
         while not self._closed.wait(_LOOK):
             wait = self._open
             if wait is not None and time.monotonic() - wait.begun >= _LOOK:
-                self._judge(wait)
+                self._check_wait(wait)
                 with self._judging:
                     if wait.error is not None and self._open is wait:
                         signal.pthread_kill(main, _WAKE)
 
-    def _judge(self, wait: _Wait) -> None:
+    def _check_wait(self, wait: _Wait) -> None:
         """Set the wait's error if it must end; log a warning if it is long."""
         if wait.error is None and wait.may_stop:
-            self._vote(wait)
+            self._vote_on_stop(wait)
         patience, waited = self._patience, time.monotonic() - wait.begun
         if wait.error is not None:
             return
         if patience.seconds is not None and waited > patience.seconds:
-            wait.error = DataWaitError(f"{_text(wait, waited)}\n{_REMEDY}")
+            wait.error = DataWaitError(f"{_format_wait(wait, waited)}\n{_REMEDY}")
         elif patience.speaks and waited >= _WARNED and not wait.is_warned:
             wait.is_warned = True
-            _logger.warning("%s", _text(wait, waited))
+            _logger.warning("%s", _format_wait(wait, waited))
 
-    def _vote(self, wait: _Wait) -> None:
+    def _vote_on_stop(self, wait: _Wait) -> None:
         """Vote on stopping; set the wait's error if all ranks stop. A vote delays the wait's end."""
         with self._judging:
             try:
@@ -153,7 +153,7 @@ class DataWait:
                 wait.error = error
 
 
-def _text(wait: _Wait, seconds: float) -> str:
+def _format_wait(wait: _Wait, seconds: float) -> str:
     try:
         place = wait.describe()
     except Exception as error:  # any error, since the main thread may be modifying the loader

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from worldsize.core import Batch, ConfigError, EvaluationBatch, MicroBatch, World
-from worldsize.data.batches import Collate, SideStream, copied_ahead, fetch, is_iterable, to_device
+from worldsize.data.batches import Collate, SideStream, fetch_batch, is_iterable, prefetch_copies, to_device
 from worldsize.data.data_wait import DataWait, Patience
-from worldsize.data.order import Order, balanced, sample_lengths
+from worldsize.data.order import Order, create_balanced_order, sample_lengths
 from worldsize.data.source import Source, count_skipped
 from worldsize.data.storage.byte_files import SampleError
 from worldsize.data.streams import TrainingStream
-from worldsize.data.worker_loader import AutoWorkers, Request, WorkerLoader, loaded, loaded_by
+from worldsize.data.worker_loader import AutoWorkers, Request, WorkerLoader, load_batches, load_with_auto_workers
 from worldsize.seeds import derive_seed, seed_generators
 
 _CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class _Fetcher:
 
     def __init__(self, dataset: Any, order: Order, collate: Collate) -> None:
         self._dataset, self._order, self._collate = dataset, order, collate
-        self._balanced = balanced(dataset, order) if order.balanced else None
+        self._balanced = create_balanced_order(dataset, order) if order.balanced else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the length balancing, which a spawned worker recomputes."""
@@ -42,8 +42,8 @@ class _Fetcher:
     def __getitems__(self, request: Request) -> Batch:
         seed_generators(derive_seed(self._order.seed, "data", *request), _CPU)
         if self._balanced:
-            return fetch(self._dataset, self._balanced.indices(*request), self._collate)
-        return fetch(self._dataset, self._order.indices_in(self._dataset, *request), self._collate)
+            return fetch_batch(self._dataset, self._balanced.compute_rank_indices(*request), self._collate)
+        return fetch_batch(self._dataset, self._order.indices_in(self._dataset, *request), self._collate)
 
 
 def micro_batches(
@@ -71,7 +71,7 @@ def micro_batches(
         patience: limits for each wait for data; None for unlimited waits.
     """
     wait = DataWait(patience or Patience())
-    with wait.watched():
+    with wait.run_watchdog():
         yield from _micro_batches(dataset, order, device, wait, first=first, workers=workers, collate=collate)
 
 
@@ -90,17 +90,19 @@ def _micro_batches(
             sample_lengths(dataset)  # raises for a stream
         source = dataset if isinstance(dataset, TrainingStream) else TrainingStream(dataset)
         processes = workers if isinstance(workers, int) else 0  # AutoWorkers restarts loaders, which needs an index
-        batches = source.batches(order, first, collate, workers=processes, pinned=device.type == "cuda", wait=wait)
-        yield from _tagged((list(islice(batches, len(order.mine))) for _ in count()), order, first, device)
+        batches = source.read_batches(order, first, collate, workers=processes, pinned=device.type == "cuda", wait=wait)
+        yield from _create_micro_batches(
+            (list(islice(batches, len(order.mine))) for _ in count()), order, first, device
+        )
     else:
-        steps = _drawn(_Fetcher(dataset, order, collate), order, device, wait, first=first, workers=workers)
+        steps = _load_steps(_Fetcher(dataset, order, collate), order, device, wait, first=first, workers=workers)
         if device.type == "cuda":
-            yield from copied_ahead(_tagged(steps, order, first, _CPU), SideStream(device))
+            yield from prefetch_copies(_create_micro_batches(steps, order, first, _CPU), SideStream(device))
         else:
-            yield from _tagged(steps, order, first, device)
+            yield from _create_micro_batches(steps, order, first, device)
 
 
-def _drawn(
+def _load_steps(
     fetcher: _Fetcher,
     order: Order,
     device: torch.device,
@@ -110,21 +112,23 @@ def _drawn(
     workers: int | AutoWorkers,
 ) -> Iterator[list[Batch]]:
     if isinstance(workers, int):
-        return loaded(fetcher, order.mine, device, first=first, workers=workers, wait=wait)
+        return load_batches(fetcher, order.mine, device, first=first, workers=workers, wait=wait)
 
-    def make(first: int, processes: int) -> WorkerLoader:
+    def create_loader(first: int, processes: int) -> WorkerLoader:
         return WorkerLoader(fetcher, first, order.mine, device, processes)
 
-    return loaded_by(workers, make, first=first, batches=len(order.mine), wait=wait)
+    return load_with_auto_workers(workers, create_loader, first=first, batches=len(order.mine), wait=wait)
 
 
-def _tagged(steps: Iterator[list[Batch]], order: Order, first: int, device: torch.device) -> Iterator[list[MicroBatch]]:
+def _create_micro_batches(
+    steps: Iterator[list[Batch]], order: Order, first: int, device: torch.device
+) -> Iterator[list[MicroBatch]]:
     for step, batches in enumerate(steps, first + 1):
         ranked = zip(order.mine, batches, strict=True)
         yield [MicroBatch(to_device(batch, device), order.step_seed(step, rank), step, rank) for rank, batch in ranked]
 
 
-def drawn(
+def load_micro_batch(
     dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int, collate: Collate = default_collate
 ) -> MicroBatch:
     """Load the micro-batch of any one step and logical rank from a map-style data set."""
@@ -159,9 +163,9 @@ def evaluation_batches(
     stand-ins, with ``counted=False``.
     """
     if drawn is not None:
-        numbered = _random(dataset, batch_size, collate, drawn, seed)
+        numbered = _draw_random_batches(dataset, batch_size, collate, drawn, seed)
     else:
-        numbered = (_cut_stream if is_iterable(dataset) else _cut)(dataset, batch_size, collate)
+        numbered = (_cut_stream if is_iterable(dataset) else _split_into_batches)(dataset, batch_size, collate)
     spare, index = None, -1
     for index, load in numbered:
         if index % world.size == world.rank:
@@ -176,7 +180,7 @@ def evaluation_batches(
         yield EvaluationBatch(index, to_device(spare().data, world.device), counted=False)
 
 
-def _random(
+def _draw_random_batches(
     dataset: Any, batch_size: int, collate: Collate, count: int, seed: int
 ) -> Iterator[tuple[int, Callable[[], _Loaded]]]:
     if is_iterable(dataset):
@@ -188,29 +192,29 @@ def _random(
     for index in range(count):
         generator = torch.Generator().manual_seed(derive_seed(seed, "batch", index))
         indices = torch.randint(len(dataset), (batch_size,), generator=generator)
-        yield index, partial(_load, dataset, indices, collate)
+        yield index, partial(_load_indices, dataset, indices, collate)
 
 
-def _cut(dataset: Any, batch_size: int, collate: Collate) -> Iterator[tuple[int, Callable[[], _Loaded]]]:
+def _split_into_batches(dataset: Any, batch_size: int, collate: Collate) -> Iterator[tuple[int, Callable[[], _Loaded]]]:
     length = len(dataset)
     for index, first in enumerate(range(0, length, batch_size)):
         yield index, partial(_load_range, dataset, range(first, min(first + batch_size, length)), collate)
 
 
 def _load_range(dataset: Any, indices: range, collate: Collate) -> _Loaded:
-    return _load(dataset, torch.arange(indices.start, indices.stop), collate)
+    return _load_indices(dataset, torch.arange(indices.start, indices.stop), collate)
 
 
-def _load(dataset: Any, indices: Tensor, collate: Collate) -> _Loaded:
+def _load_indices(dataset: Any, indices: Tensor, collate: Collate) -> _Loaded:
     if not isinstance(dataset, Source) or hasattr(dataset, "load_batch"):
-        return _Loaded(fetch(dataset, indices, collate))
+        return _Loaded(fetch_batch(dataset, indices, collate))
     good = []
     for index, sample in zip(indices.tolist(), dataset.read_each(indices.tolist()), strict=True):
         if isinstance(sample, SampleError):
             count_skipped(index, sample)
         else:
             good.append(sample)
-    return _Loaded(collate(good)) if good else _Loaded(fetch(dataset, indices, collate), counted=False)
+    return _Loaded(collate(good)) if good else _Loaded(fetch_batch(dataset, indices, collate), counted=False)
 
 
 def _cut_stream(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from worldsize.core import ConfigError, Range
 from worldsize.data.order import OwnOrder, own_order
-from worldsize.data.permutation import Shuffle, enciphered
+from worldsize.data.permutation import Shuffle, encipher_numbers
 from worldsize.data.source import LookedUpLengths, Source
 from worldsize.errors import neighbours
 from worldsize.seeds import derive_seed
@@ -77,7 +77,9 @@ class Mixture(Source, OwnOrder):
         if not any(part.weight or part.epochs for part in parts):
             raise ConfigError("all sources of a mixture have the share 0. Give one of them a larger one.")
         if all(by_weight):
-            _quotas(tuple(self.shares.items()))  # with epochs, fingerprint() checks this: it needs each source's length
+            _compute_quotas(
+                tuple(self.shares.items())
+            )  # with epochs, fingerprint() checks this: it needs each source's length
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -112,11 +114,11 @@ class Mixture(Source, OwnOrder):
     def indices_at(self, seed: int, places: range, shuffle: Shuffle) -> torch.Tensor:
         """Return the samples at ``places`` as indices into the concatenated sources: int64 [places]."""
         indices = numpy.empty(len(places), dtype=numpy.int64)
-        done, quotas = 0, _quotas(tuple(self.shares.items()))
+        done, quotas = 0, _compute_quotas(tuple(self.shares.items()))
         while places:
             block, offset = divmod(places.start, _BLOCK)
             taken = min(len(places), _BLOCK - offset)
-            owners, turns = (each[offset : offset + taken] for each in _block(seed, block, quotas))
+            owners, turns = (each[offset : offset + taken] for each in _assign_sources(seed, block, quotas))
             for part in numpy.unique(owners).tolist():
                 mine, length = owners == part, self._lengths[part]
                 drawn = block * quotas[part] + turns[mine]
@@ -129,12 +131,12 @@ class Mixture(Source, OwnOrder):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return self._read(indices, lambda source, own: source.__getitems__(own))
+        return self._read_parts(indices, lambda source, own: source.__getitems__(own))
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
-        return self._read(indices, lambda source, own: source.read_each(own))
+        return self._read_parts(indices, lambda source, own: source.read_each(own))
 
-    def _read(self, indices: Sequence[int], read: Callable[[Source, Sequence[int]], list[Any]]) -> list[Any]:
+    def _read_parts(self, indices: Sequence[int], read: Callable[[Source, Sequence[int]], list[Any]]) -> list[Any]:
         samples: dict[int, Any] = {}
         owners = [bisect.bisect_right(self._ends, index) for index in indices]
         for number, part in enumerate(self.sources.values()):
@@ -151,13 +153,13 @@ class Mixture(Source, OwnOrder):
         lengths = [getattr(part.source, "lengths", None) for part in self.sources.values()]
         if any(each is None for each in lengths):
             return None
-        return LookedUpLengths(partial(_joined, lengths, numpy.array([0, *self._ends])))
+        return LookedUpLengths(partial(_gather_lengths, lengths, numpy.array([0, *self._ends])))
 
     def fingerprint(self) -> Mapping[str, Any]:
         parts = {name: part.source.fingerprint() for name, part in self.sources.items()}
         digests = {name: [part["sha256"], self.shares[name]] for name, part in parts.items()}
         total = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
-        _quotas(tuple(self.shares.items()))  # raises if a share is too small
+        _compute_quotas(tuple(self.shares.items()))  # raises if a share is too small
         facts = {"size": sum(part["size"] for part in parts.values()), "sha256": total, "shares": dict(self.shares)}
         tokenizers = {name: part["tokenizers"] for name, part in parts.items() if "tokenizers" in part}
         return {**facts, "tokenizers": tokenizers} if tokenizers else facts
@@ -188,7 +190,7 @@ def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
 
 
 @lru_cache(16)
-def _quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
+def _compute_quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
     """Return the positions per source in a block, rounded by the largest-remainder method.
 
     Raises:
@@ -208,7 +210,7 @@ def _quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
     return tuple(quotas)
 
 
-def _joined(lengths: Sequence[Any], bounds: Numbers, indices: Numbers) -> Numbers:
+def _gather_lengths(lengths: Sequence[Any], bounds: Numbers, indices: Numbers) -> Numbers:
     """Return sample lengths by index into the concatenated sources, which start at ``bounds``."""
     owners = numpy.searchsorted(bounds, indices, side="right") - 1
     joined = numpy.empty(len(indices), dtype=numpy.int64)
@@ -219,9 +221,9 @@ def _joined(lengths: Sequence[Any], bounds: Numbers, indices: Numbers) -> Number
 
 
 @lru_cache(4)
-def _block(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[numpy.uint16], Numbers]:
+def _assign_sources(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[numpy.uint16], Numbers]:
     """Return the source of each position, and the position's rank in its source: [positions]."""
-    slots = enciphered(derive_seed(seed, "mixture", block), _BLOCK, numpy.arange(_BLOCK, dtype=numpy.uint64))
+    slots = encipher_numbers(derive_seed(seed, "mixture", block), _BLOCK, numpy.arange(_BLOCK, dtype=numpy.uint64))
     owners = numpy.searchsorted(numpy.cumsum(quotas), slots, side="right").astype(numpy.uint16)
     turns = numpy.empty(_BLOCK, dtype=numpy.int64)
     turns[numpy.argsort(owners, kind="stable")] = numpy.concatenate([numpy.arange(quota) for quota in quotas])
@@ -234,5 +236,5 @@ def _own_order(seed: int, part: int, length: int, drawn: Numbers, shuffle: Shuff
     order = numpy.empty_like(drawn)
     for epoch in numpy.unique(epochs).tolist():
         chosen = epochs == epoch
-        order[chosen] = shuffle.at(derive_seed(seed, "order", part, epoch), length, places[chosen])
+        order[chosen] = shuffle.permute_places(derive_seed(seed, "order", part, epoch), length, places[chosen])
     return order

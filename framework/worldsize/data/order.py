@@ -79,9 +79,9 @@ class Order:
         """Return one logical rank's sample indices in ``step``: int64 [micro_batch_size]."""
         if (own := own_order(dataset)) is not None:
             return own.indices_at(self.seed, self.positions(step, logical_rank), self.shuffle)
-        return self.indices(step, logical_rank, len(dataset))
+        return self.compute_indices(step, logical_rank, len(dataset))
 
-    def indices(self, step: int, logical_rank: int, length: int) -> Tensor:
+    def compute_indices(self, step: int, logical_rank: int, length: int) -> Tensor:
         """Return one logical rank's indices below ``length`` in ``step``: int64 [micro_batch_size].
 
         Raises:
@@ -94,7 +94,7 @@ class Order:
             epoch, offset = divmod(positions.start, length)
             taken = min(len(positions), length - offset)
             seed = derive_seed(self.seed, "order", epoch)
-            parts.append(self.shuffle.span(seed, length, range(offset, offset + taken)))
+            parts.append(self.shuffle.permute_span(seed, length, range(offset, offset + taken)))
             positions = positions[taken:]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -125,14 +125,14 @@ def step_seed(seed: int, step: int, logical_rank: int) -> int:
     return derive_seed(seed, "step", step, logical_rank)
 
 
-def logical_ranks_of(rank: int, size: int, total: int, dealing: Dealing = "cyclic") -> tuple[int, ...]:
+def assign_logical_ranks(rank: int, size: int, total: int, dealing: Dealing = "cyclic") -> tuple[int, ...]:
     """Return the logical ranks (out of ``total``) of process ``rank`` among ``size`` processes."""
     if dealing == "block":
         return tuple(range(rank * total // size, (rank + 1) * total // size))
     return tuple(range(rank, total, size))
 
 
-def steps_of(epochs: float, length: int, batch_size: int) -> int:
+def count_epoch_steps(epochs: float, length: int, batch_size: int) -> int:
     """Return the number of steps in ``epochs`` epochs of ``length`` samples, rounded up."""
     return math.ceil(epochs * length / batch_size)
 
@@ -161,33 +161,35 @@ class Balanced:
     ) -> None:
         self._plain, self._lengths_n = plain, lengths_n
         self._seed, self._logical_ranks, self._epoch = seed, logical_ranks, epoch
-        self._pool = lru_cache(maxsize=1)(self._sorted)
+        self._pool = lru_cache(maxsize=1)(self._sort_pool)
 
-    def indices(self, step: int, logical_rank: int) -> Tensor:
+    def compute_rank_indices(self, step: int, logical_rank: int) -> Tensor:
         """Return the sample indices of ``logical_rank`` in ``step`` (from 1), longest sample first."""
         pool, place = divmod(step - 1, _POOL)
         rows_ml = self._pool(pool)[place].view(-1, self._logical_ranks).clone()
         rows_ml[1::2] = rows_ml[1::2].flip(1)
         return rows_ml[:, logical_rank]
 
-    def _sorted(self, pool: int) -> Tensor:
+    def _sort_pool(self, pool: int) -> Tensor:
         """Return a pool's sample indices [steps, batch], rows sorted from longest to shortest."""
         samples = torch.cat([self._plain(pool * _POOL + step) for step in range(1, _POOL + 1)])
         lengths = torch.as_tensor(self._lengths_n[samples])
         random = torch.Generator().manual_seed(derive_seed(self._seed, "balance", pool))
         batch_size = len(samples) // _POOL
-        order = torch.cat([_by_length(lengths, part, batch_size, random) for part in self._epochs(pool, len(samples))])
+        order = torch.cat(
+            [_sort_by_length(lengths, part, batch_size, random) for part in self._split_epochs(pool, len(samples))]
+        )
         order_sb = order.view(_POOL, -1)
         return samples[order_sb.gather(1, lengths[order_sb].argsort(dim=1, descending=True, stable=True))]
 
-    def _epochs(self, pool: int, size: int) -> list[range]:
+    def _split_epochs(self, pool: int, size: int) -> list[range]:
         """Split the positions of a pool into ranges of the same epoch, in order."""
         epoch = self._epoch or (pool + 1) * size
         ends = range(epoch - pool * size % epoch, size, epoch)
         return [range(first, last) for first, last in pairwise([0, *ends, size])]
 
 
-def _by_length(lengths: Tensor, places: range, batch_size: int, random: torch.Generator) -> Tensor:
+def _sort_by_length(lengths: Tensor, places: range, batch_size: int, random: torch.Generator) -> Tensor:
     """Sort positions of a pool by length, and divide them among their steps in random order."""
     steps = torch.arange(places.start, places.stop) // batch_size - places.start // batch_size
     sizes = steps.bincount()
@@ -216,7 +218,7 @@ def sample_lengths(dataset: Any) -> Lengths:
     return lengths
 
 
-def balanced(dataset: Any, order: Order) -> Balanced:
+def create_balanced_order(dataset: Any, order: Order) -> Balanced:
     """Create the length-balanced order of ``dataset``.
 
     Raises:
@@ -225,8 +227,8 @@ def balanced(dataset: Any, order: Order) -> Balanced:
     lengths = sample_lengths(dataset)
     all_ranks = replace(order, logical_ranks=1)
 
-    def plain(step: int) -> Tensor:
+    def compute_plain_indices(step: int) -> Tensor:
         return all_ranks.indices_in(dataset, step, 0)
 
     epoch = len(dataset) if own_order(dataset) is None else None
-    return Balanced(plain, lengths, seed=order.seed, logical_ranks=order.logical_ranks, epoch=epoch)
+    return Balanced(compute_plain_indices, lengths, seed=order.seed, logical_ranks=order.logical_ranks, epoch=epoch)

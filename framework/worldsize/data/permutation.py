@@ -32,7 +32,7 @@ _ROUNDS = 8
 _Words = NDArray[numpy.uint64]
 
 
-def permuted(seed: int, length: int, places: range) -> Tensor:
+def permute_range(seed: int, length: int, places: range) -> Tensor:
     """Return values, int64 [places], at ``places`` of a permutation of ``range(length)``.
 
     Memory is proportional to ``places`` if ``length`` is above 2²².
@@ -46,44 +46,44 @@ def permuted(seed: int, length: int, places: range) -> Tensor:
         return _small(seed, length)[places.start : places.stop]
     if length <= _WHOLE:
         return _whole(seed, length)[places.start : places.stop]
-    return torch.from_numpy(enciphered(seed, length, numpy.arange(places.start, places.stop, dtype=numpy.uint64)))
+    return torch.from_numpy(encipher_numbers(seed, length, numpy.arange(places.start, places.stop, dtype=numpy.uint64)))
 
 
-def permuted_at(seed: int, length: int, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+def permute_positions(seed: int, length: int, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
     """Return values, int64 [places], at any positions of a permutation of ``range(length)``.
 
     Memory is proportional to ``places`` if ``length`` is above 4,096; the permutation then differs from
-    :func:`permuted`. Smaller ranges use ``torch.randperm``, since the cipher is biased on them.
+    :func:`permute_range`. Smaller ranges use ``torch.randperm``, since the cipher is biased on them.
     """
     if length <= _SMALL:
         return _small(seed, length).numpy()[places]
-    return enciphered(seed, length, places.astype(numpy.uint64))
+    return encipher_numbers(seed, length, places.astype(numpy.uint64))
 
 
-def shuffled(seed: int, length: int) -> Tensor:
+def create_permutation(seed: int, length: int) -> Tensor:
     """Return a full permutation of ``range(length)``, int64 [length]."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
-_small, _whole = lru_cache(maxsize=256)(shuffled), lru_cache(maxsize=2)(shuffled)
+_small, _whole = lru_cache(maxsize=256)(create_permutation), lru_cache(maxsize=2)(create_permutation)
 
 
-def enciphered(seed: int, length: int, numbers: _Words) -> NDArray[numpy.int64]:
+def encipher_numbers(seed: int, length: int, numbers: _Words) -> NDArray[numpy.int64]:
     """Return values of a cipher-based permutation of ``range(length)`` at ``numbers``."""
     bits = max(2, (length - 1).bit_length())
-    keys = _keys(seed)
-    indices = _cipher(numbers, keys, bits)
+    keys = _derive_keys(seed)
+    indices = _apply_cipher(numbers, keys, bits)
     while (outside := numpy.flatnonzero(indices >= length)).size:
-        indices[outside] = _cipher(indices[outside], keys, bits)
+        indices[outside] = _apply_cipher(indices[outside], keys, bits)
     return indices.astype(numpy.int64)
 
 
 @lru_cache(maxsize=2)
-def _keys(seed: int) -> list[numpy.uint64]:
+def _derive_keys(seed: int) -> list[numpy.uint64]:
     return [numpy.uint64(derive_seed(seed, "round", number)) for number in range(_ROUNDS)]
 
 
-def _cipher(numbers: _Words, keys: list[numpy.uint64], bits: int) -> _Words:
+def _apply_cipher(numbers: _Words, keys: list[numpy.uint64], bits: int) -> _Words:
     """Encipher integers below ``2**bits``."""
     low_bits = numpy.uint64(bits // 2)
     low_mask = numpy.uint64((1 << (bits // 2)) - 1)
@@ -91,13 +91,13 @@ def _cipher(numbers: _Words, keys: list[numpy.uint64], bits: int) -> _Words:
     high, low = numbers >> low_bits, numbers & low_mask
     for number, key in enumerate(keys):
         if number % 2:
-            low = low ^ (_mixed(high ^ key) & low_mask)
+            low = low ^ (_mix_words(high ^ key) & low_mask)
         else:
-            high = high ^ (_mixed(low ^ key) & high_mask)
+            high = high ^ (_mix_words(low ^ key) & high_mask)
     return (high << low_bits) | low
 
 
-def _mixed(words: _Words) -> _Words:
+def _mix_words(words: _Words) -> _Words:
     words = (words ^ (words >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
     return words ^ (words >> numpy.uint64(31))
@@ -116,17 +116,19 @@ class Shuffle(ShuffleConfig):
     position can be computed independently of the others.
     """
 
-    def span(self, seed: int, length: int, places: range) -> Tensor:
+    def permute_span(self, seed: int, length: int, places: range) -> Tensor:
         """Return the sample indices, int64 [places], at consecutive positions of an epoch.
 
         Args:
             seed: determines this epoch's permutation.
         """
         if self.enabled and self.block == 1:
-            return permuted(seed, length, places)
-        return torch.from_numpy(self.at(seed, length, numpy.arange(places.start, places.stop, dtype=numpy.int64)))
+            return permute_range(seed, length, places)
+        return torch.from_numpy(
+            self.permute_places(seed, length, numpy.arange(places.start, places.stop, dtype=numpy.int64))
+        )
 
-    def at(self, seed: int, length: int, places: Numbers) -> Numbers:
+    def permute_places(self, seed: int, length: int, places: Numbers) -> Numbers:
         """Return the sample indices, int64 [places], at arbitrary positions of an epoch.
 
         The order may differ from :meth:`span`, which stores the full permutation of a data set of up to 2²² samples.
@@ -134,19 +136,21 @@ class Shuffle(ShuffleConfig):
         if not self.enabled:
             return places
         if self.block == 1 or length <= self.block:
-            return permuted_at(seed, length, places)
-        return self._in_blocks(seed, length, places)
+            return permute_positions(seed, length, places)
+        return self._permute_blocks(seed, length, places)
 
-    def _in_blocks(self, seed: int, length: int, places: Numbers) -> Numbers:
+    def _permute_blocks(self, seed: int, length: int, places: Numbers) -> Numbers:
         """Permute blocks and windows, rotated by a random offset; an incomplete block is last."""
         blocks, size = length // self.block, self.window * self.block
         order = numpy.empty_like(places)
         for window in numpy.unique(places // size).tolist():
             chosen = places // size == window
             first = window * size
-            mixed = permuted_at(derive_seed(seed, "window", window), min(size, length - first), places[chosen] - first)
+            mixed = permute_positions(
+                derive_seed(seed, "window", window), min(size, length - first), places[chosen] - first
+            )
             order[chosen] = first + mixed
         number, within = order // self.block, order % self.block
         full = number < blocks
-        number[full] = permuted_at(derive_seed(seed, "block"), blocks, number[full])
+        number[full] = permute_positions(derive_seed(seed, "block"), blocks, number[full])
         return (derive_seed(seed, "rotation") + number * self.block + within) % length

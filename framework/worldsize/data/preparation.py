@@ -24,8 +24,17 @@ from typing import Any, Literal, final
 
 from filelock import FileLock, Timeout
 
-from worldsize.data.texts import Encoder, TextFormat, Tokenizer, dtype_of, input_files
-from worldsize.data.token_shards import MANIFEST, Made, ShardInput, listed_sizes, make, pieces_of, sha256_of, write_json
+from worldsize.data.texts import Encoder, TextFormat, Tokenizer, choose_token_dtype, input_files
+from worldsize.data.token_shards import (
+    MANIFEST,
+    Made,
+    ShardInput,
+    hash_file,
+    read_shard_sizes,
+    split_into_pieces,
+    tokenize_piece,
+    write_json,
+)
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.world.processes import die_with_parent
 
@@ -56,31 +65,33 @@ class Preparation:
     shard_bytes: int = 64 << 20
     on_error: OnError = "stop"
 
-    def write(self, folder: Path, *, processes: int, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+    def write_shards(
+        self, folder: Path, *, processes: int, progress: Progress = lambda done, total: None
+    ) -> dict[str, Any]:
         """Create the shards in ``folder``, unless they already exist, and return the manifest.
 
         Raises:
             ConfigError: the folder contains other files or shards, or an input or the tokenizer is missing.
             WorldsizeError: a document cannot be read, or another process is preparing the folder.
         """
-        encoder, files = self.tokenizer.encoder(), input_files(self.inputs)
+        encoder, files = self.tokenizer.load_encoder(), input_files(self.inputs)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder} cannot be created: {error.strerror}. Choose a different folder.") from None
-        with _locked(folder):
-            with _pool(processes, self.tokenizer) as pool:
-                digests = dict(zip(files, pool.map(sha256_of, files.values()), strict=True))
-                request = self._request(encoder, files, digests)
-                done = _finished(folder, request, self.on_error)
+        with _lock_folder(folder):
+            with _create_pool(processes, self.tokenizer) as pool:
+                digests = dict(zip(files, pool.map(hash_file, files.values()), strict=True))
+                request = self._build_request(encoder, files, digests)
+                done = _read_finished_manifest(folder, request, self.on_error)
                 if done is not None:
                     return done
-                work = _begun(folder, request)
-                pieces = list(pieces_of(files.values(), self.form, work, size=self.shard_bytes))
-                _make_all(pieces, partial(_make, form=self.form), self.on_error, pool, progress)
-            return _sealed(folder, pieces, request, encoder)
+                work = _open_work_folder(folder, request)
+                pieces = list(split_into_pieces(files.values(), self.form, work, size=self.shard_bytes))
+                _make_all(pieces, partial(_tokenize_piece, form=self.form), self.on_error, pool, progress)
+            return _finalize_shards(folder, pieces, request, encoder)
 
-    def _request(self, encoder: Encoder, files: Mapping[str, Path], digests: Mapping[str, str]) -> dict[str, Any]:
+    def _build_request(self, encoder: Encoder, files: Mapping[str, Path], digests: Mapping[str, str]) -> dict[str, Any]:
         """Return everything that determines the bytes of the shards, in the manifest's format."""
         return {
             "schema": _SCHEMA,
@@ -94,7 +105,7 @@ class Preparation:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     try:
         with FileLock(folder / _LOCK, timeout=0):
             yield
@@ -105,7 +116,7 @@ def _locked(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------- existing content of the folder
 
 
-def _finished(folder: Path, request: Mapping[str, Any], on_error: OnError) -> dict[str, Any] | None:
+def _read_finished_manifest(folder: Path, request: Mapping[str, Any], on_error: OnError) -> dict[str, Any] | None:
     """Return the manifest of the requested shards, or None if ``folder`` lacks a manifest.
 
     Raises:
@@ -113,12 +124,12 @@ def _finished(folder: Path, request: Mapping[str, Any], on_error: OnError) -> di
     """
     if not (folder / MANIFEST).exists():
         return None
-    manifest = _read(folder / MANIFEST)
+    manifest = _read_json(folder / MANIFEST)
     _check_same(folder, {key: manifest.get(key) for key in request}, request)
     try:
-        sizes, skipped = listed_sizes(manifest), int(manifest["skipped"])
+        sizes, skipped = read_shard_sizes(manifest), int(manifest["skipped"])
     except (ValueError, KeyError, TypeError):
-        raise _damaged(folder / MANIFEST) from None
+        raise _create_damage_error(folder / MANIFEST) from None
     for name, size in sizes.items():
         present = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if present != size:
@@ -135,11 +146,11 @@ def _finished(folder: Path, request: Mapping[str, Any], on_error: OnError) -> di
     return manifest
 
 
-def _begun(folder: Path, request: Mapping[str, Any]) -> Path:
+def _open_work_folder(folder: Path, request: Mapping[str, Any]) -> Path:
     """Return the working folder, new or from an interrupted preparation of the same request."""
     work = folder / _PIECES
     if (work / _REQUEST).exists():
-        _check_same(folder, _read(work / _REQUEST), request)
+        _check_same(folder, _read_json(work / _REQUEST), request)
         return work
     if others := sorted(path.name for path in folder.iterdir() if path.name not in (_LOCK, _PIECES)):
         raise ConfigError(f"{folder} has other files ({others[0]}); nothing was changed. Name a new folder.")
@@ -148,17 +159,17 @@ def _begun(folder: Path, request: Mapping[str, Any]) -> Path:
     return work
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
-        raise _damaged(path) from None
+        raise _create_damage_error(path) from None
     if not isinstance(content, dict):
-        raise _damaged(path)
+        raise _create_damage_error(path)
     return content
 
 
-def _damaged(path: Path) -> ConfigError:
+def _create_damage_error(path: Path) -> ConfigError:
     return ConfigError(f"{path} is damaged; nothing was changed. Remove the folder, and prepare it anew.")
 
 
@@ -176,7 +187,7 @@ def _check_same(folder: Path, there: Mapping[str, Any], request: Mapping[str, An
 _encoder: Encoder | None = None  # loaded once per process
 
 
-def _pool(processes: int, tokenizer: Tokenizer) -> ProcessPoolExecutor:
+def _create_pool(processes: int, tokenizer: Tokenizer) -> ProcessPoolExecutor:
     context = get_context("fork")
     return ProcessPoolExecutor(processes, context, _begin_process, (os.getpid(), tokenizer))
 
@@ -185,12 +196,12 @@ def _begin_process(parent: int, tokenizer: Tokenizer) -> None:
     global _encoder
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # exit without a traceback
-    _encoder = tokenizer.encoder()
+    _encoder = tokenizer.load_encoder()
 
 
-def _make(piece: ShardInput, on_error: OnError, form: TextFormat) -> None:
+def _tokenize_piece(piece: ShardInput, on_error: OnError, form: TextFormat) -> None:
     assert _encoder is not None, "each process of the pool begins with it"
-    make(piece, _encoder, form, on_error=on_error)
+    tokenize_piece(piece, _encoder, form, on_error=on_error)
 
 
 def _make_all(
@@ -222,21 +233,23 @@ def _make_all(
 
 def _is_made(piece: ShardInput, on_error: OnError) -> bool:
     """Return whether a piece is finished, and without skipped documents if none are allowed."""
-    made = piece.made()
+    made = piece.read_record()
     return made is not None and not (made.skipped and on_error == "stop")
 
 
-def _sealed(folder: Path, pieces: Sequence[ShardInput], request: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
+def _finalize_shards(
+    folder: Path, pieces: Sequence[ShardInput], request: Mapping[str, Any], encoder: Encoder
+) -> dict[str, Any]:
     """Move the nonempty pieces to their final names as shards, and write the manifest.
 
     A piece may already have its final name if an earlier preparation was killed at this point.
     """
-    made = {piece: facts for piece in pieces if (facts := piece.made())}
+    made = {piece: facts for piece in pieces if (facts := piece.read_record())}
     filled = [(piece, facts) for piece, facts in made.items() if facts.tokens]
     if not filled:
-        raise WorldsizeError(f"no document has any text: {_counts(made.values())}. Check --field and the input.")
-    shards = [_placed(folder, number, piece, facts) for number, (piece, facts) in enumerate(filled)]
-    dtype = dtype_of(encoder.vocabulary).name
+        raise WorldsizeError(f"no document has any text: {_format_counts(made.values())}. Check --field and the input.")
+    shards = [_move_shard(folder, number, piece, facts) for number, (piece, facts) in enumerate(filled)]
+    dtype = choose_token_dtype(encoder.vocabulary).name
     manifest = {
         **request,
         "dtype": dtype,
@@ -253,7 +266,7 @@ def _sealed(folder: Path, pieces: Sequence[ShardInput], request: Mapping[str, An
     return manifest
 
 
-def _placed(folder: Path, number: int, piece: ShardInput, facts: Made) -> dict[str, Any]:
+def _move_shard(folder: Path, number: int, piece: ShardInput, facts: Made) -> dict[str, Any]:
     places = {piece.tokens: f"tokens_{number:05d}.npy", piece.documents: f"documents_{number:05d}.npy"}
     for path, name in places.items():
         if path.exists():
@@ -272,6 +285,6 @@ def _placed(folder: Path, number: int, piece: ShardInput, facts: Made) -> dict[s
     }
 
 
-def _counts(made: Any) -> str:
+def _format_counts(made: Any) -> str:
     empty, skipped = sum(facts.empty for facts in made), sum(facts.skipped for facts in made)
     return f"{empty:,} are empty, {skipped:,} cannot be read"

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from worldsize.core import ConfigError, FilePath, OneOf
-from worldsize.data.storage.byte_files import COUNTS, ByteFile, SampleError, digests
+from worldsize.data.storage.byte_files import COUNTS, ByteFile, SampleError, compute_digests
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.index import Scan, indexed
+from worldsize.data.storage.index import Scan, open_index
 from worldsize.data.storage.listing import is_url, open_files
 from worldsize.seeds import derive_seed
 
@@ -92,7 +92,7 @@ class FileSource(Source):
     Args:
         path: a file, a folder, a pattern such as ``books-*.jsonl``, or a list of these; local paths or URLs.
         on_error: policy for unreadable samples. "stop": raise an error; "skip": count and log them. Training then
-            replaces them by readable samples (:func:`with_stand_ins`), and evaluation omits them.
+            replaces them by readable samples (:func:`read_good_samples`), and evaluation omits them.
         cache: stores indices and data read from URLs.
     """
 
@@ -113,10 +113,10 @@ class FileSource(Source):
         return open_files(self.path, self.cache, endings=self.endings)
 
     def __getitem__(self, index: int) -> Any:
-        return with_stand_ins(self, [index])[0]
+        return read_good_samples(self, [index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return self.read_each(indices) if self.on_error == "stop" else with_stand_ins(self, indices)
+        return self.read_each(indices) if self.on_error == "stop" else read_good_samples(self, indices)
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         return [self._sample_or_error(index) for index in indices]
@@ -132,7 +132,7 @@ class FileSource(Source):
             return error.with_traceback(None)
 
     def fingerprint(self) -> Mapping[str, Any]:
-        hashed = zip(self.files, digests(self.files), strict=True)
+        hashed = zip(self.files, compute_digests(self.files), strict=True)
         described = [[file.name.rpartition("/")[2], file.size, digest] for file, digest in hashed]
         total = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         return {"size": sum(file.size for file in self.files), "sha256": total, "files": len(self.files)}
@@ -193,7 +193,7 @@ class Transformed(Source):
         return self.source.fingerprint()
 
 
-def with_stand_ins(source: Source, indices: Sequence[int]) -> list[Any]:
+def read_good_samples(source: Source, indices: Sequence[int]) -> list[Any]:
     """Read several samples, replacing unreadable ones by other samples of ``source``.
 
     The stand-in follows the range of samples that are probably bad (``bad_with``). A hash of the bad sample's index
@@ -244,8 +244,8 @@ class IndexedSource(FileSource):
         """Cache key: name and version of the indexing rule, and all arguments that affect it."""
 
     @abstractmethod
-    def scanner(self) -> Scan:
-        """Return a function that indexes one file; :func:`indexed` calls it for each file in order.
+    def create_scanner(self) -> Scan:
+        """Return a function that indexes one file; :func:`open_index` calls it for each file in order.
 
         The function raises SampleError for a file in the wrong format.
         """
@@ -253,7 +253,7 @@ class IndexedSource(FileSource):
     @cached_property
     def index(self) -> Mapping[str, Array]:
         """The index of all files, memory-mapped."""
-        made = indexed(self.kind, self.files, self.cache, self.scanner())
+        made = open_index(self.kind, self.files, self.cache, self.create_scanner())
         if not made:
             names = self.files[0].name if len(self.files) == 1 else f"{self.files[0].name} and the files after it"
             raise ConfigError(f"{names}, byte 0: there are no samples. Check the path of the data.")
@@ -265,7 +265,7 @@ class IndexedSource(FileSource):
         sizes = self.index.get("size")
         return None if sizes is None else LookedUpLengths(lambda indices: sizes[indices])
 
-    def file_of(self, row: int) -> ByteFile:
+    def get_row_file(self, row: int) -> ByteFile:
         """Return the file that a row of the index refers to."""
         return self.files[int(self.index["file"][row])]
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from worldsize.core import ConfigError, Range
 from worldsize.data.mixture import Mixture
 from worldsize.data.order import own_order
-from worldsize.data.permutation import shuffled
-from worldsize.data.source import LookedUpLengths, Source, with_stand_ins
+from worldsize.data.permutation import create_permutation
+from worldsize.data.source import LookedUpLengths, Source, read_good_samples
 from worldsize.seeds import derive_seed
 
 
@@ -74,9 +74,9 @@ class HeldOut(Source):
 
     def __len__(self) -> int:
         groups, rest = divmod(len(self.source), _GROUP)
-        return groups * self._taken(_GROUP) + self._taken(rest)
+        return groups * self._count_samples(_GROUP) + self._count_samples(rest)
 
-    def _taken(self, size: int) -> int:
+    def _count_samples(self, size: int) -> int:
         """Return the number of samples on this side in a group of ``size`` samples."""
         out = round(self.share * size)
         return out if self.held_out else size - out
@@ -84,25 +84,25 @@ class HeldOut(Source):
     def source_index(self, index: int) -> int:
         """Map an index on this side to the index in ``source``."""
         groups, rest = divmod(len(self.source), _GROUP)
-        taken = self._taken(_GROUP)
+        taken = self._count_samples(_GROUP)
         group, place = (groups, index) if taken == 0 else divmod(index, taken)
         if group >= groups:
             group, place = groups, index - groups * taken
-        chosen = _chosen(group, rest if group == groups else _GROUP, self.share, self.held_out)
+        chosen = _select_offsets(group, rest if group == groups else _GROUP, self.share, self.held_out)
         return group * _GROUP + int(chosen[place])
 
     def _first_from(self, number: int) -> int:
         """Return this side's index of its first sample from index ``number`` of ``source`` on."""
         groups, rest = divmod(len(self.source), _GROUP)
         group, place = divmod(number, _GROUP)
-        chosen = _chosen(group, rest if group == groups else _GROUP, self.share, self.held_out)
-        return group * self._taken(_GROUP) + int(numpy.searchsorted(chosen, place))
+        chosen = _select_offsets(group, rest if group == groups else _GROUP, self.share, self.held_out)
+        return group * self._count_samples(_GROUP) + int(numpy.searchsorted(chosen, place))
 
     def __getitem__(self, index: int) -> Any:
-        return with_stand_ins(self, [index])[0]
+        return read_good_samples(self, [index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return with_stand_ins(self, indices)
+        return read_good_samples(self, indices)
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         return self.source.read_each([self.source_index(index) for index in indices])
@@ -126,8 +126,8 @@ class HeldOut(Source):
 
 
 @lru_cache(256)
-def _chosen(group: int, size: int, share: float, held_out: bool) -> NDArray[numpy.int64]:
+def _select_offsets(group: int, size: int, share: float, held_out: bool) -> NDArray[numpy.int64]:
     """Return the offsets of one side's samples within a group, ascending: int64 [taken]."""
-    order = shuffled(derive_seed(0, "held_out", group), size).numpy()
+    order = create_permutation(derive_seed(0, "held_out", group), size).numpy()
     out = round(share * size)
     return numpy.sort(order[:out] if held_out else order[out:])

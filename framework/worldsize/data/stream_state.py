@@ -21,7 +21,7 @@ from torch import Tensor
 from worldsize.checkpoint.safetensors import DTYPES
 from worldsize.core import ConfigError, StatefulStream
 from worldsize.errors import CheckpointError
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ class EndlessReader:
         self._passes = 0  # completed passes
         self._taken = 0  # samples read in the current pass
 
-    def take(self, count: int) -> list[Any]:
+    def take_samples(self, count: int) -> list[Any]:
         """Return the next ``count`` samples."""
         samples: list[Any] = []
         while len(samples) < count:
@@ -92,7 +92,7 @@ class EndlessReader:
         assert self._current is not None
         holder = _state_holder(*self._current)
         state = holder.get_state() if isinstance(holder, _StatefulIterator) else holder and holder.state_dict()
-        return encode({"passes": self._passes, "samples": self._taken, "state": state})
+        return encode_state({"passes": self._passes, "samples": self._taken, "state": state})
 
     def restore(self, data: bytes) -> None:
         """Resume at the position saved by :meth:`state`, possibly in a new process.
@@ -100,11 +100,11 @@ class EndlessReader:
         Raises:
             ConfigError: the iterable cannot load the state.
         """
-        saved = decode(data)
+        saved = decode_state(data)
         self._passes, self._taken = saved["passes"], saved["samples"]
         iterable = self._begin(self._passes)
         try:
-            self._current = iterable, _begun_at(iterable, saved["state"])
+            self._current = iterable, _resume_iterator(iterable, saved["state"])
         except Exception as error:  # any error of the iterable; the remedy is the same
             raise ConfigError(
                 f"the training stream cannot resume where the checkpoint was saved ({type(error).__name__}: {error}). "
@@ -119,7 +119,7 @@ def _state_holder(iterable: Iterable[Any], iterator: Iterator[Any]) -> StatefulS
     return iterator if isinstance(iterator, _StatefulIterator) else None
 
 
-def _begun_at(iterable: Iterable[Any], state: Any) -> Iterator[Any]:
+def _resume_iterator(iterable: Iterable[Any], state: Any) -> Iterator[Any]:
     if isinstance(iterable, StatefulStream):
         iterable.load_state_dict(state)
         return iter(iterable)
@@ -145,26 +145,26 @@ _HELD = (
 )
 
 
-def encode(state: Any, what: str = _STREAM) -> bytes:
+def encode_state(state: Any, what: str = _STREAM) -> bytes:
     """Serialize ``state`` for :func:`decode`; ``what`` is its owner, for messages.
 
     Raises:
         ConfigError: a value cannot be serialized; the message includes its location and type.
     """
     try:
-        return json.dumps(_encoded(state, "state", 0), allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(_encode_node(state, "state", 0), allow_nan=False, separators=(",", ":")).encode()
     except _RefusedError as refused:
         raise ConfigError(f"{what}'s state {refused} {_HELD}") from None
 
 
-def decode(data: bytes, what: str = _STREAM) -> Any:
+def decode_state(data: bytes, what: str = _STREAM) -> Any:
     """Deserialize the result of :func:`encode`; ``what`` is the state's owner, for messages.
 
     Raises:
         CheckpointError: the bytes are damaged or have a different format.
     """
     try:
-        return _decoded(parse(data, at_most=_LARGEST, deepest=4 * _DEEPEST, finite=False))
+        return _decode_node(parse_strict_json(data, at_most=_LARGEST, deepest=4 * _DEEPEST, finite=False))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, binascii.Error) as error:
         kind = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the state of {what} is damaged ({kind}).") from None
@@ -174,7 +174,7 @@ class _RefusedError(Exception):
     """A state contains a value that cannot be encoded."""
 
 
-def _encoded(node: Any, path: str, depth: int) -> Any:
+def _encode_node(node: Any, path: str, depth: int) -> Any:
     """Convert ``node`` to JSON types; refuse subclasses, since decoding would not restore them."""
     if depth > _DEEPEST:
         raise _RefusedError(f"is nested more than {_DEEPEST} deep at {path[:200]}.")
@@ -184,73 +184,75 @@ def _encoded(node: Any, path: str, depth: int) -> Any:
     if kind is float:
         return node if math.isfinite(node) else {"$float": str(node)}
     if kind is list:
-        return [_encoded(child, f"{path}[{index}]", depth + 1) for index, child in enumerate(node)]
+        return [_encode_node(child, f"{path}[{index}]", depth + 1) for index, child in enumerate(node)]
     if kind is dict:
-        return _mapping(node, path, depth + 1)
+        return _encode_mapping(node, path, depth + 1)
     if kind is tuple:
-        return {"$tuple": [_encoded(child, f"{path}[{index}]", depth + 1) for index, child in enumerate(node)]}
+        return {"$tuple": [_encode_node(child, f"{path}[{index}]", depth + 1) for index, child in enumerate(node)]}
     if kind in (set, frozenset):
-        children = [_encoded(child, f"{path}{{...}}", depth + 1) for child in node]
+        children = [_encode_node(child, f"{path}{{...}}", depth + 1) for child in node]
         return {f"${kind.__name__}": sorted(children, key=json.dumps)}
     if kind in (bytes, bytearray):
-        return {f"${kind.__name__}": _text(node)}
+        return {f"${kind.__name__}": _encode_base64(node)}
     if isinstance(node, Tensor) and node.layout == torch.strided and node.dtype in _NAMES:
-        return {"$tensor": [_NAMES[node.dtype], list(node.shape), _text(_bytes_of(node))]}
+        return {"$tensor": [_NAMES[node.dtype], list(node.shape), _encode_base64(_get_tensor_bytes(node))]}
     if kind is numpy.ndarray and node.dtype.kind in _KINDS:
-        return {"$array": [node.dtype.str, list(node.shape), _text(node.tobytes())]}
+        return {"$array": [node.dtype.str, list(node.shape), _encode_base64(node.tobytes())]}
     if isinstance(node, numpy.generic) and node.dtype.kind in _KINDS:
-        return {"$scalar": [node.dtype.str, _text(node.tobytes())]}
+        return {"$scalar": [node.dtype.str, _encode_base64(node.tobytes())]}
     raise _RefusedError(f"cannot be saved: {path} is a {kind.__module__}.{kind.__qualname__}.")
 
 
-def _mapping(node: Mapping[Any, Any], path: str, depth: int) -> Any:
-    children = [(key, _encoded(child, f"{path}[{key!r}]", depth)) for key, child in node.items()]
+def _encode_mapping(node: Mapping[Any, Any], path: str, depth: int) -> Any:
+    children = [(key, _encode_node(child, f"{path}[{key!r}]", depth)) for key, child in node.items()]
     if all(type(key) is str and not key.startswith("$") for key, _ in children):
         return dict(children)
-    return {"$items": [[_encoded(key, f"a key of {path}", depth), child] for key, child in children]}
+    return {"$items": [[_encode_node(key, f"a key of {path}", depth), child] for key, child in children]}
 
 
-def _decoded(node: Any) -> Any:
+def _decode_node(node: Any) -> Any:
     if isinstance(node, list):
-        return [_decoded(child) for child in node]
+        return [_decode_node(child) for child in node]
     if not isinstance(node, dict):
         return node
     if len(node) != 1 or not next(iter(node)).startswith("$"):
-        return {key: _decoded(child) for key, child in node.items()}
+        return {key: _decode_node(child) for key, child in node.items()}
     ((tag, value),) = node.items()
     match tag, value:
         case "$float", "inf" | "-inf" | "nan":
             return float(value)
         case "$items", list():
-            return {_decoded(key): _decoded(child) for key, child in value}
+            return {_decode_node(key): _decode_node(child) for key, child in value}
         case "$tuple" | "$set" | "$frozenset", list():
-            return {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag](map(_decoded, value))
+            return {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag](map(_decode_node, value))
         case "$bytes" | "$bytearray", str():
-            return _binary(value) if tag == "$bytes" else bytearray(_binary(value))
+            return _decode_base64(value) if tag == "$bytes" else bytearray(_decode_base64(value))
         case "$tensor", [str(name), list(shape), str(text)]:
-            flat = torch.frombuffer(bytearray(_binary(text)), dtype=torch.uint8) if text else torch.empty(0).byte()
+            flat = (
+                torch.frombuffer(bytearray(_decode_base64(text)), dtype=torch.uint8) if text else torch.empty(0).byte()
+            )
             return flat.view(DTYPES[name]).reshape(shape)
         case "$array", [str(name), list(shape), str(text)]:
-            return numpy.frombuffer(bytearray(_binary(text)), _dtype(name)).reshape(shape)
+            return numpy.frombuffer(bytearray(_decode_base64(text)), _parse_dtype(name)).reshape(shape)
         case "$scalar", [str(name), str(text)]:
-            return numpy.frombuffer(_binary(text), _dtype(name))[0]
+            return numpy.frombuffer(_decode_base64(text), _parse_dtype(name))[0]
     raise ValueError(f"{tag[:40]} of {str(value)[:40]}")
 
 
-def _dtype(name: str) -> numpy.dtype[Any]:
+def _parse_dtype(name: str) -> numpy.dtype[Any]:
     dtype = numpy.dtype(name)
     if dtype.kind not in _KINDS:
         raise ValueError(f"dtype {name[:40]}")
     return dtype
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
+def _get_tensor_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _text(data: bytes | bytearray) -> str:
+def _encode_base64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
-def _binary(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)

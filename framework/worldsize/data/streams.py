@@ -31,10 +31,10 @@ from worldsize.data.stream_state import EndlessReader
 from worldsize.data.worker_process import (
     WorkerStacks,
     begin_reader,
-    place_of,
-    shared_stacks,
-    started,
-    watched,
+    create_shared_stacks,
+    describe_worker,
+    monitor_steps,
+    start_loader,
     worker_context,
 )
 from worldsize.seeds import derive_seed, seed_generators
@@ -71,7 +71,7 @@ class TrainingStream:
         self._remembered: deque[_Step] = deque(maxlen=_REMEMBERED)
         self._reading: _Reading | None = None  # None if a separate process reads
 
-    def batches(
+    def read_batches(
         self,
         order: Order,
         first: int,
@@ -92,30 +92,30 @@ class TrainingStream:
             ConfigError: the stream is empty, cannot be read in a separate process, or cannot load its saved states.
         """
         reading = _Reading(self._dataset, order, collate, speaks=self._speaks)
-        begin = reading.begin(first, self._checkpoint)
+        begin = reading.load_beginning(first, self._checkpoint)
         if workers:
             _check_alone(self._dataset)
-            stacks = shared_stacks()
-            steps: Iterator[_Step | WorldsizeError] = _ahead(_Ahead(reading, begin), stacks, pinned=pinned)
-            place: Callable[[], str] = partial(place_of, steps, 0, stacks)
+            stacks = create_shared_stacks()
+            steps: Iterator[_Step | WorldsizeError] = _start_read_ahead(_Ahead(reading, begin), stacks, pinned=pinned)
+            place: Callable[[], str] = partial(describe_worker, steps, 0, stacks)
         else:
             self._reading = reading
-            steps, place = reading.steps(begin), own_place
+            steps, place = reading.read_steps(begin), own_place
         unwatched = first + 1 if begin.done < begin.first else 0
-        for step in watched(steps, first, place, wait or DataWait(Patience()), unwatched, ahead=workers > 0):
+        for step in monitor_steps(steps, first, place, wait or DataWait(Patience()), unwatched, ahead=workers > 0):
             if isinstance(step, WorldsizeError):
                 raise step
             self._remembered.append(step._replace(batches=[]))
             yield from step.batches
 
-    def passes(self, step: int) -> tuple[int, int] | None:
+    def count_passes(self, step: int) -> tuple[int, int] | None:
         """Return the fewest and most passes completed by this process's readers after ``step``.
 
         Returns None if the stream is not sharded, or if ``step`` is no longer remembered.
         """
         return next((each.passes for each in self._remembered if each.number == step), None)
 
-    def states(self, step: int) -> dict[str, Tensor]:
+    def collect_states(self, step: int) -> dict[str, Tensor]:
         """Return the states of this process's readers after ``step``, uint8 [bytes] each.
 
         The result is empty if the stream does not have a state.
@@ -124,13 +124,13 @@ class TrainingStream:
             if each.number == step:
                 states = each.states
                 if states is None and each is self._remembered[-1] and self._reading:
-                    states = self._reading.states()
+                    states = self._reading.collect_reader_states()
                 if states is not None:
-                    return {f"{STREAMS}/{name}": _tensor(state) for name, state in states.items()}
+                    return {f"{STREAMS}/{name}": _convert_to_tensor(state) for name, state in states.items()}
         raise RuntimeError(f"the state of the training stream at step {step} was not kept: it is read ahead too far.")
 
 
-def _tensor(state: bytes) -> Tensor:
+def _convert_to_tensor(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
@@ -160,10 +160,12 @@ class _Reading:
         self._divided = total > 1 and _num_shards(dataset) >= total
         # even one reader calls shard(): some streams would otherwise restart passes at the resumed position
         parts = {str(rank): (total, rank) for rank in order.mine} if self._divided else {_WHOLE: (1, 0)}
-        begin = partial(_pass, dataset, order.seed)  # a bound method (reference cycle) would delay the workers' exit
+        begin = partial(
+            _start_pass, dataset, order.seed
+        )  # a bound method (reference cycle) would delay the workers' exit
         self._readers = {name: EndlessReader(partial(begin, *part)) for name, part in parts.items()}
 
-    def begin(self, first: int, checkpoint: Checkpoint | None) -> _Beginning:
+    def load_beginning(self, first: int, checkpoint: Checkpoint | None) -> _Beginning:
         """Return the starting point for step ``first + 1``, with saved states if there are any."""
         if checkpoint is None or checkpoint.step > first:
             return _Beginning(first)
@@ -181,7 +183,7 @@ class _Reading:
         tensors = read_tensors(checkpoint, STREAMS, only=self._readers)
         return _Beginning(first, checkpoint.step, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()})
 
-    def steps(self, begin: _Beginning, *, with_states: bool = False) -> Iterator[_Step]:
+    def read_steps(self, begin: _Beginning, *, with_states: bool = False) -> Iterator[_Step]:
         """Yield steps endlessly.
 
         Args:
@@ -190,45 +192,45 @@ class _Reading:
         """
         for name, state in begin.states.items():
             self._readers[name].restore(state)
-        self._skip(begin)
+        self._skip_samples(begin)
         number = begin.first
         while True:
             number += 1
-            batches = self._batches(number)
+            batches = self._read_batches(number)
             if number == begin.first + 1:
-                self._explain(number)
-            yield _Step(number, batches, self.states() if with_states else None, self._passes())
+                self._log_reading_cost(number)
+            yield _Step(number, batches, self.collect_reader_states() if with_states else None, self._count_passes())
 
-    def states(self) -> States:
+    def collect_reader_states(self) -> States:
         """Return the current states of the readers that have one."""
         return {name: reader.state() for name, reader in self._readers.items() if reader.has_state}
 
-    def _passes(self) -> tuple[int, int] | None:
+    def _count_passes(self) -> tuple[int, int] | None:
         passes = [reader.passes for reader in self._readers.values()]
         return (min(passes), max(passes)) if self._divided else None
 
-    def _batches(self, step: int) -> list[Batch]:
+    def _read_batches(self, step: int) -> list[Batch]:
         order = self._order
         if self._divided:
-            return [self._collate(self._share(step, rank)) for rank in order.mine]
-        self._seed(step)
-        samples = self._readers[_WHOLE].take(order.batch_size)
+            return [self._collate(self._read_share(step, rank)) for rank in order.mine]
+        self._seed_generators(step)
+        samples = self._readers[_WHOLE].take_samples(order.batch_size)
         batches = []
         for rank in order.mine:
-            self._seed(step, rank)  # collate may use random numbers
+            self._seed_generators(step, rank)  # collate may use random numbers
             place = rank * order.micro_batch_size
             batches.append(self._collate(samples[place : place + order.micro_batch_size]))
         return batches
 
-    def _share(self, step: int, rank: int) -> list[Any]:
-        self._seed(step, rank)
-        return self._readers[str(rank)].take(self._order.micro_batch_size)
+    def _read_share(self, step: int, rank: int) -> list[Any]:
+        self._seed_generators(step, rank)
+        return self._readers[str(rank)].take_samples(self._order.micro_batch_size)
 
-    def _seed(self, *place: int) -> None:
+    def _seed_generators(self, *place: int) -> None:
         """Seed the random generators for a step, or for a step and logical rank."""
         seed_generators(derive_seed(self._order.seed, "data", *place), _CPU)
 
-    def _skip(self, begin: _Beginning) -> None:
+    def _skip_samples(self, begin: _Beginning) -> None:
         """Read and drop the samples of completed steps, with the same random seeds as originally."""
         order, total = self._order, (begin.first - begin.done) * self._order.batch_size
         if total and self._speaks:
@@ -237,18 +239,18 @@ class _Reading:
         for step in range(begin.done + 1, begin.first + 1):
             if self._divided:
                 for rank in order.mine:
-                    self._share(step, rank)
+                    self._read_share(step, rank)
             else:
-                self._seed(step)
-                self._readers[_WHOLE].take(order.batch_size)
+                self._seed_generators(step)
+                self._readers[_WHOLE].take_samples(order.batch_size)
             if self._speaks and monotonic() > said + _PROGRESS:
                 said = monotonic()
                 count = (step - begin.done) * order.batch_size
                 _logger.info("%s of %s samples of the training stream were read again", f"{count:,}", f"{total:,}")
 
-    def _explain(self, step: int) -> None:
+    def _log_reading_cost(self, step: int) -> None:
         """Log the cost of reading; raise ConfigError early if a state cannot be saved."""
-        stateful = bool(self.states())
+        stateful = bool(self.collect_reader_states())
         if not self._speaks:
             return
         order, name = self._order, type(self._dataset).__name__
@@ -263,7 +265,7 @@ class _Reading:
             _logger.warning(
                 "every process reads the whole training stream (%s) and keeps its part of it. %s",
                 name,
-                _remedy(self._dataset, order.logical_ranks),
+                _suggest_sharding(self._dataset, order.logical_ranks),
             )
         if self._divided and _num_shards(self._dataset) % order.logical_ranks:
             _logger.warning(
@@ -276,7 +278,7 @@ class _Reading:
             )
 
 
-def _pass(dataset: Iterable[Any], seed: int, count: int, index: int, number: int) -> Iterable[Any]:
+def _start_pass(dataset: Iterable[Any], seed: int, count: int, index: int, number: int) -> Iterable[Any]:
     """Seed the random generators and return shard ``index`` of ``count`` for pass ``number``."""
     seed_generators(derive_seed(seed, "pass", number, index), _CPU)
     if isinstance(dataset, ShardedStream) and _num_shards(dataset):
@@ -295,7 +297,7 @@ def _num_shards(dataset: Iterable[Any]) -> int:
     return dataset.num_shards
 
 
-def _remedy(dataset: Iterable[Any], logical_ranks: int) -> str:
+def _suggest_sharding(dataset: Iterable[Any], logical_ranks: int) -> str:
     if shards := _num_shards(dataset):
         return f"It has {shards} shards: make it of a multiple of {logical_ranks}, and each process reads only its own."
     return "Give it num_shards and shard(num_shards, index), and each process reads only its own (ShardedStream)."
@@ -318,23 +320,23 @@ class _Ahead(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[_Step | WorldsizeError]:
         try:
-            yield from self._reading.steps(self._begin, with_states=True)
+            yield from self._reading.read_steps(self._begin, with_states=True)
         except WorldsizeError as error:  # raised here, its message would follow a traceback
             yield error
 
 
-def _ahead(steps: _Ahead, stacks: WorkerStacks | None, *, pinned: bool) -> Iterator[_Step | WorldsizeError]:
+def _start_read_ahead(steps: _Ahead, stacks: WorkerStacks | None, *, pinned: bool) -> Iterator[_Step | WorldsizeError]:
     loader: DataLoader[_Step | WorldsizeError] = DataLoader(
         steps,
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=_return_step,
         num_workers=1,
         worker_init_fn=partial(begin_reader, os.getpid(), stacks),
         pin_memory=pinned,
         multiprocessing_context=worker_context(),
     )
-    return started(loader)
+    return start_loader(loader)
 
 
-def _as_it_is(step: Any) -> Any:
+def _return_step(step: Any) -> Any:
     return step

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, final
 import numpy
 from numpy.typing import NDArray
 
-from worldsize.data.sources.table_parts import arrow
+from worldsize.data.sources.table_parts import import_arrow
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
 
 Documents = Literal["file", "line"]
@@ -87,11 +87,11 @@ def input_files(inputs: Sequence[Path]) -> dict[str, Path]:
     return dict(sorted(named.items()))
 
 
-def spans(path: Path, form: TextFormat, *, size: int) -> Iterator[Span]:
+def split_into_spans(path: Path, form: TextFormat, *, size: int) -> Iterator[Span]:
     """Divide a file into spans of about ``size`` bytes, row groups, or a single document."""
     total = path.stat().st_size
     if path.suffix in _PARQUET:
-        groups = _parquet(path).metadata
+        groups = _open_parquet(path).metadata
         for group in range(groups.num_row_groups):
             yield Span(path, group, group + 1, groups.row_group(group).total_byte_size)
     elif path.suffix not in _JSON_LINES and form.documents == "file":
@@ -104,16 +104,16 @@ def spans(path: Path, form: TextFormat, *, size: int) -> Iterator[Span]:
 def documents(span: Span, form: TextFormat) -> Iterator[str | Bad]:
     """Yield the documents of a span, with :class:`Bad` in place of unreadable ones."""
     if span.path.suffix in _PARQUET:
-        yield from _column(span, form.field)
+        yield from _read_column(span, form.field)
     elif span.path.suffix in _JSON_LINES:
-        yield from _decoded(span, lambda line: _field(line, form.field))
+        yield from _decode_lines(span, lambda line: _parse_field(line, form.field))
     elif form.documents == "line":
-        yield from _decoded(span, lambda line: line.rstrip("\r\n"))
+        yield from _decode_lines(span, lambda line: line.rstrip("\r\n"))
     else:
-        yield _text(span.path.read_bytes(), span.path, 0)
+        yield _decode_text(span.path.read_bytes(), span.path, 0)
 
 
-def _decoded(span: Span, read: Callable[[str], str | None]) -> Iterator[str | Bad]:
+def _decode_lines(span: Span, read: Callable[[str], str | None]) -> Iterator[str | Bad]:
     """Yield ``read(line)``, or :class:`Bad` if unreadable, for nonblank lines in ``span``."""
     with span.path.open("rb") as file:
         file.seek(max(0, span.begin - 1))
@@ -122,31 +122,31 @@ def _decoded(span: Span, read: Callable[[str], str | None]) -> Iterator[str | Ba
         while (at := file.tell()) < span.end and (line := file.readline()):
             if not line.strip():
                 continue
-            text = _text(line, span.path, at)
+            text = _decode_text(line, span.path, at)
             if isinstance(text, Bad):
                 yield text
                 continue
             try:
                 made = read(text)
             except ValueError as error:
-                yield Bad(_byte(span.path, at), str(error))
+                yield Bad(_format_position(span.path, at), str(error))
                 continue
             if made is not None:
                 yield made
 
 
-def _text(data: bytes, path: Path, at: int) -> str | Bad:
+def _decode_text(data: bytes, path: Path, at: int) -> str | Bad:
     try:
         return data.decode("utf-8-sig" if at == 0 else "utf-8")
     except UnicodeDecodeError as error:
-        return Bad(_byte(path, at + error.start), f"it is not UTF-8: {error.reason}")
+        return Bad(_format_position(path, at + error.start), f"it is not UTF-8: {error.reason}")
 
 
-def _byte(path: Path, at: int) -> str:
+def _format_position(path: Path, at: int) -> str:
     return f"{path}, byte {at:,}"
 
 
-def _field(line: str, field: str) -> str:
+def _parse_field(line: str, field: str) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -155,10 +155,10 @@ def _field(line: str, field: str) -> str:
         raise ValueError(f"the line is not a JSON object with a field {field!r}")
     if field not in row:
         raise ValueError(f"no field {field!r}{neighbours(field, row)}")
-    return _string(row[field], field)
+    return _check_string(row[field], field)
 
 
-def _string(value: Any, field: str) -> str:
+def _check_string(value: Any, field: str) -> str:
     if value is None:
         raise ValueError(f"field {field!r} is null")
     if not isinstance(value, str):
@@ -170,34 +170,34 @@ def _string(value: Any, field: str) -> str:
     return value
 
 
-def _column(span: Span, column: str) -> Iterator[str | Bad]:
-    file = _parquet(span.path)
+def _read_column(span: Span, column: str) -> Iterator[str | Bad]:
+    file = _open_parquet(span.path)
     if column not in file.schema_arrow.names:
         yield Bad(str(span.path), f"no column {column!r}{neighbours(column, file.schema_arrow.names)}")
         return
     row = sum(file.metadata.row_group(group).num_rows for group in range(span.begin))
-    for batch in _batches(file, span, column):
+    for batch in _read_row_groups(file, span, column):
         for value in batch.column(0).to_pylist():
             try:
-                yield _string(value, column)
+                yield _check_string(value, column)
             except ValueError as error:
                 yield Bad(f"{span.path}, row {row:,}", str(error))
             row += 1
 
 
-def _batches(file: Any, span: Span, column: str) -> Iterator[Any]:
+def _read_row_groups(file: Any, span: Span, column: str) -> Iterator[Any]:
     try:
         yield from file.iter_batches(row_groups=range(span.begin, span.end), columns=[column])
-    except (arrow().ArrowException, OSError) as error:
+    except (import_arrow().ArrowException, OSError) as error:
         raise WorldsizeError(
             f"{span.path}, row group {span.begin}: it does not decode: {error}. Bring the file again."
         ) from None
 
 
-def _parquet(path: Path) -> Any:
+def _open_parquet(path: Path) -> Any:
     try:
-        return arrow().parquet.ParquetFile(path)
-    except (arrow().ArrowException, OSError) as error:
+        return import_arrow().parquet.ParquetFile(path)
+    except (import_arrow().ArrowException, OSError) as error:
         raise WorldsizeError(f"{path} is not a Parquet file: {error}") from None
 
 
@@ -220,7 +220,7 @@ class Encoder(Protocol):
         """Return the token IDs of each text, in the smallest sufficient unsigned dtype."""
 
 
-def dtype_of(vocabulary: int) -> numpy.dtype[Any]:
+def choose_token_dtype(vocabulary: int) -> numpy.dtype[Any]:
     """Return the smallest unsigned dtype for token IDs below ``vocabulary``."""
     return numpy.min_scalar_type(max(0, vocabulary - 1))
 
@@ -239,7 +239,7 @@ class Tokenizer:
     name: str
     end: str | None = None
 
-    def encoder(self) -> Encoder:
+    def load_encoder(self) -> Encoder:
         """Load the tokenizer.
 
         Raises:
@@ -249,7 +249,7 @@ class Tokenizer:
             if self.end is not None:
                 raise ConfigError("--tokenizer bytes lacks an end-of-document token. Leave out --end.")
             return _Bytes()
-        return _HuggingFace(_loaded(self.name), self.end)
+        return _HuggingFace(_load_tokenizer(self.name), self.end)
 
 
 @final
@@ -277,10 +277,10 @@ class _HuggingFace:
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [numpy.array(each.ids + self._end, dtype=dtype_of(self.vocabulary)) for each in encoded]
+        return [numpy.array(each.ids + self._end, dtype=choose_token_dtype(self.vocabulary)) for each in encoded]
 
 
-def _loaded(name: str) -> Any:
+def _load_tokenizer(name: str) -> Any:
     """Load a tokenizer of the library ``tokenizers`` from a file, a folder or the hub."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one core per process, and threads do not survive a fork
     file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)

@@ -20,9 +20,9 @@ import numpy
 from worldsize.data.storage.byte_files import ByteFile
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.listing import open_files
-from worldsize.data.texts import Bad, Encoder, Span, TextFormat, Tokens, documents, dtype_of, spans
+from worldsize.data.texts import Bad, Encoder, Span, TextFormat, Tokens, choose_token_dtype, documents, split_into_spans
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.strict_json import LARGEST, parse
+from worldsize.strict_json import LARGEST, parse_strict_json
 
 _TOGETHER = 256  # documents per call of the encoder
 _SHOWN = 3  # maximum number of bad documents to record per piece
@@ -81,7 +81,7 @@ class ShardInput:
         """Input size in bytes."""
         return sum(span.size for span in self.spans)
 
-    def made(self) -> Made | None:
+    def read_record(self) -> Made | None:
         """Read the record; return None if the piece is unfinished or the record is damaged."""
         try:
             return Made(**json.loads(self.facts.read_text()))
@@ -89,11 +89,11 @@ class ShardInput:
             return None
 
 
-def pieces_of(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: int) -> Iterator[ShardInput]:
+def split_into_pieces(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: int) -> Iterator[ShardInput]:
     """Divide the input into pieces of about ``size`` bytes, deterministically."""
     taken: list[Span] = []
     number = filled = 0
-    for span in (span for path in paths for span in spans(path, form, size=size)):
+    for span in (span for path in paths for span in split_into_spans(path, form, size=size)):
         taken.append(span)
         filled += span.size
         if filled >= size:
@@ -103,7 +103,7 @@ def pieces_of(paths: Iterable[Path], form: TextFormat, folder: Path, *, size: in
         yield ShardInput(number, tuple(taken), folder)
 
 
-def make(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_error: Literal["stop", "skip"]) -> Made:
+def tokenize_piece(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_error: Literal["stop", "skip"]) -> Made:
     """Tokenize a piece and write its files, the record last.
 
     Raises:
@@ -111,7 +111,7 @@ def make(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_error: Lit
     """
     bad: list[Bad] = []
 
-    def texts() -> Iterator[str]:
+    def read_texts() -> Iterator[str]:
         for span in piece.spans:
             for each in documents(span, form):
                 if isinstance(each, str):
@@ -122,11 +122,11 @@ def make(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_error: Lit
                     bad.append(each)
 
     encoded: list[Tokens] = []
-    remaining = texts()
+    remaining = read_texts()
     while several := list(islice(remaining, _TOGETHER)):
         encoded += encoder.encode(several)
     filled = [each for each in encoded if len(each)]
-    dtype = dtype_of(encoder.vocabulary)
+    dtype = choose_token_dtype(encoder.vocabulary)
     tokens = numpy.concatenate(filled) if filled else numpy.empty(0, dtype)
     starts = numpy.cumsum([0, *map(len, filled)], dtype=numpy.int64)
     made = Made(
@@ -144,19 +144,19 @@ def make(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_error: Lit
 
 def _write_array(path: Path, array: numpy.ndarray[Any, Any]) -> str:
     """Write an array atomically; return the SHA-256 of its file."""
-    with _replaced(path) as file:
+    with _replace_file(path) as file:
         numpy.save(file, array)
-    return sha256_of(path)
+    return hash_file(path)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    with _replaced(path) as file:
+    with _replace_file(path) as file:
         file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 @contextmanager
-def _replaced(path: Path) -> Iterator[IO[bytes]]:
+def _replace_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file; after the block, sync it to disk and rename it to ``path``."""
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
@@ -166,7 +166,7 @@ def _replaced(path: Path) -> Iterator[IO[bytes]]:
     part.replace(path)
 
 
-def sha256_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -194,7 +194,7 @@ class Prepared:
     sha256: str
 
 
-def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | None:
+def read_prepared_manifest(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | None:
     """Read the manifest in the folder ``path``; return None if there is none.
 
     Args:
@@ -215,8 +215,8 @@ def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | N
         return None
     (manifest,) = manifests
     try:
-        content = parse(manifest.read(0, min(manifest.size, LARGEST + 1)))
-        tokenizer, listed = content["tokenizer"], listed_sizes(content)
+        content = parse_strict_json(manifest.read(0, min(manifest.size, LARGEST + 1)))
+        tokenizer, listed = content["tokenizer"], read_shard_sizes(content)
         maker = {"name": tokenizer["name"], "sha256": tokenizer["sha256"]}
         facts = Prepared(int(tokenizer["vocabulary"]), maker, str(content["sha256"]))
     except (ValueError, KeyError, TypeError):
@@ -229,13 +229,13 @@ def prepared(path: str, files: Sequence[ByteFile], cache: Cache) -> Prepared | N
         then, now = listed.get(name), sizes.get(name)
         if then != now:
             raise ConfigError(
-                f"{folder}/{name}: {MANIFEST} beside it lists {_bytes(then)}, but it has {_bytes(now)}. Use the "
-                "shards of a single preparation, or prepare the folder again."
+                f"{folder}/{name}: {MANIFEST} beside it lists {_format_bytes(then)}, but it has "
+                f"{_format_bytes(now)}. Use the shards of a single preparation, or prepare the folder again."
             )
     return facts
 
 
-def listed_sizes(content: Mapping[str, Any]) -> dict[str, int]:
+def read_shard_sizes(content: Mapping[str, Any]) -> dict[str, int]:
     """Return the size in bytes of each file in a manifest, keyed by name.
 
     Raises:
@@ -248,5 +248,5 @@ def listed_sizes(content: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def _bytes(count: int | None) -> str:
+def _format_bytes(count: int | None) -> str:
     return "no bytes" if count is None else f"{count:,} bytes"

@@ -22,11 +22,11 @@ from worldsize.data.data_wait import DataWait, DataWaitError, Patience, StopBetw
 from worldsize.data.storage.byte_files import COUNTS
 from worldsize.data.worker_process import (
     WorkerStacks,
-    abandon,
     begin_worker,
-    place_of,
-    shared_stacks,
-    started,
+    create_shared_stacks,
+    describe_worker,
+    kill_workers,
+    start_loader,
     worker_context,
 )
 
@@ -66,13 +66,13 @@ class WorkerLoader:
         self._requests = _Requests(first, logical_ranks)
         self._count = len(logical_ranks)
         self._taken = 0  # number of batches returned
-        self._stacks: WorkerStacks | None = shared_stacks() if processes else None
-        self._loader: Iterator[_Loaded] | None = self._started(fetcher, device, processes) if processes else None
+        self._stacks: WorkerStacks | None = create_shared_stacks() if processes else None
+        self._loader: Iterator[_Loaded] | None = self._start_workers(fetcher, device, processes) if processes else None
         self._batches = (
-            map(_counted_here, self._loader) if self._loader is not None else map(fetcher.__getitems__, self._requests)
+            map(_record_counts, self._loader) if self._loader is not None else map(fetcher.__getitems__, self._requests)
         )
 
-    def step(self) -> list[Batch]:
+    def load_step(self) -> list[Batch]:
         """Return the batches of the next step."""
         batches = []
         try:
@@ -81,15 +81,15 @@ class WorkerLoader:
                 self._taken += 1
         except (DataWaitError, StopBetweenSteps):
             if self._loader is not None:
-                abandon(self._loader)
+                kill_workers(self._loader)
             raise
         return batches
 
-    def place(self) -> str:
+    def describe_position(self) -> str:
         """Describe the process that loads the next batch and its position in the code."""
-        return own_place() if self._loader is None else place_of(self._loader, self._taken, self._stacks)
+        return own_place() if self._loader is None else describe_worker(self._loader, self._taken, self._stacks)
 
-    def ends(self, last: int) -> None:
+    def set_last_step(self, last: int) -> None:
         """Set the last step to load; no later batches may have been requested from workers yet."""
         self._requests.last = last
 
@@ -101,21 +101,21 @@ class WorkerLoader:
         """Stop the workers, after the last step has been loaded."""
         next(self._batches, None)
 
-    def _started(self, fetcher: Fetcher, device: torch.device, processes: int) -> Iterator[_Loaded]:
+    def _start_workers(self, fetcher: Fetcher, device: torch.device, processes: int) -> Iterator[_Loaded]:
         loader: DataLoader[_Loaded] = DataLoader(
             fetcher,  # type: ignore[arg-type]  # not a Dataset, but only __getitems__ is called
             batch_sampler=self._requests,  # type: ignore[arg-type]  # a request stands in for a list of indices
-            collate_fn=_counted,
+            collate_fn=_attach_counts,
             num_workers=processes,
             prefetch_factor=PREFETCHED,
             worker_init_fn=partial(begin_worker, os.getpid(), self._stacks),
             pin_memory=device.type == "cuda",
             multiprocessing_context=worker_context(),
         )
-        return started(loader)
+        return start_loader(loader)
 
 
-def loaded(
+def load_batches(
     fetcher: Fetcher,
     logical_ranks: Sequence[int],
     device: torch.device,
@@ -128,12 +128,12 @@ def loaded(
     wait = wait or DataWait(Patience())
     loader = WorkerLoader(fetcher, first, logical_ranks, device, workers)
     for step in count(first + 1):
-        with wait.during(step, loader.place):
-            batches = loader.step()
+        with wait.monitor_step(step, loader.describe_position):
+            batches = loader.load_step()
         yield batches
 
 
-def loaded_by(
+def load_with_auto_workers(
     auto: AutoWorkers,
     make: Callable[[int, int], WorkerLoader],
     *,
@@ -155,15 +155,15 @@ def loaded_by(
     loader, following = make(first, auto.number), None
     for step in count(first + 1):
         begun = auto.clock()
-        with wait.during(step, loader.place):
-            loaded = loader.step()
+        with wait.monitor_step(step, loader.describe_position):
+            loaded = loader.load_step()
         ready = auto.clock()
         yield loaded
         if following is None:
             before = auto.number
-            if auto.judge(step, wait=ready - begun, rest=auto.clock() - ready, batches=batches):
+            if auto.record_step(step, wait=ready - begun, rest=auto.clock() - ready, batches=batches):
                 last = step + settling_steps(max(before, auto.number), batches)
-                loader.ends(last)
+                loader.set_last_step(last)
                 following = make(last, auto.number)
         elif loader.is_at_end(step):
             loader.close()
@@ -173,12 +173,12 @@ def loaded_by(
 _Loaded = tuple[Batch, tuple[int, int, int]]  # a batch, and the worker's read statistics for it
 
 
-def _counted(batch: Batch) -> _Loaded:
+def _attach_counts(batch: Batch) -> _Loaded:
     """Attach the worker's read statistics to its batch."""
-    return batch, COUNTS.taken()
+    return batch, COUNTS.pop_counts()
 
 
-def _counted_here(loaded: _Loaded) -> Batch:
+def _record_counts(loaded: _Loaded) -> Batch:
     batch, counts = loaded
     COUNTS.add(*counts)
     return batch
@@ -233,7 +233,7 @@ class AutoWorkers:
         """Current number of worker processes."""
         return self._number
 
-    def judge(self, step: int, *, wait: float, rest: float, batches: int) -> bool:
+    def record_step(self, step: int, *, wait: float, rest: float, batches: int) -> bool:
         """Record the times of ``step`` and return whether :attr:`number` has changed.
 
         Args:
@@ -251,20 +251,20 @@ class AutoWorkers:
         self._rests.append(rest)
         if len(self._waits) < _STEPS:
             return False
-        before, number = self._number, self._next()
+        before, number = self._number, self._choose_workers()
         if number != before:
-            share = statistics.fmean(self._waits) / self._seconds()
+            share = statistics.fmean(self._waits) / self._estimate_step_seconds()
             self._tell(DataWorkersChanged(step, self._rank, workers=number, before=before, waited=share))
         self._number, self._waits, self._rests = number, [], []
         self._skipped = settling_steps(max(before, number), batches) if number != before else 0
         return number != before
 
-    def _seconds(self) -> float:
+    def _estimate_step_seconds(self) -> float:
         return statistics.fmean(self._waits) + statistics.median(self._rests)
 
-    def _next(self) -> int:
+    def _choose_workers(self) -> int:
         """Return the number of workers for the next steps, based on the last window of steps."""
-        wait, seconds = statistics.fmean(self._waits), self._seconds()
+        wait, seconds = statistics.fmean(self._waits), self._estimate_step_seconds()
         is_long = wait > max(_WAIT, _SHARE * seconds)
         tries = is_long and self._number < self._most
         if self._tried_from is not None:

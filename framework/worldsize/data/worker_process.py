@@ -22,7 +22,7 @@ from typing import Any, TypeVar, final
 from torch.utils.data import DataLoader, _utils
 
 from worldsize.core import ConfigError
-from worldsize.data.batches import sample_of
+from worldsize.data.batches import find_current_sample
 from worldsize.data.data_wait import DataWait, DataWaitError, StopBetweenSteps
 from worldsize.data.storage.byte_files import COUNTS
 from worldsize.world.processes import SIGNALS, die_with_parent
@@ -45,7 +45,7 @@ def worker_context() -> str:
     return method
 
 
-def started(loader: DataLoader[T]) -> Iterator[T]:
+def start_loader(loader: DataLoader[T]) -> Iterator[T]:
     """Start the workers of a loader and return its iterator.
 
     Raises:
@@ -62,20 +62,20 @@ def started(loader: DataLoader[T]) -> Iterator[T]:
         ) from error
 
 
-def shared_stacks() -> WorkerStacks | None:
+def create_shared_stacks() -> WorkerStacks | None:
     """Return a shared file for stacks of forked workers, or None if workers are spawned."""
     return WorkerStacks() if worker_context() == "fork" else None
 
 
-def place_of(batches: Iterator[Any], number: int, stacks: WorkerStacks | None) -> str:
+def describe_worker(batches: Iterator[Any], number: int, stacks: WorkerStacks | None) -> str:
     """Describe the position of the worker that loads batch ``number`` (from 0) of an iterator."""
     workers = batches._workers  # type: ignore[attr-defined]  # not in torch's public API
     worker = workers[number % len(workers)]  # round-robin
-    where = "Its stack is not known, since it is spawned." if stacks is None else stacks.of(worker.pid)
+    where = "Its stack is not known, since it is spawned." if stacks is None else stacks.describe_process(worker.pid)
     return f"Data worker {number % len(workers)} (process {worker.pid}) loads them. {where}"
 
 
-def abandon(batches: Iterator[Any]) -> None:
+def kill_workers(batches: Iterator[Any]) -> None:
     """Kill the workers of an iterator, which may hang; torch would wait seconds for each."""
     if batches._worker_pids_set:  # type: ignore[attr-defined]  # otherwise torch's signal handler reports a failure
         _utils.signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def abandon(batches: Iterator[Any]) -> None:
         worker.kill()
 
 
-def watched(
+def monitor_steps(
     steps: Iterator[T],
     first: int,
     place: Callable[[], str],
@@ -99,12 +99,12 @@ def watched(
     the stream's position.
     """
     for number in count(first + 1):
-        with nullcontext() if number == unwatched else wait.during(number, place, may_stop=ahead):
+        with nullcontext() if number == unwatched else wait.monitor_step(number, place, may_stop=ahead):
             try:
                 step = next(steps)
             except (DataWaitError, StopBetweenSteps):
                 if ahead:
-                    abandon(steps)
+                    kill_workers(steps)
                 raise
         yield step
 
@@ -113,7 +113,7 @@ def begin_worker(parent: int, stacks: WorkerStacks | None, _: int) -> None:
     """Set up a data worker: exit with ``parent``, ignore signals, and reset read statistics."""
     COUNTS.reset()
     if stacks is not None:
-        stacks.answer(sample_of)
+        stacks.install_signal_handler(find_current_sample)
     die_with_parent(parent)
     for number in SIGNALS:  # all processes may receive them; workers are needed until training ends
         signal.signal(number, signal.SIG_IGN)
@@ -145,7 +145,7 @@ class WorkerStacks:
         if threading.current_thread() is threading.main_thread():
             signal.signal(_ASK, signal.SIG_IGN)  # inherited, so that an early request does not kill a worker
 
-    def answer(self, sample_of: Callable[[FrameType | None], int | None]) -> None:
+    def install_signal_handler(self, sample_of: Callable[[FrameType | None], int | None]) -> None:
         """Install a worker's signal handler; ``sample_of`` finds the current sample on a stack."""
         file = self._file
 
@@ -157,7 +157,7 @@ class WorkerStacks:
         # the C handler writes the stack even if the interpreter is blocked; Python's handler runs later
         faulthandler.register(_ASK, file=file, all_threads=False, chain=True)
 
-    def of(self, process: int) -> str:
+    def describe_process(self, process: int) -> str:
         """Request and describe a worker's position: its sample and stack, innermost call first."""
         before = os.fstat(self._file).st_size
         try:
@@ -171,13 +171,13 @@ class WorkerStacks:
             if now == size > before:
                 break
             size = now
-        return _described(os.pread(self._file, 1 << 16, before).decode(errors="replace").splitlines())
+        return _format_answer(os.pread(self._file, 1 << 16, before).decode(errors="replace").splitlines())
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("only forked workers share the file")
 
 
-def _described(lines: list[str]) -> str:
+def _format_answer(lines: list[str]) -> str:
     """Format a worker's answer: sample and calls within the data set, innermost call first."""
     sample = next((line for line in lines if line.startswith("sample ")), None)
     calls = takewhile(lambda line: _LOADER not in line, (line for line in lines if line.startswith("  File ")))

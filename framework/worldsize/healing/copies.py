@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.checkpoint.manifest_tree import join, ordered_like, split
-from worldsize.collectives.group import INTERRUPTION, Collective, receive, send, start
+from worldsize.checkpoint.manifest_tree import join_tensors, order_like, split_tensors
+from worldsize.collectives.group import INTERRUPTION, Collective, receive, send, start_collective
 from worldsize.config.settings import Settings
 from worldsize.core import Replica, StateDict, World
 from worldsize.devices import synchronize_stream
 from worldsize.healing.loop_state import LoopState
 from worldsize.healing.membership import NEWCOMER
-from worldsize.healing.pieces import Generation, PieceLayout, Place, copied, gathered_layout
-from worldsize.healing.recovery import Recovered, Recovery, handed_over
+from worldsize.healing.pieces import Generation, PieceLayout, Place, copy_pieces, gather_layout
+from worldsize.healing.recovery import Recovered, Recovery, hand_over_shards
 from worldsize.loop.fit import TrainingProgress
 from worldsize.record.metrics import last_row
 from worldsize.record.run_directory import RunDirectory
@@ -80,26 +80,26 @@ class ShardCopies:
         newest = self._flight or self._complete
         return newest[0] if newest else None
 
-    def take(self, state: StateDict, *, step: int, skipped: int, shared: Any = None) -> None:
+    def start_copy(self, state: StateDict, *, step: int, skipped: int, shared: Any = None) -> None:
         """Copy this rank's shards of the state after ``step``; start sending those it alone holds.
 
         First waits until the previous generation is complete on all ranks.
         """
         self.close()
-        tensors, values = split({part: child for part, child in state.items() if part != "strategy"})
+        tensors, values = split_tensors({part: child for part, child in state.items() if part != "strategy"})
         if self._layout is None or self._layout.dtypes.keys() != tensors.keys():
-            self._layout = gathered_layout(tensors, self._group, self._place)
+            self._layout = gather_layout(tensors, self._group, self._place)
         self._free = [each for each in self._free if each.layout is self._layout]
         buffers = self._free.pop() if self._free else _Buffers(self._layout, self._rank, self._device)
-        buffers.fill(tensors)
+        buffers.copy_shards(tensors)
         elements = sum(tensor.numel() for tensor in tensors.values())
         dtypes = self._layout.dtypes
         generation = Generation(self._number, step, skipped, values, elements, dtypes, buffers.own, shared)
-        self._flight = (generation, buffers, buffers.sent(self._group) if self._group else None)
+        self._flight = (generation, buffers, buffers.start_exchange(self._group) if self._group else None)
         self.is_unused = False
         self._at("copies:sent")
 
-    def left(self) -> list[Generation]:
+    def collect_generations(self) -> list[Generation]:
         """Return this process's generations, newest first, after the end of its membership."""
         kept = []
         if self._flight is not None:
@@ -116,7 +116,9 @@ class ShardCopies:
         generation, buffers, work = self._flight
         if work is not None:
             work.wait()
-            start(dist.all_reduce, torch.zeros(1), group=self._group).wait()  # a barrier: all ranks have their copies
+            start_collective(
+                dist.all_reduce, torch.zeros(1), group=self._group
+            ).wait()  # a barrier: all ranks have their copies
         generation.parts = buffers.all
         before, self._complete, self._flight = self._complete, (generation, buffers), None
         if before is not None and before[1] is not None:
@@ -132,28 +134,28 @@ class _Buffers:
 
     def __init__(self, layout: PieceLayout, rank: int, device: torch.device) -> None:
         self.layout = layout
-        sole, kept = layout.sole(rank), layout.kept(rank)
-        theirs = layout.sole(layout.peer_before(rank)) if layout.peer(rank) != rank else []
+        sole, kept = layout.list_sole(rank), layout.list_shared(rank)
+        theirs = layout.list_sole(layout.peer_before(rank)) if layout.find_peer(rank) != rank else []
         pinned = device.type == "cuda"
-        self._own = torch.empty(layout.placed([*sole, *kept])[1], dtype=torch.uint8, pin_memory=pinned)
-        self._received = torch.empty(layout.placed(theirs)[1], dtype=torch.uint8)
-        self._sent = layout.placed(sole)[1]  # bytes
-        self._peers, self._device = (layout.peer(rank), layout.peer_before(rank)), device
-        self.own = layout.views([*sole, *kept], self._own)
-        self.all = {**self.own, **layout.views(theirs, self._received)}
+        self._own = torch.empty(layout.compute_offsets([*sole, *kept])[1], dtype=torch.uint8, pin_memory=pinned)
+        self._received = torch.empty(layout.compute_offsets(theirs)[1], dtype=torch.uint8)
+        self._sent = layout.compute_offsets(sole)[1]  # bytes
+        self._peers, self._device = (layout.find_peer(rank), layout.peer_before(rank)), device
+        self.own = layout.create_views([*sole, *kept], self._own)
+        self.all = {**self.own, **layout.create_views(theirs, self._received)}
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+    def copy_shards(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's shards of ``tensors`` into the buffer."""
-        copied(tensors, self.own)
+        copy_pieces(tensors, self.own)
         synchronize_stream(self._device)
 
-    def sent(self, group: ProcessGroup) -> Collective:
+    def start_exchange(self, group: ProcessGroup) -> Collective:
         """Start sending this rank's copies to its peer, and receiving those of a peer."""
         to, from_ = self._peers
         sent, received = [0] * group.size(), [0] * group.size()
         sent[to], received[from_] = self._sent, len(self._received)
         own = self._own[: self._sent]
-        return start(dist.all_to_all_single, self._received, own, received, sent, group=group)
+        return start_collective(dist.all_to_all_single, self._received, own, received, sent, group=group)
 
 
 def _has_succeeded(work: Collective) -> bool:
@@ -180,13 +182,13 @@ class ShardRecovery:
         newest = self._copies.newest if self._copies else None
         return max((each.step for each in (*self._left, *([newest] if newest else ()))), default=NEWCOMER)
 
-    def leave(self) -> None:
+    def leave_membership(self) -> None:
         """Take over the copies of the ended membership, whose groups must still exist.
 
         Does not wait for copies in flight. Earlier copies remain if the membership has not made any.
         """
         if self._copies:
-            self._left, self._copies = self._copies.left(), None
+            self._left, self._copies = self._copies.collect_generations(), None
 
     def hand_over(self, world: World, ranks: int) -> None:
         """Send copies stored only on other ranks to the first ``ranks`` ranks (a collective).
@@ -194,14 +196,14 @@ class ShardRecovery:
         Raises:
             CheckpointError: every generation has lost a shard.
         """
-        self._left = handed_over(self._left, world.groups[f"copies/{world.role}"], ranks)
+        self._left = hand_over_shards(self._left, world.groups[f"copies/{world.role}"], ranks)
 
-    def release(self) -> None:
+    def release_replica(self) -> None:
         """Free the last replica after leaving its groups; two might not fit in memory."""
         self._replica = None
         gc.collect()  # replicas have reference cycles
 
-    def recover(
+    def recover_replica(
         self, make_replica: Callable[[], Replica], world: World, number: int, state: LoopState
     ) -> tuple[Replica, LoopState]:
         """Create the replica for membership ``number``, and load the newest complete state.
@@ -213,7 +215,7 @@ class ShardRecovery:
         """
         replica, place = make_replica(), Place(host_name(os.environ), self._settings.strategy.data_rank(world))
         group = world.groups.get(f"copies/{world.role}")
-        facts = self._recorded(state.progress) if world.rank == 0 else None
+        facts = self._find_recorded_steps(state.progress) if world.rank == 0 else None
         recovery = Recovery(replica.state(), self._left, group, place, facts=facts)
         newest, log = recovery.run(), replace(state.log, step=0, evaluation=0)
         progress = None
@@ -229,20 +231,20 @@ class ShardRecovery:
             device=world.device,
             before=newest.kept if newest else None,
             layout=recovery.layout,
-            at=self._settings.faults.at,
+            at=self._settings.faults.report_point,
         )
         self._left = []  # only now, since the next membership needs it if this is interrupted
         self._replica = replica
         return replica, replace(state, progress=progress, log=log, saves={})
 
-    def copy(self, progress: TrainingProgress) -> None:
+    def copy_state(self, progress: TrainingProgress) -> None:
         """Copy the state after a step if copies are due."""
         assert self._copies is not None
         assert self._replica is not None
         is_due = self.step < progress.step and progress.step % self._settings.checkpoint.peers == 0
         if self._copies.is_unused or is_due:
             state = self._replica.state()
-            self._copies.take(state, step=progress.step, skipped=progress.skipped, shared=progress.shared)
+            self._copies.start_copy(state, step=progress.step, skipped=progress.skipped, shared=progress.shared)
 
     def close(self) -> None:
         """Wait until the copies in flight have arrived."""
@@ -262,7 +264,7 @@ class ShardRecovery:
             shared=newest.shared,
         )
 
-    def _recorded(self, progress: TrainingProgress | None) -> tuple[int, int, int | None]:
+    def _find_recorded_steps(self, progress: TrainingProgress | None) -> tuple[int, int, int | None]:
         """Return the last logged step, the last evaluated step, and the last saved step.
 
         The last saved step is None if this process has not completed a step.
@@ -287,11 +289,11 @@ def send_state(
 
     Tensors are moved to ``device``, which the group's backend supports, since a state may be on several devices.
     """
-    tensors, values = split(state)
+    tensors, values = split_tensors(state)
     forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     for receiver in receivers:
         head = [values, forms, dict(facts)]
-        INTERRUPTION.call(partial(dist.send_object_list, head, group=group, group_dst=receiver))
+        INTERRUPTION.run_exchange(partial(dist.send_object_list, head, group=group, group_dst=receiver))
         for names in _messages(forms):
             parts = [tensors[name].detach().to(device).flatten() for name in names]
             send(parts[0] if len(parts) == 1 else torch.cat(parts), group, to=receiver)
@@ -305,9 +307,9 @@ def receive_state(
     Returns:
         The state, with the key order and the devices of ``template``, and the facts.
     """
-    places = {name: tensor.device for name, tensor in split(template)[0].items()}
+    places = {name: tensor.device for name, tensor in split_tensors(template)[0].items()}
     received: list[Any] = [None, None, None]
-    INTERRUPTION.call(partial(dist.recv_object_list, received, group=group, group_src=sender))
+    INTERRUPTION.run_exchange(partial(dist.recv_object_list, received, group=group, group_src=sender))
     values, forms, facts = received
     tensors: dict[str, Tensor] = {}
     kinds = {name: (dtype, shape) for name, dtype, shape in forms}
@@ -318,7 +320,7 @@ def receive_state(
         for name, part in zip(names, flat.split_with_sizes(sizes), strict=True):
             own = part if len(names) == 1 else part.clone()  # a view would keep the whole message in memory
             tensors[name] = own.view(kinds[name][1]).to(places.get(name, device))
-    return ordered_like(join(values, tensors), template), facts
+    return order_like(join_tensors(values, tensors), template), facts
 
 
 def _messages(forms: Sequence[_Form]) -> Iterator[list[str]]:

@@ -49,12 +49,12 @@ class Meetings:
         self._client: TCPStore | None = None  # shared by all memberships; not cut when one ends
         self._newest: Store | None = None
 
-    def store(self, number: int, purpose: str = "train") -> Store:
+    def create_store(self, number: int, purpose: str = "train") -> Store:
         """Return the store of membership ``number`` for ``purpose``."""
-        self._newest = self._made(f"{number}_{purpose}")
+        self._newest = self._open_store(f"{number}_{purpose}")
         return self._newest
 
-    def _made(self, name: str) -> Store:
+    def _open_store(self, name: str) -> Store:
         if self._place.scheme == "file":
             return FolderStore(Path(f"{self._place.path}_{name}"), self._check, self._timeout)
         if self._client is None:
@@ -115,12 +115,12 @@ class FolderStore(_InterruptibleStore):
         """Write the value of a key."""
         draft = self._folder / f".{os.getpid()}"
         draft.write_bytes(value.encode() if isinstance(value, str) else value)
-        draft.replace(self._path(key))
+        draft.replace(self._get_key_path(key))
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
         self.wait([key])
-        return self._path(key).read_bytes()
+        return self._get_key_path(key).read_bytes()
 
     def add(self, key: str, value: int) -> int:
         """Add ``value`` to a counter, initially 0; return the sum."""
@@ -132,9 +132,9 @@ class FolderStore(_InterruptibleStore):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all ``keys`` have values."""
-        return all(self._path(key).exists() for key in keys)
+        return all(self._get_key_path(key).exists() for key in keys)
 
-    def _path(self, key: str) -> Path:
+    def _get_key_path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")
 
 
@@ -169,7 +169,9 @@ class PatientStore(_InterruptibleStore):
         return self._store.check([*keys])
 
 
-def regroup(world: World, members: Sequence[int], cluster: Cluster, store: Store, *, copies: bool = False) -> World:
+def rebuild_groups(
+    world: World, members: Sequence[int], cluster: Cluster, store: Store, *, copies: bool = False
+) -> World:
     """Leave the groups of ``world`` and join groups of ``members``, all of which must call this.
 
     Args:
@@ -242,36 +244,36 @@ class Connections:
         self._is_cut = False
 
     def __enter__(self) -> Self:
-        self._before = _sockets()
+        self._before = _list_sockets()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._own = self._all()
+        self._own = self._collect_sockets()
         self._before = None
         if self._is_cut:  # cut in this context, possibly before some sockets existed
             self._is_cut = False
-            self.cut()
+            self.cut_sockets()
 
-    def cut(self) -> None:
+    def cut_sockets(self) -> None:
         """End all communication of these groups; may be called repeatedly and from any thread."""
         is_first, self._is_cut = not self._is_cut, True
         if is_first and dist.is_initialized() and "nccl" in backend_names(dist.get_backend()):
             dist.distributed_c10d._abort_process_group()
-        own = self._all()
-        for descriptor, inode in {**own, **_opened_later(own)}.items():
+        own = self._collect_sockets()
+        for descriptor, inode in {**own, **_find_later_sockets(own)}.items():
             with suppress(OSError):  # closed in the meantime
                 if os.fstat(descriptor).st_ino == inode:
-                    _shut(descriptor)
+                    _shut_down_socket(descriptor)
 
-    def _all(self) -> _Sockets:
+    def _collect_sockets(self) -> _Sockets:
         before = self._before
         if before is None:
             return self._own
-        opened = {number: inode for number, inode in _sockets().items() if before.get(number) != inode}
+        opened = {number: inode for number, inode in _list_sockets().items() if before.get(number) != inode}
         return {**self._own, **opened}
 
 
-def _sockets() -> _Sockets:
+def _list_sockets() -> _Sockets:
     sockets = {}
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # the descriptor of the listing itself
@@ -281,17 +283,17 @@ def _sockets() -> _Sockets:
     return sockets
 
 
-def _opened_later(own: _Sockets) -> _Sockets:
+def _find_later_sockets(own: _Sockets) -> _Sockets:
     """Return the sockets that are polled together with a listening socket in ``own``."""
-    listening = {item for item in own.items() if _listens(*item)}
+    listening = {item for item in own.items() if _is_listening(*item)}
     later = dict[int, int]()
-    for watched in _watched_together():
+    for watched in _read_epoll_sets():
         if not listening.isdisjoint(watched.items()):
             later |= watched
     return later
 
 
-def _watched_together() -> Iterator[_Sockets]:
+def _read_epoll_sets() -> Iterator[_Sockets]:
     """Yield the descriptors and inodes polled by each epoll instance of this process."""
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed in the meantime
@@ -300,7 +302,7 @@ def _watched_together() -> Iterator[_Sockets]:
                 yield {int(descriptor): int(inode, 16) for descriptor, inode in _WATCHED.findall(text)}
 
 
-def _listens(descriptor: int, inode: int) -> bool:
+def _is_listening(descriptor: int, inode: int) -> bool:
     with suppress(OSError):  # closed in the meantime
         if os.fstat(descriptor).st_ino == inode:
             with socket.socket(fileno=os.dup(descriptor)) as duplicate:
@@ -308,7 +310,7 @@ def _listens(descriptor: int, inode: int) -> bool:
     return False
 
 
-def _shut(descriptor: int) -> None:
+def _shut_down_socket(descriptor: int) -> None:
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return
     with socket.socket(fileno=os.dup(descriptor)) as duplicate:
@@ -327,11 +329,11 @@ class LeftGroups:
     def __init__(self) -> None:
         self._left: _Left = []
 
-    def keep(self) -> None:
+    def keep_groups(self) -> None:
         """Keep references to this process's current groups, which it is about to leave."""
-        self._left.append((INTERRUPTION.unfinished(), [*dist.distributed_c10d._world.pg_map]))
+        self._left.append((INTERRUPTION.pop_unfinished(), [*dist.distributed_c10d._world.pg_map]))
 
-    def free(self) -> None:
+    def free_groups(self) -> None:
         """Drop the references to groups, except those with collectives in flight.
 
         A thread does this, since freeing a group may wait for collectives that torch started itself.

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
-from worldsize.collectives.group import INTERRUPTION, connect
+from worldsize.collectives.group import INTERRUPTION, connect_groups
 from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Emit, MembershipChanged, Replica, World
 from worldsize.devices import backend_for
 from worldsize.healing.copies import ShardRecovery, receive_state, send_state
-from worldsize.healing.groups import LEFT_GROUPS, Connections, Meetings, regroup
+from worldsize.healing.groups import LEFT_GROUPS, Connections, Meetings, rebuild_groups
 from worldsize.healing.loop_state import GangHooks, LogState, LoopState, MembershipTraining
 from worldsize.healing.membership import NEWCOMER, Membership, MembershipChannel
 from worldsize.healing.pieces import broadcast
@@ -61,7 +61,9 @@ class HealingMember:
         self._make_replica, self._begin_training, self._emit = make_replica, begin_training, emit
         self._state = LoopState()
         self._replica: Replica | None = None  # state after the last step that this process completed
-        self._meetings = Meetings(placement.store, channel.check, timedelta(seconds=settings.cluster.timeout))
+        self._meetings = Meetings(
+            placement.store, channel.check_membership, timedelta(seconds=settings.cluster.timeout)
+        )
         self._logs = False  # whether this process logs the run
         self._has_logged = False  # whether this process logged the run in the previous membership
         self._shards = ShardRecovery(settings, run) if settings.strategy.shards_state else None
@@ -76,34 +78,34 @@ class HealingMember:
         """
         cluster = self._settings.cluster
         ends_waits = backend_for(cluster.backend, cluster.device) == "gloo"  # NCCL's waits end when it is aborted
-        INTERRUPTION.begin(self._channel.check if ends_waits else None, longest=cluster.timeout)
+        INTERRUPTION.start_tracking(self._channel.check_membership if ends_waits else None, longest=cluster.timeout)
         if joins_later(self._placement):
             warm_up(self._settings.recipe.model if self._settings.strategy.shards_state else None)
         before, is_spare = None, False
         replica: Replica | None = None
         while True:
             begun = time.perf_counter()
-            membership = self._channel.next(self._step, is_spare=is_spare)
+            membership = self._channel.wait_for_membership(self._step, is_spare=is_spare)
             is_spare = world.global_rank in membership.waiting
             if not is_spare and world.global_rank not in membership.members:
                 return 0
             try:
                 connections = Connections()
-                settings, world = self._joined(world, membership, connections)
+                settings, world = self._join_groups(world, membership, connections)
                 if is_spare:
                     if self._shards:
-                        self._shards.release()
-                    LEFT_GROUPS.free()
+                        self._shards.release_replica()
+                    LEFT_GROUPS.free_groups()
                     continue
-                replica = self._replica_of(settings, world, membership, connections)
+                replica = self._create_replica(settings, world, membership, connections)
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = self._state.progress.step if self._state.progress else 0
-                    changed = _changed(membership, before, step, time.perf_counter() - begun)
+                    changed = _create_change_event(membership, before, step, time.perf_counter() - begun)
                     self._emit(replace(changed, update_samples=update_samples(settings, settings.training.batch_size)))
                 before = membership
-                return self._train(settings, world, replica)
+                return self._run_training(settings, world, replica)
             except Exception as error:
-                if not self._channel.is_cause_of(error):
+                if not self._channel.has_caused(error):
                     raise
                 replica = None  # free it before creating the next one, or while this process waits
 
@@ -114,29 +116,29 @@ class HealingMember:
             return self._shards.step
         return self._state.progress.step if self._state.progress else NEWCOMER
 
-    def _replica_of(
+    def _create_replica(
         self, settings: Settings, world: World, membership: Membership, connections: Connections
     ) -> Replica:
         """Create this process's replica for a membership, with the newest state."""
         context: AbstractContextManager[None] = state_follows()
         if membership.source is None:
-            self._state, context = self._state.begin(self._settings, self._run, world)
+            self._state, context = self._state.find_checkpoint(self._settings, self._run, world)
         make_replica = partial(self._make_replica, settings, world, connections)
         with context:
             if self._shards is None:
-                return self._with_newest_state(make_replica(), world, membership)
-            self._state = replace(self._state, log=_agreed_log(self._state.log, world))
-            self._shards.release()
-            replica, self._state = self._shards.recover(make_replica, world, membership.number, self._state)
+                return self._load_newest_state(make_replica(), world, membership)
+            self._state = replace(self._state, log=_agree_on_log(self._state.log, world))
+            self._shards.release_replica()
+            replica, self._state = self._shards.recover_replica(make_replica, world, membership.number, self._state)
             return replica
 
-    def _train(self, settings: Settings, world: World, replica: Replica) -> int:
+    def _run_training(self, settings: Settings, world: World, replica: Replica) -> int:
         """Train in a membership until the run ends or this process leaves; return the exit code."""
-        hooks = GangHooks(self._channel.begin_step, self._channel.finish)
+        hooks = GangHooks(self._channel.begin_step, self._channel.mark_finished)
         if self._shards:
-            hooks = replace(hooks, copy=self._shards.copy)
+            hooks = replace(hooks, copy=self._shards.copy_state)
         training = self._begin_training(settings, world, replica, self._state, hooks)
-        LEFT_GROUPS.free()  # all their users have been replaced
+        LEFT_GROUPS.free_groups()  # all their users have been replaced
         try:
             code = training.run()
         finally:
@@ -145,48 +147,48 @@ class HealingMember:
             self._shards.close()
         return code
 
-    def _joined(self, world: World, membership: Membership, connections: Connections) -> tuple[Settings, World]:
+    def _join_groups(self, world: World, membership: Membership, connections: Connections) -> tuple[Settings, World]:
         """Join a membership's groups; return its settings and this process's World.
 
         Excess processes only transfer their shards, and do not belong to any group afterwards.
         """
         if self._shards:
-            self._shards.leave()
-        LEFT_GROUPS.keep()
-        self._channel.begin(membership.number, connections.cut)
-        settings, copies = self._settings.among(len(membership.members)), self._shards is not None
+            self._shards.leave_membership()
+        LEFT_GROUPS.keep_groups()
+        self._channel.begin_membership(membership.number, connections.cut_sockets)
+        settings, copies = self._settings.resize_gang(len(membership.members)), self._shards is not None
         # created before the context, since the stores' connections outlive the membership
-        everyones = self._meetings.store(membership.number, "everyone") if membership.waiting else None
-        store = self._meetings.store(membership.number)
+        everyones = self._meetings.create_store(membership.number, "everyone") if membership.waiting else None
+        store = self._meetings.create_store(membership.number)
         with connections:
-            world = self._handed_over(world, membership, settings, everyones)
+            world = self._hand_over_shards(world, membership, settings, everyones)
             if world.global_rank in membership.waiting:
                 return settings, world
-            world = regroup(world, membership.members, settings.cluster, store, copies=copies)
-            connect(set(world.groups.values()))
+            world = rebuild_groups(world, membership.members, settings.cluster, store, copies=copies)
+            connect_groups(set(world.groups.values()))
         self._has_logged, self._logs = self._logs, self._logs or world.rank == 0
         return settings, world
 
-    def _handed_over(self, world: World, membership: Membership, settings: Settings, store: Store | None) -> World:
+    def _hand_over_shards(self, world: World, membership: Membership, settings: Settings, store: Store | None) -> World:
         """Transfer shards from processes that will wait to those that train, in temporary groups."""
         if store is not None and self._shards:
             everyone = (*membership.members, *membership.waiting)
-            world = regroup(world, everyone, settings.cluster, store, copies=True)
-            connect(set(world.groups.values()))
+            world = rebuild_groups(world, everyone, settings.cluster, store, copies=True)
+            connect_groups(set(world.groups.values()))
             self._shards.hand_over(world, len(membership.members))
             dist.destroy_process_group()
         return world
 
-    def _with_newest_state(self, replica: Replica, world: World, membership: Membership) -> Replica:
+    def _load_newest_state(self, replica: Replica, world: World, membership: Membership) -> Replica:
         """Load the newest state of any member into ``replica``, and keep the replica."""
         source, known = membership.source, self._state.progress
         if source is None:
             self._replica, self._state = replica, replace(self._state, progress=None)
             return replica
         step, behind = membership.steps[source], membership.behind
-        evaluated, saved = agreed_ends(step, world, known, has_logged=self._has_logged)
+        evaluated, saved = agree_on_ends(step, world, known, has_logged=self._has_logged)
         saves = broadcast(self._state.saves, 0, world.group)  # all members must agree
-        self._state = replace(self._state, saves=saves, log=_agreed_log(self._state.log, world))
+        self._state = replace(self._state, saves=saves, log=_agree_on_log(self._state.log, world))
         if world.rank in behind:
             assert world.group is not None
             state, facts = receive_state(replica.state(), source, world.group, world.device)
@@ -205,7 +207,7 @@ class HealingMember:
         return replica
 
 
-def _agreed_log(log: LogState, world: World) -> LogState:
+def _agree_on_log(log: LogState, world: World) -> LogState:
     """Agree on the last logged step, so that newcomers know it even if all others die."""
     last = log.last
     if world.group is not None:
@@ -219,7 +221,7 @@ def _agreed_log(log: LogState, world: World) -> LogState:
     return replace(log, last=last, missing=last if world.rank == 0 else None)
 
 
-def agreed_ends(step: int, world: World, progress: TrainingProgress | None, *, has_logged: bool) -> tuple[bool, bool]:
+def agree_on_ends(step: int, world: World, progress: TrainingProgress | None, *, has_logged: bool) -> tuple[bool, bool]:
     """Return whether evaluation and save after ``step`` are complete; all ranks must call this.
 
     Rank 0 must have completed and logged both (``has_logged``). In addition, every rank at this step must have
@@ -237,7 +239,7 @@ def agreed_ends(step: int, world: World, progress: TrainingProgress | None, *, h
     return evaluated, saved
 
 
-def _changed(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
+def _create_change_event(now: Membership, before: Membership | None, step: int, seconds: float) -> MembershipChanged:
     stayed = () if before is None else [rank for rank in before.members if rank not in now.lost]
     joined = () if before is None else tuple(rank for rank in now.members if rank not in stayed)
     asked = dict(now.asked)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, final
 
 from worldsize.checkpoint.format import Checkpoint
-from worldsize.checkpoint.load import newest
+from worldsize.checkpoint.load import find_newest
 from worldsize.config.settings import Settings
 from worldsize.core import Evaluated, Event, StepDone, World
 from worldsize.loop.fit import TrainingProgress
@@ -42,7 +42,7 @@ class LogState:
                 return step > self.evaluation
         return True
 
-    def known(self, first: TrainingProgress) -> tuple[int, bool]:
+    def get_last_logged(self, first: TrainingProgress) -> tuple[int, bool]:
         """Return the last logged step of a run resumed at ``first``, and whether it was evaluated."""
         step = max(first.step, self.step, self.evaluation)
         return step, first.evaluated or step > first.step
@@ -65,7 +65,7 @@ class LoopState:
     log: LogState = LogState()
     saves: Mapping[str, Any] = field(default_factory=dict)
 
-    def begin(
+    def find_checkpoint(
         self, settings: Settings, run: RunDirectory, world: World
     ) -> tuple[LoopState, AbstractContextManager[None]]:
         """Find the checkpoint to start from; all ranks of ``world`` must call this.
@@ -78,11 +78,11 @@ class LoopState:
             CheckpointError: the newest checkpoint is damaged, and older ones must not be used.
         """
         config, initial = settings.checkpoint, settings.initial
-        checkpoint = newest(run.checkpoints, world, allow_older=config.allow_older)
+        checkpoint = find_newest(run.checkpoints, world, allow_older=config.allow_older)
         if checkpoint is None:
             loads_all = initial is not None and initial.strict
         else:
-            loads_all = "model" not in config.ignored(checkpoint.step)
+            loads_all = "model" not in config.list_ignored_parts(checkpoint.step)
         return replace(self, checkpoint=checkpoint), state_follows() if loads_all else nullcontext()
 
 

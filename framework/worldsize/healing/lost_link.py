@@ -21,7 +21,7 @@ from typing import final
 from worldsize.errors import FirstHostLostError, WorldsizeError
 from worldsize.net.agent_connection import AgentConnection
 from worldsize.record.run_directory import RunDirectory, is_locked
-from worldsize.record.run_record import view
+from worldsize.record.run_record import read_run
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _NO_FILE = (errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _HOLD = 2.5  # multiple of ``node_timeout`` for others to decide; above _WAIT, since they may notice the loss later
 
 
-def decide(file: Path) -> bool:
+def claim_decision(file: Path) -> bool:
     """Create the deciding file; return False if the other host has created it. Raises OSError."""
     try:
         file.open("x").close()
@@ -62,11 +62,11 @@ class LossPolicy:
         """
         if not self.is_current():
             return False
-        file, deadline = run.lost_link(connection.name), time.monotonic() + _HOLD * self.patience
+        file, deadline = run.get_lost_link_file(connection.name), time.monotonic() + _HOLD * self.patience
         try:
             while self.is_shared and not suffices() and not file.exists() and time.monotonic() < deadline:
                 time.sleep(min(_POLL, self.patience))
-            return not self.is_shared or decide(file)
+            return not self.is_shared or claim_decision(file)
         except OSError as error:  # without the folder this host could not train, either
             _logger.error("the run folder cannot be written to: %s", error)
             return False
@@ -77,12 +77,14 @@ def is_left_behind(connection: AgentConnection, run: RunDirectory, patience: flo
 
     ``patience`` is the number of seconds of silence after which a host is lost.
     """
-    file, deadline = run.lost_link(connection.name), time.monotonic() + _WAIT * patience
+    file, deadline = run.get_lost_link_file(connection.name), time.monotonic() + _WAIT * patience
     answers = True
     while True:
         try:
             if file.exists() or time.monotonic() > deadline:
-                return not decide(file)  # unlike exists(), creation does not depend on an outdated view of the folder
+                return not claim_decision(
+                    file
+                )  # unlike exists(), creation does not depend on an outdated view of the folder
         except OSError as error:  # retry, since the first host may have decided
             if error.errno in _NO_FILE:
                 return False
@@ -95,7 +97,7 @@ def is_left_behind(connection: AgentConnection, run: RunDirectory, patience: flo
 def is_over(run: RunDirectory) -> bool:
     """Return whether the run has ended, according to its folder."""
     with suppress(WorldsizeError, OSError):  # inconclusive if the folder is unavailable
-        return not is_locked(run.path) and view(run.path).exit_reason not in ("running", "killed")
+        return not is_locked(run.path) and read_run(run.path).exit_reason not in ("running", "killed")
     return False
 
 

@@ -18,7 +18,7 @@ from queue import Empty, Queue
 from typing import Any, Protocol, Self, final
 
 from worldsize.errors import WorldsizeError
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 _logger = logging.getLogger(__name__)
 
@@ -90,33 +90,33 @@ class Membership:
         newest = max(self.steps, default=NEWCOMER)
         return [rank for rank, step in enumerate(self.steps) if step < newest]
 
-    def message(self) -> Message:
+    def to_message(self) -> Message:
         """Return the membership as plain values, for :meth:`read`."""
         lost, asked = ({str(rank): text for rank, text in each.items()} for each in (self.lost, self.asked))
         ranks = {"members": list(self.members), "steps": list(self.steps), "waiting": list(self.waiting)}
         return {"form": self.number, **ranks, "lost": lost, "asked": asked}
 
     @staticmethod
-    def read(message: Message) -> Membership:
+    def from_message(message: Message) -> Membership:
         """Create a membership from the values that :meth:`message` returned."""
         lost, asked = ({int(rank): str(text) for rank, text in message[key].items()} for key in ("lost", "asked"))
         members, steps, waiting = (tuple(message[key]) for key in ("members", "steps", "waiting"))
         return Membership(int(message["form"]), members, steps, lost, asked, waiting)
 
 
-def send(pipe: Pipe, message: Message) -> None:
+def send_message(pipe: Pipe, message: Message) -> None:
     """Send a message; raise OSError if the other end is closed."""
     pipe.send_bytes(json.dumps(message).encode())
 
 
-def receive(pipe: Pipe) -> Message:
+def receive_message(pipe: Pipe) -> Message:
     """Wait for a message and return it.
 
     Raises:
         OSError, EOFError: the other end is closed.
         ValueError: the received bytes are not a message.
     """
-    message = parse(pipe.recv_bytes(_LONGEST), at_most=_LONGEST)
+    message = parse_strict_json(pipe.recv_bytes(_LONGEST), at_most=_LONGEST)
     if not isinstance(message, dict):
         raise ValueError("a message is an object")
     return message
@@ -144,10 +144,10 @@ class MembershipChannel:
         self._steps = 0  # number of steps that this process has started in the membership
         self._is_over = False  # whether this process no longer needs its peers
         self._number = 0  # number of the current or the last membership
-        threading.Thread(target=self._listen, daemon=True, name="membership").start()
+        threading.Thread(target=self._receive_messages, daemon=True, name="membership").start()
 
     @classmethod
-    def of(cls, pipe: Pipe, timeout: float) -> Self:
+    def from_pipe(cls, pipe: Pipe, timeout: float) -> Self:
         """Create a channel for a gang with the collective timeout ``timeout``, in seconds."""
         return cls(pipe, patience=timeout + _STARTING, detection=_DETECTION)
 
@@ -156,26 +156,26 @@ class MembershipChannel:
         """Whether this process's membership has ended, so that it should stop at once."""
         return self._has_ended.is_set()
 
-    def begin(self, number: int, cut: Callable[[], None]) -> None:
+    def begin_membership(self, number: int, cut: Callable[[], None]) -> None:
         """Record that this process belongs to membership ``number``; ``cut`` ends its communication."""
         self._number, self._cut, self._steps = number, cut, 0
         if self.has_ended:
             cut()
 
-    def finish(self) -> None:
+    def mark_finished(self) -> None:
         """Record that this process no longer needs its peers, so that their exit does not matter."""
         self._is_over = True
 
-    def is_cause_of(self, error: Exception) -> bool:
+    def has_caused(self, error: Exception) -> bool:
         """Return whether the membership's end or a lost peer, not the program, caused ``error``."""
         return self.has_ended or (_tells_of_lost_peer(error) and self._tell_lost())
 
-    def check(self) -> None:
+    def check_membership(self) -> None:
         """Raise MembershipEndedError if the membership has ended."""
         if self.has_ended:
             raise MembershipEndedError("the gang has other members from now on")
 
-    def next(self, step: int, *, is_spare: bool = False) -> Membership:
+    def wait_for_membership(self, step: int, *, is_spare: bool = False) -> Membership:
         """Report that this process stopped after ``step``, and wait for the next membership.
 
         A process that has not belonged to a membership yet, or ``is_spare`` now, waits without a timeout.
@@ -185,7 +185,7 @@ class MembershipChannel:
         """
         self._has_stopped.set()
         self._cut()
-        self._say(stopped=self._number, step=step)
+        self._send_message(stopped=self._number, step=step)
         try:
             membership = self._formed.get(timeout=self._patience if self._number and not is_spare else None)
         except Empty:
@@ -198,20 +198,20 @@ class MembershipChannel:
         """Record the start of the step after step ``done``. Raises MembershipEndedError."""
         self._steps += 1
         if self._steps == 1:
-            self._say(began=self._number, first=done)
+            self._send_message(began=self._number, first=done)
         if self._steps == _SETTLED:
-            self._say(trained=self._number)
-        self.check()
+            self._send_message(trained=self._number)
+        self.check_membership()
 
     def _tell_lost(self) -> bool:
         """Report a lost peer; return whether the launching process then ends the membership."""
         self._cut()  # also ends waits of peers for this process
-        self._say(lost=self._number)
+        self._send_message(lost=self._number)
         return self._has_ended.wait(self._detection)
 
-    def _say(self, **message: Any) -> None:
+    def _send_message(self, **message: Any) -> None:
         with suppress(OSError):  # the launching process died, so this one will be killed
-            send(self._pipe, message)
+            send_message(self._pipe, message)
 
     def _end_if_stuck(self) -> None:
         """Kill this process if, after the request to stop, it only waits for peers.
@@ -231,16 +231,16 @@ class MembershipChannel:
                 faulthandler.dump_traceback()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def _listen(self) -> None:
+    def _receive_messages(self) -> None:
         with suppress(OSError, EOFError, ValueError):
             while True:
-                message = receive(self._pipe)
+                message = receive_message(self._pipe)
                 if "stop" in message:
                     self._has_ended.set()
                     self._cut()
                     self._end_if_stuck()
                 else:
-                    membership = Membership.read(message)
+                    membership = Membership.from_message(message)
                     self._has_ended.clear()
                     self._has_stopped.clear()
                     self._formed.put(membership)

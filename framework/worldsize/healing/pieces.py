@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoint.manifest_tree import Box
-from worldsize.checkpoint.safetensors import box_of, slices_in
-from worldsize.collectives.per_rank import local
-from worldsize.healing.placements import Inventory, Piece, elements_in, inventory_of, placements_of
+from worldsize.checkpoint.safetensors import build_box, slices_in
+from worldsize.collectives.per_rank import get_local_shard
+from worldsize.healing.placements import Inventory, Piece, build_inventory, build_placements, elements_in
 
 _T = TypeVar("_T")
 _ALIGNED = 64  # alignment in bytes of each shard in a buffer
@@ -48,7 +48,7 @@ class Generation:
         number: Number of the membership that made the copies.
         step: The step.
         skipped: Number of steps so far with skipped updates.
-        values: The plain values of the state, see :func:`worldsize.checkpoint.manifest_tree.split`.
+        values: The plain values of the state, see :func:`worldsize.checkpoint.manifest_tree.split_tensors`.
         elements: Number of elements in all tensors of the state.
         dtypes: Dtypes of all tensors of the state, by name.
         parts: Copies in host memory, each with the shape of its shard.
@@ -65,7 +65,7 @@ class Generation:
     shared: Any = None
 
 
-def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+def collect_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     """Return the shard of each tensor (plain or DTensor) that this rank holds, by name.
 
     Tensors without elements on this rank are omitted.
@@ -74,31 +74,31 @@ def pieces_of(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
     pieces = {}
     for name, tensor in tensors.items():
         if not tensor.is_meta:
-            form = _form_of(tensor)
+            form = _build_form_key(tensor)
             if form not in boxes:
-                boxes[form] = _box_of(tensor)
+                boxes[form] = _compute_box(tensor)
             pieces[name] = Piece(name, boxes[form])
     return {name: piece for name, piece in pieces.items() if piece.elements}
 
 
-def _form_of(tensor: Tensor) -> Any:
+def _build_form_key(tensor: Tensor) -> Any:
     """Return a cache key; tensors with equal keys have the same box on this rank."""
     from torch.distributed.tensor import DTensor
 
     return (tensor.shape, tensor.placements, id(tensor.device_mesh)) if isinstance(tensor, DTensor) else tensor.shape
 
 
-def _box_of(tensor: Tensor) -> Box:
+def _compute_box(tensor: Tensor) -> Box:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return box_of(offsets, sizes)
+    return build_box(offsets, sizes)
 
 
-def cut(tensor: Tensor, within: Box, part: Box) -> Tensor:
+def slice_box(tensor: Tensor, within: Box, part: Box) -> Tensor:
     """Return a view of box ``part`` in ``tensor``, which has box ``within`` of the whole."""
     slices = slices_in(part, [begin for begin, _ in within])
     return tensor[slices] if slices else tensor
@@ -120,7 +120,7 @@ class PieceLayout:
     def __init__(self, held: Sequence[Held], dtypes: Mapping[str, torch.dtype]) -> None:
         self.dtypes = {name: dtypes[name] for name in sorted(dtypes)}
         """Those of all tensors of the state, by name."""
-        self.placements = placements_of([each.inventory for each in held])
+        self.placements = build_placements([each.inventory for each in held])
         """Who holds which parts, the largest first."""
         self.placements.sort(key=lambda each: (-max(map(elements_in, each.ranks)), each.tensors))
         self._hosts = [each.place.host for each in held]
@@ -128,15 +128,15 @@ class PieceLayout:
         self._has_one_part = len(set(self._parts)) == 1
         self._distance = self._best_distance()
 
-    def sole(self, rank: int) -> list[Piece]:
+    def list_sole(self, rank: int) -> list[Piece]:
         """Return the shards that ``rank`` alone of their holders stores, and sends to its peer."""
-        return [piece for piece, keepers in self._keepers(rank) if len(keepers) == 1]
+        return [piece for piece, keepers in self._assign_keepers(rank) if len(keepers) == 1]
 
-    def kept(self, rank: int) -> list[Piece]:
+    def list_shared(self, rank: int) -> list[Piece]:
         """Return the shards that ``rank`` and other holders store."""
-        return [piece for piece, keepers in self._keepers(rank) if len(keepers) > 1]
+        return [piece for piece, keepers in self._assign_keepers(rank) if len(keepers) > 1]
 
-    def peer(self, rank: int) -> int:
+    def find_peer(self, rank: int) -> int:
         """Return the rank to which ``rank`` sends copies."""
         return (rank + self._distance) % len(self._hosts)
 
@@ -144,27 +144,27 @@ class PieceLayout:
         """Return the rank from which ``rank`` receives copies."""
         return (rank - self._distance) % len(self._hosts)
 
-    def bytes(self, piece: Piece) -> int:
+    def count_bytes(self, piece: Piece) -> int:
         """Return the size of a shard in bytes."""
         return piece.elements * self.dtypes[piece.name].itemsize
 
-    def placed(self, pieces: Sequence[Piece]) -> tuple[list[int], int]:
+    def compute_offsets(self, pieces: Sequence[Piece]) -> tuple[list[int], int]:
         """Return the offset of each shard in a common buffer, and the size of the buffer, in bytes."""
         offsets, end = [], 0
         for piece in pieces:
             offsets.append(end)
-            end += -(-self.bytes(piece) // _ALIGNED) * _ALIGNED
+            end += -(-self.count_bytes(piece) // _ALIGNED) * _ALIGNED
         return offsets, end
 
-    def views(self, pieces: Sequence[Piece], buffer: Tensor) -> dict[Piece, Tensor]:
+    def create_views(self, pieces: Sequence[Piece], buffer: Tensor) -> dict[Piece, Tensor]:
         """Return views of the shards in ``buffer``, uint8 (n,), with their dtypes and shapes."""
-        offsets, _ = self.placed(pieces)
+        offsets, _ = self.compute_offsets(pieces)
         return {
-            piece: buffer[offset : offset + self.bytes(piece)].view(self.dtypes[piece.name]).view(piece.sizes)
+            piece: buffer[offset : offset + self.count_bytes(piece)].view(self.dtypes[piece.name]).view(piece.sizes)
             for piece, offset in zip(pieces, offsets, strict=True)
         }
 
-    def _keepers(self, rank: int) -> Iterator[tuple[Piece, Sequence[int]]]:
+    def _assign_keepers(self, rank: int) -> Iterator[tuple[Piece, Sequence[int]]]:
         """Yield each shard that ``rank`` both holds and stores, with all ranks that do so."""
         names, turns = list(self.dtypes), 0
         for placement in self.placements:
@@ -173,14 +173,14 @@ class PieceLayout:
                     die_apart = self._die_apart(ranks)
                     for turn, tensor in enumerate(placement.tensors, turns + number):
                         piece = Piece(names[tensor], box)
-                        keepers = self._chosen(piece, ranks, turn) if die_apart else [ranks[turn % len(ranks)]]
+                        keepers = self._choose_keepers(piece, ranks, turn) if die_apart else [ranks[turn % len(ranks)]]
                         if rank in keepers:
                             yield piece, keepers
             turns += len(placement.tensors)
 
-    def _chosen(self, piece: Piece, ranks: Sequence[int], turn: int) -> Sequence[int]:
+    def _choose_keepers(self, piece: Piece, ranks: Sequence[int], turn: int) -> Sequence[int]:
         """Return the ranks, of several that hold a shard, that store it."""
-        if self.bytes(piece) <= _SMALL:
+        if self.count_bytes(piece) <= _SMALL:
             return ranks
         first, following = (ranks[(turn + step) % len(ranks)] for step in (0, 1))
         others = (ranks[(turn + step) % len(ranks)] for step in range(1, len(ranks)))
@@ -195,7 +195,7 @@ class PieceLayout:
         hosts_r, parts_r = torch.tensor([numbers[host] for host in self._hosts]), torch.tensor(self._parts)
         best, fewest = 0, (len(self._hosts) + 1, 0)
         for distance in range(1, len(self._hosts)):
-            at_home = _shared_at(distance, hosts_r), _shared_at(distance, parts_r)
+            at_home = _count_shared(distance, hosts_r), _count_shared(distance, parts_r)
             if at_home < fewest:
                 best, fewest = distance, at_home
             if at_home == (0, 0):
@@ -208,23 +208,25 @@ class PieceLayout:
         return len(ranks) > 1 and not is_one_part
 
 
-def _shared_at(distance: int, values_r: Tensor) -> int:
+def _count_shared(distance: int, values_r: Tensor) -> int:
     """Return the number of ranks with the same value as the rank at ``distance``."""
     return int(torch.count_nonzero(values_r == values_r.roll(-distance)))
 
 
-def gathered_layout(tensors: Mapping[str, Tensor], group: ProcessGroup | None, place: Place) -> PieceLayout:
+def gather_layout(tensors: Mapping[str, Tensor], group: ProcessGroup | None, place: Place) -> PieceLayout:
     """Gather the holders of all shards, as a collective on ``group`` (None: one process)."""
-    dtypes = dtypes_of(tensors)
-    return PieceLayout(all_of(Held(inventory_of(pieces_of(tensors).values(), dtypes), place), group), dtypes)
+    dtypes = collect_dtypes(tensors)
+    return PieceLayout(
+        gather_values(Held(build_inventory(collect_pieces(tensors).values(), dtypes), place), group), dtypes
+    )
 
 
-def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+def collect_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """Return the dtype of each tensor."""
     return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
-def all_of(value: Any, group: ProcessGroup | None) -> list[Any]:
+def gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
     """Gather a plain value from each rank of ``group`` (None: one process)."""
     if group is None:
         return [value]
@@ -241,8 +243,8 @@ def broadcast(value: _T, source: int, group: ProcessGroup | None) -> _T:
     return values[0]
 
 
-def copied(tensors: Mapping[str, Tensor], views: Mapping[Piece, Tensor]) -> None:
+def copy_pieces(tensors: Mapping[str, Tensor], views: Mapping[Piece, Tensor]) -> None:
     """Copy this rank's shards of ``tensors`` into ``views`` of the same shapes."""
     if views:
-        sources = [local(tensors[piece.name]).detach() for piece in views]
+        sources = [get_local_shard(tensors[piece.name]).detach() for piece in views]
         torch._foreach_copy_(list(views.values()), sources, non_blocking=True)

@@ -18,7 +18,7 @@ from typing import final
 import torch
 
 from worldsize.checkpoint.manifest_tree import Box
-from worldsize.checkpoint.safetensors import overlap
+from worldsize.checkpoint.safetensors import intersect_boxes
 from worldsize.errors import CheckpointError
 
 
@@ -68,12 +68,12 @@ class TensorPlacement:
     tensors: list[int] = field(default_factory=list)
     ranks: dict[Box, list[int]] = field(default_factory=dict)
 
-    def boxes_of(self, rank: int) -> list[Box]:
+    def list_boxes(self, rank: int) -> list[Box]:
         """Return the boxes of these tensors on ``rank``."""
         return [box for box, ranks in self.ranks.items() if rank in ranks]
 
 
-def inventory_of(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> Inventory:
+def build_inventory(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> Inventory:
     """Return the inventory of a rank's shards; ``dtypes`` has all tensors of the state by name."""
     names = sorted(dtypes)
     places = {name: place for place, name in enumerate(names)}
@@ -86,7 +86,7 @@ def inventory_of(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) -> 
     return Inventory([(box, zlib.compress(table)) for (box, _), table in tables.items()], state)
 
 
-def placements_of(inventories: Sequence[Inventory | None]) -> list[TensorPlacement]:
+def build_placements(inventories: Sequence[Inventory | None]) -> list[TensorPlacement]:
     """Return the distribution of shards, given the ranks' inventories (None: empty).
 
     Raises:
@@ -150,7 +150,7 @@ class Transfer:
         return Piece(self.kept.name, self.box).sizes
 
 
-def transfers_of(
+def plan_transfers(
     rank: int, kept: Sequence[TensorPlacement], needed: Sequence[TensorPlacement], names: Sequence[str]
 ) -> list[Transfer]:
     """Return a rank's transfers, in the same order on both ranks of each transfer.
@@ -161,24 +161,24 @@ def transfers_of(
         needed: Ranks that need each shard.
         names: Sorted names of all tensors.
     """
-    needs = [holders.boxes_of(rank) for holders in needed]
+    needs = [holders.list_boxes(rank) for holders in needed]
     transfers = []
-    for keepers, place, tensors in _both(kept, needed):
-        own, holders = keepers.boxes_of(rank), needed[place].ranks
+    for keepers, place, tensors in _match_placements(kept, needed):
+        own, holders = keepers.list_boxes(rank), needed[place].ranks
         others = [box for box in keepers.ranks if box not in own]
         for box, need in chain(product(own, holders), product(others, needs[place])):
-            if (part := overlap(box, need)) is not None:
-                for source, target, tensor in _routes(rank, keepers.ranks[box], holders[need], tensors):
+            if (part := intersect_boxes(box, need)) is not None:
+                for source, target, tensor in _plan_routes(rank, keepers.ranks[box], holders[need], tensors):
                     name = names[tensor]
                     transfers.append(Transfer(source, target, Piece(name, box), Piece(name, need), part))
-    return _ordered(transfers)
+    return _sort_transfers(transfers)
 
 
-def handed_to(ranks: int, rank: int, kept: Sequence[TensorPlacement], names: Sequence[str]) -> list[Transfer]:
+def plan_handover(ranks: int, rank: int, kept: Sequence[TensorPlacement], names: Sequence[str]) -> list[Transfer]:
     """Return ``rank``'s transfers of shards stored on none of the first ``ranks`` ranks."""
     transfers = []
     for placement in kept:
-        by_turn = _by_turn(placement.tensors, ranks)
+        by_turn = _group_by_turn(placement.tensors, ranks)
         for number, (box, keepers) in enumerate(placement.ranks.items()):
             tensors: Sequence[int] = ()
             if rank == keepers[0] >= ranks:
@@ -188,10 +188,10 @@ def handed_to(ranks: int, rank: int, kept: Sequence[TensorPlacement], names: Seq
             for tensor in tensors:
                 piece = Piece(names[tensor], box)
                 transfers.append(Transfer(keepers[0], (tensor + number) % ranks, piece, piece, box))
-    return _ordered(transfers)
+    return _sort_transfers(transfers)
 
 
-def _both(
+def _match_placements(
     kept: Sequence[TensorPlacement], needed: Sequence[TensorPlacement]
 ) -> Iterator[tuple[TensorPlacement, int, list[int]]]:
     """Yield placements in ``kept`` and indices in ``needed``, with the tensors of both."""
@@ -204,7 +204,7 @@ def _both(
             yield keepers, place, tensors
 
 
-def _routes(
+def _plan_routes(
     rank: int, sources: Sequence[int], targets: Sequence[int], tensors: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (source, target, tensor) for each of ``tensors`` that ``rank`` sends or receives.
@@ -216,13 +216,13 @@ def _routes(
             yield rank if rank in sources else sources[(rank + tensor) % len(sources)], rank, tensor
     if rank in sources:
         own = sources.index(rank)
-        by_turn = _by_turn(sorted(set(targets).difference(sources)), len(sources))
+        by_turn = _group_by_turn(sorted(set(targets).difference(sources)), len(sources))
         for tensor in tensors:
             for target in by_turn.get((own - tensor) % len(sources), ()):
                 yield rank, target, tensor
 
 
-def _by_turn(numbers: Sequence[int], turns: int) -> dict[int, list[int]]:
+def _group_by_turn(numbers: Sequence[int], turns: int) -> dict[int, list[int]]:
     """Group numbers by their remainder modulo ``turns``."""
     by_turn: dict[int, list[int]] = {}
     for number in numbers:
@@ -230,5 +230,5 @@ def _by_turn(numbers: Sequence[int], turns: int) -> dict[int, list[int]]:
     return by_turn
 
 
-def _ordered(transfers: Sequence[Transfer]) -> list[Transfer]:
+def _sort_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
     return sorted(transfers, key=lambda each: (each.kept.name, each.kept.box, each.needed.box))

@@ -12,23 +12,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.checkpoint.manifest_tree import join, ordered_like, split
-from worldsize.collectives.group import start
-from worldsize.collectives.per_rank import local
+from worldsize.checkpoint.manifest_tree import join_tensors, order_like, split_tensors
+from worldsize.collectives.group import start_collective
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import StateDict
 from worldsize.errors import CheckpointError
-from worldsize.healing.pieces import Generation, Held, PieceLayout, Place, all_of, broadcast, cut, dtypes_of, pieces_of
+from worldsize.healing.pieces import (
+    Generation,
+    Held,
+    PieceLayout,
+    Place,
+    broadcast,
+    collect_dtypes,
+    collect_pieces,
+    gather_values,
+    slice_box,
+)
 from worldsize.healing.placements import (
     Inventory,
     Piece,
     TensorPlacement,
     Transfer,
+    build_inventory,
+    build_placements,
     check_same,
     elements_in,
-    handed_to,
-    inventory_of,
-    placements_of,
-    transfers_of,
+    plan_handover,
+    plan_transfers,
 )
 
 _ROUND = 64 << 20  # approximate bytes that a rank sends per round, to limit memory
@@ -102,12 +112,14 @@ class Recovery:
         facts: Any = None,
     ) -> None:
         self._template, self._own, self._group = template, own, group
-        self._tensors, _ = split({part: child for part, child in template.items() if part != "strategy"})
-        self._pieces = pieces_of(self._tensors)
-        dtypes = dtypes_of(self._tensors)
-        held = Held(inventory_of(self._pieces.values(), dtypes), place)
+        self._tensors, _ = split_tensors({part: child for part, child in template.items() if part != "strategy"})
+        self._pieces = collect_pieces(self._tensors)
+        dtypes = collect_dtypes(self._tensors)
+        held = Held(build_inventory(self._pieces.values(), dtypes), place)
         is_first = group is None or group.rank() == 0
-        accounts: list[_Account] = all_of(_Account(_offers_of(own), held, facts if is_first else None), group)
+        accounts: list[_Account] = gather_values(
+            _Account(_create_offers(own), held, facts if is_first else None), group
+        )
         offered = [offer.inventory for each in accounts for offer in each.offers]
         check_same([held.inventory, *offered])
         self._offers = [each.offers for each in accounts]
@@ -128,17 +140,17 @@ class Recovery:
         kept = next((each for each in self._own if (each.step, each.number) == key), None)
         facts = (kept.values, kept.skipped, kept.shared) if kept else None
         if not all(any((each.step, each.number) == key for each in theirs) for theirs in self._offers):
-            facts = _from_first(facts, keepers, self._group)
+            facts = _broadcast_from_first(facts, keepers, self._group)
         assert facts is not None
         values, skipped, shared = facts
-        targets = {piece: local(self._tensors[name]).detach() for name, piece in self._pieces.items()}
+        targets = {piece: get_local_shard(self._tensors[name]).detach() for name, piece in self._pieces.items()}
         exchange = _PieceExchange(self._group, targets, kept.parts if kept else {})
         rank = self._group.rank() if self._group else 0
-        exchange.run(transfers_of(rank, keepers, self.layout.placements, [*self.layout.dtypes]))
-        return Recovered(key[0], skipped, shared, ordered_like(join(values, self._tensors), self._template), kept)
+        exchange.run(plan_transfers(rank, keepers, self.layout.placements, [*self.layout.dtypes]))
+        return Recovered(key[0], skipped, shared, order_like(join_tensors(values, self._tensors), self._template), kept)
 
 
-def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> list[Generation]:
+def hand_over_shards(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> list[Generation]:
     """Transfer shards that only leaving ranks store to the first ``ranks`` ranks of ``group``.
 
     All ranks must call this.
@@ -154,14 +166,14 @@ def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> l
     Raises:
         CheckpointError: every generation has lost shards.
     """
-    gathered: list[Sequence[_Offer]] = all_of(_offers_of(own), group)
+    gathered: list[Sequence[_Offer]] = gather_values(_create_offers(own), group)
     if not any(gathered):
         return [*own]
     (step, number), keepers = _newest_complete(gathered)
     kept = next((each for each in own if (each.step, each.number) == (step, number)), None)
     facts = (kept.values, kept.skipped, kept.elements, kept.dtypes, kept.shared) if kept else None
-    values, skipped, elements, dtypes, shared = _from_first(facts, keepers, group)
-    given = handed_to(ranks, group.rank(), keepers, sorted(dtypes))
+    values, skipped, elements, dtypes, shared = _broadcast_from_first(facts, keepers, group)
+    given = plan_handover(ranks, group.rank(), keepers, sorted(dtypes))
     mine = [each.kept for each in given if each.target == group.rank()]
     received = {piece: torch.empty(piece.sizes, dtype=dtypes[piece.name]) for piece in mine}
     before = kept.parts if kept else {}
@@ -171,11 +183,11 @@ def handed_over(own: Sequence[Generation], group: ProcessGroup, ranks: int) -> l
     return [Generation(number, step, skipped, values, elements, dtypes, {**before, **received}, shared), *others]
 
 
-def _offers_of(own: Sequence[Generation]) -> list[_Offer]:
-    return [_Offer(each.step, each.number, each.elements, inventory_of(each.parts, each.dtypes)) for each in own]
+def _create_offers(own: Sequence[Generation]) -> list[_Offer]:
+    return [_Offer(each.step, each.number, each.elements, build_inventory(each.parts, each.dtypes)) for each in own]
 
 
-def _from_first(value: Any, keepers: Sequence[TensorPlacement], group: ProcessGroup | None) -> Any:
+def _broadcast_from_first(value: Any, keepers: Sequence[TensorPlacement], group: ProcessGroup | None) -> Any:
     """Return the plain value from the first rank that stores a shard."""
     source = min(min(ranks) for placement in keepers for ranks in placement.ranks.values())
     return broadcast(value, source, group)
@@ -187,7 +199,7 @@ def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, list[Ten
     lost: dict[_Key, int] = {}
     for key in sorted(elements, reverse=True):
         by_rank = ({(each.step, each.number): each.inventory for each in theirs} for theirs in offers)
-        keepers = placements_of([inventories.get(key) for inventories in by_rank])
+        keepers = build_placements([inventories.get(key) for inventories in by_rank])
         lost[key] = elements[key] - sum(len(each.tensors) * sum(map(elements_in, each.ranks)) for each in keepers)
         if lost[key] == 0:
             return key, keepers
@@ -199,7 +211,7 @@ def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, list[Ten
     )
 
 
-def _divided(transfer: Transfer, most: int) -> Iterator[Transfer]:
+def _split_transfer(transfer: Transfer, most: int) -> Iterator[Transfer]:
     """Split a transfer into parts of at most ``most`` elements, halving the longest dimension."""
     sizes = transfer.sizes
     if math.prod(sizes) <= max(1, most):
@@ -210,7 +222,7 @@ def _divided(transfer: Transfer, most: int) -> Iterator[Transfer]:
     middle = (begin + end) // 2
     for half in ((begin, middle), (middle, end)):
         box = (*transfer.box[:dimension], half, *transfer.box[dimension + 1 :])
-        yield from _divided(replace(transfer, box=box), most)
+        yield from _split_transfer(replace(transfer, box=box), most)
 
 
 @final
@@ -231,52 +243,52 @@ class _PieceExchange:
         for each in transfers:
             pair = (each.source, each.target)
             if pair == (self._rank, self._rank):
-                self._target(each).copy_(self._source(each))
+                self._slice_target(each).copy_(self._slice_source(each))
             else:
-                for part in _divided(each, at_once // self._dtype(each).itemsize):
+                for part in _split_transfer(each, at_once // self._get_dtype(each).itemsize):
                     rounds.setdefault(sums.get(pair, 0) // at_once, []).append(part)
-                    sums[pair] = sums.get(pair, 0) + self._bytes(part)
+                    sums[pair] = sums.get(pair, 0) + self._count_bytes(part)
         if self._group is not None:
             last = torch.tensor(max(rounds, default=-1))
             dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._group)
             for number in range(int(last) + 1):
-                self._round(rounds.get(number, []), self._group)
+                self._run_round(rounds.get(number, []), self._group)
 
-    def _round(self, transfers: Sequence[Transfer], group: ProcessGroup) -> None:
+    def _run_round(self, transfers: Sequence[Transfer], group: ProcessGroup) -> None:
         sent = sorted((each for each in transfers if each.source == self._rank), key=lambda each: each.target)
         taken = sorted((each for each in transfers if each.target == self._rank), key=lambda each: each.source)
         to, from_ = [0] * self._size, [0] * self._size
         for each in sent:
-            to[each.target] += self._bytes(each)
+            to[each.target] += self._count_bytes(each)
         for each in taken:
-            from_[each.source] += self._bytes(each)
+            from_[each.source] += self._count_bytes(each)
         message, answer = (torch.empty(sum(sizes), dtype=torch.uint8) for sizes in (to, from_))
-        for each, place in self._places(sent, message):
-            place.copy_(self._source(each))
-        start(dist.all_to_all_single, answer, message, from_, to, group=group).wait()
-        for each, place in self._places(taken, answer):
-            self._target(each).copy_(place)
+        for each, place in self._slice_message(sent, message):
+            place.copy_(self._slice_source(each))
+        start_collective(dist.all_to_all_single, answer, message, from_, to, group=group).wait()
+        for each, place in self._slice_message(taken, answer):
+            self._slice_target(each).copy_(place)
 
-    def _places(self, transfers: Sequence[Transfer], message: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
+    def _slice_message(self, transfers: Sequence[Transfer], message: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
         """Yield each transfer with the view of its part in a message, in the part's shape and dtype."""
         offset = 0
         for each in transfers:
-            dtype = self._dtype(each)
+            dtype = self._get_dtype(each)
             size = dtype.itemsize * Piece(each.kept.name, each.box).elements
             yield each, message[offset : offset + size].view(dtype).view(each.sizes)
-            offset += self._bytes(each)
+            offset += self._count_bytes(each)
 
-    def _bytes(self, each: Transfer) -> int:
-        size = self._dtype(each).itemsize * Piece(each.kept.name, each.box).elements
+    def _count_bytes(self, each: Transfer) -> int:
+        size = self._get_dtype(each).itemsize * Piece(each.kept.name, each.box).elements
         return -(-size // _ALIGNED) * _ALIGNED
 
-    def _dtype(self, each: Transfer) -> torch.dtype:
+    def _get_dtype(self, each: Transfer) -> torch.dtype:
         kept = self._parts.get(each.kept) if each.source == self._rank else self._targets[each.needed]
         assert kept is not None
         return kept.dtype
 
-    def _source(self, each: Transfer) -> Tensor:
-        return cut(self._parts[each.kept], each.kept.box, each.box)
+    def _slice_source(self, each: Transfer) -> Tensor:
+        return slice_box(self._parts[each.kept], each.kept.box, each.box)
 
-    def _target(self, each: Transfer) -> Tensor:
-        return cut(self._targets[each.needed], each.needed.box, each.box)
+    def _slice_target(self, each: Transfer) -> Tensor:
+        return slice_box(self._targets[each.needed], each.needed.box, each.box)

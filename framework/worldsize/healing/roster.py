@@ -61,7 +61,7 @@ class Roster:
         self.target = len(self.members)
         self._running = list(self.members)
 
-    def take(self, rank: int, message: Message) -> None:
+    def apply_message(self, rank: int, message: Message) -> None:
         """Handle a message from a process."""
         match message:
             case {"stopped": int()} if rank not in self.members and (self._is_complete or rank in self._leaving):
@@ -70,11 +70,11 @@ class Roster:
                 self._stopped[rank] = step
                 self._running = [each for each in self._running if each != rank]
                 if rank in self.members:
-                    self._end()
+                    self._stop_membership()
             case {"lost": int(number)} if number == self.number and (
                 any(self._begun.values()) or not _are_equal(self.records)
             ):
-                self._end()
+                self._stop_membership()
             case {"began": int(number), "first": int(first)} if number == self.number:
                 self._begun[rank] = False
                 self.records[-1]["first"] = first  # before all members' own steps if shards of these were lost
@@ -82,38 +82,38 @@ class Roster:
                     self.records[-1]["began"] = self.records[-1]["ended"] + time.monotonic() - self._ended
             case {"trained": int(number)} if number == self.number:
                 self._begun[rank] = True
-        self._change()
+        self._update_membership()
 
-    def lose(self, rank: int, cause: str | None) -> None:
+    def lose_rank(self, rank: int, cause: str | None) -> None:
         """Continue without a process that died of ``cause`` (None if it left)."""
         if rank in self.members and cause is not None:
             self._lost[rank] = cause
         is_needed = rank in self.members or rank in self._running
         self._leaving.discard(rank)
-        self._forget(rank)
+        self._forget_rank(rank)
         if is_needed:
-            self._end()
-        self._form()
+            self._stop_membership()
+        self._start_membership()
 
-    def leave(self, rank: int) -> None:
+    def remove_rank(self, rank: int) -> None:
         """Continue without a process, which exits when it learns that it is no longer a member."""
         self.target -= 1
         self._leaving.add(rank)
         if rank in self._stopped and rank not in self.members:
             self._send_off(rank)
-        self._change()
+        self._update_membership()
 
     def has_ended(self, rank: int) -> None:
         """Record that a process exited without an error, since it left or training is complete."""
         if rank in self._leaving or rank not in self.members:
-            self.lose(rank, None)
+            self.lose_rank(rank, None)
             return
         self._is_complete = True
-        self._forget(rank)
+        self._forget_rank(rank)
         for newcomer in [each for each in self._stopped if each not in self.members]:
             self._send_off(newcomer)
 
-    def late(self) -> list[int]:
+    def find_late_members(self) -> list[int]:
         """Return the members that did not answer within ``patience`` seconds after a stop."""
         if self.seconds_left != 0:
             return []
@@ -126,35 +126,35 @@ class Roster:
             return None
         return max(0.0, self._since + self.patience - time.monotonic())
 
-    def _forget(self, rank: int) -> None:
+    def _forget_rank(self, rank: int) -> None:
         self._stopped.pop(rank, None)
         self.members = tuple(member for member in self.members if member != rank)
         self._running = [each for each in self._running if each != rank]
 
     def _send_off(self, rank: int) -> None:
         """Dismiss a process that is waiting to join, so that it exits."""
-        self._forget(rank)
+        self._forget_rank(rank)
         self._leaving.discard(rank)
-        self.tell(rank, Membership(self.number, ()).message())
+        self.tell(rank, Membership(self.number, ()).to_message())
 
     def _next_members(self) -> tuple[int, ...]:
         """Return the next members: those that stay, then newcomers up to the target."""
         staying = {rank: None for rank in self.members if rank not in self._leaving}  # an ordered set
         newcomers = sorted(self._stopped.keys() - {*self.members})  # sorted, so that a host's ranks are adjacent
-        able = _groups([*staying, *newcomers], self.together, self.node_of)
+        able = _split_groups([*staying, *newcomers], self.together, self.node_of)
         able.sort(key=lambda group: group[0] not in staying)  # groups of newcomers last
         most = max(self.target, len(staying)) // self.block * self.block
         members = [rank for group in able for rank in group][:most]
         return tuple(members[: len(members) // self.block * self.block])
 
-    def _change(self) -> None:
+    def _update_membership(self) -> None:
         """End a settled membership if its members should change; start the next one if possible."""
         is_settled = self._since is None and all(self._begun.get(rank) for rank in self.members)
         if is_settled and self._next_members() != self.members:
-            self._end()
-        self._form()
+            self._stop_membership()
+        self._start_membership()
 
-    def _end(self) -> None:
+    def _stop_membership(self) -> None:
         """Stop the current membership unless it has already been stopped."""
         if self._since is not None:
             return
@@ -162,7 +162,7 @@ class Roster:
         for rank in self._running:
             self.tell(rank, {"stop": self.number})
 
-    def _form(self) -> None:
+    def _start_membership(self) -> None:
         """Start the next membership once all members (initially all processes) have stopped."""
         if self._since is None or self._running:
             return
@@ -182,17 +182,17 @@ class Roster:
         waiting = () if self._is_complete else tuple(too_many)
         membership = Membership(self.number, members, steps, dict(self._lost), asked, waiting)
         if members:
-            self.records.append(_record(membership, self._leaving.intersection(self._stopped), ended))
+            self.records.append(_create_record(membership, self._leaving.intersection(self._stopped), ended))
         spares = set() if self._is_complete else self._stopped.keys() - {*self.members, *members, *waiting}
         for rank in self._stopped.keys() - spares:  # leaving processes find themselves missing
-            self.tell(rank, membership.message())
+            self.tell(rank, membership.to_message())
         self._leaving.difference_update(self._stopped)
         self._stopped = {rank: step for rank, step in self._stopped.items() if rank in spares}
         self.members, self._running, self._lost = members, [*members, *waiting], {}
         self._begun.clear()
 
 
-def _groups(ranks: Sequence[int], size: int, node_of: Callable[[int], int]) -> list[list[int]]:
+def _split_groups(ranks: Sequence[int], size: int, node_of: Callable[[int], int]) -> list[list[int]]:
     """Split ranks into full groups of ``size`` on one host, in the order of completion."""
     full, begun = list[list[int]](), dict[int, list[int]]()
     for rank in ranks:
@@ -203,7 +203,7 @@ def _groups(ranks: Sequence[int], size: int, node_of: Callable[[int], int]) -> l
     return full
 
 
-def _record(membership: Membership, left: set[int], ended: float) -> MembershipRecord:
+def _create_record(membership: Membership, left: set[int], ended: float) -> MembershipRecord:
     return {
         "number": membership.number,
         "first": max(0, *membership.steps),

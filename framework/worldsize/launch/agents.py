@@ -26,9 +26,9 @@ from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, Mai
 from worldsize.net.handshake import Message
 from worldsize.world.environments import Node
 from worldsize.world.processes import PREEMPTED
-from worldsize.world.roles import heals
+from worldsize.world.roles import can_heal
 from worldsize.world.scratch import socket_folder
-from worldsize.world.topology import address_towards, interface_of
+from worldsize.world.topology import address_towards, find_interface
 from worldsize.world.topology import variables as network_variables
 
 
@@ -43,7 +43,7 @@ class Lead(NodeLauncher, Launcher):
     losses: LossPolicy = field(default_factory=LossPolicy)  # decides whether to continue without a lost host
 
     @staticmethod
-    def of(launcher: NodeLauncher, node: Node, others: list[RemoteAgent], door: Door | None = None) -> Lead:
+    def from_launcher(launcher: NodeLauncher, node: Node, others: list[RemoteAgent], door: Door | None = None) -> Lead:
         """Build the first host's launcher, with the options of ``launcher``."""
         own = {each.name: getattr(launcher, each.name) for each in fields(NodeLauncher)}
         losses = LossPolicy(launcher.is_current, launcher.requeues, launcher.node_timeout)
@@ -55,12 +55,12 @@ class Lead(NodeLauncher, Launcher):
 
     def launch(self, plan: Plan) -> Job:
         if not self.others:
-            return self.start_node(plan, self.node, NodeRendezvous.alone(plan))
+            return self.start_node(plan, self.node, NodeRendezvous.from_plan(plan))
         address = address_towards(self.node.first or "")
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
         rendezvous, remote = _rendezvous(plan, address, port, address), None
-        if heals(plan.roles):
+        if can_heal(plan.roles):
             folder, patience = rendezvous.folder, self.node_timeout
             remote = RemoteHosts(self.others, plan, port, folder, patience, self.door, self.losses)
         for other in () if remote else self.others:
@@ -90,32 +90,32 @@ class _Joint(Job):
     store: TCPStore  # the ranks' rendezvous store, kept open while they run
 
     def wait(self) -> Outcome:
-        threads = [threading.Thread(target=self._listen, args=(other,), daemon=True) for other in self.others]
+        threads = [threading.Thread(target=self._receive_outcome, args=(other,), daemon=True) for other in self.others]
         with HeartbeatSender([other.connection for other in self.others], self.patience):
             for thread in threads:
                 thread.start()
             own = self.gang.wait()
             if own.exit_code not in (0, PREEMPTED):
-                self._abort()
+                self._abort_others()
             for thread in threads:
                 thread.join()
-        return joined([own, *(other.outcome for other in self.others if other.outcome)])
+        return combine_outcomes([own, *(other.outcome for other in self.others if other.outcome)])
 
     def cancel(self) -> None:
         self.gang.cancel()
 
-    def _listen(self, other: RemoteAgent) -> None:
+    def _receive_outcome(self, other: RemoteAgent) -> None:
         try:
             message = other.connection.receive()
-            other.outcome = _outcome(message["ended"])
+            other.outcome = _parse_outcome(message["ended"])
         except OSError:
             cause = f"the host {other.host} (node {other.rank}) has not answered for {self.patience:g} s, or is gone"
             other.outcome = Outcome("failed", 1, Failure("node", other.rank, cause, 1, host=other.host))
         if other.outcome.exit_code not in (0, PREEMPTED):
-            self._abort()
+            self._abort_others()
             self.gang.abort()
 
-    def _abort(self) -> None:
+    def _abort_others(self) -> None:
         for other in self.others:
             with suppress(OSError):
                 other.connection.send(abort=self.attempt)
@@ -133,27 +133,27 @@ class _Healing(Job):
 
     def wait(self) -> Outcome:
         with HeartbeatSender(self.others.connections, self.patience):
-            self.others.listen()
+            self.others.start_listeners()
             outcome = self.gang.wait()
-            self.others.dismiss()
+            self.others.end_attempts()
         return outcome
 
     def cancel(self) -> None:
         self.gang.cancel()
 
 
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
+def combine_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Combine the outcomes of a run's hosts; the earliest failure is the cause.
 
     In a healing gang, all processes of a host may be dead or spares, so the last step is the newest on any host.
     """
-    outcome, last = _first(outcomes), max((each.steps[1] for each in outcomes if each.steps), default=0)
+    outcome, last = _choose_outcome(outcomes), max((each.steps[1] for each in outcomes if each.steps), default=0)
     if not outcome.memberships or not outcome.steps:
         return outcome
     return replace(outcome, steps=(outcome.steps[0], last))
 
 
-def _first(outcomes: Sequence[Outcome]) -> Outcome:
+def _choose_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     failed = [outcome for outcome in outcomes if outcome.failure]
     if failed:
         return min(failed, key=lambda outcome: outcome.failure.time_ns if outcome.failure else 0)
@@ -164,14 +164,14 @@ def _first(outcomes: Sequence[Outcome]) -> Outcome:
     return first
 
 
-def _outcome(facts: dict[str, Any]) -> Outcome:
+def _parse_outcome(facts: dict[str, Any]) -> Outcome:
     failure = Failure(**facts.pop("failure")) if facts["failure"] else facts.pop("failure")
     steps = facts.pop("steps")
     return Outcome(**facts, failure=failure, steps=tuple(steps) if steps else None)
 
 
-def _network(plan: Plan, address: str) -> dict[str, str]:
-    return network_variables(plan.cluster.backend, plan.cluster.interface or interface_of(address), plan.cluster.hca)
+def _build_network_variables(plan: Plan, address: str) -> dict[str, str]:
+    return network_variables(plan.cluster.backend, plan.cluster.interface or find_interface(address), plan.cluster.hca)
 
 
 def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvous:
@@ -182,8 +182,8 @@ def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvo
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(plan.attempt),
     }
-    variables = {**_network(plan, address), **store}
-    place = f"tcp://{first}:{port}" if heals(plan.roles) else "env://"
+    variables = {**_build_network_variables(plan, address), **store}
+    place = f"tcp://{first}:{port}" if can_heal(plan.roles) else "env://"
     return NodeRendezvous(socket_folder(), plan.cluster.processes_per_node, place, variables, address)
 
 
@@ -200,30 +200,30 @@ class Follower:
         self._is_lost = False  # whether the first host is lost, so that its attempts must be aborted
         self.is_asked = False  # whether a signal has requested to save and end
 
-    def follow(self) -> int:
+    def follow_leader(self) -> int:
         """Take part in attempts until the first host announces the end; return the exit code.
 
         Raises:
             FirstHostLostError: the first host is lost.
         """
-        threading.Thread(target=self._listen, daemon=True, name="listen").start()
+        threading.Thread(target=self._receive_from_leader, daemon=True, name="listen").start()
         with HeartbeatSender([self._connection], self._launcher.node_timeout):
             while (message := self._messages.get()) is not None:
                 if "over" in message:
                     return int(message["over"])
-                if heals(self._plan.roles):
-                    self._serve(int(message["attempt"]), int(message["port"]))
+                if can_heal(self._plan.roles):
+                    self._serve_attempt(int(message["attempt"]), int(message["port"]))
                 else:
                     self._take_part(int(message["attempt"]), int(message["port"]))
         raise FirstHostLostError(
             f"the first node, {self._node.first}, has not answered for {self._launcher.node_timeout:g} s, or is gone."
         )
 
-    def _listen(self) -> None:
+    def _receive_from_leader(self) -> None:
         with suppress(OSError):
             while True:
                 message = self._connection.receive()
-                if "abort" not in message or heals(self._plan.roles):
+                if "abort" not in message or can_heal(self._plan.roles):
                     self._messages.put(message)
                 else:
                     self._call_off(int(message["abort"]))
@@ -237,7 +237,7 @@ class Follower:
         if (gang := self._gang) and self._attempt == attempt:
             gang.abort()
 
-    def _serve(self, attempt: int, port: int) -> None:
+    def _serve_attempt(self, attempt: int, port: int) -> None:
         """Run this host's processes of a healing gang, as directed by the first host."""
         plan, first = replace(self._plan, attempt=attempt), self._node.first or ""
         rendezvous = _rendezvous(plan, first, port, address_towards(first))

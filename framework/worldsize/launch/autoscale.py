@@ -17,10 +17,10 @@ from typing import Annotated, Any, Self, final
 
 from worldsize.core import Autoscaler, ConfigError, FilePath, GangState, Plan, WorldsizeError
 from worldsize.files import read_regular
-from worldsize.launch.control import request
+from worldsize.launch.control import send_request
 from worldsize.record.run_directory import RunDirectory
 from worldsize.world.processes import SIGNALS, die_with_parent, ready_to_fork
-from worldsize.world.roles import block_of, fewest
+from worldsize.world.roles import get_block_size, get_min_processes
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class AutoscaleProcess:
 
     def __init__(self, plan: Plan) -> None:
         self._name = type(plan.autoscaler).__name__
-        self._process: BaseProcess = get_context("fork").Process(target=_body, args=(plan, os.getpid()))
+        self._process: BaseProcess = get_context("fork").Process(target=_run_policy, args=(plan, os.getpid()))
 
     def __enter__(self) -> Self:
         with ready_to_fork():
@@ -49,7 +49,7 @@ class AutoscaleProcess:
         self._process.join()
 
 
-def _body(plan: Plan, parent: int) -> None:
+def _run_policy(plan: Plan, parent: int) -> None:
     """Query the policy repeatedly, until this process is killed."""
     die_with_parent(parent)
     for number in (*SIGNALS, signal.SIGINT):  # the launching process ends this one
@@ -59,25 +59,25 @@ def _body(plan: Plan, parent: int) -> None:
     begun, said = time.monotonic(), ""
     while True:
         time.sleep(plan.autoscaler.every)
-        problem = ask(plan.autoscaler, plan, time.monotonic() - begun)
+        problem = query_policy(plan.autoscaler, plan, time.monotonic() - begun)
         if problem and problem != said:
             _logger.error("autoscale: %s. The number of processes does not change.", problem)
         said = problem
 
 
-def ask(policy: Autoscaler, plan: Plan, seconds: float) -> str:
+def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
     """Query the policy ``seconds`` into the attempt, and resize; return the error, or ""."""
     sign = RunDirectory(plan.run_dir).control
-    block = block_of(plan.roles)
-    least, most = fewest(plan.roles), policy.max_processes or plan.logical_ranks * block
+    block = get_block_size(plan.roles)
+    least, most = get_min_processes(plan.roles), policy.max_processes or plan.logical_ranks * block
     try:
-        state = _state(sign, plan.run_dir, seconds, least, most)
-        wanted = policy.wanted(state)
+        state = _request_state(sign, plan.run_dir, seconds, least, most)
+        wanted = policy.choose_process_count(state)
         if type(wanted) is not int:
             return f"{type(policy).__name__}.wanted returned {wanted!r}, not a number of processes"
         wanted = max(least, min(wanted, most) // block * block)  # further processes could not train
         if wanted != state.processes:
-            request(sign, do="resize", processes=wanted)
+            send_request(sign, do="resize", processes=wanted)
     except WorldsizeError as error:
         return str(error).rstrip(".")
     except Exception:
@@ -85,8 +85,8 @@ def ask(policy: Autoscaler, plan: Plan, seconds: float) -> str:
     return ""
 
 
-def _state(sign: Path, run_dir: Path, seconds: float, least: int, most: int) -> GangState:
-    facts = request(sign, do="state")
+def _request_state(sign: Path, run_dir: Path, seconds: float, least: int, most: int) -> GangState:
+    facts = send_request(sign, do="state")
     return GangState(run_dir, facts["step"], facts["processes"], seconds, least, most)
 
 
@@ -104,7 +104,7 @@ class FileAutoscaler(Autoscaler):
 
     path: Annotated[str | None, FilePath()] = None
 
-    def wanted(self, state: GangState) -> int:
+    def choose_process_count(self, state: GangState) -> int:
         path = Path(self.path).expanduser() if self.path else state.run_dir / "autoscale"
         try:
             text = read_regular(path, at_most=_LONGEST).decode().strip()
@@ -136,7 +136,7 @@ class ScheduleAutoscaler(Autoscaler):
         if times != sorted(times):
             raise ConfigError(f"autoscale.stages begin after {times} seconds. Put them in order.")
 
-    def wanted(self, state: GangState) -> int:
+    def choose_process_count(self, state: GangState) -> int:
         begun = [stage for stage in self.stages if stage["after"] <= state.seconds]
         return int(begun[-1]["processes"]) if begun else state.processes
 

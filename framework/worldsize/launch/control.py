@@ -14,7 +14,7 @@ from typing import Any, NotRequired, Protocol, Self, TypedDict, final
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.files import read_regular
 from worldsize.net.agent_connection import receive_line
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 MOST = 64  # processes that one request may add or remove, so that they start before the request times out
 _PATIENCE = 5.0  # seconds for one request, from the connection to its last byte
@@ -47,11 +47,11 @@ class JobState(TypedDict):
 class Resizable(Protocol):
     """A running job whose processes can be added, removed and listed."""
 
-    def grow(self, count: int) -> list[str]: ...
-    def shrink(self, count: int) -> list[str]: ...
-    def resize(self, processes: int) -> list[str]: ...
-    def listed(self) -> list[ListedProcess]: ...
-    def state(self) -> JobState: ...
+    def add_processes(self, count: int) -> list[str]: ...
+    def remove_processes(self, count: int) -> list[str]: ...
+    def resize_gang(self, processes: int) -> list[str]: ...
+    def list_processes(self) -> list[ListedProcess]: ...
+    def describe_job(self) -> JobState: ...
 
 
 @final
@@ -93,7 +93,7 @@ class Control:
         for connection in (self._listener, *self._requests):
             connection.close()
 
-    def awaited(self) -> tuple[Sequence[socket.socket], float | None]:
+    def collect_sockets(self) -> tuple[Sequence[socket.socket], float | None]:
         """Drop requests past their deadline.
 
         Returns:
@@ -101,26 +101,26 @@ class Control:
         """
         now = time.monotonic()
         for request in [each for each in self._requests.values() if each.deadline <= now]:
-            self._end(request)
+            self._close_request(request)
         seconds = min((each.deadline - now for each in self._requests.values()), default=None)
         return [self._listener, *self._requests], seconds
 
-    def answer(self, ready: socket.socket) -> None:
+    def serve_socket(self, ready: socket.socket) -> None:
         """Read from a readable socket; execute and answer its request once that is complete."""
         if ready is self._listener:
-            self._accept()
+            self._accept_client()
         elif ready in self._requests:
-            self._receive(self._requests[ready])
+            self._receive_request(self._requests[ready])
 
-    def _accept(self) -> None:
+    def _accept_client(self) -> None:
         with suppress(OSError):  # the client has already disconnected
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             if len(self._requests) >= _AT_ONCE:
-                self._end(next(iter(self._requests.values())))
+                self._close_request(next(iter(self._requests.values())))
             self._requests[connection] = _Request(connection)
 
-    def _receive(self, request: _Request) -> None:
+    def _receive_request(self, request: _Request) -> None:
         try:
             data = request.connection.recv(_LONGEST_REQUEST - len(request.text))
         except BlockingIOError:
@@ -129,48 +129,48 @@ class Control:
             data = b""
         request.text += data
         if b"\n" in data:
-            self._reply(request, self._answered(bytes(request.text).partition(b"\n")[0]))
+            self._send_reply(request, self._execute_request(bytes(request.text).partition(b"\n")[0]))
         elif len(request.text) >= _LONGEST_REQUEST:
-            self._reply(request, {"error": f"a request has at most {_LONGEST_REQUEST} bytes"})
+            self._send_reply(request, {"error": f"a request has at most {_LONGEST_REQUEST} bytes"})
         elif not data:
-            self._end(request)
+            self._close_request(request)
 
-    def _reply(self, request: _Request, answer: dict[str, Any]) -> None:
+    def _send_reply(self, request: _Request, answer: dict[str, Any]) -> None:
         with suppress(OSError):  # must not block if the client does not read
             request.connection.sendall(json.dumps(answer).encode() + b"\n")
-        self._end(request)
+        self._close_request(request)
 
-    def _end(self, request: _Request) -> None:
+    def _close_request(self, request: _Request) -> None:
         del self._requests[request.connection]
         request.connection.close()
 
-    def _answered(self, text: bytes) -> dict[str, Any]:
+    def _execute_request(self, text: bytes) -> dict[str, Any]:
         try:
-            request = parse(text, at_most=_LONGEST_REQUEST)
+            request = parse_strict_json(text, at_most=_LONGEST_REQUEST)
         except ValueError as error:
             return {"error": f"this is no request: {error}"}
         match request:
             case {"do": "add", "count": int(count)} if 0 < count <= MOST:
-                return _tried(lambda: self._job.grow(count))
+                return _try_action(lambda: self._job.add_processes(count))
             case {"do": "remove", "count": int(count)} if 0 < count <= MOST:
-                return _tried(lambda: self._job.shrink(count))
+                return _try_action(lambda: self._job.remove_processes(count))
             case {"do": "resize", "processes": int(processes)} if processes > 0:
-                return _tried(lambda: self._job.resize(processes))
+                return _try_action(lambda: self._job.resize_gang(processes))
             case {"do": "state"}:
-                return _tried(self._job.state)
+                return _try_action(self._job.describe_job)
             case {"do": "list"}:
-                return _tried(self._job.listed)
+                return _try_action(self._job.list_processes)
         return {"error": f"no such request: {str(request)[:200]}"}
 
 
-def _tried(action: Callable[[], Any]) -> dict[str, Any]:
+def _try_action(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"answer": action()}
     except (WorldsizeError, OSError) as error:  # an error here would end the run
         return {"error": str(error)}
 
 
-def request(sign: Path, **facts: Any) -> Any:
+def send_request(sign: Path, **facts: Any) -> Any:
     """Send a request to the launching process that ``sign`` announces; return its answer.
 
     Raises:
@@ -182,7 +182,7 @@ def request(sign: Path, **facts: Any) -> Any:
             connection.connect(read_regular(sign, at_most=_LONGEST_PATH).decode())
             connection.sendall(json.dumps(facts).encode() + b"\n")
             deadline = time.monotonic() + _PATIENCE
-            answer = parse(
+            answer = parse_strict_json(
                 receive_line(connection, at_most=_LONGEST_ANSWER, deadline=deadline), at_most=_LONGEST_ANSWER
             )
     except (OSError, ValueError) as error:

@@ -16,24 +16,32 @@ from omegaconf import DictConfig
 from rich.table import Table
 from rich.text import Text
 
-from worldsize.checkpoint.format import Checkpoint, Retention, complete, digest_of, read, step_of, verify
+from worldsize.checkpoint.format import (
+    Checkpoint,
+    Retention,
+    complete,
+    parse_step,
+    read_checkpoint,
+    read_digest,
+    verify_checkpoint,
+)
 from worldsize.config.purpose import Evaluate
 from worldsize.config.settings import Settings
-from worldsize.core import Launcher, spoken_name
+from worldsize.core import Launcher, format_display_name
 from worldsize.errors import ConfigError
-from worldsize.launch.execute import checked
-from worldsize.launch.record import config_text, scrubber_of, with_secrets
+from worldsize.launch.execute import build_checked_settings
+from worldsize.launch.record import add_secrets, config_text, create_scrubber
 from worldsize.messages import printable
 from worldsize.record.inputs import check_data, recipe_fingerprint
 from worldsize.record.redaction import Scrubber
-from worldsize.record.run_directory import RunDirectory, created
+from worldsize.record.run_directory import RunDirectory, create_run_folder
 from worldsize.record.run_record import RunView, read_result, write_configuration
-from worldsize.strict_json import strict
+from worldsize.strict_json import sanitize_json
 
 _logger = logging.getLogger(__name__)
 
 
-def chosen_checkpoint(record: RunView, name: str) -> Path:
+def choose_checkpoint(record: RunView, name: str) -> Path:
     """Return the folder of the checkpoint ``name``: "best", "last" or a step number.
 
     Raises:
@@ -46,15 +54,15 @@ def chosen_checkpoint(record: RunView, name: str) -> Path:
     if name == "last":
         return folders[-1]
     if name == "best":
-        return _best(record, folders)
-    steps = {step_of(path): path for path in folders}
+        return _find_best(record, folders)
+    steps = {parse_step(path): path for path in folders}
     if re.fullmatch(r"[0-9]{1,18}", name) and int(name) in steps:
         return steps[int(name)]
     known = ", ".join(map(str, steps))
     raise ConfigError(f"checkpoint={name}: the run has none of that step. Known: best, last, {known}.")
 
 
-def _best(record: RunView, folders: Sequence[Path]) -> Path:
+def _find_best(record: RunView, folders: Sequence[Path]) -> Path:
     keep = record.manifest["config"]["checkpoint"].get("keep") or {}
     metric, direction = keep.get("best"), keep.get("direction", "max")
     if not isinstance(metric, str) or direction not in ("max", "min"):
@@ -62,7 +70,7 @@ def _best(record: RunView, folders: Sequence[Path]) -> Path:
             "checkpoint=best: the run is not configured with a metric for the best checkpoint. "
             "Give a step, or train with checkpoint.keep.best."
         )
-    best = Retention(best=metric, direction=direction).best_of(folders)
+    best = Retention(best=metric, direction=direction).find_best(folders)
     if best is None:
         raise ConfigError(f"checkpoint=best: no checkpoint of the run has the metric {metric!r}. Give a step.")
     return best
@@ -82,8 +90,8 @@ def evaluate_checkpoint(
         WorldsizeError: the checkpoint is damaged, the recipe lacks the split, its data has changed, or the cluster
             cannot run the evaluation.
     """
-    checkpoint = read(path)
-    settings = checked(cfg, Evaluate(path, split))
+    checkpoint = read_checkpoint(path)
+    settings = build_checked_settings(cfg, Evaluate(path, split))
     check_data(record.manifest["data"], recipe_fingerprint(settings.recipe))
     launcher = settings.launcher
     if not isinstance(launcher, Launcher):
@@ -92,38 +100,38 @@ def evaluate_checkpoint(
             "Add cluster=laptop, or cluster=node, and cluster.processes=N."
         )
     launcher.check(settings.cluster)
-    verify(checkpoint)  # last of the checks, since it reads the whole checkpoint
+    verify_checkpoint(checkpoint)  # last of the checks, since it reads the whole checkpoint
     stamp = time.strftime("%Y-%m-%d_%H%M%S", time.gmtime())
     name = f"step_{checkpoint.step:07d}_{stamp}_{os.urandom(3).hex()}"
     run = RunDirectory(record.directory.path / "evaluations" / name)
-    clean = scrubber_of(cfg, settings.config)
-    with created(run, is_private=settings.run.private):
-        write_configuration(run, config=config_text(clean.tree(settings.config)))
-    if code := _play(settings, launcher, run, clean):
+    clean = create_scrubber(cfg, settings.config)
+    with create_run_folder(run, is_private=settings.run.private):
+        write_configuration(run, config=config_text(clean.scrub_tree(settings.config)))
+    if code := _run_processes(settings, launcher, run, clean):
         return code
     metrics = read_result(run)["metrics"]
-    _write(run, checkpoint, settings, metrics=metrics, words=clean.words(words))
-    return _table(metrics, checkpoint, run), run.path
+    _write_evaluation(run, checkpoint, settings, metrics=metrics, words=clean.scrub_arguments(words))
+    return _format_table(metrics, checkpoint, run), run.path
 
 
-def _play(settings: Settings, launcher: Launcher, run: RunDirectory, clean: Scrubber) -> int:
+def _run_processes(settings: Settings, launcher: Launcher, run: RunDirectory, clean: Scrubber) -> int:
     """Start the processes and wait until they exit; return the exit code."""
-    plan = settings.plan(run.path)
-    settings.strategy.prepare(run.servers(1))
-    outcome = launcher.launch(replace(with_secrets(settings.config, plan, clean), attempt=1)).wait()
+    plan = settings.create_plan(run.path)
+    settings.strategy.prepare(run.get_servers_folder(1))
+    outcome = launcher.launch(replace(add_secrets(settings.config, plan, clean), attempt=1)).wait()
     if failure := outcome.failure:
         _logger.error("%s %d failed:\n%s", failure.role, failure.rank, failure.cause.rstrip())
         _logger.error("logs: %s", run.path / "logs")
     return outcome.exit_code
 
 
-def _write(
+def _write_evaluation(
     run: RunDirectory, checkpoint: Checkpoint, settings: Settings, *, metrics: Mapping[str, float], words: Sequence[str]
 ) -> None:
     evaluation: dict[str, Any] = {
         "time": time.time(),
         "checkpoint": checkpoint.path.name,
-        "sha256": digest_of(checkpoint.path),
+        "sha256": read_digest(checkpoint.path),
         "step": checkpoint.step,
         "splits": list(settings.evaluation.splits),
         "batches": settings.evaluation.batches,
@@ -132,15 +140,15 @@ def _write(
         "processes": settings.cluster.processes,
         "overrides": list(words),
     }
-    (run.path / "evaluation.json").write_text(json.dumps(strict(evaluation), indent=2) + "\n")
+    (run.path / "evaluation.json").write_text(json.dumps(sanitize_json(evaluation), indent=2) + "\n")
 
 
-def _table(metrics: Mapping[str, float], checkpoint: Checkpoint, run: RunDirectory) -> Table:
+def _format_table(metrics: Mapping[str, float], checkpoint: Checkpoint, run: RunDirectory) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(overflow="fold")
     for name, value in metrics.items():
-        table.add_row(Text(printable(spoken_name(name))), repr(value))
+        table.add_row(Text(printable(format_display_name(name))), repr(value))
     table.add_row("step", f"{checkpoint.step:,}")
     table.add_row("checkpoint", Text(printable(str(checkpoint.path))))
     table.add_row("written to", Text(printable(str(run.path / "evaluation.json"))))

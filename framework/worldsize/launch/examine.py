@@ -23,8 +23,8 @@ from worldsize.core import Cluster, Plan, Recipe
 from worldsize.devices import device_count
 from worldsize.errors import WorldsizeError
 from worldsize.launch.agents import Follower, Lead
-from worldsize.launch.host_check import facts_of
-from worldsize.launch.meeting import PortProbe, arrivals, probe_all, reach
+from worldsize.launch.host_check import collect_host_facts
+from worldsize.launch.meeting import PortProbe, arrivals, probe_all, reach_first_host
 from worldsize.launch.node import NodeLauncher
 from worldsize.net.agent_connection import AgentConnection, HeartbeatSender, RemoteAgent
 from worldsize.net.credentials import read_key
@@ -32,9 +32,9 @@ from worldsize.net.handshake import Message
 from worldsize.plan.doctor.evaluate import evaluate
 from worldsize.plan.doctor.findings import REPORT, read_facts, read_findings, write_facts
 from worldsize.record.run_directory import RunDirectory
-from worldsize.strict_json import strict
+from worldsize.strict_json import sanitize_json
 from worldsize.world.environments import Node
-from worldsize.world.topology import address_towards, interface_of, interfaces
+from worldsize.world.topology import address_towards, find_interface, interfaces
 
 _logger = logging.getLogger(__name__)
 
@@ -64,38 +64,38 @@ class Meeting(TypedDict, total=False):
     outcome: Mapping[str, Any]
 
 
-def examine(
+def examine_cluster(
     recipe: Recipe, launcher: NodeLauncher, plan: Plan, run: RunDirectory, place: Node, *, port: int = 0
 ) -> int:
     """Examine this host, and take part in the examination of the cluster; return the exit code."""
     waits = {"patience": plan.cluster.timeout, "silence": launcher.node_timeout}
-    facts = _facts(recipe, plan.cluster, run, place, port)
+    facts = _collect_facts(recipe, plan.cluster, run, place, port)
     connection, others, meeting = None, list[RemoteAgent](), Meeting()
     with _port_probe(facts):  # has a thread, so it is closed before forking
         facts["folder"]["error"] = _write_facts(run, facts)
         if place.rank:
-            connection = _join(run, place, facts, port, waits)
+            connection = _join_first_host(run, place, facts, port, waits)
         else:
-            others, meeting = _meet(run, place, facts, port, waits)
+            others, meeting = _meet_hosts(run, place, facts, port, waits)
     if place.rank == 0:
         try:
-            return _measure(Lead.of(launcher, place, others), plan, run, meeting)
+            return _run_measurements(Lead.from_launcher(launcher, place, others), plan, run, meeting)
         finally:
             leave_report(recipe, plan.cluster, run)
-    return Follower(launcher, plan, place, connection).follow() if connection else 1
+    return Follower(launcher, plan, place, connection).follow_leader() if connection else 1
 
 
 # ---------------------------------------------------------------- one host
 
 
-def _facts(recipe: Recipe, cluster: Cluster, run: RunDirectory, place: Node, port: int) -> dict[str, Any]:
+def _collect_facts(recipe: Recipe, cluster: Cluster, run: RunDirectory, place: Node, port: int) -> dict[str, Any]:
     return {
-        **facts_of(recipe, place),
+        **collect_host_facts(recipe, place),
         "data": _unreadable(recipe),
         "folder": {"path": str(run.path), "error": None, "free": shutil.disk_usage(run.path).free},
         "cpus": len(os.sched_getaffinity(0)),
         "devices": device_count(cluster.device) if cluster.device != "cpu" else 0,
-        "first": _first(place, port),
+        "first": _describe_first_host(place, port),
         "interface": _interface(cluster, place),
         "interfaces": interfaces(),
         "nonce": secrets.token_hex(8),
@@ -113,7 +113,7 @@ def _unreadable(recipe: Recipe) -> list[str]:
     return unreadable
 
 
-def _first(place: Node, port: int) -> dict[str, Any] | None:
+def _describe_first_host(place: Node, port: int) -> dict[str, Any] | None:
     """Describe the first host: name, port and address; None in a cluster of one host."""
     if place.count == 1:
         return None
@@ -128,7 +128,7 @@ def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
     if place.count == 1:
         return None
     try:
-        leads = interface_of(address_towards(place.first or ""))
+        leads = find_interface(address_towards(place.first or ""))
     except OSError:
         leads = None
     name, there = cluster.interface or leads, interfaces()
@@ -159,7 +159,7 @@ def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _unseen(run: RunDirectory, facts: Message) -> str | None:
+def _wait_for_facts(run: RunDirectory, facts: Message) -> str | None:
     """Wait for a remote host's file; return an error if it is written but stays invisible."""
     deadline = time.monotonic() + _VISIBLE
     while facts["folder"]["error"] is None:
@@ -174,16 +174,18 @@ def _unseen(run: RunDirectory, facts: Message) -> str | None:
 # ---------------------------------------------------------------- all hosts
 
 
-def _join(
+def _join_first_host(
     run: RunDirectory, place: Node, facts: Mapping[str, Any], port: int, waits: Mapping[str, float]
 ) -> AgentConnection | None:
     """Connect to the first host and answer its requests; return None if it cannot be reached."""
     try:
-        connection = reach(place, port, read_key(run.path), facts=facts, **waits)
+        connection = reach_first_host(place, port, read_key(run.path), facts=facts, **waits)
         with HeartbeatSender([connection], waits["silence"]):
             while "probes" not in (question := connection.receive()):
                 connection.send(clock=time.time())
-            connection.send(unreached=probe_all(question["probes"], place.rank), unseen=_unseen(run, question["first"]))
+            connection.send(
+                unreached=probe_all(question["probes"], place.rank), unseen=_wait_for_facts(run, question["first"])
+            )
             connection.receive()  # wait until all hosts have probed
         return connection
     except (WorldsizeError, OSError) as error:
@@ -192,7 +194,7 @@ def _join(
         return None
 
 
-def _meet(
+def _meet_hosts(
     run: RunDirectory, place: Node, facts: dict[str, Any], port: int, waits: Mapping[str, float]
 ) -> tuple[list[RemoteAgent], Meeting]:
     """Wait for the other hosts on the first host; return those that connected, and the findings."""
@@ -207,13 +209,13 @@ def _meet(
     met: Meeting = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
     with HeartbeatSender([other.connection for other in others], waits["silence"]):
         try:
-            _ask(run, others, everyone, met)
+            _query_hosts(run, others, everyone, met)
         except OSError as error:
             met["skipped"] = f"a host has gone away while it was asked: {error}"
     return others, {"skipped": _obstacle(place, met), **met}
 
 
-def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Message], met: Meeting) -> None:
+def _query_hosts(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Message], met: Meeting) -> None:
     """Query the hosts' clocks, and the ports and files that they cannot access."""
     probes = [
         {"node": facts["node"], "address": facts["interface"]["address"], "port": facts["interface"]["probe"]}
@@ -221,19 +223,19 @@ def _ask(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Me
         if not facts["interface"]["error"]
     ]
     for other in others:
-        met["clocks"][other.rank] = _ahead(other.connection)
+        met["clocks"][other.rank] = _measure_clock_offset(other.connection)
         other.connection.send(probes=probes, first=dict(everyone[0]))
     met["unreached"][0] = probe_all(probes, 0)
     for other, facts in zip(others, everyone[1:], strict=True):
         answer = other.connection.receive()
         met["unreached"][other.rank] = answer["unreached"]
-        if why := answer["unseen"] or _unseen(run, facts):
+        if why := answer["unseen"] or _wait_for_facts(run, facts):
             met["unseen"][other.rank] = why
     for other in others:
         other.connection.send(probed=True)
 
 
-def _ahead(connection: AgentConnection) -> float:
+def _measure_clock_offset(connection: AgentConnection) -> float:
     """Measure a host's clock offset in seconds, to within half the round trip (Cristian 1989)."""
     answers = []
     for _ in range(_CLOCK_REQUESTS):
@@ -261,11 +263,11 @@ def leave_report(recipe: Recipe, cluster: Cluster, run: RunDirectory) -> None:
     findings = read_findings(run.findings, cluster.nodes)
     report = evaluate(findings, cluster, needed_bytes=2 * checkpoint_bytes(recipe))
     try:
-        write_facts(run.findings, REPORT, strict(report.as_json()))
+        write_facts(run.findings, REPORT, sanitize_json(report.to_json()))
     except OSError:  # the report mentions this error, too
         console = Console(width=_COLUMNS, highlight=False)
-        console.print(report.table())
-        console.out(report.as_line())
+        console.print(report.build_table())
+        console.out(report.format_log_line())
 
 
 def checkpoint_bytes(recipe: Recipe) -> float:
@@ -278,7 +280,7 @@ def checkpoint_bytes(recipe: Recipe) -> float:
     return 3.0 * sum(float(tensor.nbytes) for tensor in model.state_dict().values())
 
 
-def _measure(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meeting) -> int:
+def _run_measurements(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meeting) -> int:
     """Start the measuring processes on all hosts, unless there is an obstacle."""
     try:
         write_facts(run.findings, "meeting", meeting)  # written before the processes, which may fail

@@ -14,12 +14,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
-from worldsize.checkpoint.format import complete, step_of
-from worldsize.checkpoint.weights import source_of
+from worldsize.checkpoint.format import complete, parse_step
+from worldsize.checkpoint.weights import resolve_source
 from worldsize.collectives.cluster_cost import crossings_text
-from worldsize.config.compose import choices, is_sweep
-from worldsize.config.composed import check_effects, lengths_of, settings_of
-from worldsize.config.objective import Trial, is_search, value_of
+from worldsize.config.compose import is_sweep, read_group_choices
+from worldsize.config.composed import build_settings, check_effects, collect_lengths
+from worldsize.config.objective import Trial, compute_objective, is_search
 from worldsize.config.purpose import TRAIN, Purpose, Train
 from worldsize.config.settings import Settings
 from worldsize.config.shape import check_resumes
@@ -28,18 +28,18 @@ from worldsize.data.order import sample_lengths
 from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError
 from worldsize.launch.local import Local
-from worldsize.launch.record import amend_record, check_same, scrubber_of, with_secrets, write_record
+from worldsize.launch.record import add_secrets, amend_record, check_same, create_scrubber, write_record
 from worldsize.launch.restarts import command_line, run_attempts
 from worldsize.launch.scheduled import wait_for
-from worldsize.launch.sweep import end_of, show_ends
+from worldsize.launch.sweep import read_run_end, show_ends
 from worldsize.messages import outlive_output
 from worldsize.observe.summary import show_summary
 from worldsize.plan.construction import check_construction, check_trainable
-from worldsize.record.run_directory import RunDirectory, created, planned, writing
-from worldsize.record.run_record import RunRecord, look, note_job, opened, read_result
+from worldsize.record.run_directory import RunDirectory, create_run_folder, plan_run_directory, wrap_write_errors
+from worldsize.record.run_record import RunRecord, note_job, open_record, read_result, refresh_run
 from worldsize.seeds import keep_generators
 from worldsize.world.processes import will_fork
-from worldsize.world.roles import heals
+from worldsize.world.roles import can_heal
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Launch:
     run: RunDirectory
 
 
-def execute(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path], None] = lambda folder: None) -> Trial:
+def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path], None] = lambda folder: None) -> Trial:
     """Check, record and run the configuration; return its exit code and objective value.
 
     Args:
@@ -66,21 +66,23 @@ def execute(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path], Non
         ConfigError: the run cannot start; no process was started, and no run folder remains.
         SweepEnded: the run ended without the metric that the sweep optimizes.
     """
-    settings = prepared(cfg, [(each.settings.launcher, each.settings.cluster) for each in sweep])
+    settings = prepare_settings(cfg, [(each.settings.launcher, each.settings.cluster) for each in sweep])
     is_submitted_together = isinstance(settings.launcher, BatchLauncher) and is_sweep()
-    run = planned(Path(cfg.run.root), choices()["recipe"], cfg.run.name)
-    plan = settings.plan(run.path)
+    run = plan_run_directory(Path(cfg.run.root), read_group_choices()["recipe"], cfg.run.name)
+    plan = settings.create_plan(run.path)
     if cfg.launch == "show":
-        for each in lengths_of(cfg).values():
-            print(f"{each.key}: {each.text} = {each.steps(settings.recipe, settings.training.batch_size):,} steps")
+        for each in collect_lengths(cfg).values():
+            print(
+                f"{each.key}: {each.text} = {each.count_steps(settings.recipe, settings.training.batch_size):,} steps"
+            )
         if is_submitted_together:
             sweep.append(Launch(settings, plan, run))
             return Trial(0)
-        return Trial(_show([plan], settings))
-    clean = scrubber_of(cfg, settings.config)
-    plan = with_secrets(settings.config, plan, clean)
+        return Trial(_print_plans([plan], settings))
+    clean = create_scrubber(cfg, settings.config)
+    plan = add_secrets(settings.config, plan, clean)
     outlive_output()
-    with created(run, is_private=settings.run.private):
+    with create_run_folder(run, is_private=settings.run.private):
         write_record(settings, plan, run, clean)
     recorded(run.path)
     if cfg.launch == "write":
@@ -90,24 +92,24 @@ def execute(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path], Non
     if is_submitted_together:
         sweep.append(Launch(settings, plan, run))
         return Trial(0)
-    outcome = _start(settings, plan, run, opened(run, plan.secrets))
+    outcome = _start_run(settings, plan, run, open_record(run, plan.secrets))
     if outcome.exit_code:
-        return Trial(outcome.exit_code, why=_why(outcome, run), folder=run.path)
+        return Trial(outcome.exit_code, why=_find_reason(outcome, run), folder=run.path)
     is_compared = cfg.sweep.metric is not None and is_sweep()
-    value = value_of(cfg.sweep, read_result(run)["metrics"]) if is_compared else None
+    value = compute_objective(cfg.sweep, read_result(run)["metrics"]) if is_compared else None
     return Trial(0, value, folder=run.path)
 
 
-def _why(outcome: Outcome, run: RunDirectory) -> str:
+def _find_reason(outcome: Outcome, run: RunDirectory) -> str:
     """Return the reason why a run did not complete."""
     try:
-        recorded = look(run)
+        recorded = refresh_run(run)
     except WorldsizeError:  # its folder was deleted
         return outcome.exit_reason
     return recorded.failure or recorded.exit_reason or outcome.exit_reason
 
 
-def prepared(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]]) -> Settings:
+def prepare_settings(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]]) -> Settings:
     """Build a new run's settings, and run all checks that need neither folder nor processes.
 
     ``asked`` lists launchers and clusters that are already checked; this run's are appended.
@@ -116,21 +118,23 @@ def prepared(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]]) -> Sett
         ConfigError: the run cannot be started.
     """
     # init_from may name a run; use the checkpoint that is its newest now
-    settings = checked(cfg, Train(None if cfg.init_from is None else source_of(Path(cfg.init_from))))
+    settings = build_checked_settings(
+        cfg, Train(None if cfg.init_from is None else resolve_source(Path(cfg.init_from)))
+    )
     check_effects(cfg)
     if is_sweep() and isinstance(settings.launcher, BatchLauncher):
         _check_submission(settings.launcher)
     if settings.initial:
         makes_rows = any(role.serves for role in settings.roles.values())
-        settings.initial.check(settings.recipe, makes_rows=makes_rows)
+        settings.initial.check_recipe(settings.recipe, makes_rows=makes_rows)
     target = (settings.launcher, settings.cluster)
     if cfg.launch != "show" and target not in asked:  # the shown script may be for a different machine
         asked.append(target)
-        _check(*target, is_started=cfg.launch == "run")
+        _check_launcher(*target, is_started=cfg.launch == "run")
     return settings
 
 
-def _check(launcher: LaunchMethod, cluster: Cluster, *, is_started: bool) -> None:
+def _check_launcher(launcher: LaunchMethod, cluster: Cluster, *, is_started: bool) -> None:
     """Check the launcher; a missing program is only a warning if nothing is started."""
     try:
         launcher.check(cluster)
@@ -152,14 +156,14 @@ def _check_submission(launcher: BatchLauncher) -> None:
         raise ConfigError(f"{name} runs the points of a sweep side by side by itself. Leave hydra/launcher out.")
 
 
-def checked(cfg: DictConfig, purpose: Purpose = TRAIN) -> Settings:
+def build_checked_settings(cfg: DictConfig, purpose: Purpose = TRAIN) -> Settings:
     """Build a run's settings for ``purpose``, and check that this process can start the run.
 
     Raises:
         ConfigError: the run cannot be started.
     """
     will_fork()
-    settings = settings_of(cfg, purpose)
+    settings = build_settings(cfg, purpose)
     if type(settings.recipe).__module__ == "__main__" and not isinstance(settings.launcher, Local):
         name = type(settings.recipe).__name__
         raise ConfigError(
@@ -183,28 +187,32 @@ def checked(cfg: DictConfig, purpose: Purpose = TRAIN) -> Settings:
     return settings
 
 
-def _start(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
+def _start_run(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
     """Pass the plan to the launcher; return the run's outcome.
 
     ``record`` is entered only if this process runs the attempts; jobs and agents lock and update the record themselves.
     """
     print(settings.update_text(), flush=True)
     try:
-        with writing(run):
-            return _started(settings, plan, run, record)
+        with wrap_write_errors(run):
+            return _launch_run(settings, plan, run, record)
     except RunFolderError as error:
         _logger.error("%s", error)
         return Outcome("failed", 1)
 
 
-def _started(settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]) -> Outcome:
+def _launch_run(
+    settings: Settings, plan: Plan, run: RunDirectory, record: AbstractContextManager[RunRecord]
+) -> Outcome:
     match settings.launcher:
         case BatchLauncher():
-            return Outcome("ended", _submit([[Launch(settings, plan, run)]]))
+            return Outcome("ended", _submit_batches([[Launch(settings, plan, run)]]))
         case AgentLauncher() as launcher:
-            attempts = len(look(run).attempts)
+            attempts = len(refresh_run(run).attempts)
             outcome = launcher.launch_agents(plan).wait()
-            if outcome.failure and len(look(run).attempts) == attempts:  # failed before an agent recorded an attempt
+            if (
+                outcome.failure and len(refresh_run(run).attempts) == attempts
+            ):  # failed before an agent recorded an attempt
                 _record_failed_start(run, outcome.failure, plan)
             return outcome
         case launcher:
@@ -213,11 +221,11 @@ def _started(settings: Settings, plan: Plan, run: RunDirectory, record: Abstract
 
 
 def _record_failed_start(run: RunDirectory, failure: Failure, plan: Plan) -> None:
-    with suppress(WorldsizeError), opened(run, plan.secrets) as record:  # refused if an agent still holds the lock
+    with suppress(WorldsizeError), open_record(run, plan.secrets) as record:  # refused if an agent still holds the lock
         record.give_up(f"{failure.host}: {failure.cause}", unstarted=plan.world_size)
 
 
-def _show(plans: Sequence[Plan], settings: Settings) -> int:
+def _print_plans(plans: Sequence[Plan], settings: Settings) -> int:
     """Print the script or command for ``plans``; ``settings`` are those of the first."""
     cluster, launcher = settings.cluster, settings.launcher
     try:
@@ -237,23 +245,23 @@ def submit_sweep(sweep: Sequence[Launch]) -> int:
     """
     jobs = list[list[Launch]]()
     for launch in sweep:
-        same = next((job for job in jobs if _request_of(job[0]) == _request_of(launch)), None)
+        same = next((job for job in jobs if _get_job_key(job[0]) == _get_job_key(launch)), None)
         if same is None:
             jobs.append([launch])
         else:
             same.append(launch)
     if sweep[0].settings.config["launch"] == "show":
-        return max(_show([each.plan for each in job], job[0].settings) for job in jobs)
-    return _submit(jobs)
+        return max(_print_plans([each.plan for each in job], job[0].settings) for job in jobs)
+    return _submit_batches(jobs)
 
 
-def _request_of(launch: Launch) -> tuple[object, ...]:
+def _get_job_key(launch: Launch) -> tuple[object, ...]:
     """Collect the properties that must match for runs to share a job."""
     plan, launcher = launch.plan, launch.settings.launcher
-    return launcher, plan.cluster, dict(plan.environment), dict(plan.secrets), heals(plan.roles)
+    return launcher, plan.cluster, dict(plan.environment), dict(plan.secrets), can_heal(plan.roles)
 
 
-def _submit(batches: Sequence[Sequence[Launch]]) -> int:
+def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
     """Submit each batch as one job; return the exit code. Raises if the first job is refused."""
     submitted, waited = list[RunDirectory](), list[RunDirectory]()
     waits, refused = list[Callable[[], None]](), 0
@@ -279,10 +287,11 @@ def _submit(batches: Sequence[Sequence[Launch]]) -> int:
     if not waited:
         print(f"follow it with: {command_line('logs', '--follow', submitted[0].path)}")
         return refused
-    codes = [_ended(run) for run in waited]
+    codes = [_show_result(run) for run in waited]
     if len(waited) > 1:
         ends = [
-            end_of(run, code, number=number) for number, (run, code) in enumerate(zip(waited, codes, strict=True), 1)
+            read_run_end(run, code, number=number)
+            for number, (run, code) in enumerate(zip(waited, codes, strict=True), 1)
         ]
         show_ends(Console(), ends)
     return max(*codes, refused)
@@ -296,13 +305,13 @@ def _note_jobs(jobs: Sequence[str | None], batch: Sequence[Launch]) -> None:
             print(launch.settings.launcher.describe(launch.plan))
             continue
         print(f"job {job} submitted: {launch.run.path}", flush=True)
-        with writing(launch.run):
+        with wrap_write_errors(launch.run):
             note_job(launch.run, job)
 
 
-def _ended(run: RunDirectory) -> int:
+def _show_result(run: RunDirectory) -> int:
     """Show the result of a run trained by a job; return its exit code."""
-    ended = look(run)
+    ended = refresh_run(run)
     if ended.exit_reason == "completed":
         show_summary(Console(), read_result(run), run.path)
         return 0
@@ -320,14 +329,14 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
             in ``ignore``, or the run is already past the requested number of steps.
     """
     outlive_output()
-    settings, run = checked(cfg), record.directory
-    clean = scrubber_of(cfg, settings.config)
-    plan = with_secrets(settings.config, settings.plan(run.path), clean)
+    settings, run = build_checked_settings(cfg), record.directory
+    clean = create_scrubber(cfg, settings.config)
+    plan = add_secrets(settings.config, settings.create_plan(run.path), clean)
     settings.launcher.check(settings.cluster)
     check_same(settings, record, clean, ignore)
     launcher = settings.launcher
     remote = isinstance(launcher, BatchLauncher) and not launcher.shares_run_folder
-    if remote and sorted(clean.words(words)) != sorted(record.manifest["overrides"]):
+    if remote and sorted(clean.scrub_arguments(words)) != sorted(record.manifest["overrides"]):
         raise ConfigError(
             f"the run's folder is where {type(launcher).__name__} keeps it, with its original options. "
             "Resume it without new ones, or begin a new run; nothing was started."
@@ -336,15 +345,15 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
     amend_record(settings, plan, record, clean, words)
     if not isinstance(launcher, Launcher):
         record.close()  # the job or the first host's agent acquires the lock
-    return _start(settings, plan, run, nullcontext(record)).exit_code
+    return _start_run(settings, plan, run, nullcontext(record)).exit_code
 
 
 def _check_steps(settings: Settings, run: RunDirectory) -> None:
     saved = complete(run.checkpoints)
     if saved:
-        check_resumes(settings.recipe, step_of(saved[-1]), exact=settings.determinism.exact_mode)
-    if saved and step_of(saved[-1]) > settings.training.steps:
+        check_resumes(settings.recipe, parse_step(saved[-1]), exact=settings.determinism.exact_mode)
+    if saved and parse_step(saved[-1]) > settings.training.steps:
         raise ConfigError(
-            f"the run has completed {step_of(saved[-1])} steps, more than steps={settings.training.steps}. "
+            f"the run has completed {parse_step(saved[-1])} steps, more than steps={settings.training.steps}. "
             "Give a larger number; nothing was started."
         )

@@ -65,7 +65,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def outcome_of(
+def determine_outcome(
     deciding: Sequence[Ending], failed: Sequence[Ending], silent: Sequence[Ending], *, signum: int
 ) -> Outcome:
     """Return the outcome of a gang.

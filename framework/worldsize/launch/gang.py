@@ -16,7 +16,7 @@ from typing import Any, final
 
 from worldsize.core import Job, Outcome
 from worldsize.launch.control import Control
-from worldsize.launch.first_cause import outcome_of
+from worldsize.launch.first_cause import determine_outcome
 from worldsize.launch.interruption import Abort, FolderWatch, Signals
 from worldsize.launch.members import Member, Members
 from worldsize.launch.membership_server import MembershipServer, Resize
@@ -73,13 +73,13 @@ class Gang(Job):
             with signals, control or nullcontext(), ExitStack() as stack:
                 for helper in self._helpers:
                     stack.enter_context(helper)
-                self._join(signals, control)
+                self._wait_for_exit(signals, control)
                 if signals.seen and not self._abort.is_requested:
                     self._ask_to_save(signals, control)
         finally:
-            silent = self._members.kill()
+            silent = self._members.kill_processes()
             try:
-                outcome = self._ended(silent, signals.seen[-1] if signals.seen else 0)
+                outcome = self._report_outcome(silent, signals.seen[-1] if signals.seen else 0)
             finally:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._abort.close()
@@ -87,16 +87,16 @@ class Gang(Job):
 
     def abort(self) -> None:
         """Make :meth:`wait` kill all processes; may be called from any thread."""
-        self._abort.request()
+        self._abort.request_abort()
 
     def cancel(self) -> None:
         self._members.terminate()
 
-    def _ended(self, silent: Sequence[Member], signum: int) -> Outcome:
+    def _report_outcome(self, silent: Sequence[Member], signum: int) -> Outcome:
         """Show the remaining output of all processes; return the gang's outcome."""
         if terminal := self._members.terminal:
             terminal.close()
-        outcome = self._outcome(silent, signum)
+        outcome = self._determine_outcome(silent, signum)
         for member in self._members.current:
             member.copy_error_to_log(outcome.failure)
         return outcome
@@ -108,35 +108,35 @@ class Gang(Job):
             grace = self._graces.interrupt
             _logger.warning("The run saves and ends. Ctrl-C again ends it without saving.")
         self.cancel()
-        self._join(signals, control, asked=1, deadline=time.monotonic() + grace)
+        self._wait_for_exit(signals, control, asked=1, deadline=time.monotonic() + grace)
 
-    def _join(
+    def _wait_for_exit(
         self, signals: Signals, control: Control | None, *, asked: int = 0, deadline: float | None = None
     ) -> None:
         """Wait until all exit, ``deadline``, more than ``asked`` signals, or a deleted folder.
 
         The first failure sets the deadline if it is None.
         """
-        while awaited := self._members.awaited():
+        while awaited := self._members.map_sentinels():
             timeout = None if deadline is None else deadline - time.monotonic()
             if len(signals.seen) > asked or self._abort.is_requested or (timeout is not None and timeout <= 0):
                 return
-            if self._folder_watch.look():
+            if self._folder_watch.check_folder():
                 return
-            sockets, seconds = control.awaited() if control else ((), None)
-            pipes, patient = self._server.awaited() if self._server else ((), None)
+            sockets, seconds = control.collect_sockets() if control else ((), None)
+            pipes, patient = self._server.collect_pipes() if self._server else ((), None)
             patience = min(each for each in (timeout, seconds, patient, FolderWatch.interval) if each is not None)
             files: list[Any] = [*awaited, signals.arrival, self._abort.arrival, *sockets, *pipes]
             ready: Any
             for ready in wait(files, patience):
                 if ready == signals.arrival:
-                    signals.drain()
+                    signals.drain_arrival()
                 elif ready == self._abort.arrival:
                     break
                 elif control and isinstance(ready, socket.socket):
-                    control.answer(ready)
+                    control.serve_socket(ready)
                 elif self._server and ready in pipes:
-                    self._server.answer(ready)
+                    self._server.serve_pipe(ready)
                 else:
                     self._note_end(awaited[ready])
             if deadline is None and self._members.must_end:
@@ -147,12 +147,12 @@ class Gang(Job):
         if self._server:
             self._server.note_end(member)
 
-    def _outcome(self, silent: Sequence[Member], signum: int) -> Outcome:
+    def _determine_outcome(self, silent: Sequence[Member], signum: int) -> Outcome:
         if self._folder_watch.is_deleted:
             return Outcome("failed", 1)
-        deciding = [member.ending() for member in self._members.deciding or self._members.current]
-        failed = [member.ending() for member in self._members.ended if member.failed]
-        outcome = outcome_of(deciding, failed, [member.ending() for member in silent], signum=signum)
+        deciding = [member.read_ending() for member in self._members.deciding or self._members.current]
+        failed = [member.read_ending() for member in self._members.ended if member.failed]
+        outcome = determine_outcome(deciding, failed, [member.read_ending() for member in silent], signum=signum)
         if self._server is None or not self._server.records:
             return outcome
         records = self._server.records

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import worldsize
-from worldsize.config.search_path import bundle, foreign_roots, roots
+from worldsize.config.search_path import foreign_roots, get_bundle_folder, list_search_roots
 from worldsize.core import Recipe
 from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, WorldsizeError
@@ -21,7 +21,7 @@ from worldsize.world.environments import Node
 _logger = logging.getLogger(__name__)
 
 
-def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
+def collect_host_facts(recipe: Recipe, place: Node) -> dict[str, Any]:
     """Describe this host: what ``must_match`` on all hosts of a run, and what ``should_match``."""
     environment = capture_environment()
     return {
@@ -31,9 +31,9 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
             "Python": platform.python_version(),
             "torch": environment["torch"]["version"],
             "NCCL": environment["torch"]["nccl"],
-            "packages": _digest(f"{name}=={version}" for name, version in environment["packages"].items()),
-            "code": code_digest([root for root in roots() if root not in foreign_roots()]),
-            "data": _data_of(recipe),
+            "packages": _compute_digest(f"{name}=={version}" for name, version in environment["packages"].items()),
+            "code": code_digest([root for root in list_search_roots() if root not in foreign_roots()]),
+            "data": _describe_data(recipe),
         },
         "should_match": {
             "driver": environment["driver"],
@@ -46,11 +46,11 @@ def facts_of(recipe: Recipe, place: Node) -> dict[str, Any]:
 
 def lock_digest() -> str | None:
     """Digest the lock file of the working directory or of worldsize's clone, if any."""
-    locks = (folder / "uv.lock" for folder in (Path.cwd(), bundle()))
+    locks = (folder / "uv.lock" for folder in (Path.cwd(), get_bundle_folder()))
     return next((hashlib.sha256(lock.read_bytes()).hexdigest()[:12] for lock in locks if lock.exists()), None)
 
 
-def _digest(lines: Iterable[str]) -> str:
+def _compute_digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
@@ -59,10 +59,10 @@ def code_digest(roots: Sequence[Path]) -> str:
     own = Path(worldsize.__file__).parent
     folders = [own, *(root / kind for root in roots for kind in ("recipes", "plugins"))]
     files = sorted({file for folder in folders for file in folder.rglob("*.py")})
-    return _digest(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
+    return _compute_digest(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files)
 
 
-def _data_of(recipe: Recipe) -> str:
+def _describe_data(recipe: Recipe) -> str:
     try:
         check_paths(recipe)
     except ConfigError as error:
@@ -74,7 +74,7 @@ def data_digest(files: Mapping[str, Path]) -> str:
     """Digest names and sizes, or name missing files; the launching host hashes contents."""
     if missing := [name for name in sorted(files) if not files[name].exists()]:
         return f"without {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-    return _digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
+    return _compute_digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))
 
 
 def check_hosts(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, on_mismatch: str) -> None:

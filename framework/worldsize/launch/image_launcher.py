@@ -30,7 +30,7 @@ class ImageLauncher(LaunchMethod):
         if self.image is None:
             if is_required:
                 raise ConfigError("cluster.image_digest=required, but no image is set. Set cluster.image.")
-        elif ContainerImage.named(self.image).digest is None:
+        elif ContainerImage.from_name(self.image).digest is None:
             fact = f"the image {self.image} has no digest visible here, and may change at any time"
             remedy = "Name it by its digest (IMAGE@sha256: and 64 hexadecimal digits), or as a file on this machine"
             if is_required:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, ClassVar, Self, final
 
 from worldsize.record.run_directory import is_missing
-from worldsize.world.processes import SIGNALS, handled
+from worldsize.world.processes import SIGNALS, filter_signals
 
 
 @final
@@ -35,7 +35,7 @@ class Signals:
         self._mask: set[int] = set()
 
     def __enter__(self) -> Self:
-        self._handlers = {number: signal.signal(number, self._note) for number in handled(SIGNALS)}
+        self._handlers = {number: signal.signal(number, self._record_signal) for number in filter_signals(SIGNALS)}
         signal.set_wakeup_fd(self._write)
         self._mask = set(signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS))
         return self
@@ -48,11 +48,11 @@ class Signals:
         os.close(self.arrival)
         os.close(self._write)
 
-    def drain(self) -> None:
+    def drain_arrival(self) -> None:
         """Drain ``arrival``, so that it is unreadable until the next signal."""
         os.read(self.arrival, 1024)
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _record_signal(self, number: int, _: FrameType | None) -> None:
         last, self._last[number] = self._last.get(number, -math.inf), time.monotonic()
         if self._last[number] - last <= self.repeats:
             return
@@ -75,7 +75,7 @@ class Abort:
         self._is_closed = False
         self._lock = threading.Lock()  # avoids writing to a closed descriptor, which may have been reused
 
-    def request(self) -> None:
+    def request_abort(self) -> None:
         with self._lock:
             self.is_requested = True
             if not self._is_closed:
@@ -107,7 +107,7 @@ class FolderWatch:
     def is_deleted(self) -> bool:
         return self._misses > 1
 
-    def look(self) -> bool:
+    def check_folder(self) -> bool:
         """Return whether the folder was deleted; it is checked at most once a second."""
         if self._is_expected and time.monotonic() >= self._next and not self.is_deleted:
             self._next = time.monotonic() + self.interval

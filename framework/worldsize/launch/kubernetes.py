@@ -15,7 +15,7 @@ from worldsize.core.launcher import cluster_option
 from worldsize.files import read_regular
 from worldsize.launch.image_launcher import ImageLauncher, job_name
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.templates import filled
+from worldsize.launch.templates import render_template
 from worldsize.net.credentials import read_key, write_key
 from worldsize.strict_json import LARGEST
 
@@ -67,14 +67,14 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
             raise ConfigError(f"{self.kubectl[0]} is not found. Install it, or apply what launch=show prints.")
         secrets = {"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {}
         jobset = self._has_jobsets()
-        self._ask("apply", "-f", "-", text=self._full_manifests(plan, secrets, jobset=jobset))
+        self._run_kubectl("apply", "-f", "-", text=self._full_manifests(plan, secrets, jobset=jobset))
         return f"{'jobset' if jobset else 'job'}/{job_name(plan)}"
 
     def _full_manifests(self, plan: Plan, secrets: Mapping[str, str], *, jobset: bool) -> str:
         """Render the manifests with the files, the key and the secrets for the pods."""
         write_key(plan.run_dir)
         keys = {"agents.key": read_key(plan.run_dir).secret.decode()}
-        return self._manifests(plan, _files(plan.run_dir), {**keys, **secrets}, jobset=jobset)
+        return self._manifests(plan, _collect_files(plan.run_dir), {**keys, **secrets}, jobset=jobset)
 
     def describe(self, plan: Plan) -> str:
         hidden = {"agents.key": "(made when it is launched)"}
@@ -82,7 +82,7 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
 
     def state(self, job: str) -> str | None:
         """Return the job's last condition type, or "Running"; None if the job is over."""
-        description = self._ask("get", job, "-o", "json", "--ignore-not-found")
+        description = self._run_kubectl("get", job, "-o", "json", "--ignore-not-found")
         if not description.strip():  # the job was deleted or cleaned up
             return None
         status = json.loads(description).get("status", {})
@@ -95,14 +95,14 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
         return [*self.kubectl, f"--namespace={self.namespace}", "logs", *which, *how]
 
     def cancel(self, job: str) -> None:
-        self._ask("delete", job)
+        self._run_kubectl("delete", job)
 
     def _has_jobsets(self) -> bool:
         if self.kind != "auto":
             return self.kind == "jobset"
-        return "jobsets" in self._ask("api-resources", "--api-group=jobset.x-k8s.io", "--output=name")
+        return "jobsets" in self._run_kubectl("api-resources", "--api-group=jobset.x-k8s.io", "--output=name")
 
-    def _ask(self, *words: str, text: str | None = None) -> str:
+    def _run_kubectl(self, *words: str, text: str | None = None) -> str:
         """Run kubectl; return its output.
 
         Raises:
@@ -118,12 +118,12 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
         return done.stdout
 
     def _manifests(self, plan: Plan, files: Mapping[str, str], secrets: Mapping[str, str], *, jobset: bool) -> str:
-        name, parts = job_name(plan), _parts(plan)
+        name, parts = job_name(plan), _list_jobs(plan)
         run = Path(self.run_root, *plan.run_dir.parts[-2:])
         first = f"{name}-{parts[0][0]}-0-0.{name}" if jobset else f"{name}-0.{name}"
         place = {"WORLDSIZE_NODES": str(plan.cluster.nodes), "WORLDSIZE_FIRST": first}
         limits = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus, "memory": self.memory}
-        return filled(
+        return render_template(
             "kubernetes.yaml.j2",
             run_id=plan.run_dir.name,
             name=name,
@@ -142,13 +142,13 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
             limits={key: str(value) for key, value in limits.items() if value is not None},
             run_files=_RUN_FILES,
             volumes=self.volumes,
-            files={_key(path): text for path, text in files.items()},
-            paths={_key(path): path for path in files},
+            files={_build_key(path): text for path, text in files.items()},
+            paths={_build_key(path): path for path in files},
             secrets=dict(secrets),
         )
 
 
-def _files(run: Path) -> dict[str, str]:
+def _collect_files(run: Path) -> dict[str, str]:
     """Collect the files that pods copy into their run folders, by path.
 
     Raises:
@@ -164,11 +164,11 @@ def _files(run: Path) -> dict[str, str]:
         ) from error
 
 
-def _key(path: str) -> str:
+def _build_key(path: str) -> str:
     return path.replace("/", "..")  # ConfigMap keys must not have slashes
 
 
-def _parts(plan: Plan) -> list[tuple[str, int, int]]:
+def _list_jobs(plan: Plan) -> list[tuple[str, int, int]]:
     """List the jobs as (role, nodes, first node); only one if a node has several roles."""
     size = plan.cluster.processes_per_node
     if any(role.processes % size for role in plan.roles.values()):

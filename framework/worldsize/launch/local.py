@@ -14,7 +14,7 @@ from worldsize.errors import neighbours
 from worldsize.launch.node import NodeLauncher, NodeRendezvous
 from worldsize.world.environments import Node
 from worldsize.world.pinning import Pins, pins_here
-from worldsize.world.roles import role_of
+from worldsize.world.roles import find_role
 from worldsize.world.topology import missing_interfaces
 
 
@@ -37,24 +37,24 @@ class Local(NodeLauncher, Launcher):
         pins_here(cluster, os.environ)
 
     def launch(self, plan: Plan) -> Job:
-        return self.start_node(plan, Node(), NodeRendezvous.alone(plan))
+        return self.start_node(plan, Node(), NodeRendezvous.from_plan(plan))
 
     def describe(self, plan: Plan) -> str:
         lines = [
             f"{plan.world_size} processes on this machine, device {plan.cluster.device}, backend {plan.cluster.backend}"
         ]
-        pins = _pins(plan.cluster)
+        pins = _compute_pins(plan.cluster)
         for rank in range(plan.world_size):
-            role, role_rank = role_of(rank, plan.roles)
+            role, role_rank = find_role(rank, plan.roles)
             lines.append(f"  [{role} {role_rank}] RANK={rank} python -m worldsize.worker {plan.run_dir}")
-            if pin := pins.of(rank):
+            if pin := pins.get_pin(rank):
                 lines.append(f"    on {pin}")
         if not pins.processes:
             lines.append(f"  on any cores: {pins.reason}")
         return "\n".join(lines)
 
 
-def _pins(cluster: Cluster) -> Pins:
+def _compute_pins(cluster: Cluster) -> Pins:
     try:
         return pins_here(cluster, os.environ)
     except ConfigError as error:  # show the reason for refusing the run

@@ -23,7 +23,7 @@ from worldsize.net.agent_connection import (
     receive_line,
 )
 from worldsize.net.credentials import RunKey
-from worldsize.net.handshake import Message, MessageSeal, NotOfThisRunError, Turn, follow
+from worldsize.net.handshake import Message, MessageSeal, NotOfThisRunError, Turn, authenticate_leader
 from worldsize.world.environments import Node
 from worldsize.world.topology import address_towards
 
@@ -36,7 +36,9 @@ _HANDSHAKE = 10.0  # timeout of a handshake in seconds
 _BACKLOG = 128
 
 
-def gather(node: Node, port: int, key: RunKey, *, patience: float, silence: float) -> list[tuple[RemoteAgent, Message]]:
+def gather_agents(
+    node: Node, port: int, key: RunKey, *, patience: float, silence: float
+) -> list[tuple[RemoteAgent, Message]]:
     """Wait for all other hosts; return their agents and facts, sorted by node rank.
 
     They have ``patience`` seconds to connect, and are lost after ``silence`` seconds without a heartbeat.
@@ -89,7 +91,7 @@ class Door:
         self.arrivals: Mailbox[RemoteAgent] = Mailbox()
         self._node, self._port, self._key, self._check, self._silence = node, port, key, check, silence
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._admit, daemon=True, name="door")
+        self._thread = threading.Thread(target=self._admit_hosts, daemon=True, name="door")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -99,7 +101,7 @@ class Door:
         self._is_closed.set()
         self._thread.join()
 
-    def _admit(self) -> None:
+    def _admit_hosts(self) -> None:
         expected = range(1, self._node.count)
         try:
             listener = _listening(self._node, self._port)
@@ -129,7 +131,9 @@ def _listening(node: Node, port: int) -> socket.socket:
         ) from error
 
 
-def reach(node: Node, port: int, key: RunKey, *, patience: float, silence: float, facts: Message) -> AgentConnection:
+def reach_first_host(
+    node: Node, port: int, key: RunKey, *, patience: float, silence: float, facts: Message
+) -> AgentConnection:
     """Connect this host to the first host; for the arguments see :func:`gather`.
 
     Raises:
@@ -138,7 +142,7 @@ def reach(node: Node, port: int, key: RunKey, *, patience: float, silence: float
     deadline = time.monotonic() + patience
     while True:
         try:
-            return _joined(node, port, key, silence, facts)
+            return _connect_agent(node, port, key, silence, facts)
         except NotOfThisRunError as error:
             raise WorldsizeError(f"{node.first}:{port} does not belong to this run: {error}.") from error
         except OSError as error:
@@ -150,10 +154,10 @@ def reach(node: Node, port: int, key: RunKey, *, patience: float, silence: float
             time.sleep(_RETRY)
 
 
-def _joined(node: Node, port: int, key: RunKey, silence: float, facts: Message) -> AgentConnection:
+def _connect_agent(node: Node, port: int, key: RunKey, silence: float, facts: Message) -> AgentConnection:
     connection = socket.create_connection((node.first, port), timeout=_CONNECT)
     try:
-        seal = _conducted(follow(key, node.rank), connection)
+        seal = _run_handshake(authenticate_leader(key, node.rank), connection)
         agent = AgentConnection(connection, seal, silence)
         agent.send(**facts)
         if "admitted" not in agent.receive():
@@ -164,7 +168,7 @@ def _joined(node: Node, port: int, key: RunKey, silence: float, facts: Message) 
         raise
 
 
-def _conducted(handshake: Generator[Turn, bytes, MessageSeal], connection: socket.socket) -> MessageSeal:
+def _run_handshake(handshake: Generator[Turn, bytes, MessageSeal], connection: socket.socket) -> MessageSeal:
     """Perform the I/O for ``handshake``; return its result."""
     deadline = time.monotonic() + _HANDSHAKE
     turn = next(handshake)
@@ -194,7 +198,7 @@ class PortProbe:
     def __init__(self, address: str, node: int) -> None:
         self._listener = socket.create_server((address, 0), backlog=_AT_ONCE)
         self._node = node
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="probe")
+        self._thread = threading.Thread(target=self._serve_clients, daemon=True, name="probe")
         self.port: int = self._listener.getsockname()[1]
 
     def __enter__(self) -> Self:
@@ -206,7 +210,7 @@ class PortProbe:
         self._thread.join()
         self._listener.close()
 
-    def _serve(self) -> None:
+    def _serve_clients(self) -> None:
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
@@ -215,7 +219,7 @@ class PortProbe:
                     connection.sendall(f"{self._node}\n".encode())
 
 
-def probe(address: str, port: int, node: int) -> str | None:
+def probe_port(address: str, port: int, node: int) -> str | None:
     """Return the reason why the port of ``node`` is unreachable; None if it is reachable."""
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as connection:
@@ -230,5 +234,5 @@ def probe_all(probes: Sequence[Mapping[str, int | str]], own: int) -> dict[int, 
     """Map the nodes unreachable from node ``own``, which is this host, to the reasons."""
     others = [(str(each["address"]), int(each["port"]), int(each["node"])) for each in probes if each["node"] != own]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        refusals = pool.map(lambda other: probe(*other), others)
+        refusals = pool.map(lambda other: probe_port(*other), others)
         return {node: why for (_, _, node), why in zip(others, refusals, strict=True) if why}

@@ -19,7 +19,7 @@ from worldsize.files import open_regular, read_regular
 from worldsize.healing.membership import Pipe
 from worldsize.launch.first_cause import Ending, ProcessError
 from worldsize.messages import last_error
-from worldsize.strict_json import LARGEST, parse
+from worldsize.strict_json import LARGEST, parse_strict_json
 from worldsize.world.processes import PREEMPTED, Beat, read_beat
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Member:
     def beat(self) -> Beat | None:
         return read_beat(self.heartbeat)
 
-    def ending(self) -> Ending:
+    def read_ending(self) -> Ending:
         """Return exit code, error and progress of the exited process; its files are read only once."""
         return self._ending
 
@@ -77,7 +77,7 @@ class Member:
     def _ending(self) -> Ending:
         code = self.process.exitcode
         assert code is not None
-        return Ending(self.role, self.rank, code, self._error(), self.beat, self.log, self.host)
+        return Ending(self.role, self.rank, code, self._read_error(), self.beat, self.log, self.host)
 
     def copy_error_to_log(self, first: Failure | None) -> None:
         """Append the error to the log, shortened to one line if the process only lost a peer.
@@ -85,7 +85,7 @@ class Member:
         ``first`` is the gang's first failure. The process does not log its own error, since the terminal shows the logs
         and must show the first cause first.
         """
-        if error := self._error():
+        if error := self._read_error():
             text = error["traceback"]
             if first is not None and (first.role, first.rank) != (self.role, self.rank) and "lost_peer" in error:
                 file = self.log.with_suffix(".error.json").name
@@ -93,9 +93,9 @@ class Member:
             with suppress(OSError), self.log.open("a") as log:
                 log.write(text)
 
-    def _error(self) -> ProcessError | None:
+    def _read_error(self) -> ProcessError | None:
         try:
-            error: ProcessError = parse(read_regular(self.error, at_most=LARGEST))
+            error: ProcessError = parse_strict_json(read_regular(self.error, at_most=LARGEST))
             return error
         except (OSError, ValueError):
             return self._full_disk()
@@ -140,17 +140,17 @@ class Members:
         self.terminal = terminal  # shows the members' output
         self._start, self._max_restarts, self._node_of = start, max_restarts, node_of
 
-    def add(self, role: str, rank: int) -> None:
+    def add_process(self, role: str, rank: int) -> None:
         """Start a process and show its output."""
-        member = self._start(role, rank, _starts(self.lost, role, rank))
+        member = self._start(role, rank, _count_starts(self.lost, role, rank))
         self.current.append(member)
         if self.terminal and not any((each.role, each.rank) == (role, rank) for each in self.lost):
-            self.terminal.show(f"{role} {rank}", member.log, start=member.log_start)
+            self.terminal.follow_log(f"{role} {rank}", member.log, start=member.log_start)
 
-    def alive(self) -> list[Member]:
+    def list_alive(self) -> list[Member]:
         return [member for member in self.current if member.process.is_alive()]
 
-    def awaited(self) -> dict[int, Member]:
+    def map_sentinels(self) -> dict[int, Member]:
         """Map sentinels, which become readable on exit, to the running processes."""
         return {member.process.sentinel: member for member in self.current if member not in self.ended}
 
@@ -165,9 +165,9 @@ class Members:
         if not member.failed:
             return
         if self.roles[member.role].restart == "heal":
-            self._heal(member, is_ending=is_ending)
+            self._heal_process(member, is_ending=is_ending)
         elif self.roles[member.role].restart == "individual" and not is_ending:
-            self._replace(member)
+            self._replace_process(member)
 
     @property
     def deciding(self) -> Sequence[Member]:
@@ -183,12 +183,12 @@ class Members:
 
     def terminate(self) -> None:
         """Ask all live processes to save and exit."""
-        for member in self.alive():
+        for member in self.list_alive():
             member.process.terminate()
 
-    def kill(self) -> list[Member]:
+    def kill_processes(self) -> list[Member]:
         """Kill all live processes; return them."""
-        alive = self.alive()
+        alive = self.list_alive()
         for member in alive:
             member.process.kill()
             member.process.join()
@@ -198,23 +198,23 @@ class Members:
         """Return whether the run needs the process; only processes of the last role may come and go."""
         return member.role != list(self.roles)[-1] or self.roles[member.role].restart != "individual"
 
-    def _heal(self, member: Member, *, is_ending: bool) -> None:
+    def _heal_process(self, member: Member, *, is_ending: bool) -> None:
         """Restart or drop a failed process, unless a different process already failed at the same step."""
-        ending = member.ending()  # before its replacement overwrites its files
-        errors = [lost.beat for lost in map(Member.ending, self.lost) if lost.has_failed_itself]
+        ending = member.read_ending()  # before its replacement overwrites its files
+        errors = [lost.beat for lost in map(Member.read_ending, self.lost) if lost.has_failed_itself]
         if is_ending:  # the other processes have completed all steps or saved
             self.ended.remove(member)
             self.current.remove(member)
             self.lost.append(member)
-        elif not ending.has_failed_itself or _step(ending.beat) not in map(_step, errors):
-            self._replace(member)
+        elif not ending.has_failed_itself or _get_step(ending.beat) not in map(_get_step, errors):
+            self._replace_process(member)
 
-    def _replace(self, member: Member) -> None:
+    def _replace_process(self, member: Member) -> None:
         """Restart a failed process or continue without it; otherwise, let the gang fail."""
-        role, starts = self.roles[member.role], _starts(self.lost, member.role, member.rank)
-        others = [each for each in self.alive() if each.role == member.role]
+        role, starts = self.roles[member.role], _count_starts(self.lost, member.role, member.rank)
+        others = [each for each in self.list_alive() if each.role == member.role]
         least = 1 if role.restart == "heal" else role.processes
-        able = _in_groups([self._node_of(each.role, each.rank) for each in others], role.together)
+        able = _count_grouped([self._node_of(each.role, each.rank) for each in others], role.together)
         is_spare = able >= (least if role.min_processes is None else role.min_processes)
         if role.restart == "heal" and not is_spare:
             return
@@ -224,7 +224,7 @@ class Members:
             what = "continuing without it"
         else:
             return
-        cause = last_error(member.ending().cause)
+        cause = last_error(member.read_ending().cause)
         _logger.error("%s %d failed: %s; %s", member.role, member.rank, cause, what)
         self.ended.remove(member)
         self.current.remove(member)
@@ -235,7 +235,7 @@ class Members:
     def _start_again(self, member: Member, *, is_spare: bool) -> None:
         """Restart a process; if its host cannot start it, continue without it or let the gang fail."""
         try:
-            self.add(member.role, member.rank)
+            self.add_process(member.role, member.rank)
         except OSError as error:  # process limit reached, or disk full
             _logger.error("%s %d cannot be started again: %s", member.role, member.rank, error)
             if not is_spare:
@@ -244,16 +244,16 @@ class Members:
                 self.ended.append(member)
 
 
-def _in_groups(nodes: Sequence[int], together: int) -> int:
+def _count_grouped(nodes: Sequence[int], together: int) -> int:
     """Return how many processes on these nodes form complete groups of ``together`` per node."""
     return sum(count // together * together for count in Counter(nodes).values())
 
 
-def _step(beat: Beat | None) -> int | None:
+def _get_step(beat: Beat | None) -> int | None:
     return beat.step if beat else None
 
 
-def _starts(lost: Sequence[Member], role: str, rank: int) -> int:
+def _count_starts(lost: Sequence[Member], role: str, rank: int) -> int:
     """Return how often a process with this role and rank died and was lost."""
     return sum((each.role, each.rank) == (role, rank) for each in lost)
 
@@ -268,7 +268,7 @@ class Terminal:
     def __init__(self) -> None:
         self._tails: list[TailLog] = []
 
-    def show(self, name: str, log: Path, *, start: int = 0) -> None:
+    def follow_log(self, name: str, log: Path, *, start: int = 0) -> None:
         """Start following the log of the process ``name`` at byte ``start``."""
         from torch.distributed.elastic.multiprocessing.tail_log import TailLog  # takes seconds, since it imports torch
 
@@ -291,7 +291,7 @@ class Terminal:
             tail.stop()
 
 
-def size_of(log: Path) -> int:
+def read_log_size(log: Path) -> int:
     """Return the size of a log in bytes; 0 if it does not exist."""
     return log.stat().st_size if log.exists() else 0
 

@@ -9,13 +9,13 @@ from typing import final
 
 from worldsize.core import ConfigError, MembershipRecord
 from worldsize.errors import WorldsizeError
-from worldsize.healing.membership import Message, Pipe, receive, send
+from worldsize.healing.membership import Message, Pipe, receive_message, send_message
 from worldsize.healing.roster import Roster
 from worldsize.launch.control import MOST, JobState, ListedProcess
 from worldsize.launch.members import LostHostError, Member, Members
 from worldsize.launch.remote import RemoteHosts
 from worldsize.messages import last_error
-from worldsize.world.roles import block_of, role_of, role_ranks, together_of
+from worldsize.world.roles import find_role, get_block_size, get_host_block_size, role_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -38,13 +38,15 @@ class MembershipServer:
         spares: int = 0,
         others: RemoteHosts | None = None,
     ) -> None:
-        self._block = block_of(members.roles)
+        self._block = get_block_size(members.roles)
         self._members, self._most, self._others = members, most * self._block, others
         self._killed: list[Member] = []  # processes killed as hung
-        ranks = [self._rank(member) for member in members.current]
-        node_of = others.node_of if others else lambda rank: 0
+        ranks = [self._compute_rank(member) for member in members.current]
+        node_of = others.find_node if others else lambda rank: 0
         first = tuple(ranks[: len(ranks) - spares])
-        self._roster = Roster(first, self._tell, patience, self._block, together_of(members.roles), node_of)
+        self._roster = Roster(
+            first, self._send_to_member, patience, self._block, get_host_block_size(members.roles), node_of
+        )
 
     @property
     def records(self) -> Sequence[MembershipRecord]:
@@ -52,13 +54,13 @@ class MembershipServer:
         others = self._others
         if others is None:
             return self._roster.records
-        return [{**each, "hosts": [*map(others.host_of, each["members"])]} for each in self._roster.records]
+        return [{**each, "hosts": [*map(others.find_host_name, each["members"])]} for each in self._roster.records]
 
-    def awaited(self) -> tuple[Sequence[Pipe], float | None]:
+    def collect_pipes(self) -> tuple[Sequence[Pipe], float | None]:
         """Kill hung members; return the pipes and the seconds to wait for others."""
         seconds = self._roster.seconds_left
-        for rank in self._roster.late():
-            member = self._member(rank)
+        for rank in self._roster.find_late_members():
+            member = self._find_member(rank)
             if member is not None and member not in self._killed and member.process.is_alive():
                 _logger.error("%s %d does not answer; continuing without it", member.role, member.rank)
                 member.process.kill()
@@ -67,26 +69,26 @@ class MembershipServer:
         returns = self._others.returns if self._others and not self._members.ended else []
         return [*pipes, *returns], seconds or None  # 0 if already killed; sentinels report the exits
 
-    def answer(self, ready: Pipe) -> None:
+    def serve_pipe(self, ready: Pipe) -> None:
         """Read and handle a message from a readable pipe."""
         if self._others and ready in self._others.returns:
             self._take_in(self._others)
             return
         member = next((each for each in self._members.current if each.pipe is ready), None)
         try:
-            message = receive(ready)
+            message = receive_message(ready)
         except (OSError, EOFError, ValueError):  # already exited; the sentinel reports it
             ready.close()
             return
         if member is not None:  # None if it died meanwhile
-            self._roster.take(self._rank(member), message)
+            self._roster.apply_message(self._compute_rank(member), message)
 
     def note_end(self, member: Member) -> None:
         """Record that a process exited; call this after :meth:`Members.note_end`."""
         if member in self._members.lost:
-            self._roster.lose(self._rank(member), last_error(member.ending().cause))
+            self._roster.lose_rank(self._compute_rank(member), last_error(member.read_ending().cause))
         else:
-            self._roster.has_ended(self._rank(member))
+            self._roster.has_ended(self._compute_rank(member))
 
     def make_room(self, count: int, training: Sequence[Member]) -> None:
         """Set the target ``count`` above ``training``; raise ConfigError if logical ranks run out."""
@@ -101,39 +103,39 @@ class MembershipServer:
 
     def note_request(self, member: Member, asked: str) -> None:
         """Record who requested that a process join or leave."""
-        self._roster.asked[self._rank(member)] = asked
+        self._roster.asked[self._compute_rank(member)] = asked
 
     def training(self, alive: Sequence[Member]) -> list[Member]:
         """Return the ``alive`` processes that train or will join: not spares or leaving ones."""
         here = [each for each in alive if each not in self._members.leaving]
-        members = [each for each in here if self._rank(each) in self._roster.members]
+        members = [each for each in here if self._compute_rank(each) in self._roster.members]
         coming = [each for each in here if each not in members]
         return [*members, *coming[: max(0, self._roster.target - len(members))]]
 
     def ask_to_leave(self, member: Member) -> None:
         """Remove ``member`` from the gang; its process then exits."""
         self._members.leaving.append(member)
-        self._roster.leave(self._rank(member))
+        self._roster.remove_rank(self._compute_rank(member))
 
     def _take_in(self, others: RemoteHosts) -> None:
         """Start the processes of a returned host; they join between two steps."""
-        for rank in others.welcome({self._rank(member) for member in self._members.current}):
+        for rank in others.admit_host({self._compute_rank(member) for member in self._members.current}):
             try:
-                self._members.add(*role_of(rank, self._members.roles))
+                self._members.add_process(*find_role(rank, self._members.roles))
             except OSError as error:
                 _logger.error("%s", error)
 
-    def _rank(self, member: Member) -> int:
+    def _compute_rank(self, member: Member) -> int:
         return role_ranks(self._members.roles)[member.role].start + member.rank
 
-    def _member(self, rank: int) -> Member | None:
-        return next((each for each in self._members.current if self._rank(each) == rank), None)
+    def _find_member(self, rank: int) -> Member | None:
+        return next((each for each in self._members.current if self._compute_rank(each) == rank), None)
 
-    def _tell(self, rank: int, message: Message) -> None:
-        member = self._member(rank)
+    def _send_to_member(self, rank: int, message: Message) -> None:
+        member = self._find_member(rank)
         if member is not None and member.pipe is not None:
             with suppress(OSError):  # already exited; the sentinel reports it
-                send(member.pipe, message)
+                send_message(member.pipe, message)
 
 
 @final
@@ -146,13 +148,13 @@ class Resize:
     def __init__(self, members: Members, server: MembershipServer | None = None) -> None:
         self._members, self._server = members, server
 
-    def grow(self, count: int, *, asked: str = "workers") -> list[str]:
+    def add_processes(self, count: int, *, asked: str = "workers") -> list[str]:
         """Start ``count`` more processes as requested by ``asked``; return their names.
 
         Raises:
             WorldsizeError: a host cannot start them all; the message names the started processes, which keep running.
         """
-        role, members = self._role(), self._members
+        role, members = self._find_role(), self._members
         if self._server:
             self._server.make_room(count, self._training())
         taken = [member.rank for member in (*members.current, *members.lost) if member.role == role]
@@ -161,7 +163,7 @@ class Resize:
         while len(names) < count:
             rank += 1
             try:
-                members.add(role, rank)
+                members.add_process(role, rank)
             except LostHostError:
                 continue  # try the next host; the first host is never lost, so this ends
             except OSError as error:  # process limit reached, or disk full
@@ -172,9 +174,9 @@ class Resize:
             names.append(f"{role} {rank}")
         return names
 
-    def shrink(self, count: int, *, asked: str = "workers") -> list[str]:
+    def remove_processes(self, count: int, *, asked: str = "workers") -> list[str]:
         """Ask the ``count`` newest processes to leave as requested by ``asked``; return their names."""
-        role, alive = self._role(), self._training()
+        role, alive = self._find_role(), self._training()
         must_stay = self._members.roles[role].min_processes or (1 if self._server else 0)
         if len(alive) - count < must_stay:
             raise ConfigError(f"of {len(alive)} {role}s at least {must_stay} must stay. Remove fewer.")
@@ -187,22 +189,22 @@ class Resize:
                 member.process.terminate()
         return [f"{member.role} {member.rank}" for member in leaving]
 
-    def resize(self, processes: int) -> list[str]:
+    def resize_gang(self, processes: int) -> list[str]:
         """Resize the gang for a policy; return the names of the processes that start or leave."""
         more = processes - len(self._training())
         if more == 0 or self._members.ended:
             return []
-        change = self.grow if more > 0 else self.shrink
+        change = self.add_processes if more > 0 else self.remove_processes
         return change(min(abs(more), MOST), asked="autoscale")
 
-    def state(self) -> JobState:
+    def describe_job(self) -> JobState:
         """Describe the job for an autoscaling policy."""
-        steps = [member.beat.step for member in self._members.alive() if member.beat]
+        steps = [member.beat.step for member in self._members.list_alive() if member.beat]
         return {"step": max(steps, default=0), "processes": len(self._training())}
 
-    def listed(self) -> list[ListedProcess]:
+    def list_processes(self) -> list[ListedProcess]:
         """Describe each live process."""
-        alive = self._members.alive()
+        alive = self._members.list_alive()
         training = self._server.training(alive) if self._server else alive
         listed: list[ListedProcess] = [
             {"role": m.role, "rank": m.rank, "pid": m.process.pid, "step": m.beat.step if m.beat else None}
@@ -215,11 +217,11 @@ class Resize:
 
     def _training(self) -> Sequence[Member]:
         """Return the processes that train or are about to join."""
-        role = self._role()
-        alive = [member for member in self._members.alive() if member.role == role]
+        role = self._find_role()
+        alive = [member for member in self._members.list_alive() if member.role == role]
         return self._server.training(alive) if self._server else alive
 
-    def _role(self) -> str:
+    def _find_role(self) -> str:
         name, role = list(self._members.roles.items())[-1]
         if role.restart == "gang":
             raise ConfigError(

@@ -21,14 +21,21 @@ from worldsize.core.limits import GRACE, SECONDS
 from worldsize.healing.membership import MembershipChannel, Pipe
 from worldsize.launch.autoscale import AutoscaleProcess
 from worldsize.launch.gang import Gang, Graces
-from worldsize.launch.members import Member, Members, Terminal, size_of
+from worldsize.launch.members import Member, Members, Terminal, read_log_size
 from worldsize.launch.membership_server import MembershipServer
 from worldsize.launch.remote import RemoteHosts
 from worldsize.observe.health.process import HealthProcess
-from worldsize.record.run_directory import RunDirectory, make_folder_of
+from worldsize.record.run_directory import RunDirectory, create_parent_folders
 from worldsize.world.environments import Node, Placement
-from worldsize.world.processes import SIGNALS, die_with_parent, handled, leave_bad_fork, leave_hangups, ready_to_fork
-from worldsize.world.roles import heals, place_of, role_of, role_ranks
+from worldsize.world.processes import (
+    SIGNALS,
+    die_with_parent,
+    filter_signals,
+    leave_bad_fork,
+    leave_hangups,
+    ready_to_fork,
+)
+from worldsize.world.roles import can_heal, find_role, locate_rank, role_ranks
 from worldsize.world.scratch import socket_folder
 from worldsize.world.topology import variables
 
@@ -59,27 +66,29 @@ class NodeLauncher(LaunchMethod):
         run = RunDirectory(plan.run_dir)
         terminal = Terminal() if self.terminal_logs else None
 
-        def start(role: str, rank: int, starts: int) -> Member:
-            elsewhere = others.start(role, rank, starts) if others else None
+        def start_member(role: str, rank: int, starts: int) -> Member:
+            elsewhere = others.start_remote_process(role, rank, starts) if others else None
             return elsewhere or start_process(plan, rendezvous, role, rank, starts)
 
-        def node_of(role: str, rank: int) -> int:
-            return others.node_of(role_ranks(plan.roles)[role].start + rank) if others else node.rank
+        def find_node(role: str, rank: int) -> int:
+            return others.find_node(role_ranks(plan.roles)[role].start + rank) if others else node.rank
 
-        members = Members(plan.roles, start, max_restarts=self.max_restarts, terminal=terminal, node_of=node_of)
+        members = Members(
+            plan.roles, start_member, max_restarts=self.max_restarts, terminal=terminal, node_of=find_node
+        )
         graces = Graces(self.grace, self.interrupt_grace, self.save_grace)
         first = node.rank * rendezvous.local_size
         own = range(first, first + rendezvous.local_size)
         spares = range(plan.world_size, plan.world_size + plan.cluster.waiting)
         try:
             for rank in (*(range(plan.world_size) if others else own), *spares):
-                members.add(*role_of(rank, plan.roles))
+                members.add_process(*find_role(rank, plan.roles))
         except BaseException:
-            members.kill()  # they would wait for ranks that never start
+            members.kill_processes()  # they would wait for ranks that never start
             shutil.rmtree(rendezvous.folder, ignore_errors=True)
             raise
         server = None
-        if heals(plan.roles):
+        if can_heal(plan.roles):
             cluster, most = plan.cluster, plan.logical_ranks
             server = MembershipServer(
                 members, patience=cluster.timeout, most=most, spares=cluster.waiting, others=others
@@ -102,7 +111,7 @@ class NodeRendezvous:
     address: str = "127.0.0.1"  # address at which other nodes reach this one
 
     @staticmethod
-    def alone(plan: Plan) -> NodeRendezvous:
+    def from_plan(plan: Plan) -> NodeRendezvous:
         """Create the rendezvous for a run on one host, without ports reachable from other hosts."""
         folder, cluster = socket_folder(), plan.cluster
         interface = cluster.interface or ("lo" if sys.platform == "linux" else None)
@@ -110,7 +119,7 @@ class NodeRendezvous:
         return NodeRendezvous(folder, plan.world_size, f"file://{folder}/store", network)
 
     def placement(self, plan: Plan, rank: int) -> Placement:
-        node, local = place_of(rank, plan)
+        node, local = locate_rank(rank, plan)
         place = Placement(rank, plan.world_size, local, self.local_size, self.store, plan.attempt, node=node)
         return replace(place, heartbeat=self.folder / f"beat_{rank}", address=self.address)
 
@@ -123,31 +132,31 @@ def health_processes(plan: Plan, node: Node) -> list[AbstractContextManager[obje
 def start_process(plan: Plan, rendezvous: NodeRendezvous, role: str, rank: int, starts: int) -> Member:
     """Start process ``rank`` of ``role`` on this host; it was started ``starts`` times before."""
     import worldsize.worker.process  # noqa: F401 - takes seconds; done once before the fork instead of per worker
-    from worldsize.config.recorded import preload
+    from worldsize.config.recorded import preload_config
 
     placement = replace(rendezvous.placement(plan, role_ranks(plan.roles)[role].start + rank), starts=starts)
     run = RunDirectory(plan.run_dir)
-    preload(run)
-    log = run.log(role, rank)
-    make_folder_of(log, run)
-    run.error(role, rank).unlink(missing_ok=True)  # left by an earlier attempt
-    log_start = size_of(log)
+    preload_config(run)
+    log = run.get_log_file(role, rank)
+    create_parent_folders(log, run)
+    run.get_error_file(role, rank).unlink(missing_ok=True)  # left by an earlier attempt
+    log_start = read_log_size(log)
     assert placement.heartbeat is not None
     context = get_context("fork")
     ours, theirs = context.Pipe() if plan.roles[role].restart == "heal" else (None, None)
     environment = {**rendezvous.variables, **plan.environment, **plan.secrets, **placement.variables()}
-    body = partial(_body, run, placement, log, environment, os.getpid(), theirs, plan.cluster)
+    body = partial(_run_worker, run, placement, log, environment, os.getpid(), theirs, plan.cluster)
     process: BaseProcess = context.Process(target=body)
-    with ready_to_fork(), _without_signals():
+    with ready_to_fork(), _block_signals():
         process.start()
     if theirs is not None:
         theirs.close()
     host = socket.gethostname()
-    return Member(role, rank, process, log, run.error(role, rank), placement.heartbeat, ours, host, log_start)
+    return Member(role, rank, process, log, run.get_error_file(role, rank), placement.heartbeat, ours, host, log_start)
 
 
 @contextmanager
-def _without_signals() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Block termination signals during a fork; the child unblocks them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -156,7 +165,7 @@ def _without_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _body(
+def _run_worker(
     run: RunDirectory,
     placement: Placement,
     log: Path,
@@ -167,7 +176,7 @@ def _body(
 ) -> None:
     """Run the worker in the forked process."""
     die_with_parent(parent)
-    for number in handled(SIGNALS):
+    for number in filter_signals(SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     # a terminal sends SIGINT and SIGHUP to every process; the launcher decides what to do
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -177,10 +186,10 @@ def _body(
     os.environ.update(environment)
     if cluster.device == "cuda":
         leave_bad_fork([sys.executable, "-m", "worldsize.worker", str(run.path)], pipe.fileno() if pipe else None)
-    from worldsize.worker.process import play
+    from worldsize.worker.process import run_role
 
     try:
-        code = play(run, placement, MembershipChannel.of(pipe, cluster.timeout) if pipe else None)
+        code = run_role(run, placement, MembershipChannel.from_pipe(pipe, cluster.timeout) if pipe else None)
     except BaseException:  # the launcher shows the error written by play
         sys.stdout.flush()
         sys.stderr.flush()

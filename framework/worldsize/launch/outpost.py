@@ -9,7 +9,7 @@ from dataclasses import astuple
 from multiprocessing.connection import wait
 from typing import Any, final
 
-from worldsize.healing.membership import receive, send
+from worldsize.healing.membership import receive_message, send_message
 from worldsize.launch.interruption import Signals
 from worldsize.launch.members import Member
 from worldsize.net.agent_connection import AgentConnection, Mailbox
@@ -58,80 +58,80 @@ class Outpost:
                             message = self._mail.get()
                             if message is None or message.get("abort") == self._attempt:
                                 return message is not None
-                            self._obey(message)
+                            self._execute_order(message)
                         elif ready == signals.arrival:
-                            signals.drain()
+                            signals.drain_arrival()
                         elif ready in members:
                             self._report_end(members[ready])
                         else:
                             self._pass_on(pipes[ready])
                     if signals.seen and not asked:  # processes of all hosts agree on the step to save
                         asked = True
-                        self._signal([*self._members], signal.SIGTERM)
+                        self._send_signal([*self._members], signal.SIGTERM)
                     self._report_beats()
             finally:
                 self.is_asked = bool(signals.seen)
-                self._signal([*self._members], signal.SIGKILL)
+                self._send_signal([*self._members], signal.SIGKILL)
                 for member in self._members.values():
                     member.process.join()
 
-    def _obey(self, message: Message) -> None:
+    def _execute_order(self, message: Message) -> None:
         match message:
             case {"rank": int(rank), "role": str(role), "role_rank": int(role_rank), "starts": int(starts)}:
-                self._begin(rank, role, role_rank, starts)
+                self._start_process(rank, role, role_rank, starts)
             case {"rank": int(rank), "tell": dict(said)} if rank in self._members:
                 pipe = self._members[rank].pipe
                 try:
                     if pipe is not None:
-                        send(pipe, said)
+                        send_message(pipe, said)
                 except OSError:  # already exited; the sentinel reports it
                     return
             case {"rank": int(rank), "signal": str(name)} if rank in self._members:
-                self._signal([rank], signal.Signals[name])
+                self._send_signal([rank], signal.Signals[name])
 
-    def _begin(self, rank: int, role: str, role_rank: int, starts: int) -> None:
+    def _start_process(self, rank: int, role: str, role_rank: int, starts: int) -> None:
         try:
             member = self._start(role, role_rank, starts)
         except OSError as error:  # process limit reached, or disk full
-            self._say(rank=rank, code=1, error={"time_ns": 0, "traceback": f"it cannot be started: {error}"})
+            self._send_report(rank=rank, code=1, error={"time_ns": 0, "traceback": f"it cannot be started: {error}"})
             return
         self._members[rank] = member
-        self._say(rank=rank, pid=member.process.pid)
+        self._send_report(rank=rank, pid=member.process.pid)
 
     def _pass_on(self, rank: int) -> None:
         member = self._members.get(rank)
         if member is None or member.pipe is None:
             return
         try:
-            message = receive(member.pipe)
+            message = receive_message(member.pipe)
         except (OSError, EOFError, ValueError):  # already exited; the sentinel reports it
             member.pipe.close()
             return
-        self._say(rank=rank, said=message)
+        self._send_report(rank=rank, said=message)
 
     def _report_end(self, rank: int) -> None:
         member = self._members.pop(rank)
         member.process.join()
-        ending = member.ending()
+        ending = member.read_ending()
         if ending.beat:
-            self._say(rank=rank, beat=astuple(ending.beat))
+            self._send_report(rank=rank, beat=astuple(ending.beat))
         error = {**ending.error, "traceback": ending.error["traceback"][-_LONGEST:]} if ending.error else None
-        self._say(rank=rank, code=ending.exit_code, error=error)
+        self._send_report(rank=rank, code=ending.exit_code, error=error)
 
     def _report_beats(self) -> None:
         for rank, member in self._members.items():
             beat = member.beat
             if beat is not None and beat != self._beats.get(rank):
                 self._beats[rank] = beat
-                self._say(rank=rank, beat=astuple(beat))
+                self._send_report(rank=rank, beat=astuple(beat))
 
-    def _signal(self, ranks: list[int], number: int) -> None:
+    def _send_signal(self, ranks: list[int], number: int) -> None:
         for rank in ranks:
             pid = self._members[rank].process.pid
             if pid is not None and self._members[rank].process.is_alive():
                 os.kill(pid, number)
 
-    def _say(self, **message: object) -> None:
+    def _send_report(self, **message: object) -> None:
         try:
             self._connection.send(**message)
         except OSError:  # the receiving thread detects it, too

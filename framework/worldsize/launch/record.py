@@ -18,9 +18,9 @@ from worldsize import seeds
 from worldsize.checkpoint.format import HYPERPARAMETERS, PARTS, complete
 from worldsize.checkpoint.weights import open_weights
 from worldsize.collectives.cluster_cost import axis_tiers
-from worldsize.config.compose import additional_folder, choices, task_overrides, variables_of
+from worldsize.config.compose import additional_folder, find_env_variables, read_group_choices, task_overrides
 from worldsize.config.schema import RunConfig
-from worldsize.config.search_path import Plugin, bundle, used
+from worldsize.config.search_path import Plugin, find_used_plugins, get_bundle_folder
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, ContainerImage, Launcher, LaunchMethod, Plan
 from worldsize.data.permutation import ORDER
@@ -28,36 +28,43 @@ from worldsize.errors import neighbours
 from worldsize.loop.initial_weights import InitialWeights
 from worldsize.record.code import Code, capture_code
 from worldsize.record.environment import capture_environment, hardware, relevant_variables, write_environment
-from worldsize.record.inputs import check_data, digest_of, fingerprint, keep, kept_folder, recipe_fingerprint
+from worldsize.record.inputs import (
+    check_data,
+    compute_plugin_digest,
+    copy_plugin,
+    fingerprint,
+    get_plugin_folder,
+    recipe_fingerprint,
+)
 from worldsize.record.level import (
     NOT_TRAINED,
-    changes,
     changes_but,
-    downgraded_level,
+    downgrade_level,
     downgrades,
-    keys_of,
+    drop_copies,
+    find_changes,
+    get_promised_level,
+    list_keys,
     orders_differ,
-    promised_level,
     resume_downgrades,
-    without_copies,
 )
 from worldsize.record.redaction import Scrubber, scrubber, withheld
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import RunRecord, create_record, view
-from worldsize.world.environments import image_of
+from worldsize.record.run_record import RunRecord, create_record, read_run
+from worldsize.world.environments import read_image_name
 from worldsize.world.world import threads_per_process
 
 _logger = logging.getLogger(__name__)
 
 
-def scrubber_of(cfg: DictConfig, config: Mapping[str, Any]) -> Scrubber:
+def create_scrubber(cfg: DictConfig, config: Mapping[str, Any]) -> Scrubber:
     """Return a scrubber that removes the secrets in ``cfg``, resolved in ``config``, from texts."""
-    return scrubber(config, os.environ, Path.home() / ".netrc", interpolated=variables_of(cfg))
+    return scrubber(config, os.environ, Path.home() / ".netrc", interpolated=find_env_variables(cfg))
 
 
-def with_secrets(config: Mapping[str, Any], plan: Plan, clean: Scrubber) -> Plan:
+def add_secrets(config: Mapping[str, Any], plan: Plan, clean: Scrubber) -> Plan:
     """Return the plan with the configuration's secrets, which are not in the run's files."""
-    secrets = withheld(config, clean.tree(config))
+    secrets = withheld(config, clean.scrub_tree(config))
     return replace(plan, secrets={"WORLDSIZE_SECRETS": json.dumps(secrets)}) if secrets else plan
 
 
@@ -67,26 +74,33 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
     Raises:
         ConfigError: a re-created run has different data, or a lower reproducibility level than --strict requires.
     """
-    config = clean.tree(settings.config)
-    code = _code(settings.run, clean)
+    config = clean.scrub_tree(settings.config)
+    code = _describe_code(settings.run, clean)
     if code["patch"]:
         run.patch.write_bytes(code["patch"])
     manifest = {
         "run_id": run.id,
         "parent_run": None,
-        "command": clean.words(sys.argv),
+        "command": clean.scrub_arguments(sys.argv),
         "code": {key: value for key, value in code.items() if key != "patch"},
-        "plugins": [_plugin(plugin, settings.run.include, run, clean) for plugin in used(config, choices())],
-        "environment": {**capture_environment(), **_lock(run, clean), "image": _image(settings.launcher)},
+        "plugins": [
+            _record_plugin(plugin, settings.run.include, run, clean)
+            for plugin in find_used_plugins(config, read_group_choices())
+        ],
+        "environment": {
+            **capture_environment(),
+            **_record_lock(run, clean),
+            "image": _describe_image(settings.launcher),
+        },
         "hardware": [hardware()],
-        **_configured(settings, plan, config),
-        "overrides": clean.words(task_overrides()),
+        **_collect_configuration(settings, plan, config),
+        "overrides": clean.scrub_arguments(task_overrides()),
         **({"config_dir": folder} if (folder := additional_folder()) else {}),
         "data": recipe_fingerprint(settings.recipe),
-        **({"init_from": fingerprint(open_weights(settings.initial.path).files())} if settings.initial else {}),
-        "reproducibility": asdict(promised_level(settings.determinism)),
+        **({"init_from": fingerprint(open_weights(settings.initial.path).list_files())} if settings.initial else {}),
+        "reproducibility": asdict(get_promised_level(settings.determinism)),
     }
-    written = clean.tree({**manifest, **_parentage(settings, manifest)})
+    written = clean.scrub_tree({**manifest, **_parentage(settings, manifest)})
     # not scrubbed, since the keys are names of files and packages, such as secrets.py and google-auth
     if "init_from" in manifest:
         written["init_from"] = manifest["init_from"]
@@ -95,10 +109,10 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
     create_record(run, written, config=config_text(config), overrides=overrides)
 
 
-def with_claim(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def apply_downgrades(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest with the reproducibility level that remains after resumes."""
     reasons = resume_downgrades(manifest)
-    level = {"reproducibility": asdict(downgraded_level(manifest, manifest, reasons))} if reasons else {}
+    level = {"reproducibility": asdict(downgrade_level(manifest, manifest, reasons))} if reasons else {}
     return {**manifest, **level}
 
 
@@ -107,14 +121,18 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
 
     ``words`` are all overrides of the resumed run.
     """
-    manifest, config = record.manifest, clean.tree(settings.config)
-    amended = {**manifest, **clean.tree(_configured(settings, plan, config)), "overrides": clean.words(words)}
-    if changed := changes(manifest["config"], config, but=NOT_TRAINED):
+    manifest, config = record.manifest, clean.scrub_tree(settings.config)
+    amended = {
+        **manifest,
+        **clean.scrub_tree(_collect_configuration(settings, plan, config)),
+        "overrides": clean.scrub_arguments(words),
+    }
+    if changed := find_changes(manifest["config"], config, but=NOT_TRAINED):
         resumed = {"attempt": len(manifest["attempts"]) + 1, "changes": [list(each) for each in changed]}
-        amended["resumed"] = [*manifest.get("resumed", ()), clean.tree(resumed)]
-        amended = with_claim(amended)
+        amended["resumed"] = [*manifest.get("resumed", ()), clean.scrub_tree(resumed)]
+        amended = apply_downgrades(amended)
     overrides = overrides_text(words, clean)
-    record.amend(amended, config=config_text(config), overrides=overrides, secrets=plan.secrets)
+    record.record_resume(amended, config=config_text(config), overrides=overrides, secrets=plan.secrets)
 
 
 def config_text(config: Mapping[str, Any]) -> str:
@@ -124,17 +142,17 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 def overrides_text(words: Sequence[str], clean: Scrubber) -> str:
     """Render ``overrides.yaml``: the typed overrides, without secrets."""
-    return OmegaConf.to_yaml(OmegaConf.create(clean.words(words)))
+    return OmegaConf.to_yaml(OmegaConf.create(clean.scrub_arguments(words)))
 
 
-def _configured(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_configuration(settings: Settings, plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the configuration-dependent part of the manifest, which a resume replaces."""
-    groups, options = settings.strategy.groups(plan.cluster), choices()
+    groups, options = settings.strategy.groups(plan.cluster), read_group_choices()
     return {
         "options": {group: options[group] for group in ("recipe", "strategy", "cluster") if group in options},
         "config": config,
         "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
-        "cluster": {**_shape(plan), "groups": groups, "axis_tiers": axis_tiers(plan.cluster, groups)},
+        "cluster": {**_describe_cluster(plan), "groups": groups, "axis_tiers": axis_tiers(plan.cluster, groups)},
         "determinism": _determinism(settings),
     }
 
@@ -143,8 +161,8 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
     """Raise WorldsizeError if the resumed run would differ in keys not in ``ignore``."""
     manifest = record.manifest
     _check_known(ignore, manifest["config"], settings.config)
-    changed = changes(manifest["config"], clean.tree(settings.config))
-    left = without_copies(changes_but(changed, ("steps", *ignore)))
+    changed = find_changes(manifest["config"], clean.scrub_tree(settings.config))
+    left = drop_copies(changes_but(changed, ("steps", *ignore)))
     if differences := [f"{key}: {then} then, {now} now" for key, then, now in left]:
         raise ConfigError(
             f"the run began with a different configuration: {'; '.join(differences)}. "
@@ -166,7 +184,7 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
 
 def _check_known(ignore: Sequence[str], *configs: Mapping[str, Any]) -> None:
     """Raise ConfigError if an ignored key is in neither a configuration nor a checkpoint."""
-    known = {*PARTS, HYPERPARAMETERS, "data"}.union(*map(keys_of, configs))
+    known = {*PARTS, HYPERPARAMETERS, "data"}.union(*map(list_keys, configs))
     for key in ignore:
         if key not in known:
             raise ConfigError(f"--ignore {key}: the run has no such key{neighbours(key, known)} Nothing was started.")
@@ -176,7 +194,7 @@ def check_initial(initial: InitialWeights, recorded: Mapping[str, Any] | None) -
     """Raise WorldsizeError if the initial weights are damaged, or differ from the run's record."""
     weights = open_weights(initial.path)
     weights.verify()
-    if fingerprint(weights.files()) != recorded:
+    if fingerprint(weights.list_files()) != recorded:
         raise ConfigError(_other_weights(initial.path))
 
 
@@ -187,53 +205,55 @@ def _other_weights(path: object) -> str:
     )
 
 
-def _code(run: RunConfig, clean: Scrubber) -> dict[str, Any]:
+def _describe_code(run: RunConfig, clean: Scrubber) -> dict[str, Any]:
     """Describe the checkout with its patch; ``framework`` is worldsize's, if separate."""
     code = capture_code(Path.cwd(), exclude=run.root.resolve(), include=run.include)
-    patch = clean.text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+    patch = clean.scrub_text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch
-    if code.checkout is not None and bundle().resolve().is_relative_to(Path(code.checkout).resolve()):
+    if code.checkout is not None and get_bundle_folder().resolve().is_relative_to(Path(code.checkout).resolve()):
         own = Code()
     else:  # only digests are recorded, so private files are harmless
-        own = capture_code(bundle(), exclude=bundle() / "runs", include=["*"])
+        own = capture_code(get_bundle_folder(), exclude=get_bundle_folder() / "runs", include=["*"])
     framework = {key: own.describe()[key] for key in ("commit", "patch_sha256")} if own.commit else None
     code = replace(code, patch=patch)
     return {**code.describe(), "scrubbed": scrubbed, "framework": framework, "patch": patch}
 
 
-def _plugin(plugin: Plugin, include: Sequence[str], run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+def _record_plugin(plugin: Plugin, include: Sequence[str], run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
     """Describe a plugin, and copy it into the run folder if other hosts could not find it."""
     if plugin.foreign:
-        copy = kept_folder(run.plugins, plugin.name)
-        keep(plugin.folder, copy, clean.text, include=include)
+        copy = get_plugin_folder(run.plugins, plugin.name)
+        copy_plugin(plugin.folder, copy, clean.scrub_text, include=include)
     return {
         "name": plugin.name,
         "source": plugin.source,
         "version": plugin.version,
-        "sha256": digest_of(plugin.folder),
+        "sha256": compute_plugin_digest(plugin.folder),
         "kept": plugin.foreign,
     }
 
 
-def _lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
+def _record_lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
     """Record the lock file in the working directory, or in worldsize's clone if there is none."""
-    project = next((folder for folder in (Path.cwd(), bundle()) if (folder / "uv.lock").exists()), Path.cwd())
-    return {"lock_sha256": write_environment(run.environment, project, clean.text)}
+    project = next(
+        (folder for folder in (Path.cwd(), get_bundle_folder()) if (folder / "uv.lock").exists()), Path.cwd()
+    )
+    return {"lock_sha256": write_environment(run.environment, project, clean.scrub_text)}
 
 
-def _image(launcher: LaunchMethod) -> dict[str, Any] | None:
+def _describe_image(launcher: LaunchMethod) -> dict[str, Any] | None:
     """Describe the processes' container image; local processes share this process's."""
     name = launcher.image
     if name is None and isinstance(launcher, Launcher):
-        name = image_of(os.environ)
-    return asdict(ContainerImage.named(name)) if name else None
+        name = read_image_name(os.environ)
+    return asdict(ContainerImage.from_name(name)) if name else None
 
 
 def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parent and the reproducibility level of a re-created run; empty for other runs."""
     if settings.run.reproduces is None:
         return {}
-    original = view(settings.run.reproduces).manifest
+    original = read_run(settings.run.reproduces).manifest
     check_data(original["data"], manifest["data"])
     if original.get("init_from") != manifest.get("init_from"):
         raise ConfigError(_other_weights(settings.config["init_from"]))
@@ -242,10 +262,10 @@ def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any
         _logger.info("downgrades the reproducibility level to %s: %s", each.level, each.reason)
     if reasons and settings.run.strict:
         raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
-    return {"parent_run": original["run_id"], "reproducibility": asdict(downgraded_level(original, manifest, reasons))}
+    return {"parent_run": original["run_id"], "reproducibility": asdict(downgrade_level(original, manifest, reasons))}
 
 
-def _shape(plan: Plan) -> dict[str, Any]:
+def _describe_cluster(plan: Plan) -> dict[str, Any]:
     """Describe the cluster in a size independent of its ranks; see the record's schema."""
     cluster = plan.cluster
     return {

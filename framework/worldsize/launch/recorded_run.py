@@ -14,14 +14,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from worldsize.config.arguments import key_of
+from worldsize.config.arguments import parse_override_key
 from worldsize.config.command_line import GROUPS
-from worldsize.config.compose import assigned, choices
-from worldsize.config.instantiate import ALLOWED, Allowed, check_targets, targets_of
-from worldsize.config.search_path import Plugin, bundle, folders_of, installed, main_conf, used
+from worldsize.config.compose import format_override, read_group_choices
+from worldsize.config.instantiate import ALLOWED, Allowed, check_targets, find_targets
+from worldsize.config.search_path import (
+    Plugin,
+    find_installed_plugins,
+    find_used_plugins,
+    get_bundle_folder,
+    list_root_folders,
+    main_conf,
+)
 from worldsize.errors import ConfigError, WorldsizeError
-from worldsize.messages import ask, printable
-from worldsize.record.inputs import check_kept, copy_files, digest_of, files_of, kept_folder
+from worldsize.messages import ask_for_consent, printable
+from worldsize.record.inputs import check_kept, compute_plugin_digest, copy_files, get_plugin_folder, list_plugin_files
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import RunRecord, RunView
 from worldsize.world.scratch import temporary_folder
@@ -46,12 +53,12 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
     """
     check_typed(overrides)
     run, manifest, own = record.directory, record.manifest, record.is_own
-    recorded = recorded_overrides(manifest, own=own)
+    recorded = read_recorded_overrides(manifest, own=own)
     check_recorded_targets(manifest, overrides, own=own)
     has_plugins = check_kept(manifest.get("plugins", ()), run.plugins)
-    project = project_of(manifest, run, own=own)
+    project = find_project(manifest, run, own=own)
     if not own:
-        _ask(manifest, project, yes=yes)
+        _confirm_code(manifest, project, yes=yes)
         take_code(manifest, project, run)
         project = run.project
     os.chdir(project)
@@ -62,19 +69,19 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
 
 def check_typed(overrides: Sequence[str]) -> None:
     """Raise ConfigError if a typed option is only accepted by new runs."""
-    if typed := [word for word in overrides if key_of(word) == "init_from"]:
+    if typed := [word for word in overrides if parse_override_key(word) == "init_from"]:
         raise ConfigError(
             f"{typed[0]}: a resumed run keeps its initial weights. Leave it out, or begin a new run with it; "
             "nothing was started."
         )
 
 
-def placed(record: RunRecord | RunView) -> list[str]:
+def build_run_options(record: RunRecord | RunView) -> list[str]:
     """Return the options for the run's flags, its folder, and its initial weights."""
     run, begun = record.directory, record.manifest["config"].get("init_from")
-    own = [assigned("init_from", begun)] if begun else []  # the checkpoint, even if init_from named a run
-    flags = recorded_flags(record.manifest, own=record.is_own)
-    return [*flags, assigned("run.root", run.path.parents[1]), assigned("run.name", run.id), *own]
+    own = [format_override("init_from", begun)] if begun else []  # the checkpoint, even if init_from named a run
+    flags = read_recorded_flags(record.manifest, own=record.is_own)
+    return [*flags, format_override("run.root", run.path.parents[1]), format_override("run.name", run.id), *own]
 
 
 def check_before_start(
@@ -85,12 +92,12 @@ def check_before_start(
     The user must confirm targets that the record does not list.
     """
     _check_composed(config, overrides)
-    _check_plugins(manifest, used(config, choices()))
+    _check_plugins(manifest, find_used_plugins(config, read_group_choices()))
     if others := sorted(set(target_names(config)) - set(target_names(manifest["config"]))):
-        ask({"targets that the record lacks": others}, yes=yes, deed="Run them?")
+        ask_for_consent({"targets that the record lacks": others}, yes=yes, deed="Run them?")
 
 
-def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
+def _confirm_code(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
     """Show the code that a foreign run would execute, and ask the user to agree."""
     facts = {
         "run": [manifest["run_id"]],
@@ -99,7 +106,7 @@ def _ask(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
         "targets": target_names(manifest["config"]),
         "options": manifest["overrides"],
     }
-    ask(facts, yes=yes, deed="Run this code?")
+    ask_for_consent(facts, yes=yes, deed="Run this code?")
 
 
 def _not_replaced(recorded: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -107,29 +114,31 @@ def _not_replaced(recorded: Sequence[str], overrides: Sequence[str]) -> list[str
 
     Typing a strategy drops the recorded strategy's options, too; typing a cluster also drops the launcher's options.
     """
-    replaced = [key_of(word) for word in overrides]
+    replaced = [parse_override_key(word) for word in overrides]
     groups = tuple(f"{key}." for key in replaced if key in GROUPS) + (("launcher.",) if "cluster" in replaced else ())
     return [
-        word for word in recorded if key_of(word) not in replaced and not (groups and key_of(word).startswith(groups))
+        word
+        for word in recorded
+        if parse_override_key(word) not in replaced and not (groups and parse_override_key(word).startswith(groups))
     ]
 
 
-def recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
+def read_recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
     """Return a record's overrides; for a foreign record, drop those that widen the allow-list.
 
     Raises:
         WorldsizeError: an override is a command-line flag or changes Hydra's own configuration.
     """
     for word in manifest["overrides"]:
-        if word.lstrip().startswith("-") or _changes_hydra(key_of(word)):
+        if word.lstrip().startswith("-") or _changes_hydra(parse_override_key(word)):
             raise WorldsizeError(
                 f"the record has {printable(word)!r} among its overrides; it sets no key of a configuration. "
                 "worldsize did not write it; nothing was started."
             )
-    return [word for word in manifest["overrides"] if own or not _widens(word)]
+    return [word for word in manifest["overrides"] if own or not _is_widening(word)]
 
 
-def recorded_flags(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
+def read_recorded_flags(manifest: Mapping[str, Any], *, own: bool) -> list[str]:
     """Return the recorded run's command-line flags; empty for a foreign record."""
     return [f"--config-dir={manifest['config_dir']}"] if own and "config_dir" in manifest else []
 
@@ -140,8 +149,8 @@ def _changes_hydra(key: str) -> bool:
     return re.split(r"[./]", name)[0].strip() == "hydra" or "hydra" in re.findall(r"\w+", packages)
 
 
-def _widens(word: str) -> bool:
-    return re.split(r"[./@:]", key_of(word))[0].strip() == "allow_targets"
+def _is_widening(word: str) -> bool:
+    return re.split(r"[./@:]", parse_override_key(word))[0].strip() == "allow_targets"
 
 
 def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *, own: bool) -> None:
@@ -151,7 +160,7 @@ def check_recorded_targets(manifest: Mapping[str, Any], typed: Sequence[str], *,
     """
     config = manifest["config"]
     recorded = [*config.get("allow_targets", ()), *config["run"].get("packages", ())] if own else []
-    check_targets(config, _allowed(typed, recorded))
+    check_targets(config, _build_allow_list(typed, recorded))
 
 
 def _check_composed(config: Mapping[str, Any], typed: Sequence[str]) -> None:
@@ -161,30 +170,30 @@ def _check_composed(config: Mapping[str, Any], typed: Sequence[str]) -> None:
 
     This imports only launchers in the allow-list.
     """
-    if others := sorted(set(config["allow_targets"]) - set(_typed_prefixes(typed))):
+    if others := sorted(set(config["allow_targets"]) - set(_parse_typed_prefixes(typed))):
         raise ConfigError(
             f"the configuration of another user's run widens the allow-list by {', '.join(map(printable, others))}. "
             "If you trust that, type it yourself: allow_targets=[NAME]; nothing was started."
         )
-    check_targets(config, _allowed(typed, ()))
+    check_targets(config, _build_allow_list(typed, ()))
 
 
-def _allowed(typed: Sequence[str], recorded: Sequence[str]) -> Allowed:
-    here = [plugin.module for plugin in installed()]
-    return Allowed((*ALLOWED, *here, *recorded, *_typed_prefixes(typed)))
+def _build_allow_list(typed: Sequence[str], recorded: Sequence[str]) -> Allowed:
+    here = [plugin.module for plugin in find_installed_plugins()]
+    return Allowed((*ALLOWED, *here, *recorded, *_parse_typed_prefixes(typed)))
 
 
-def _typed_prefixes(typed: Sequence[str]) -> list[str]:
-    added = [word.partition("=")[2] for word in typed if key_of(word) == "allow_targets"]
+def _parse_typed_prefixes(typed: Sequence[str]) -> list[str]:
+    added = [word.partition("=")[2] for word in typed if parse_override_key(word) == "allow_targets"]
     return [prefix for words in added for prefix in re.findall(r"[\w.]+", words)]
 
 
 def target_names(config: Mapping[str, Any]) -> list[str]:
     """List the distinct targets in a configuration."""
-    return sorted({str(node["_target_"]) for _, node in targets_of(config)})
+    return sorted({str(node["_target_"]) for _, node in find_targets(config)})
 
 
-def project_of(manifest: Mapping[str, Any], run: RunDirectory, *, own: bool) -> Path:
+def find_project(manifest: Mapping[str, Any], run: RunDirectory, *, own: bool) -> Path:
     """Return the folder in which the run was launched, or a fallback if that is inaccessible.
 
     The fallback is the working directory. A foreign record (not ``own``) first falls back to the run's copy of the
@@ -208,7 +217,7 @@ def _check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> No
     Raises:
         ConfigError: a plugin is not in the record, or has a different digest.
     """
-    distributions = {each.distribution for each in installed()}
+    distributions = {each.distribution for each in find_installed_plugins()}
     listed = {each["name"]: each["sha256"] for each in manifest.get("plugins", ())}
     for plugin in plugins:
         if plugin.source not in (_BUNDLED, *distributions):
@@ -216,7 +225,7 @@ def _check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> No
 
 
 def _check_digest(folder: Path, name: str, recorded: str | None) -> None:
-    if recorded != digest_of(folder):
+    if recorded != compute_plugin_digest(folder):
         raise ConfigError(
             f"{folder} is not the {name} that the record lists, and the record is another user's. "
             "Look at it, and begin your own run with it; nothing was started."
@@ -240,31 +249,31 @@ def take_code(manifest: Mapping[str, Any], project: Path, run: RunDirectory) -> 
         for plugin in plugins:
             name = plugin["name"]
             if plugin["kept"]:
-                copy_files(kept_folder(run.plugins, name), kept_folder(recorded_plugins, name))
+                copy_files(get_plugin_folder(run.plugins, name), get_plugin_folder(recorded_plugins, name))
             elif plugin["source"] == "project":
-                copy_files(kept_folder(project, name), kept_folder(copied, name))
-                _check_digest(kept_folder(copied, name), name, plugin["sha256"])
+                copy_files(get_plugin_folder(project, name), get_plugin_folder(copied, name))
+                _check_digest(get_plugin_folder(copied, name), name, plugin["sha256"])
         has_plugins = check_kept(plugins, recorded_plugins)
-        for file in _yaml_of(project):
+        for file in _find_yaml_files(project):
             target = copied / file.relative_to(project)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target)
-        _replace(run.project, copied)
+        _replace_folder(run.project, copied)
         if has_plugins:
-            _replace(run.plugins, recorded_plugins)
+            _replace_folder(run.plugins, recorded_plugins)
 
 
-def _yaml_of(project: Path) -> Iterator[Path]:
+def _find_yaml_files(project: Path) -> Iterator[Path]:
     """Yield a project's configuration files, except those that worldsize has, too."""
-    own = (main_conf().parent, bundle())
-    for conf in (project / "conf", *(folder / "conf" for folder in folders_of(project))):
-        for file in files_of(conf):
+    own = (main_conf().parent, get_bundle_folder())
+    for conf in (project / "conf", *(folder / "conf" for folder in list_root_folders(project))):
+        for file in list_plugin_files(conf):
             is_own = any((root / file.relative_to(project)).exists() for root in own)
             if file.suffix == ".yaml" and not file.is_symlink() and not is_own:
                 yield file
 
 
-def _replace(folder: Path, copy: Path) -> None:
+def _replace_folder(folder: Path, copy: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)

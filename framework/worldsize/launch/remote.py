@@ -21,12 +21,12 @@ from worldsize.core import Plan, Role
 from worldsize.healing.lost_link import LossPolicy
 from worldsize.launch.first_cause import ProcessError
 from worldsize.launch.meeting import Door
-from worldsize.launch.members import LostHostError, Member, size_of
+from worldsize.launch.members import LostHostError, Member, read_log_size
 from worldsize.net.agent_connection import AgentConnection, RemoteAgent
 from worldsize.net.handshake import Message
 from worldsize.record.run_directory import RunDirectory
 from worldsize.world.processes import Beat, write_beat
-from worldsize.world.roles import fewest, place_of, role_ranks
+from worldsize.world.roles import get_min_processes, locate_rank, role_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class RemoteProcess:
     def join(self) -> None:
         """Wait until the agent reports that the process exited; after a timeout, consider it killed."""
         if not self._has_ended.wait(_LAST):
-            self.end(-signal.SIGKILL)
+            self.record_exit(-signal.SIGKILL)
 
-    def end(self, code: int) -> None:
+    def record_exit(self, code: int) -> None:
         """Record that the process exited with ``code``."""
         if self.is_alive():
             self.exitcode = code
@@ -91,7 +91,7 @@ class RemotePipe:
     def recv_bytes(self, maxlength: int) -> bytes:
         return self._reader.recv_bytes(maxlength)
 
-    def deliver(self, message: Message) -> None:
+    def deliver_message(self, message: Message) -> None:
         """Pass a message from the process to the gang."""
         self._writer.send_bytes(json.dumps(message).encode())
 
@@ -123,38 +123,38 @@ class RemoteHost:
         self._processes: dict[int, tuple[Member, RemoteProcess, RemotePipe]] = {}  # by global rank
         self.is_heard = agent.is_there  # neither heard nor lost while the decision on its loss is pending
         self.lost_at = math.inf  # monotonic time
-        self._listener = threading.Thread(target=self._listen, daemon=True, name=f"node {agent.rank}")
+        self._listener = threading.Thread(target=self._receive_reports, daemon=True, name=f"node {agent.rank}")
 
     @property
     def is_lost(self) -> bool:
         """Whether the run continues without this host."""
         return self.lost_at < math.inf
 
-    def start(self, roles: Mapping[str, Role], role: str, rank: int, starts: int) -> Member:
+    def start_process(self, roles: Mapping[str, Role], role: str, rank: int, starts: int) -> Member:
         """Start a process on this host; raise LostHostError if the host is lost."""
         if self.is_lost:
             raise LostHostError(f"the host {self.agent.host} is lost")
         number = role_ranks(roles)[role].start + rank
-        process = RemoteProcess(lambda **order: self._order(rank=number, **order))
-        pipe = RemotePipe(lambda message: self._order(rank=number, tell=message))
+        process = RemoteProcess(lambda **order: self._send_order(rank=number, **order))
+        pipe = RemotePipe(lambda message: self._send_order(rank=number, tell=message))
         error, beat = self._folder / f"error_{number}_{starts}", self._folder / f"beat_{number}"
-        log = self._run.log(role, rank)
-        member = Member(role, rank, process, log, error, beat, pipe, self.agent.host, size_of(log))
+        log = self._run.get_log_file(role, rank)
+        member = Member(role, rank, process, log, error, beat, pipe, self.agent.host, read_log_size(log))
         self._processes[number] = member, process, pipe
-        self._order(rank=number, role=role, role_rank=rank, starts=starts)
+        self._send_order(rank=number, role=role, role_rank=rank, starts=starts)
         return member
 
-    def listen(self) -> None:
+    def start_listener(self) -> None:
         """Start a thread that handles the agent's messages."""
         self._listener.start()
 
-    def dismiss(self) -> None:
+    def end_attempt(self) -> None:
         """End the attempt on this host, and wait until it has ended."""
         if not self.is_lost:
-            self._order(abort=self._attempt)
+            self._send_order(abort=self._attempt)
         self._listener.join()
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Mark the host and all its processes as lost."""
         if not self.is_lost:
             self.lost_at = time.monotonic() if self.agent.is_there else -math.inf
@@ -165,23 +165,23 @@ class RemoteHost:
         )
         for member, process, _ in [*self._processes.values()]:
             if process.is_alive():
-                self._end(member, process, 1, {"time_ns": 0, "traceback": cause, "is_of_host": True})
+                self._end_process(member, process, 1, {"time_ns": 0, "traceback": cause, "is_of_host": True})
 
-    def _order(self, **order: Any) -> None:
+    def _send_order(self, **order: Any) -> None:
         with suppress(OSError):  # the loss is noticed when receiving from this host
             self.agent.connection.send(**order)
 
-    def _listen(self) -> None:
+    def _receive_reports(self) -> None:
         if not self.agent.is_there:  # lost before this attempt
-            self.lose()
+            self.mark_lost()
             return
         try:
             while "ended" not in (message := self.agent.connection.receive()):
-                self._take(message)
+                self._apply_message(message)
         except OSError:
             self.is_heard = False
             self._end_unless_leading()  # before the remaining hosts continue
-            self.lose()
+            self.mark_lost()
 
     def _end_unless_leading(self) -> None:
         """Kill this process and its workers if it no longer leads the run; may take a while."""
@@ -189,27 +189,27 @@ class RemoteHost:
             _logger.error("the host %s is lost, and this one no longer leads the run: it ends", self.agent.host)
             os.kill(os.getpid(), signal.SIGKILL)  # kills the workers, too; a different host owns the record
 
-    def _take(self, message: Message) -> None:
+    def _apply_message(self, message: Message) -> None:
         if message.get("rank") not in self._processes:
             return
         member, process, pipe = self._processes[message["rank"]]
         match message:
             case {"said": dict(said)}:
-                pipe.deliver(said)
+                pipe.deliver_message(said)
             case {"pid": int(pid)}:
                 process.pid = pid
             case {"beat": list(beat)}:
                 write_beat(member.heartbeat, Beat(*beat))
             case {"code": int(code), "error": error}:
-                self._end(member, process, code, error)
+                self._end_process(member, process, code, error)
 
-    def _end(self, member: Member, process: RemoteProcess, code: int, error: ProcessError | None) -> None:
+    def _end_process(self, member: Member, process: RemoteProcess, code: int, error: ProcessError | None) -> None:
         if error:
             with suppress(OSError):  # the gang has ended and removed its folder
                 draft = member.error.with_suffix(".draft")
                 draft.write_text(json.dumps(error))
                 draft.replace(member.error)
-        process.end(code)
+        process.record_exit(code)
 
 
 @final
@@ -242,14 +242,14 @@ class RemoteHosts:
         self.connections: list[AgentConnection] = []
         self._hosts: dict[int, RemoteHost] = {}
         for agent in agents:
-            self._include(agent)
+            self._include_host(agent)
 
     @property
     def returns(self) -> Sequence[Any]:
         """File that is readable when a host has returned, for :meth:`welcome`; empty if none can."""
         return [self._door.arrivals.arrival] if self._door else []
 
-    def welcome(self, present: Set[int]) -> Sequence[int]:
+    def admit_host(self, present: Set[int]) -> Sequence[int]:
         """Include a returned host once its former processes are gone; otherwise, retry later.
 
         ``present`` has the global ranks of the gang's processes. Returns the ranks to start on the returned host.
@@ -258,18 +258,18 @@ class RemoteHosts:
         agent = self._door.arrivals.get()
         before, count = self._hosts[agent.rank], self._plan.cluster.processes_per_node
         if not before.is_lost:
-            before.lose()
+            before.mark_lost()
         ranks = range(agent.rank * count, (agent.rank + 1) * count)
         if not present.isdisjoint(ranks):
             self._door.arrivals.put(agent)
             return ()
         self._agents[agent.rank - 1] = agent
-        self._include(agent)
-        self._hosts[agent.rank].listen()
+        self._include_host(agent)
+        self._hosts[agent.rank].start_listener()
         _logger.warning("the host %s (node %d) has come back", agent.host, agent.rank)
         return ranks
 
-    def _include(self, agent: RemoteAgent) -> None:
+    def _include_host(self, agent: RemoteAgent) -> None:
         with suppress(OSError):  # the loss is noticed when receiving from this host
             agent.connection.send(attempt=self._plan.attempt, port=self._port)
         run = RunDirectory(self._plan.run_dir)
@@ -285,29 +285,31 @@ class RemoteHosts:
         heard = sum(host.is_heard for host in self._hosts.values())
         since = time.monotonic() - 2 * self._losses.patience  # earlier losses are not evidence of that
         is_alone = heard == 0 and sum(host.lost_at > since for host in self._hosts.values()) > 1
-        return not is_alone and (1 + heard) * self._plan.cluster.processes_per_node >= fewest(self._plan.roles)
+        return not is_alone and (1 + heard) * self._plan.cluster.processes_per_node >= get_min_processes(
+            self._plan.roles
+        )
 
-    def node_of(self, number: int) -> int:
+    def find_node(self, number: int) -> int:
         """Return the node of the process with this global rank, dead or alive."""
-        return place_of(number, self._plan)[0]
+        return locate_rank(number, self._plan)[0]
 
-    def host_of(self, number: int) -> str:
+    def find_host_name(self, number: int) -> str:
         """Return the host name for the process with this global rank."""
-        node = self.node_of(number)
+        node = self.find_node(number)
         return self._hosts[node].agent.host if node else socket.gethostname()
 
-    def start(self, role: str, rank: int, starts: int) -> Member | None:
+    def start_remote_process(self, role: str, rank: int, starts: int) -> Member | None:
         """Start a remote process; return None if it belongs to the first host. Raises LostHostError."""
-        node = self.node_of(role_ranks(self._plan.roles)[role].start + rank)
-        return self._hosts[node].start(self._plan.roles, role, rank, starts) if node else None
+        node = self.find_node(role_ranks(self._plan.roles)[role].start + rank)
+        return self._hosts[node].start_process(self._plan.roles, role, rank, starts) if node else None
 
-    def listen(self) -> None:
+    def start_listeners(self) -> None:
         """Start handling the messages of all agents."""
         for host in self._hosts.values():
-            host.listen()
+            host.start_listener()
 
-    def dismiss(self) -> None:
+    def end_attempts(self) -> None:
         """End the attempt on all other hosts, and wait until it has ended."""
         self._is_over = True
         for host in self._hosts.values():
-            host.dismiss()
+            host.end_attempt()

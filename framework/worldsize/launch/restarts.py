@@ -16,12 +16,12 @@ from rich.console import Console
 
 from worldsize.core import Launcher, Outcome, Plan, Strategy
 from worldsize.errors import RunFolderError
-from worldsize.launch.record import with_claim
+from worldsize.launch.record import apply_downgrades
 from worldsize.observe.nccl_log import debug_summary
 from worldsize.observe.progress import Progress
 from worldsize.observe.summary import show_summary
 from worldsize.record.attempt import failure_text
-from worldsize.record.run_directory import RunDirectory, writing
+from worldsize.record.run_directory import RunDirectory, wrap_write_errors
 from worldsize.record.run_record import RunRecord, read_result
 from worldsize.world.pinning import pins_here
 
@@ -47,9 +47,9 @@ def run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: Run
 def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, steps: int) -> Outcome:
     console, restarts, failed_at = Console(), 0, -1
     while True:
-        with writing(record.directory):
+        with wrap_write_errors(record.directory):
             show = partial(Progress, record.directory.metrics, steps, console)
-            outcome = _attempt(launcher, strategy, plan, record, show)
+            outcome = _run_attempt(launcher, strategy, plan, record, show)
         if (failure := outcome.failure) is None or restarts == launcher.max_restarts:
             break
         step = failure.step or 0
@@ -59,27 +59,29 @@ def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: Ru
         restarts, failed_at = restarts + 1, step
         why = failure_text(record.attempts[-1]["failure"])
         _logger.error("%s; starting again (%d of %d)", why, restarts, launcher.max_restarts)
-    _report(record.directory, outcome, console)
+    _report_outcome(record.directory, outcome, console)
     if plan.cluster.debug:
         _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))
     return outcome
 
 
-def _attempt(
+def _run_attempt(
     launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, show: Callable[[], Progress]
 ) -> Outcome:
     run = record.directory
     pinning = pins_here(plan.cluster, os.environ).describe()
     number = record.begin_attempt(launcher.other_hosts, world_size=plan.world_size, pinning=pinning)
-    strategy.prepare(run.servers(number))
+    strategy.prepare(run.get_servers_folder(number))
     job = launcher.launch(replace(plan, attempt=number))
     with show():
         outcome = job.wait()
-    shutil.rmtree(run.servers(number), ignore_errors=True)  # keys and addresses are valid in one attempt only
-    return record.end_attempt(outcome, with_claim)
+    shutil.rmtree(
+        run.get_servers_folder(number), ignore_errors=True
+    )  # keys and addresses are valid in one attempt only
+    return record.end_attempt(outcome, apply_downgrades)
 
 
-def _report(run: RunDirectory, outcome: Outcome, console: Console) -> None:
+def _report_outcome(run: RunDirectory, outcome: Outcome, console: Console) -> None:
     if failure := outcome.failure:
         at = f" at step {failure.step}" if failure.step else ""
         _logger.error("%s %d failed%s:\n%s", failure.role, failure.rank, at, failure.cause.rstrip())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from worldsize.errors import WorldsizeError
 from worldsize.record.run_directory import RunDirectory, is_locked
-from worldsize.record.run_record import RunView, look, view
+from worldsize.record.run_record import RunView, read_run, refresh_run
 
 if TYPE_CHECKING:
     from worldsize.core import BatchLauncher
@@ -35,7 +35,7 @@ class Scheduler:
     def state(self, job: str) -> str | None:
         """Return the job's state, None if it is over, or :data:`SILENT` without an answer."""
         if time.monotonic() - self._queried_at >= _INTERVAL:
-            self._state = self._answer(job)
+            self._state = self._query_state(job)
             self._queried_at = time.monotonic()
         return self._state
 
@@ -48,10 +48,10 @@ class Scheduler:
         """
         from worldsize.config.recorded import read_launcher  # imports torch, which takes seconds
 
-        self._launcher = self._launcher or read_launcher(view(self.run.path))
+        self._launcher = self._launcher or read_launcher(read_run(self.run.path))
         return self._launcher
 
-    def _answer(self, job: str) -> str | None:
+    def _query_state(self, job: str) -> str | None:
         launcher = self.launcher
         try:
             return launcher.state(job) if launcher else None
@@ -59,7 +59,7 @@ class Scheduler:
             return SILENT
 
 
-def state_of(record: RunView, scheduler: Scheduler) -> str:
+def describe_state(record: RunView, scheduler: Scheduler) -> str:
     """Return how the run ended, or its job's state in the scheduler if the run has not ended."""
     if record.exit_reason not in ("running", None) or record.job is None:
         return record.exit_reason or "not started"
@@ -71,7 +71,7 @@ def state_of(record: RunView, scheduler: Scheduler) -> str:
 
 def is_alive(scheduler: Scheduler) -> bool:
     """Return whether the run is training, queued, or about to be restarted."""
-    record = look(scheduler.run)
+    record = refresh_run(scheduler.run)
     if record.job and record.exit_reason in (None, "preempted"):
         return scheduler.state(record.job) is not None
     return record.exit_reason == "running" or (record.exit_reason != "completed" and is_locked(scheduler.run.path))

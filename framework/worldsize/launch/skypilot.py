@@ -17,7 +17,7 @@ from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Ran
 from worldsize.core.launcher import cluster_option
 from worldsize.launch.image_launcher import ImageLauncher, job_name
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.templates import filled
+from worldsize.launch.templates import render_template
 from worldsize.net.credentials import write_key
 from worldsize.world.processes import PREEMPTED
 
@@ -106,7 +106,7 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
     def describe(self, plan: Plan) -> str:
         shared = self.checkpoint_bucket is not None and self.checkpoint_bucket.startswith("/")
         root = self.checkpoint_bucket if shared else self.mount if self.checkpoint_bucket else "~/runs"
-        return filled(
+        return render_template(
             "skypilot.yaml.j2",
             run_id=plan.run_dir.name,
             name=job_name(plan),

@@ -21,11 +21,11 @@ from worldsize.core.limits import Form
 from worldsize.errors import MissingProgramError, WorldsizeError
 from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.node import NodeLauncher
-from worldsize.launch.templates import filled
+from worldsize.launch.templates import render_template
 from worldsize.messages import FIRST_LOST
 from worldsize.net.credentials import write_key
-from worldsize.world.environments import job_of
-from worldsize.world.roles import heals
+from worldsize.world.environments import read_job
+from worldsize.world.roles import can_heal
 
 _logger = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             )
         plan = Plan(Path("run"), cluster, {}, {})
         try:
-            _ask(["sbatch", "--test-only"], self.describe(plan))
+            _run_command(["sbatch", "--test-only"], self.describe(plan))
         except ConfigError as error:
-            if (cpus := _asked_cpus(self, cluster)) and _OF_CPUS.search(str(error)):
+            if (cpus := _compute_cpus(self, cluster)) and _OF_CPUS.search(str(error)):
                 more = f"The job requests {cpus} CPUs on each node; set cluster.cpus_per_task to change that."
                 raise ConfigError(f"{error}. {more}") from None
             raise
@@ -98,7 +98,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def submit_all(self, plans: Sequence[Plan]) -> Sequence[str]:
         """Submit a job for one run, or a job array for several."""
         script = self._write_script(plans)
-        job = _ask(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
+        job = _run_command(["sbatch", "--parsable", str(script)], environment=plans[0].secrets).split(";")[0].strip()
         return [f"{job}_{task}" for task in range(len(plans))] if len(plans) > 1 else [job]
 
     def _write_script(self, plans: Sequence[Plan]) -> Path:
@@ -119,9 +119,9 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         runs = [shlex.quote(str(plan.run_dir)) for plan in plans]
         array = len(plans) > 1
         python = self.python or ("python" if self.image else sys.executable)
-        return filled(
+        return render_template(
             "slurm.sh.j2",
-            options=_options(self, plans),
+            options=_build_options(self, plans),
             run_id=plans[0].run_dir.name + (" and others" if array else ""),
             setup=self.setup,
             folder=shlex.quote(os.getcwd()),
@@ -131,12 +131,12 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             # in an array, a task's SLURM_JOB_ID may be the whole array's ID and so refer to all tasks
             job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID",
             python=shlex.quote(self.python or sys.executable),
-            cpus='--cpus-per-task="$SLURM_CPUS_PER_TASK"' if _asked_cpus(self, cluster) else "--cpu-bind=none",
+            cpus='--cpus-per-task="$SLURM_CPUS_PER_TASK"' if _compute_cpus(self, cluster) else "--cpu-bind=none",
             srun_options="".join(f" {shlex.quote(word)}" for word in _container(self, plans, "pyxis")),
             agent=shlex.join([*_container(self, plans, "apptainer"), python]),
             max_requeues=self.max_requeues,
             exclude_slow=self.exclude_slow,
-            heals=heals(plans[0].roles),
+            heals=can_heal(plans[0].roles),
             first_lost=FIRST_LOST,
             spare_nodes=cluster.spare_nodes,
             excluded=shlex.quote(self.exclude or ""),
@@ -145,7 +145,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def state(self, job: str) -> str | None:
         """Return the job's state in Slurm, such as PENDING; None if the job has ended."""
         try:
-            state = _facts(job).get("JobState")
+            state = _query_job(job).get("JobState")
         except WorldsizeError as error:
             if "Invalid job id" in str(error):  # Slurm forgets old jobs
                 return None
@@ -154,7 +154,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
 
     @property
     def requeues(self) -> bool:
-        job = job_of(os.environ)
+        job = read_job(os.environ)
         return job is not None and job.get("requeues", self.max_requeues) < self.max_requeues
 
     def is_current(self) -> bool:
@@ -163,11 +163,11 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         When other nodes lose the first node, they requeue the job. A first node that cannot reach Slurm either must not
         continue.
         """
-        job, deadline = job_of(os.environ), time.monotonic() + self.node_timeout
+        job, deadline = read_job(os.environ), time.monotonic() + self.node_timeout
         while job is not None:
             try:
                 name = f"{job['array']}_{job['array_task']}" if "array" in job else job["id"]
-                facts = _facts(name, patience=max(_RETRY, deadline - time.monotonic()))
+                facts = _query_job(name, patience=max(_RETRY, deadline - time.monotonic()))
                 is_queued = facts.get("JobState") in _QUEUED
                 return not is_queued and facts.get("Restarts") == str(job["requeues"])
             except WorldsizeError as error:
@@ -178,7 +178,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         return True  # started by hand
 
     def cancel(self, job: str) -> None:
-        _ask(["scancel", job])
+        _run_command(["scancel", job])
 
 
 def _check_gpus(launcher: Slurm) -> None:
@@ -199,20 +199,20 @@ def _check_gpus(launcher: Slurm) -> None:
         )
 
 
-def _asked_cpus(launcher: Slurm, cluster: Cluster) -> int | None:
+def _compute_cpus(launcher: Slurm, cluster: Cluster) -> int | None:
     """Return the CPUs to request per node; None if other options determine them."""
     is_told = launcher.exclusive or any(name.startswith("cpus-per") for name in launcher.options)
     return launcher.cpus_per_task or (None if is_told else cluster.cpus_per_node)
 
 
-def _options(launcher: Slurm, plans: Sequence[Plan]) -> list[tuple[str, Any]]:
+def _build_options(launcher: Slurm, plans: Sequence[Plan]) -> list[tuple[str, Any]]:
     cluster, logs = plans[0].cluster, str(plans[0].run_dir / "logs").replace("%", "%%")
     gpus = f"{launcher.gpu_type}:{launcher.gpus_per_node}" if launcher.gpu_type else launcher.gpus_per_node
     named: dict[str, Any] = {
         "job-name": launcher.job_name,
         "nodes": cluster.all_nodes,
         "ntasks-per-node": 1,
-        "cpus-per-task": _asked_cpus(launcher, cluster),
+        "cpus-per-task": _compute_cpus(launcher, cluster),
         "gpus-per-node": gpus,
         "mem": launcher.memory,
         "time": launcher.time,
@@ -228,9 +228,9 @@ def _options(launcher: Slurm, plans: Sequence[Plan]) -> list[tuple[str, Any]]:
     }
     flags = [("exclusive", None)] if launcher.exclusive else []
     given = [(name, value) for name, value in named.items() if value is not None]
-    flags += [("no-kill", None)] if heals(plans[0].roles) else []
+    flags += [("no-kill", None)] if can_heal(plans[0].roles) else []
     every = [*given, ("requeue", None), *flags, *launcher.options.items()]
-    return [(name, None if value is None else _quoted(str(value))) for name, value in every]
+    return [(name, None if value is None else _quote_value(str(value))) for name, value in every]
 
 
 def _container(launcher: Slurm, plans: Sequence[Plan], runtime: str) -> list[str]:
@@ -247,7 +247,7 @@ def _container(launcher: Slurm, plans: Sequence[Plan], runtime: str) -> list[str
     return ["apptainer", "exec", *devices, *(f"--bind={each}" for each in folders), f"--pwd={here}", launcher.image]
 
 
-def _quoted(value: str) -> str:
+def _quote_value(value: str) -> str:
     """Quote a value for an #SBATCH line if it has whitespace, quotes, ``#`` or a backslash.
 
     Raises:
@@ -261,13 +261,13 @@ def _quoted(value: str) -> str:
     return f'"{escaped}"'
 
 
-def _facts(job: str, patience: float = _PATIENCE) -> dict[str, str]:
+def _query_job(job: str, patience: float = _PATIENCE) -> dict[str, str]:
     """Query a job's properties, such as its JobState; wait at most ``patience`` seconds."""
-    shown = _ask(["scontrol", "show", "job", "--oneliner", job], patience=patience)
+    shown = _run_command(["scontrol", "show", "job", "--oneliner", job], patience=patience)
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
-def _ask(
+def _run_command(
     command: Sequence[str],
     script: str | None = None,
     environment: Mapping[str, str] | None = None,

@@ -16,7 +16,7 @@ from typing import IO, final
 from worldsize.core import Failure, Job, Outcome
 from worldsize.launch.interruption import Signals
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import look
+from worldsize.record.run_record import refresh_run
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Lineup:
     absent: int = 0
     lost: str | None = None
 
-    def without_first(self, answering: set[str]) -> Lineup:
+    def replace_first(self, answering: set[str]) -> Lineup:
         """Return a lineup with ``answering`` hosts first, and the lost host last of its kind."""
         first, *others = self.hosts
         there = [host for host in (*others, first) if host in answering]
@@ -63,7 +63,7 @@ class SshAgent:
     process: subprocess.Popen[str]
     last: str = ""  # last non-empty line of its output
 
-    def tell(self, message: Mapping[str, object] | str) -> None:
+    def send_message(self, message: Mapping[str, object] | str) -> None:
         with suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(message) + "\n")
@@ -74,7 +74,7 @@ class SshAgent:
             assert self.process.stdin is not None
             self.process.stdin.close()
 
-    def show(self, leads: bool) -> None:
+    def print_output(self, leads: bool) -> None:
         """Print the agent's output as it arrives; prefix the host name unless the agent ``leads``."""
         output: IO[str] | None = self.process.stdout
         assert output is not None
@@ -83,7 +83,7 @@ class SshAgent:
             sys.stdout.flush()
             self.last = line.strip() or self.last
 
-    def code(self, deadline: float) -> int:
+    def wait_for_exit(self, deadline: float) -> int:
         """Wait for the exit, kill at ``deadline`` (monotonic seconds); return the exit code."""
         try:
             code = self.process.wait(max(0.0, deadline - time.monotonic()))
@@ -108,10 +108,10 @@ class Revival:
     @property
     def has_begun(self) -> bool:
         """Whether the run has started; before, all hosts are needed."""
-        self._has_begun = self._has_begun or bool(look(self.run).attempts)
+        self._has_begun = self._has_begun or bool(refresh_run(self.run).attempts)
         return self._has_begun
 
-    def revive(self, agents: list[SshAgent], start: Callable[[int], SshAgent]) -> None:
+    def restart_agents(self, agents: list[SshAgent], start: Callable[[int], SshAgent]) -> None:
         """Restart lost hosts' agents that are due, with exponential backoff."""
         now = time.monotonic()
         for node, agent in enumerate(agents):
@@ -152,18 +152,18 @@ class HostSuccession:
     _count: int = 0  # replacements so far
     _told_at: float = float("-inf")
 
-    def tell(self, first: SshAgent) -> None:
+    def send_heartbeat(self, first: SshAgent) -> None:
         """Send the first host a heartbeat if one is due."""
         if self._count < self.most and time.monotonic() - self._told_at > self.silence / 8:
             self._told_at = time.monotonic()
-            first.tell({"within": self.silence / 2})
+            first.send_message({"within": self.silence / 2})
 
-    def next(self, lineup: Lineup, code: int, seen: Sequence[int]) -> Lineup | None:
+    def choose_next_lineup(self, lineup: Lineup, code: int, seen: Sequence[int]) -> Lineup | None:
         """Return the hosts on which to continue after the first host's agent exited with ``code``.
 
         Returns None if the run has ended. ``seen`` collects received signals; the first one ends the search.
         """
-        if seen or code != _UNREACHED or look(self.run).exit_reason not in ("running", "killed"):
+        if seen or code != _UNREACHED or refresh_run(self.run).exit_reason not in ("running", "killed"):
             return None
         lost, remedy = lineup.hosts[0], f"`worldsize resume {self.run.path}` resumes it from the newest checkpoint."
         if self._count == self.most:
@@ -176,7 +176,7 @@ class HostSuccession:
         while time.monotonic() < ended and not seen:
             time.sleep(_POLL)
         deadline = time.monotonic() + self.patience
-        while not self.suffices((after := lineup.without_first(answering)).there):
+        while not self.suffices((after := lineup.replace_first(answering)).there):
             if time.monotonic() > deadline or seen:
                 there = ", ".join(after.hosts[: after.there]) or "none"
                 _logger.error("too few hosts answer to continue without %s: %s; %s", lost, there, remedy)
@@ -212,7 +212,7 @@ class SshJob(Job):
     _seen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._begin(self.lineup)
+        self._start_agents(self.lineup)
 
     def wait(self) -> Outcome:
         """Wait until all agents exit; a first signal makes them save, a second kills them."""
@@ -220,39 +220,43 @@ class SshJob(Job):
             self._seen = signals.seen
             try:
                 while True:
-                    self._join()
-                    codes = self._ended()
-                    after = self.succession.next(self.lineup, codes[0], self._seen) if self.succession else None
+                    self._wait_for_agents()
+                    codes = self._dismiss_agents()
+                    after = (
+                        self.succession.choose_next_lineup(self.lineup, codes[0], self._seen)
+                        if self.succession
+                        else None
+                    )
                     if after is None:
                         break
-                    self._begin(after)
+                    self._start_agents(after)
             finally:
                 for agent in self._agents:
                     agent.let_go()
         failed = [node for node, code in enumerate(codes) if code and not self._seen]
-        failure = self._failure(failed[0], codes[failed[0]]) if failed else None
+        failure = self._create_failure(failed[0], codes[failed[0]]) if failed else None
         return Outcome("ended", codes[0] if self.revival else codes[0] or max(codes), failure)
 
     def cancel(self) -> None:
-        self._agents[0].tell("SIGTERM")
+        self._agents[0].send_message("SIGTERM")
 
-    def _begin(self, lineup: Lineup) -> None:
+    def _start_agents(self, lineup: Lineup) -> None:
         self.lineup = lineup
         self.revival = self.revival and Revival(self.revival.run)
         self._agents = [self.start(lineup, node) for node in range(len(lineup.hosts))]
 
-    def _failure(self, node: int, code: int) -> Failure:
+    def _create_failure(self, node: int, code: int) -> Failure:
         agent = self._agents[node]
         return Failure("node", node, agent.last or f"its agent ended with exit code {code}", code, host=agent.host)
 
-    def _ended(self) -> list[int]:
+    def _dismiss_agents(self) -> list[int]:
         """Dismiss all agents and wait until they exit; return their exit codes."""
         for agent in self._agents:
             agent.let_go()
         deadline = time.monotonic() + _LAST
-        return [agent.code(deadline) for agent in self._agents]
+        return [agent.wait_for_exit(deadline) for agent in self._agents]
 
-    def _join(self) -> None:
+    def _wait_for_agents(self) -> None:
         asked, deadline = False, float("inf")
         while any(agent.process.poll() is None for agent in self._agents):
             if self._seen and not asked:
@@ -266,9 +270,9 @@ class SshJob(Job):
                 deadline = time.monotonic() + self.grace  # the other agents exit by themselves
             elif self._agents[0].process.poll() is None:
                 if self.succession:
-                    self.succession.tell(self._agents[0])
+                    self.succession.send_heartbeat(self._agents[0])
                 if self.revival and not asked:
-                    self.revival.revive(self._agents, partial(self.start, self.lineup))
+                    self.revival.restart_agents(self._agents, partial(self.start, self.lineup))
             time.sleep(_POLL)
 
     def _must_end(self) -> bool:

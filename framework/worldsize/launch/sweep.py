@@ -21,16 +21,16 @@ from omegaconf import DictConfig
 from rich.cells import cell_len
 from rich.console import Console
 
-from worldsize.config.arguments import key_of
-from worldsize.config.compose import choices, compose_and_call, is_side_by_side, sweep_folder, sweep_points
+from worldsize.config.arguments import parse_override_key
+from worldsize.config.compose import compose_and_call, is_side_by_side, read_group_choices, sweep_folder, sweep_points
 from worldsize.config.objective import SweepEnd, SweepEnded, Trial, TrialFailedError, is_search, maximizes
-from worldsize.core import metric_key, split_of
+from worldsize.core import metric_key, parse_metric_key
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch.restarts import command_line
-from worldsize.messages import LOGGERS, last_error, printable, refuse, show_messages
-from worldsize.record.redaction import redacted_arguments
+from worldsize.messages import LOGGERS, last_error, printable, report_error, show_messages
+from worldsize.record.redaction import redact_arguments
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import look, read_result
+from worldsize.record.run_record import read_result, refresh_run
 from worldsize.world.processes import PREEMPTED, SIGNALS, die_with_parent
 from worldsize.world.scratch import temporary_folder
 
@@ -54,28 +54,28 @@ def call_sweep(
     try:
         _check_all(check, arguments)
     except WorldsizeError as error:
-        return refuse(error)
+        return report_error(error)
     with temporary_folder() as folder, _idle_children_ended():
         side_by_side = SideBySide(folder) if is_side_by_side(arguments) else None
         ends = SweepEnds(folder)
         sweep = _Sweep(task, ends, side_by_side, typed=arguments)
 
-        def call(cfg: DictConfig) -> float | SweepEnd | None:
-            return sweep.call(cfg)
+        def call_trial(cfg: DictConfig) -> float | SweepEnd | None:
+            return sweep.run_trial(cfg)
 
         refused = 0
         try:
-            with sweep.side_by_side.passed_on() if sweep.side_by_side else nullcontext():
-                compose_and_call(call, arguments)
+            with sweep.side_by_side.forward_signals() if sweep.side_by_side else nullcontext():
+                compose_and_call(call_trial, arguments)
         except WorldsizeError as error:
-            refused = refuse(error)
+            refused = report_error(error)
         except TrialFailedError:
             pass  # the run's own error has been shown
         except Exception:  # expected if the sweeper lacks values to compare
             if not sweep.has_no_value():
-                ends.show(Console())
+                ends.show_summary(Console())
                 raise
-        ends.show(Console())
+        ends.show_summary(Console())
         return max(refused, *sweep.exit_codes())
 
 
@@ -95,7 +95,7 @@ def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) 
                 logger.setLevel(level)
         if cfg.run.name is None or cfg.launch == "show":
             continue
-        folder = f"{cfg.run.root}/{choices()['recipe']}/{cfg.run.name}"
+        folder = f"{cfg.run.root}/{read_group_choices()['recipe']}/{cfg.run.name}"
         if (first := numbers.setdefault(folder, number)) != number:
             refused.append(f"runs {first} and {number} of the sweep would share {folder}. Leave run.name out.")
     if refused:
@@ -133,7 +133,7 @@ class _Sweep:
         self._task, self._ends, self.side_by_side = task, ends, side_by_side
         self._launching, self._typed = os.getpid(), {word.lstrip("+") for word in typed}
 
-    def call(self, cfg: DictConfig) -> float | SweepEnd | None:
+    def run_trial(self, cfg: DictConfig) -> float | SweepEnd | None:
         """Run the next configuration unless signaled; return the value for the sweeper.
 
         Raises:
@@ -144,15 +144,17 @@ class _Sweep:
         if not is_here:
             show_messages()
             if self.side_by_side is not None:
-                self.side_by_side.join()
+                self.side_by_side.register_process()
         if self._is_asked() or any(map(ends_sweep, self._ends.exit_codes())):
             return SweepEnd()  # another process waits for the runs in progress
         number, words = self._position()
-        _logger.info("%s", _label(number, words))
-        trial = self._tried(cfg)
+        _logger.info("%s", _format_label(number, words))
+        trial = self._try_task(cfg)
         folder = str(trial.folder) if trial.folder else None
         goal = {"metric": cfg.sweep.metric, "maximize": maximizes(cfg.sweep), "group": cfg.run.group or sweep_folder()}
-        self._ends.note(RunEnd(number, words, trial.exit_code, trial.why, folder, trial.value, is_search(), **goal))
+        self._ends.record_end(
+            RunEnd(number, words, trial.exit_code, trial.why, folder, trial.value, is_search(), **goal)
+        )
         if ends_sweep(trial.exit_code):
             if is_here:
                 raise SweepEnded
@@ -165,23 +167,23 @@ class _Sweep:
         """Return the run's number, from 1, and the overrides that the sweep varies."""
         own = HydraConfig.get()
         varied = [word for word in own.overrides.task if word.lstrip("+") not in self._typed]
-        return own.job.num + 1, redacted_arguments(varied)
+        return own.job.num + 1, redact_arguments(varied)
 
     def _is_asked(self) -> bool:
         """Return whether the launching process has received and forwarded a signal."""
         return self.side_by_side is not None and self.side_by_side.is_asked()
 
-    def _tried(self, cfg: DictConfig) -> Trial:
+    def _try_task(self, cfg: DictConfig) -> Trial:
         try:
             return self._task(cfg)
         except WorldsizeError as error:  # Hydra would print a traceback
-            return Trial(refuse(error), why=_why(error))
+            return Trial(report_error(error), why=_format_reason(error))
         except Exception as error:
             if not is_search():
-                self._ends.note(RunEnd(*self._position(), 1, _why(error)))
+                self._ends.record_end(RunEnd(*self._position(), 1, _format_reason(error)))
                 raise
             traceback.print_exc()  # the sweeper may not show the error
-            return Trial(1, why=_why(error))
+            return Trial(1, why=_format_reason(error))
 
     def has_no_value(self) -> bool:
         """Return whether a search lacks values because all its runs failed or a signal ended it."""
@@ -195,7 +197,7 @@ class _Sweep:
         return codes or [0]
 
 
-def _why(error: Exception) -> str:
+def _format_reason(error: Exception) -> str:
     """Return the reason for a failure in one line."""
     return last_error(str(error) or type(error).__name__)
 
@@ -237,29 +239,29 @@ class SweepEnds:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "ends"
 
-    def note(self, end: RunEnd) -> None:
+    def record_end(self, end: RunEnd) -> None:
         """Append a run's outcome in a single write, so that lines from several processes do not mix."""
         with self._file.open("a") as lines:
             lines.write(json.dumps(asdict(end)) + "\n")
 
-    def noted(self) -> list[RunEnd]:
+    def read_ends(self) -> list[RunEnd]:
         """Return all outcomes so far, sorted by run number, since parallel runs end in any order."""
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         return sorted((RunEnd(**json.loads(line)) for line in lines), key=lambda end: end.number)
 
     def exit_codes(self) -> list[int]:
         """Return the exit codes of all runs so far."""
-        return [end.exit_code for end in self.noted()]
+        return [end.exit_code for end in self.read_ends()]
 
-    def show(self, console: Console) -> None:
+    def show_summary(self, console: Console) -> None:
         """Show a summary of the runs, unless all of them were left to a scheduler."""
-        ends = self.noted()
+        ends = self.read_ends()
         if any(end.folder for end in ends):
             show_ends(console, ends)
 
     def is_failed_search(self) -> bool:
         """Return whether all runs of a search so far have failed."""
-        codes = [end.exit_code for end in self.noted() if end.of_search]
+        codes = [end.exit_code for end in self.read_ends() if end.of_search]
         return bool(codes) and 0 not in codes
 
 
@@ -271,63 +273,66 @@ def ends_sweep(code: int) -> bool:
 def show_ends(console: Console, ends: Sequence[RunEnd]) -> None:
     """Show a table of the runs and the best, reasons for failures, and the report command."""
     completed = [end for end in ends if not end.exit_code]
-    lines = [f"sweep    {len(completed)} of {len(ends)} runs completed", *_table(ends, best=_best(completed))]
+    lines = [
+        f"sweep    {len(completed)} of {len(ends)} runs completed",
+        *_format_table(ends, best=_find_best(completed)),
+    ]
     for end in ends:
         if end.exit_code:
-            why = f"{_label(end.number, end.words)}: {end.why or 'asked to end'}"
-            lines.append(f"{_state(end):<9}{why}" + (f"; {end.folder}" if end.folder else ""))
-    lines.append(f"report   {command_line('report', *_reported(ends))}")
+            why = f"{_format_label(end.number, end.words)}: {end.why or 'asked to end'}"
+            lines.append(f"{_format_state(end):<9}{why}" + (f"; {end.folder}" if end.folder else ""))
+    lines.append(f"report   {command_line('report', *_list_report_folders(ends))}")
     for line in lines:
         console.print(printable(line), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
-def _label(number: int, words: Sequence[str]) -> str:
+def _format_label(number: int, words: Sequence[str]) -> str:
     return f"run {number} of the sweep: {' '.join(words)}"
 
 
-def _state(end: RunEnd) -> str:
+def _format_state(end: RunEnd) -> str:
     return "completed" if not end.exit_code else "stopped" if ends_sweep(end.exit_code) else "failed"
 
 
-def _best(completed: Sequence[RunEnd]) -> RunEnd | None:
+def _find_best(completed: Sequence[RunEnd]) -> RunEnd | None:
     """Return the first run with the best value; None if no run has a finite value."""
     valued = {end.value: end for end in reversed(completed) if end.value is not None and math.isfinite(end.value)}
     return valued[max(valued) if completed[0].maximize else min(valued)] if valued else None
 
 
-def _table(ends: Sequence[RunEnd], *, best: RunEnd | None) -> list[str]:
+def _format_table(ends: Sequence[RunEnd], *, best: RunEnd | None) -> list[str]:
     """Return aligned table lines: number, overrides, value, state and folder of each run."""
-    overrides = [{key_of(word): word.partition("=")[2] for word in end.words} for end in ends]
+    overrides = [{parse_override_key(word): word.partition("=")[2] for word in end.words} for end in ends]
     keys = dict.fromkeys(key for row in overrides for key in row)
     varied = [key for key in keys if len({row.get(key) for row in overrides}) > 1]
     metric = [ends[0].metric] if ends[0].metric else []
     rows = [["run", *varied, *metric, "state", "folder"]]
     for end, words in zip(ends, overrides, strict=True):
         value = [] if not metric else ["" if end.value is None else f"{end.value:.4g}"]
-        state = f"{_state(end)}, best" if end is best else _state(end)
+        state = f"{_format_state(end)}, best" if end is best else _format_state(end)
         rows.append([str(end.number), *(words.get(key, "") for key in varied), *value, state, end.folder or ""])
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return ["  ".join(row).rstrip() for row in padded]
 
 
-def _reported(ends: Sequence[RunEnd]) -> Sequence[str]:
+def _list_report_folders(ends: Sequence[RunEnd]) -> Sequence[str]:
     """Return the sweep's folder if there is one, otherwise the runs' own folders."""
     sweep = Path(ends[0].group or "")
     is_found = sweep.parent.name == "sweeps" and sweep.is_dir()
     return [str(sweep)] if is_found else [end.folder for end in ends if end.folder]
 
 
-def end_of(run: RunDirectory, code: int, *, number: int) -> RunEnd:
+def read_run_end(run: RunDirectory, code: int, *, number: int) -> RunEnd:
     """Return the outcome of a sweep's run that was trained by a job."""
-    record = look(run)
+    record = refresh_run(run)
     config, words = record.manifest["config"], record.manifest["overrides"]
     metric, maximize, group = (
         config["sweep"]["metric"],
         config["sweep"]["direction"] == "maximize",
         config["run"]["group"],
     )
-    value = None if code or metric is None else read_result(run)["metrics"].get(metric_key(*split_of(metric)))
+    value = None if code or metric is None else read_result(run)["metrics"].get(metric_key(*parse_metric_key(metric)))
     why = record.failure or record.exit_reason or "it never began"
     return RunEnd(number, words, code, why, str(run.path), value, metric=metric, maximize=maximize, group=group)
 
@@ -345,7 +350,7 @@ class SideBySide:
         self._processes.mkdir()
         self._launching = os.getpid()
 
-    def join(self) -> None:
+    def register_process(self) -> None:
         """Register this process before it starts a run; block signals until the run handles them."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         if os.getpgrp() != os.getpid():
@@ -362,7 +367,7 @@ class SideBySide:
         return 128 + int(self._asked.read_text()) if self.is_asked() else 0
 
     @contextmanager
-    def passed_on(self) -> Iterator[None]:
+    def forward_signals(self) -> Iterator[None]:
         """Forward signals in this context, without acting on them.
 
         The kernel may deliver a signal to any thread, but Python runs handlers in the main thread. Joblib blocks the

@@ -10,7 +10,7 @@ from worldsize.core import BatchLauncher, ConfigError, Plan, Range
 from worldsize.core.launcher import cluster_option
 from worldsize.core.limits import PORT
 from worldsize.net.credentials import write_key
-from worldsize.world.environments import port_of
+from worldsize.world.environments import derive_port
 
 
 @final
@@ -39,10 +39,10 @@ class Torchrun(BatchLauncher):
 
     def describe(self, plan: Plan) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
-        commands = [" ".join([*variables, *self._command(plan, node)]) for node in range(plan.cluster.nodes)]
+        commands = [" ".join([*variables, *self._build_command(plan, node)]) for node in range(plan.cluster.nodes)]
         return "\n".join(f"# on node {node}\n{command}" for node, command in enumerate(commands))
 
-    def _command(self, plan: Plan, node: int) -> list[str]:
+    def _build_command(self, plan: Plan, node: int) -> list[str]:
         """Return a node's command: torchrun, or an agent, since torchrun cannot start servers."""
         if self.agents or any(role.serves for role in plan.roles.values()):
             place = [
@@ -59,6 +59,6 @@ class Torchrun(BatchLauncher):
         size = f"--nproc-per-node={plan.cluster.processes_per_node}"
         if plan.cluster.nodes == 1:
             return ["--standalone", size]
-        end = f"{self.first}:{self.port or port_of(plan.run_dir.name)}"
+        end = f"{self.first}:{self.port or derive_port(plan.run_dir.name)}"
         named = [f"--rdzv-endpoint={end}", f"--rdzv-id={plan.run_dir.name}", f"--node-rank={node}"]
         return [f"--nnodes={plan.cluster.nodes}", size, "--rdzv-backend=c10d", *named]

@@ -12,7 +12,7 @@ from worldsize.checkpoint.weights import Weights
 from worldsize.config.recorded import read_recipe
 from worldsize.core import Recipe
 from worldsize.errors import WorldsizeError, require
-from worldsize.loop.initial_weights import built_empty, tied_names
+from worldsize.loop.initial_weights import build_empty_model, tied_names
 from worldsize.record.run_record import RunView
 
 
@@ -29,7 +29,7 @@ class TransformersModel:
     recipe: Recipe
     model: Any
 
-    def without(self) -> Sequence[str]:
+    def list_tied_names(self) -> Sequence[str]:
         """Return the names of tied weights to omit; transformers ties them on loading."""
         return [name for name, first in tied_names(self.model).items() if name != first]
 
@@ -69,7 +69,7 @@ def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
     import transformers
 
     recipe = read_recipe(run)
-    model = built_empty(recipe)
+    model = build_empty_model(recipe)
     if not isinstance(model, transformers.PreTrainedModel):
         raise WorldsizeError(
             f"{type(recipe).__name__} trains a {type(model).__name__}, not a model of transformers. "

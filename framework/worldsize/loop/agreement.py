@@ -35,12 +35,12 @@ class Agreement:
         self._stride = 1
         self._wishes: Callable[[], torch.Tensor] | None = None
 
-    def tell(self, done: StepDone) -> None:
+    def update_interval(self, done: StepDone) -> None:
         """Update the interval from the duration of a logged step."""
         steps_per_second = done.samples_per_second * done.step / done.samples
         self._stride = max(1, min(self._longest, int(_INTERVAL * steps_per_second)))
 
-    def reached(self, step: int) -> Wishes:
+    def exchange_wishes(self, step: int) -> Wishes:
         """Return the result of the last exchange, and start the next one after ``step`` if it is due.
 
         The run stops if any rank requests it; it saves once all ranks request it.

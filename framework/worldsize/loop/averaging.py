@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from worldsize.collectives.per_rank import local
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.per_rank import get_local_shard
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import EvaluationBatches, MicroBatch, Replica, StateDict, StepResult
 from worldsize.core.sections import WeightAverage
 
@@ -45,13 +45,13 @@ class AveragedReplica(Replica):
         if not result.skipped or result.partly or result.overflowed:
             self._updates += 1
             if self._updates % self._average.every == 0:
-                with phase("update"), torch.no_grad():
-                    self._add()
+                with measure_phase("update"), torch.no_grad():
+                    self._update_average()
         return result
 
-    def _add(self) -> None:
+    def _update_average(self) -> None:
         """Add the current weights to the average."""
-        averages, live = self._local()
+        averages, live = self._get_local_shards()
         averagings = self._updates // self._average.every - 1
         if averagings == 0:
             torch._foreach_copy_(averages, live)
@@ -59,23 +59,25 @@ class AveragedReplica(Replica):
         wide = [tensor.to(average.dtype) for average, tensor in zip(averages, live, strict=True)]
         torch._foreach_lerp_(averages, wide, 1 - self._average.decay_after(averagings))
 
-    def _local(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _get_local_shards(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's shards of the averages, and of the weights in the same order."""
-        return [local(average) for average in self._held], [local(weight) for weight in self._held.values()]
+        return [get_local_shard(average) for average in self._held], [
+            get_local_shard(weight) for weight in self._held.values()
+        ]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
         """Return the metrics of the weights, or inside :meth:`averaged`, of their average."""
         return self._inner.evaluate(batches)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def use_average(self) -> Iterator[None]:
         """Replace the weights with their average in this block; before the first averaging, keep the weights."""
         if self._updates < self._average.every:
             yield
             return
         with torch.no_grad():
             self._inner.trained_weights()  # reshards weights that an evaluation gathered
-            averages, live = self._local()
+            averages, live = self._get_local_shards()
             kept = [tensor.clone() for tensor in live]
             torch._foreach_copy_(live, averages)
         try:
@@ -83,7 +85,7 @@ class AveragedReplica(Replica):
         finally:  # training may continue after an interrupted evaluation
             with torch.no_grad():
                 self._inner.trained_weights()
-                torch._foreach_copy_(self._local()[1], kept)
+                torch._foreach_copy_(self._get_local_shards()[1], kept)
 
     def advance_schedules(self, value: float, *, step: int) -> None:
         self._inner.advance_schedules(value, step=step)
@@ -96,13 +98,13 @@ class AveragedReplica(Replica):
         kept = state["ema"]
         self._updates = kept["updates"]
         with torch.no_grad():
-            averages, live = self._local()
+            averages, live = self._get_local_shards()
             if self._updates == 0:  # the checkpoint lacks the average, or the user ignores it
                 torch._foreach_copy_(averages, live)
                 return
             for name, average in self._weights.items():
                 if average in self._held:
-                    local(average).copy_(local(kept["weights"][name]))
+                    get_local_shard(average).copy_(get_local_shard(kept["weights"][name]))
 
     def facts(self) -> Mapping[str, Any]:
         return self._inner.facts()
@@ -119,5 +121,5 @@ def evaluate_all(replica: Replica, evaluate: Callable[[], Mapping[str, float]]) 
     metrics = evaluate()
     if not isinstance(replica, AveragedReplica):
         return metrics
-    with replica.averaged():
+    with replica.use_average():
         return {**metrics, **{f"ema/{name}": value for name, value in evaluate().items()}}

@@ -17,7 +17,7 @@ class BeforeUpdate:
         self._call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] | None = None
 
     @contextmanager
-    def calling(self, call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None]) -> Iterator[None]:
+    def register_callback(self, call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None]) -> Iterator[None]:
         """Call ``call`` in every step within this block; the reference to it is dropped afterwards.
 
         It receives the losses (scalars) and metrics (micro-batches, 2) of the step, as in a StepResult.

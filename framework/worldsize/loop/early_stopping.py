@@ -32,14 +32,14 @@ class EarlyStopping:
     patience: Annotated[int, COUNT, LARGEST] = 3
     min_delta: Annotated[float, Range(least=0)] = 0.0
 
-    def reason(self, evaluations: Evaluations) -> str | None:
+    def find_stop_reason(self, evaluations: Evaluations) -> str | None:
         """Return why the run ends after these evaluations, or None if it continues.
 
         Raises:
             ConfigError: the last evaluation lacks the metric.
         """
         if evaluations:
-            value_of(evaluations[-1][1], self.metric, key="early_stopping.metric")
+            get_metric_value(evaluations[-1][1], self.metric, key="early_stopping.metric")
         best, best_step, waited = float("inf"), 0, 0
         sign = -1 if self.direction == "max" else 1
         for step, metrics in evaluations:
@@ -49,10 +49,10 @@ class EarlyStopping:
             else:
                 waited += 1
             if waited >= self.patience:
-                return self._explained(sign * best, best_step, waited)
+                return self._format_reason(sign * best, best_step, waited)
         return None
 
-    def _explained(self, best: float, step: int, waited: int) -> str:
+    def _format_reason(self, best: float, step: int, waited: int) -> str:
         count = f"{waited} evaluation{'s' if waited > 1 else ''}"
         if not step:
             return f"{self.metric} was not a number in {count}"
@@ -60,7 +60,7 @@ class EarlyStopping:
         return f"{self.metric} has not improved{least} in {count} on {best:.4g} of step {step}"
 
 
-def value_of(metrics: Mapping[str, float], name: str, *, key: str) -> float:
+def get_metric_value(metrics: Mapping[str, float], name: str, *, key: str) -> float:
     """Return the metric ``name`` of an evaluation; ``key`` is the configuration key with this name, for errors.
 
     Raises:

@@ -61,15 +61,15 @@ class Heap:
 
     def perturb(self) -> None:
         """Allocate blocks of NaN, then free a random half of all blocks; the rest occupy their addresses."""
-        blocks = [block for _ in range(_BLOCKS) for block in (self._tensor(), bytearray(self._size()))]
+        blocks = [block for _ in range(_BLOCKS) for block in (self._allocate_tensor(), bytearray(self._draw_size()))]
         mixed: list[Tensor | bytearray] = [*self._kept, *blocks]
         self._random.shuffle(mixed)
         self._kept = mixed[: len(mixed) // 2]
 
-    def _tensor(self) -> Tensor:
-        return torch.full((self._size(),), math.nan)
+    def _allocate_tensor(self) -> Tensor:
+        return torch.full((self._draw_size(),), math.nan)
 
-    def _size(self) -> int:
+    def _draw_size(self) -> int:
         return 2 * self._random.randrange(_LARGEST // 2) + 1
 
 
@@ -86,11 +86,11 @@ _SPACES = {point.partition(":")[0] for point in POINTS}
 OUT_OF_MEMORY = 137  # exit code of a process killed by the kernel for lack of memory: 128 + SIGKILL
 
 
-def _send(number: int) -> Callable[[float], None]:
+def _create_signal_sender(number: int) -> Callable[[float], None]:
     return lambda _: os.kill(os.getpid(), number)
 
 
-def _raise(_: float) -> None:
+def _raise_error(_: float) -> None:
     raise RuntimeError("a fault that the configuration planted")
 
 
@@ -99,14 +99,14 @@ def _fill_disk(_: float) -> None:
 
 
 ACTIONS: Mapping[str, Callable[[float], None]] = {
-    "kill": _send(signal.SIGKILL),
-    "stop": _send(signal.SIGSTOP),
-    "segfault": _send(signal.SIGSEGV),
-    "terminate": _send(signal.SIGTERM),
-    "interrupt": _send(signal.SIGINT),
-    "user_signal": _send(signal.SIGUSR1),
+    "kill": _create_signal_sender(signal.SIGKILL),
+    "stop": _create_signal_sender(signal.SIGSTOP),
+    "segfault": _create_signal_sender(signal.SIGSEGV),
+    "terminate": _create_signal_sender(signal.SIGTERM),
+    "interrupt": _create_signal_sender(signal.SIGINT),
+    "user_signal": _create_signal_sender(signal.SIGUSR1),
     "out_of_memory": lambda _: os._exit(OUT_OF_MEMORY),
-    "raise": _raise,
+    "raise": _raise_error,
     "disk_full": _fill_disk,
     "sleep": time.sleep,
     "slow": time.sleep,
@@ -143,38 +143,38 @@ class Faults:
     _heap: Heap = field(default_factory=Heap)
 
     @staticmethod
-    def parsed(rows: Iterable[Mapping[str, Any]]) -> Faults:
+    def from_rows(rows: Iterable[Mapping[str, Any]]) -> Faults:
         """Parse the faults in the configuration.
 
         Raises:
             ConfigError: a key, an action or a point is unknown; the message suggests similar ones.
         """
-        return Faults([_fault(row) for row in rows])
+        return Faults([_parse_fault(row) for row in rows])
 
-    def begin(self, rank: int, attempt: int) -> None:
+    def select_faults(self, rank: int, attempt: int) -> None:
         """Select the faults of this process: ``rank`` in attempt number ``attempt`` of the run."""
         self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
-        self.at("process:begin")
+        self.report_point("process:begin")
 
-    def within(self, steps: Iterable[T], first: int) -> Generator[T]:
+    def inject_into_steps(self, steps: Iterable[T], first: int) -> Generator[T]:
         """Yield ``steps``, numbered from ``first + 1``, and inject the faults of a step before yielding it."""
         for number, step in enumerate(steps, first + 1):
-            self.enter(number)
+            self.report_step(number)
             yield step
 
-    def enter(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """Inject the faults of ``step``, unless it has already started."""
         if step != self._step:
             self._step = step
-            self._strike(None)
-            self.at("step:data")
+            self._inject_faults(None)
+            self.report_point("step:data")
 
-    def at(self, point: str) -> None:
+    def report_point(self, point: str) -> None:
         """Inject the faults configured for ``point``."""
         if self._mine:
-            self._strike(point)
+            self._inject_faults(point)
 
-    def _strike(self, point: str | None) -> None:
+    def _inject_faults(self, point: str | None) -> None:
         for fault in [fault for fault in self._mine if fault.point == point or fault.action == PERTURB]:
             if fault.action == PERTURB:
                 self._heap.perturb()
@@ -184,7 +184,7 @@ class Faults:
                 ACTIONS[fault.action](fault.seconds)
 
 
-def _fault(row: Mapping[str, Any]) -> Fault:
+def _parse_fault(row: Mapping[str, Any]) -> Fault:
     known = [each.name for each in fields(Fault)]
     for key in row:
         if key not in known:

@@ -151,7 +151,7 @@ def fit(
     )
     agreement = Agreement(world, callbacks.wishes, steps=config.steps)
     loop = _Loop(replica, config, callbacks, window, agreement)
-    with callbacks.before_update.calling(loop.add) if config.logs_first else nullcontext():
+    with callbacks.before_update.register_callback(loop.add_to_window) if config.logs_first else nullcontext():
         return loop.run(iter(batches), first)
 
 
@@ -173,17 +173,17 @@ class _Loop:
     def run(self, source: Iterator[Sequence[MicroBatch]], first: TrainingProgress) -> TrainingProgress:
         config, self._skipped, self._shared = self._config, first.skipped, first.shared
         if not first.saved and config.saves(first.step):
-            self._save(first.step, evaluated=first.evaluated)
+            self._save_checkpoint(first.step, evaluated=first.evaluated)
         if not first.evaluated and config.evaluates(first.step):
             self._evaluate(first.step)
         is_due, reason, saved = False, self._callbacks.ends_early(), first.step
         if reason is not None:
             if config.save_at_end and config.logs_first:  # a save in flight was lost with the previous gang
-                self._save(first.step, evaluated=True)
+                self._save_checkpoint(first.step, evaluated=True)
             return TrainingProgress(first.step, self._skipped, stopped_early=reason)
         for step in range(first.step + 1, config.steps + 1):
             try:
-                self._step(step, source)
+                self._run_step(step, source)
             except StopBetweenSteps:
                 return self._stop_after(step - 1, saved=saved)
             is_due = config.evaluates(step)
@@ -191,7 +191,7 @@ class _Loop:
                 self._evaluate(step)
                 is_due = False
                 reason = self._callbacks.ends_early() if step < config.steps else None
-            agreed = self._agreement.reached(step)
+            agreed = self._agreement.exchange_wishes(step)
             stops = agreed.stop and step < config.steps
             overdue = agreed.save and saved < step - 1  # otherwise the request predates that save
             if reason is not None:
@@ -199,7 +199,7 @@ class _Loop:
             if stops:
                 self._emit_logged(examine=False)  # after a request to stop, only the save may take time
             if stops or overdue or config.saves(step) or self._callbacks.save_is_due(step):
-                self._save(step, evaluated=not is_due)
+                self._save_checkpoint(step, evaluated=not is_due)
                 saved = step
             if stops:
                 return TrainingProgress(step, self._skipped)
@@ -212,20 +212,20 @@ class _Loop:
         """Save ``step`` unless it is ``saved``, because the run must stop while it waits for the next step's data."""
         self._emit_logged(examine=False)
         if saved < step:
-            self._save(step, evaluated=True)
+            self._save_checkpoint(step, evaluated=True)
         return TrainingProgress(step, self._skipped)
 
     def _end_early(self, step: int, reason: str) -> TrainingProgress:
         """Log and save ``step`` as the last step of the run."""
         config = self._config
         if not config.logs(step):
-            self._tell_later(self._close(step))
+            self._tell_later(self._close_window(step))
         self._emit_logged(examine=False)
         if config.save_at_end or config.saves(step):
-            self._save(step, evaluated=True)
+            self._save_checkpoint(step, evaluated=True)
         return TrainingProgress(step, self._skipped, stopped_early=reason)
 
-    def _step(self, step: int, source: Iterator[Sequence[MicroBatch]]) -> None:
+    def _run_step(self, step: int, source: Iterator[Sequence[MicroBatch]]) -> None:
         window = self._window
         window.fetching()
         micro_batches = next(source)
@@ -239,10 +239,10 @@ class _Loop:
         evaluated, saved = not self._config.evaluates(step), not self._config.saves(step)
         progress = TrainingProgress(step, self._skipped, evaluated, saved, shared=self._shared)
         self._callbacks.progressed(progress)
-        window.stepped()
+        window.end_step()
         self._emit_logged()  # the previous step's values were gathered during this step
         if self._added != step:
-            self.add(result.losses, result.metrics, occasional=result.occasional)
+            self.add_to_window(result.losses, result.metrics, occasional=result.occasional)
         if (closed := self._closed) is not None:
             self._closed = None
             self._tell_later(closed)
@@ -250,59 +250,63 @@ class _Loop:
                 self._emit_logged()
         self._callbacks.logged(progress)
 
-    def add(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
+    def add_to_window(
+        self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False
+    ) -> None:
         """Add the losses of the step to the window, and exchange its log.
 
         If the loop logs first, this runs before the update, so that no rank completes a step whose log may be lost: if
         a process dies before all ranks have the log, all repeat the step; if it dies later, the others have the log.
         """
         self._added = self._begun
-        self._window.add(losses, metrics, occasional=occasional)
+        self._window.add_losses(losses, metrics, occasional=occasional)
         if self._config.logs(self._begun):
-            self._closed = self._close(self._begun)
+            self._closed = self._close_window(self._begun)
         if self._callbacks.share is not None:
-            self._shared = self._callbacks.share(self._window.agreed_sums())
+            self._shared = self._callbacks.share(self._window.get_metric_sums())
 
-    def _close(self, step: int) -> LoggedStep:
+    def _close_window(self, step: int) -> LoggedStep:
         self._callbacks.at("log:begin")
         closed = self._window.close(step, self._replica.facts())
         if self._config.logs_first:
-            closed = closed.received()
+            closed = closed.receive_measurements()
             self._callbacks.at("log:end")
         return closed
 
     def _tell_later(self, closed: LoggedStep) -> None:
         assert self._result is not None
-        self._logged = partial(closed.event, self._result, self._skipped)
+        self._logged = partial(closed.create_event, self._result, self._skipped)
 
     def _emit_logged(self, *, examine: bool = True) -> None:
         """Emit the event of the last logged step unless already done; all ranks examine it if more steps follow."""
         if self._logged is None:
             return
         done, self._logged = self._logged(), None
-        self._agreement.tell(done)
+        self._agreement.update_interval(done)
         self._callbacks.emit(done)
         if self._config.stop_on_nonfinite and not math.isfinite(done.loss):
-            raise NonfiniteLossError(_explain(done))
+            raise NonfiniteLossError(_explain_nonfinite(done))
         if examine and done.step < self._config.steps:
-            with self._window.paused():
+            with self._window.pause_timing():
                 self._callbacks.examine(done)
 
     def _evaluate(self, step: int) -> None:
         self._emit_logged()
-        with self._window.paused():
+        with self._window.pause_timing():
             self._callbacks.emit(Evaluated(step, self._callbacks.evaluate(step)))
         saved = not self._config.saves(step) or self._config.saves_first(step)
         self._callbacks.progressed(TrainingProgress(step, self._skipped, saved=saved, shared=self._shared))
 
-    def _save(self, step: int, *, evaluated: bool) -> None:
+    def _save_checkpoint(self, step: int, *, evaluated: bool) -> None:
         self._emit_logged()  # the checkpoint includes everything logged so far
-        with self._window.paused():
-            self._callbacks.save(TrainingProgress(step, self._skipped, evaluated, metrics=self._window.agreed_sums()))
+        with self._window.pause_timing():
+            self._callbacks.save(
+                TrainingProgress(step, self._skipped, evaluated, metrics=self._window.get_metric_sums())
+            )
         self._callbacks.progressed(TrainingProgress(step, self._skipped, evaluated, shared=self._shared))
 
 
-def _explain(done: StepDone) -> str:
+def _explain_nonfinite(done: StepDone) -> str:
     return (
         f"the loss is {done.loss} at or before step {done.step}. Lower lr, set clip_norm, or choose "
         "nonfinite=skip (leave such steps out) or nonfinite=ignore."

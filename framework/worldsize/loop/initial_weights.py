@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import nn
 
-from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.checkpoint.manifest_tree import join_tensors, split_tensors
 from worldsize.checkpoint.weights import Weights, open_weights
 from worldsize.core import ConfigError, Recipe, StateDict
 from worldsize.errors import neighbours
@@ -33,7 +33,7 @@ class InitialWeights:
     strict: bool
     """Whether the files and the model must have the same weight names."""
 
-    def check(self, recipe: Recipe, *, makes_rows: bool) -> None:
+    def check_recipe(self, recipe: Recipe, *, makes_rows: bool) -> None:
         """Check that the weights fit the recipe's model; unless ``strict``, log the names that are ignored.
 
         Args:
@@ -43,7 +43,7 @@ class InitialWeights:
         Raises:
             ConfigError: a name or a shape differs; the message contains it and the closest name.
         """
-        model = built_empty(recipe)
+        model = build_empty_model(recipe)
         if makes_rows and sparse_embeddings(model):
             raise ConfigError(
                 "init_from gives no values to embeddings with sparse=True whose rows servers create when they are "
@@ -52,28 +52,28 @@ class InitialWeights:
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         weights = open_weights(self.path)
         weights.verify()
-        fits = self._sources(shapes, weights, tied_names(model))
+        fits = self._match_sources(shapes, weights, tied_names(model))
         missing, unused = sorted(shapes.keys() - fits.keys()), sorted(weights.entries.keys() - set(fits.values()))
         if missing:
-            _logger.warning("init_from: %s keeps its random weights", _listed(missing))
+            _logger.warning("init_from: %s keeps its random weights", _format_names(missing))
         if unused:
-            _logger.warning("init_from: %s is in %s and not in the model", _listed(unused), self.path)
+            _logger.warning("init_from: %s is in %s and not in the model", _format_names(unused), self.path)
 
-    def loaded(self, recipe: Recipe, state: StateDict) -> StateDict:
+    def load_into(self, recipe: Recipe, state: StateDict) -> StateDict:
         """Return ``state`` with its model's weights replaced; each rank reads only its own shards."""
         # imports half of torch.distributed, which a launching process does not need
         from worldsize.checkpoint.load import read_into
 
-        tensors, values = split({"model": state["model"]})
+        tensors, values = split_tensors({"model": state["model"]})
         model = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
         weights = open_weights(self.path)
-        ties = {} if model.keys() <= weights.entries.keys() else tied_names(built_empty(recipe))
-        sources = self._sources({name: tuple(tensor.shape) for name, tensor in model.items()}, weights, ties)
+        ties = {} if model.keys() <= weights.entries.keys() else tied_names(build_empty_model(recipe))
+        sources = self._match_sources({name: tuple(tensor.shape) for name, tensor in model.items()}, weights, ties)
         held = {name: model[name].detach() for name in sources if not model[name].is_meta}
         read_into(held, weights, sources)
-        return {**state, **join(values, tensors)}
+        return {**state, **join_tensors(values, tensors)}
 
-    def _sources(
+    def _match_sources(
         self, shapes: Mapping[str, tuple[int, ...]], weights: Weights, ties: Mapping[str, str]
     ) -> dict[str, str]:
         """Map each of the model's weight names that is available in the files to its name there.
@@ -110,12 +110,12 @@ class InitialWeights:
 _REMEDY = "Set init_from_strict=false to leave out what does not fit; nothing was started."
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 
 
-def built_empty(recipe: Recipe) -> nn.Module:
+def build_empty_model(recipe: Recipe) -> nn.Module:
     """Build the recipe's model on the meta device, or if that fails, in the same way as sharding strategies."""
     try:
         with keep_generators(), torch.device("meta"):
@@ -125,7 +125,7 @@ def built_empty(recipe: Recipe) -> nn.Module:
         from worldsize.strategies.deferred.model import DeferredModel
 
         with keep_generators():
-            return DeferredModel.build(recipe.model, warns=False).model
+            return DeferredModel.from_factory(recipe.model, warns=False).model
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

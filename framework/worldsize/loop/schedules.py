@@ -41,12 +41,12 @@ def warmup_cosine(
 
     Source: SGDR, Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5, without restarts.
     """
-    rising = _rising(steps, warmup, warmup_steps)
+    rising = _count_warmup_steps(steps, warmup, warmup_steps)
 
-    def falling(step: int) -> float:
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * _share(step, rising, steps)))
+    def compute_cosine_decay(step: int) -> float:
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * _compute_progress(step, rising, steps)))
 
-    return _after_warmup(optimizer, rising, falling)
+    return _prepend_warmup(optimizer, rising, compute_cosine_decay)
 
 
 def warmup_linear(
@@ -61,12 +61,12 @@ def warmup_linear(
 
     For the arguments, see :func:`warmup_cosine`. Source: BERT, Devlin et al. 2019, arXiv 1810.04805, appendix A.2.
     """
-    rising = _rising(steps, warmup, warmup_steps)
+    rising = _count_warmup_steps(steps, warmup, warmup_steps)
 
-    def falling(step: int) -> float:
+    def compute_linear_decay(step: int) -> float:
         return floor + (1 - floor) * max(0.0, (steps - step) / max(1, steps - rising))
 
-    return _after_warmup(optimizer, rising, falling)
+    return _prepend_warmup(optimizer, rising, compute_linear_decay)
 
 
 def warmup_inverse_sqrt(
@@ -78,8 +78,8 @@ def warmup_inverse_sqrt(
     extended. For the arguments, see :func:`warmup_cosine`. Source: Vaswani et al. 2017, arXiv 1706.03762, equation 3,
     with the optimizer's learning rate as its peak.
     """
-    rising = _rising(steps, warmup, warmup_steps)
-    return _after_warmup(optimizer, rising, lambda step: math.sqrt(rising / (step + 1)))
+    rising = _count_warmup_steps(steps, warmup, warmup_steps)
+    return _prepend_warmup(optimizer, rising, lambda step: math.sqrt(rising / (step + 1)))
 
 
 def warmup_stable_decay(
@@ -108,27 +108,27 @@ def warmup_stable_decay(
     Source: MiniCPM, Hu et al. 2024, arXiv 2404.06395, section 4; for the shapes, Hägele et al. 2024, arXiv
     2405.18392, section 3.
     """
-    rising = _rising(steps, warmup, warmup_steps)
+    rising = _count_warmup_steps(steps, warmup, warmup_steps)
     last = max(1, round(decay * steps))
 
-    def falling(step: int) -> float:
-        done = _share(step, steps - last, steps)
+    def compute_final_decay(step: int) -> float:
+        done = _compute_progress(step, steps - last, steps)
         return floor + (1 - floor) * (1 - (done if shape == "linear" else math.sqrt(done)))
 
-    return _after_warmup(optimizer, rising, falling)
+    return _prepend_warmup(optimizer, rising, compute_final_decay)
 
 
-def _rising(steps: int, warmup: float, warmup_steps: int | None) -> int:
+def _count_warmup_steps(steps: int, warmup: float, warmup_steps: int | None) -> int:
     """Return the number of warm-up steps, at least 1."""
     return max(1, round(warmup * steps) if warmup_steps is None else warmup_steps)
 
 
-def _share(step: int, first: int, last: int) -> float:
+def _compute_progress(step: int, first: int, last: int) -> float:
     """Return the position of ``step`` between ``first`` and ``last``, clamped to 0 to 1."""
     return min(1.0, max(0.0, (step - first) / max(1, last - first)))
 
 
-def _after_warmup(optimizer: Optimizer, rising: int, falling: Callable[[int], float]) -> LRScheduler:
+def _prepend_warmup(optimizer: Optimizer, rising: int, falling: Callable[[int], float]) -> LRScheduler:
     """Return a schedule that rises linearly for ``rising`` steps and then follows ``falling``."""
     return LambdaLR(optimizer, lambda step: (step + 1) / rising if step < rising else falling(step))
 
@@ -151,7 +151,7 @@ def chained(optimizer: Optimizer, *, steps: Steps, parts: Sequence[Mapping[str, 
     """
     if not parts:
         raise ConfigError("schedule.parts is empty. Set schedule.parts=[{name: linear, share: 0.5}, {name: cosine}].")
-    lengths = [_length(index, part, steps) for index, part in enumerate(parts[:-1])]
+    lengths = [_parse_length(index, part, steps) for index, part in enumerate(parts[:-1])]
     if steps - sum(lengths) < 1:
         raise ConfigError(
             f"schedule.parts: {sum(lengths)} of {steps} steps are taken before the last part. Give the others less."
@@ -160,15 +160,15 @@ def chained(optimizer: Optimizer, *, steps: Steps, parts: Sequence[Mapping[str, 
         raise ConfigError("schedule.parts: the last part has the steps that are left. Leave out its length.")
     starts = [*accumulate(lengths, initial=0), steps]
     factors = [
-        _factor(index, part, end - begin)
+        _build_factor(index, part, end - begin)
         for index, (part, (begin, end)) in enumerate(zip(parts, pairwise(starts), strict=True))
     ]
 
-    def factor(step: int) -> float:
+    def compute_factor(step: int) -> float:
         index = max(index for index, begin in enumerate(starts[:-1]) if begin <= step)
         return factors[index](step - starts[index])
 
-    return LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, compute_factor)
 
 
 def _constant(optimizer: Optimizer, *, steps: Steps, factor: Floor = 1.0) -> LRScheduler:
@@ -184,7 +184,7 @@ _NAMED: Mapping[str, Callable[..., LRScheduler]] = {
 }
 
 
-def _length(index: int, part: Mapping[str, Any], steps: int) -> int:
+def _parse_length(index: int, part: Mapping[str, Any], steps: int) -> int:
     """Return the number of steps of a part, for all parts except the last."""
     own, share, key = part.get("steps"), part.get("share"), f"schedule.parts[{index}]"
     if (own is None) == (share is None):
@@ -195,7 +195,7 @@ def _length(index: int, part: Mapping[str, Any], steps: int) -> int:
     return length
 
 
-def _factor(index: int, part: Mapping[str, Any], length: int) -> Callable[[int], float]:
+def _build_factor(index: int, part: Mapping[str, Any], length: int) -> Callable[[int], float]:
     """Return the learning rate of a part with ``length`` steps, relative to the peak, as a function of the step."""
     key, name = f"schedule.parts[{index}]", str(part.get("name"))
     if name not in _NAMED:

@@ -65,7 +65,7 @@ class TrainingMetrics:
             )
             self.sums = {}
 
-    def agree(self, world: World) -> None:
+    def check_names(self, world: World) -> None:
         """Check, once per set of names, that all ranks have the same names and thus exchange tensors of equal size.
 
         Raises:
@@ -73,10 +73,10 @@ class TrainingMetrics:
         """
         names = tuple(self._names or ())
         if names not in self._agreed:
-            _agree(list(names), world)
+            _check_same_names(list(names), world)
             self._agreed.add(names)
 
-    def take(self, world: World, padding: int = 0) -> tuple[Sequence[str], Tensor]:
+    def take_sums(self, world: World, padding: int = 0) -> tuple[Sequence[str], Tensor]:
         """Return the names and the sums, a tensor (names × (micro-batches + padding) × 2,), and reset them.
 
         Args:
@@ -86,14 +86,14 @@ class TrainingMetrics:
         Raises:
             ConfigError: a rank's names differ from rank 0's.
         """
-        self.agree(world)
+        self.check_names(world)
         names = self._names or []
         sums = [F.pad(self.sums[name], (0, 0, 0, padding)).flatten() for name in names]
         self.sums = {}
         return names, torch.cat(sums) if sums else torch.empty(0, dtype=torch.float64)
 
 
-def _agree(names: list[str], world: World) -> None:
+def _check_same_names(names: list[str], world: World) -> None:
     if world.group is None:
         return
     of_all: list[list[str]] = [names] * world.size
@@ -103,8 +103,8 @@ def _agree(names: list[str], world: World) -> None:
             raise metrics_differ(of_all[0], others, where=f"ranks 0 and {rank}")
 
 
-def means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
-    """Divide the sums of all ranks by their counts; each row of ``sums_pn`` (ranks, n) is from TrainingMetrics.take."""
+def compute_means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
+    """Divide the sums of all ranks by their counts; each row of ``sums_pn`` (ranks, n) is from one rank's take_sums."""
     if not names:
         return {}
     sums_pmb2 = sums_pn.view(len(sums_pn), len(names), -1, 2)
@@ -112,7 +112,7 @@ def means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
     return {name: quotient(total, count) for name, (total, count) in zip(names, totals_m2, strict=True)}
 
 
-def missing(own: int, parts: int, logical_ranks: int | None) -> int:
+def count_missing_ranks(own: int, parts: int, logical_ranks: int | None) -> int:
     """Return the difference between ``own`` and the maximum number of logical ranks per data-parallel replica.
 
     ``parts``: number of data-parallel replicas. ``logical_ranks``: total number; None: all replicas have equally many.
@@ -120,7 +120,7 @@ def missing(own: int, parts: int, logical_ranks: int | None) -> int:
     return 0 if logical_ranks is None else -(-logical_ranks // parts) - own
 
 
-def by_logical_rank(
+def gather_by_logical_rank(
     sums: Mapping[str, Tensor],
     mine: Sequence[int],
     world: World,
@@ -142,7 +142,7 @@ def by_logical_rank(
     names, device = sorted(sums), next(iter(sums.values())).device
     ranks_b1 = torch.tensor(mine, dtype=torch.float64, device=device)[:, None]
     own_bn = torch.cat([ranks_b1, *(sums[name] for name in names)], dim=1)
-    padded_bn = F.pad(own_bn, (0, 0, 0, missing(len(mine), parts or world.size, logical_ranks)), value=-1.0)
+    padded_bn = F.pad(own_bn, (0, 0, 0, count_missing_ranks(len(mine), parts or world.size, logical_ranks)), value=-1.0)
     rows = start_all_gather(padded_bn, world)().flatten(0, 1).tolist()
     in_order = [row for _, row in sorted({int(rank): row for rank, *row in rows if rank >= 0}.items())]
     return {name: [row[2 * place : 2 * place + 2] for row in in_order] for place, name in enumerate(names)}

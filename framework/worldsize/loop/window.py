@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from worldsize.collectives.exact import exact_sum, start_all_gather
 from worldsize.collectives.step_timer import PHASES, StepTimer
 from worldsize.core import StepDone, StepResult, World
-from worldsize.devices import on_device, synchronize_stream
-from worldsize.loop.training_metrics import TrainingMetrics, means, missing
+from worldsize.devices import move_to_device, synchronize_stream
+from worldsize.loop.training_metrics import TrainingMetrics, compute_means, count_missing_ranks
 
 _SPLITS = 1 + len(PHASES)  # times per measured step: the wait for data, then the phases
 _COMMUNICATION = 1 + PHASES.index("communication")
@@ -48,25 +48,25 @@ class LogWindow:
         seconds = time.perf_counter() - self._mark
         self._waited += seconds
         if self.timer and measured:
-            self.timer.start(data=seconds)
+            self.timer.start_step(data=seconds)
 
-    def add(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
+    def add_losses(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
         """Add the losses (scalars) and metrics (micro-batches, 2) of the step; its update may follow."""
         self._losses.append(losses)
         self.metrics.add(metrics, occasional=occasional)
 
-    def agreed_sums(self) -> Mapping[str, Tensor]:
+    def get_metric_sums(self) -> Mapping[str, Tensor]:
         """Return this rank's sums of training metrics, float64 (micro-batches, 2), with the same names on all ranks."""
-        self.metrics.agree(self.world)
+        self.metrics.check_names(self.world)
         return self.metrics.sums
 
-    def stepped(self) -> None:
+    def end_step(self) -> None:
         """Record that the step has ended."""
         if self.timer:
-            self.timer.end()
+            self.timer.end_step()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause_timing(self) -> Iterator[None]:
         """Exclude the time in this block from the duration of steps."""
         begun = time.perf_counter()
         yield
@@ -79,16 +79,16 @@ class LogWindow:
         """
         elapsed = time.perf_counter() - self._opened
         steps = len(self._losses)
-        splits_s4 = self.timer.take() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
+        splits_s4 = self.timer.collect_step_times() if self.timer else torch.empty(0, _SPLITS, dtype=torch.float64)
         times = torch.tensor([(elapsed - self._waited) / steps, elapsed / steps], dtype=torch.float64)
         losses_sb = torch.stack([loss for losses in self._losses for loss in losses]).double().view(steps, -1)
         own = losses_sb.shape[1]
         parts = range(self.world.size) if self.parts is None else self.parts
-        padding = missing(own, len(parts), self.logical_ranks)
-        names, metrics = self.metrics.take(self.world, padding)
+        padding = count_missing_ranks(own, len(parts), self.logical_ranks)
+        names, metrics = self.metrics.take_sums(self.world, padding)
         last_b = F.pad(losses_sb[-1], (0, padding))
         figures = [torch.cat([splits_s4.flatten(), times]), _first_nonfinite(losses_sb), last_b, metrics]
-        flat = torch.cat([on_device(each, losses_sb.device) for each in figures])
+        flat = torch.cat([move_to_device(each, losses_sb.device) for each in figures])
         logged = LoggedStep(
             step=step,
             batch_size=self.batch_size,
@@ -138,12 +138,12 @@ class LoggedStep:
     is_received: bool = False
     """Whether the measurements of all ranks have arrived."""
 
-    def received(self) -> LoggedStep:
+    def receive_measurements(self) -> LoggedStep:
         """Wait for the other ranks' measurements, so that they cannot be lost with a rank."""
         rows_pn = self.gathered()
         return replace(self, gathered=lambda: rows_pn, is_received=True)
 
-    def event(self, last: StepResult, skipped: int) -> StepDone:
+    def create_event(self, last: StepResult, skipped: int) -> StepDone:
         """Wait for the other ranks, and return the event of this step.
 
         Args:
@@ -165,7 +165,9 @@ class LoggedStep:
             step=self.step,
             samples=self.step * self.batch_size,
             # logical ranks are dealt to replicas in rounds, the last of which may be incomplete
-            loss=_logged_loss(nonfinite_p2.tolist(), losses_pb[parts].T.flatten()[: self.logical_ranks].tolist()),
+            loss=_compute_logged_loss(
+                nonfinite_p2.tolist(), losses_pb[parts].T.flatten()[: self.logical_ranks].tolist()
+            ),
             lr=last.lr,
             grad_norm=None if norm is None else float(norm),
             skipped=skipped,
@@ -177,7 +179,7 @@ class LoggedStep:
             communication_seconds=communication,
             update_seconds=update,
             exposed_seconds=float(means_p4[:, _COMMUNICATION].min()) if self.measured else None,
-            metrics=means(self.metrics, metrics_pn[parts]),
+            metrics=compute_means(self.metrics, metrics_pn[parts]),
             splits=splits_ps4.tolist() if self.measured and self.rank == 0 else (),
         )
 
@@ -189,7 +191,7 @@ def _first_nonfinite(losses_sb: Tensor) -> Tensor:
     return torch.cat([sums_s.gather(0, first), first])
 
 
-def _logged_loss(nonfinite_p2: Sequence[tuple[float, float]], losses: Sequence[float]) -> float:
+def _compute_logged_loss(nonfinite_p2: Sequence[tuple[float, float]], losses: Sequence[float]) -> float:
     """Return the first NaN or infinite mean loss in the window, or the last step's loss if all are finite.
 
     Args:

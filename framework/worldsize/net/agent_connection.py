@@ -23,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar, final
 
 from worldsize.core import Outcome
 from worldsize.net.credentials import RunKey
-from worldsize.net.handshake import LENGTH, Admitted, Message, MessageSeal, Turn, admit
+from worldsize.net.handshake import LENGTH, Admitted, Message, MessageSeal, Turn, authenticate_follower
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,11 +41,11 @@ class _Candidate:
         connection.setblocking(False)
         self.connection, self.address = connection, address
         self.deadline = time.monotonic() + _SECONDS
-        self._handshake = admit(key, ranks)
+        self._handshake = authenticate_follower(key, ranks)
         self._turn: Turn = next(self._handshake)
         self._received = bytearray()
 
-    def advance(self) -> Admitted | None:
+    def advance_handshake(self) -> Admitted | None:
         """Process received bytes; return the agent once authenticated. Raises OSError."""
         with suppress(BlockingIOError):
             data = self.connection.recv(self._turn.receive - len(self._received))
@@ -91,7 +91,7 @@ class Admission:
 
     def __exit__(self, *_: object) -> None:
         for candidate in list(self._candidates.values()):
-            self._forget(candidate)
+            self._remove_candidate(candidate)
             candidate.connection.close()
         self._selector.close()
 
@@ -100,36 +100,36 @@ class Admission:
         while (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(min(left, self._drop_late())):
                 if key.fileobj is self._listener:
-                    self._accept()
-                elif (candidate := self._candidates.get(key.fd)) and (arrived := self._advance(candidate)):
+                    self._accept_connection()
+                elif (candidate := self._candidates.get(key.fd)) and (arrived := self._advance_candidate(candidate)):
                     yield arrived
 
-    def _accept(self) -> None:
+    def _accept_connection(self) -> None:
         try:
             connection, address = self._listener.accept()
         except BlockingIOError:  # the peer has already disconnected
             return
         except OSError as error:
-            self._refusals.add("a connection", error)
+            self._refusals.record_refusal("a connection", error)
             time.sleep(_PAUSE)
             return
         if len(self._candidates) >= self._at_once:
-            self._refuse(next(iter(self._candidates.values())), "too many pending connections")
+            self._refuse_candidate(next(iter(self._candidates.values())), "too many pending connections")
         candidate = _Candidate(connection, address[0], self._key, self._ranks)
         self._candidates[connection.fileno()] = candidate
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _advance(self, candidate: _Candidate) -> tuple[RemoteAgent, Message] | None:
+    def _advance_candidate(self, candidate: _Candidate) -> tuple[RemoteAgent, Message] | None:
         try:
-            admitted = candidate.advance()
+            admitted = candidate.advance_handshake()
             if admitted is None:
                 return None
             connection = AgentConnection(candidate.connection, admitted.seal, self._silence)
             connection.send(admitted=True)
         except OSError as error:
-            self._refuse(candidate, error)
+            self._refuse_candidate(candidate, error)
             return None
-        self._forget(candidate)
+        self._remove_candidate(candidate)
         return RemoteAgent(admitted.rank, admitted.facts["host"], connection), admitted.facts
 
     def _drop_late(self) -> float:
@@ -138,15 +138,15 @@ class Admission:
         for candidate in list(self._candidates.values()):
             if candidate.deadline > now:
                 return candidate.deadline - now
-            self._refuse(candidate, f"it has not authenticated within {_SECONDS:g} s")
+            self._refuse_candidate(candidate, f"it has not authenticated within {_SECONDS:g} s")
         return _SECONDS
 
-    def _refuse(self, candidate: _Candidate, why: object) -> None:
-        self._refusals.add(candidate.address, why)
-        self._forget(candidate)
+    def _refuse_candidate(self, candidate: _Candidate, why: object) -> None:
+        self._refusals.record_refusal(candidate.address, why)
+        self._remove_candidate(candidate)
         candidate.connection.close()
 
-    def _forget(self, candidate: _Candidate) -> None:
+    def _remove_candidate(self, candidate: _Candidate) -> None:
         self._selector.unregister(candidate.connection)
         del self._candidates[candidate.connection.fileno()]
 
@@ -175,7 +175,7 @@ class AgentConnection:
     def send(self, **message: Any) -> None:
         """Send one message; an empty one is a heartbeat. Raises OSError."""
         with self._sending:
-            self._connection.sendall(self._seal.seal(message))
+            self._connection.sendall(self._seal.seal_message(message))
 
     def receive(self) -> Message:
         """Return the next message, skipping heartbeats. Raises OSError."""
@@ -183,7 +183,7 @@ class AgentConnection:
             deadline = time.monotonic() + self._patience
             head = receive_exactly(self._connection, LENGTH.size, deadline=deadline)
             body = receive_exactly(self._connection, self._seal.bytes_after(head), deadline=deadline)
-            if message := self._seal.open(body):
+            if message := self._seal.open_message(body):
                 return message
 
     def close(self) -> None:
@@ -202,12 +202,12 @@ class HeartbeatSender:
         self._ended = threading.Event()
 
     def __enter__(self) -> None:
-        threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
+        threading.Thread(target=self._send_heartbeats, daemon=True, name="heartbeat").start()
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._interval):
             for connection in self._connections:
                 with suppress(OSError):  # detected by the thread that receives from this connection
@@ -226,7 +226,7 @@ class RemoteAgent:
     is_there: bool = True
 
     @staticmethod
-    def absent(rank: int, host: str) -> RemoteAgent:
+    def create_absent(rank: int, host: str) -> RemoteAgent:
         """Return a placeholder for an absent host's agent; its connection is closed."""
         connection = AgentConnection(socket.socket(), MessageSeal(sending=b"", receiving=b""), 1.0)
         connection.close()
@@ -294,7 +294,7 @@ class RefusalLog:
         self.count = 0
         self._changing = threading.Lock()
 
-    def add(self, who: str, why: object) -> None:
+    def record_refusal(self, who: str, why: object) -> None:
         """Count a refusal of the peer ``who``, and log it if due. Thread-safe."""
         with self._changing:
             self.count += 1

@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import Any, final
 
 from worldsize.collectives.group import PEER_WAIT
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.net.frames import (
     AVAILABLE,
     HEADER_BYTES,
@@ -29,10 +29,10 @@ from worldsize.net.frames import (
     Pair,
     RefusedError,
     accept_shared_memory,
-    message,
+    encode_message,
     offer_shared_memory,
     operations_by_number,
-    parse,
+    parse_header,
     read_message,
 )
 
@@ -49,7 +49,7 @@ class Channel:
     """A connection to a peer; one thread may send and one may receive at a time.
 
     Args:
-        connection: A connected socket. :func:`worldsize.net.endpoints.connect` and
+        connection: A connected socket. :func:`worldsize.net.endpoints.connect_channel` and
             :func:`~worldsize.net.endpoints.accept_channel` authenticate the peer before they create a channel.
         operations: The protocol; frames with an unknown operation are refused.
         identity: The name in the peer's certificate; None without a certificate.
@@ -74,9 +74,9 @@ class Channel:
         self._patience = seconds
         self._stream.wait_at_most(seconds)
         for direction in self._memory or ():
-            _bound(direction.signals, seconds)
+            _set_timeouts(direction.signals, seconds)
 
-    def share(self, seconds: float) -> None:
+    def offer_share(self, seconds: float) -> None:
         """Send payloads of 256 KiB or more through shared memory, if the peer is on this host.
 
         The peer must call :meth:`accept_share` when it receives the SHARE frame. ``seconds`` is the timeout, see
@@ -109,14 +109,14 @@ class Channel:
         self._later.clear()
         parts = [part for part in payload if part.nbytes]
         try:
-            with phase("communication"):
+            with measure_phase("communication"):
                 if self._memory and header.length >= MIN_BYTES:
                     self._stream.send([heads])
                     self._memory[0].send(parts)
                 else:
                     self._stream.send([heads, *parts])
         except OSError as error:
-            raise _lost(error, self._patience) from error
+            raise _create_lost_error(error, self._patience) from error
 
     def send_later(self, header: Header) -> None:
         """Queue a frame without payload until the next frame or the next wait for the peer.
@@ -127,25 +127,25 @@ class Channel:
 
     def send_message(self, operation: IntEnum, facts: Any) -> None:
         """Send ``facts`` as JSON. Raises LostError."""
-        self.send(*message(operation, facts))
+        self.send(*encode_message(operation, facts))
 
-    def header(self) -> Header:
+    def receive_header(self) -> Header:
         """Receive the next frame's header; the caller must receive the payload next.
 
         Raises:
             LostError: The connection is lost.
-            RefusedError: The header is invalid in this protocol, see :func:`worldsize.net.frames.parse`.
+            RefusedError: The header is invalid in this protocol, see :func:`worldsize.net.frames.parse_header`.
         """
         begun = time.perf_counter()
         if self._later and not self._stream.has_arrived():
-            self._flush()
+            self._send_queued()
         if self._is_quick:
-            self._stream.spin(begun + SPIN_SECONDS)
-        self.fill([memoryview(self._header)], deadline=begun + self._patience)
+            self._stream.poll_until(begun + SPIN_SECONDS)
+        self.receive_into([memoryview(self._header)], deadline=begun + self._patience)
         self._is_quick = time.perf_counter() - begun < SPIN_SECONDS
-        return parse(self._header, self._known)
+        return parse_header(self._header, self._known)
 
-    def _flush(self) -> None:
+    def _send_queued(self) -> None:
         heads = memoryview(b"".join(self._later))
         self._later.clear()
         try:
@@ -153,24 +153,24 @@ class Channel:
         except OSError as error:
             raise LostError(str(error)) from error
 
-    def fill(self, parts: Sequence[memoryview], *, deadline: float = math.inf) -> None:
+    def receive_into(self, parts: Sequence[memoryview], *, deadline: float = math.inf) -> None:
         """Receive a payload into the buffers ``parts`` of the same total size. Raises LostError.
 
         The payload must be complete by about ``deadline``, in seconds of ``time.perf_counter()``.
 
-        Check the header first (:meth:`Header.require`), so that a peer cannot choose the size of the payload.
+        Check the header first (:meth:`Header.require_payload`), so that a peer cannot choose the size of the payload.
         """
         rest = [part for part in parts if part.nbytes]
         try:
-            with phase("communication"):
+            with measure_phase("communication"):
                 if self._memory and sum(part.nbytes for part in rest) >= MIN_BYTES:
-                    self._memory[1].fill(rest)
+                    self._memory[1].receive_payload(rest)
                 else:
-                    self._stream.fill(rest, deadline)
+                    self._stream.read_into(rest, deadline)
         except OSError as error:
-            raise error if isinstance(error, LostError) else _lost(error, self._patience) from error
+            raise error if isinstance(error, LostError) else _create_lost_error(error, self._patience) from error
 
-    def message(self, header: Header) -> Any:
+    def receive_message(self, header: Header) -> Any:
         """Receive the JSON message that follows ``header``, at most 16 MiB.
 
         Raises:
@@ -179,23 +179,23 @@ class Channel:
         """
         header.require_message()
         data = bytearray(header.length)
-        self.fill([memoryview(data)], deadline=time.perf_counter() + self._patience)
+        self.receive_into([memoryview(data)], deadline=time.perf_counter() + self._patience)
         try:
             return read_message(bytes(data))
         except ValueError:
             raise RefusedError(f"{header.operation.name} carries {len(data)} bytes that are not JSON") from None
 
-    def answer(self, *expected: IntEnum) -> Header:
+    def receive_answer(self, *expected: IntEnum) -> Header:
         """Receive the next frame's header, and check that its operation is one of ``expected``.
 
         Raises:
             LostError: The connection is lost.
             RefusedError: The operation is unexpected, or is REFUSED; the error then contains the peer's reason.
         """
-        with PEER_WAIT.during(f"the message {expected[0].name} of a peer"):
-            header = self.header()
+        with PEER_WAIT.record_wait(f"the message {expected[0].name} of a peer"):
+            header = self.receive_header()
         if header.operation == CommonOperation.REFUSED:
-            raise RefusedError(str(self.message(header)))
+            raise RefusedError(str(self.receive_message(header)))
         if header.operation not in expected:
             raise RefusedError(f"received {header.operation.name}, expected {expected[0].name}")
         return header
@@ -223,7 +223,7 @@ class _Stream:
         if self._is_tls:
             self.connection.settimeout(seconds)
         else:
-            _bound(self.connection, seconds)
+            _set_timeouts(self.connection, seconds)
 
     def has_arrived(self) -> bool:
         """Return whether there are bytes to read."""
@@ -231,15 +231,15 @@ class _Stream:
             return True
         return isinstance(self.connection, ssl.SSLSocket) and self.connection.pending() > 0
 
-    def spin(self, until: float) -> None:
+    def poll_until(self, until: float) -> None:
         """Busy-wait for data until ``until``; sleeping takes longer than a typical answer."""
-        with phase("communication"):
+        with measure_phase("communication"):
             while time.perf_counter() < until and not self.has_arrived():
                 pass
 
     def send(self, parts: list[memoryview]) -> None:
         if self._is_tls:
-            for part in _joined(parts):
+            for part in _join_small_buffers(parts):
                 self.connection.sendall(part)
             return
         first = 0
@@ -251,9 +251,9 @@ class _Stream:
             if sent:
                 parts[first] = parts[first][sent:]
 
-    def fill(self, rest: list[memoryview], deadline: float) -> None:
+    def read_into(self, rest: list[memoryview], deadline: float) -> None:
         while rest:
-            received = self._receive(rest[:_BUFFERS])
+            received = self._receive_chunk(rest[:_BUFFERS])
             if received == 0:
                 raise LostError("the peer closed the connection")
             if time.perf_counter() > deadline:
@@ -263,26 +263,26 @@ class _Stream:
             if received:
                 rest[0] = rest[0][received:]
 
-    def _receive(self, parts: list[memoryview]) -> int:
+    def _receive_chunk(self, parts: list[memoryview]) -> int:
         if self._is_tls:
             return self.connection.recv_into(parts[0])
         return self.connection.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
 
 
-def _bound(connection: socket.socket, seconds: float) -> None:
+def _set_timeouts(connection: socket.socket, seconds: float) -> None:
     # settimeout would make the socket non-blocking, and a receive would return after every few KiB
     bound = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, bound)
 
 
-def _lost(error: OSError, patience: float) -> LostError:
+def _create_lost_error(error: OSError, patience: float) -> LostError:
     """Convert ``error`` to a LostError; a timeout mentions the ``patience`` in seconds."""
     is_silent = isinstance(error, BlockingIOError | TimeoutError)  # timeouts without and with TLS
     return LostError(f"the peer made no progress for {patience:g} s" if is_silent else str(error))
 
 
-def _joined(parts: Sequence[memoryview]) -> list[memoryview]:
+def _join_small_buffers(parts: Sequence[memoryview]) -> list[memoryview]:
     """Return the same bytes, with adjacent buffers below 16 KiB joined."""
     result: list[memoryview] = []
     small = bytearray()

@@ -35,7 +35,7 @@ class Credentials:
     folder: Path
     name: str
 
-    def check(self) -> None:
+    def check_files(self) -> None:
         """Raise ConfigError if a file is missing, or if other users may access the key."""
         for path in (self._authority, self._certificate, self._key):
             if not path.is_file():
@@ -94,7 +94,7 @@ def issue_certificate(folder: Path, name: str) -> Credentials:
     credentials = Credentials(folder, name)
     if not (folder / f"{name}.pem").exists() and (folder / f"{_AUTHORITY}.key").exists():
         sign_process(folder, name, authority=_AUTHORITY)
-    credentials.check()
+    credentials.check_files()
     return credentials
 
 

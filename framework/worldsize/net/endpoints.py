@@ -34,12 +34,12 @@ _SOCKET_BUFFER_BYTES = 1 << 20  # for Unix sockets, to reduce waiting between bo
 _BACKLOG = 128
 
 
-def listen(address: str, credentials: Credentials | None) -> socket.socket:
+def open_listener(address: str, credentials: Credentials | None) -> socket.socket:
     """Open a listening socket.
 
     Args:
-        address: The address. Port 0 selects a free port, see :func:`address_of`. The folder of a Unix socket should
-            be private; an existing file is replaced.
+        address: The address. Port 0 selects a free port, see :func:`get_listener_address`. The folder of a Unix
+            socket should be private; an existing file is replaced.
         credentials: The credentials that :func:`accept_channel` will use; None without TLS.
 
     Raises:
@@ -62,7 +62,7 @@ def listen(address: str, credentials: Credentials | None) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
+def get_listener_address(listener: socket.socket) -> str:
     """Return a listening socket's address, for :mod:`worldsize.net.registry`."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
@@ -104,10 +104,10 @@ def accept_join(channel: Channel) -> Mapping[str, Any]:
         LostError: The connection is lost.
         RefusedError: The frame is not a valid JOIN, or the peer claims a name that differs from its certificate.
     """
-    header = channel.header()
+    header = channel.receive_header()
     if header.operation != CommonOperation.JOIN:
         raise RefusedError(f"received {header.operation.name} before JOIN")
-    facts = channel.message(header)
+    facts = channel.receive_message(header)
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), str) for key in ("kind", "name")):
         raise RefusedError(f"invalid JOIN: {str(facts)[:200]}")
     if channel.identity is not None and channel.identity != facts["name"]:
@@ -115,7 +115,7 @@ def accept_join(channel: Channel) -> Mapping[str, Any]:
     return facts
 
 
-def connect(
+def connect_channel(
     address: str, credentials: Credentials | None, *, peer: str, seconds: float, operations: type[IntEnum]
 ) -> Channel:
     """Connect to the process named ``peer``; with credentials, verify its name.
@@ -131,7 +131,7 @@ def connect(
         RefusedError: Another process answers, or the TLS handshake fails.
         LostError: The connection fails.
     """
-    connection = _dialed(address, seconds)
+    connection = _connect_socket(address, seconds)
     if connection.family == socket.AF_UNIX:
         return _unix_channel(connection, operations)
     if credentials is None:
@@ -149,7 +149,7 @@ def _unix_channel(connection: socket.socket, operations: type[IntEnum]) -> Chann
     return Channel(connection, operations=operations)
 
 
-def _dialed(address: str, seconds: float) -> socket.socket:
+def _connect_socket(address: str, seconds: float) -> socket.socket:
     kind, _, where = address.partition(":")
     host, _, port = where.rpartition(":")
     connection = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
@@ -210,7 +210,7 @@ class ConnectionServer:
     At most 128 connections that have not joined are open at once; a new one closes the oldest.
 
     Args:
-        listener: Listening socket from :func:`worldsize.net.endpoints.listen`.
+        listener: Listening socket from :func:`worldsize.net.endpoints.open_listener`.
         credentials: The credentials of this process; None without TLS.
         services: Services by "kind". A service must answer JOIN with WELCOME.
         timeout: Seconds without progress after which a peer counts as lost; 10 s until it has joined.
@@ -240,9 +240,9 @@ class ConnectionServer:
 
     def start(self) -> None:
         """Start accepting connections in daemon threads, until the listener is closed."""
-        threading.Thread(target=self._accept, daemon=True, name="accept").start()
+        threading.Thread(target=self._accept_connections, daemon=True, name="accept").start()
 
-    def _accept(self) -> None:
+    def _accept_connections(self) -> None:
         for number in count():
             connection = None
             try:
@@ -252,8 +252,8 @@ class ConnectionServer:
             except (OSError, RuntimeError) as error:  # out of descriptors or threads, or the peer disconnected
                 if connection is None and self._is_closed(error):
                     return  # the run is over
-                self._refusals.add("a connection", error)
-                self._forget(number)
+                self._refusals.record_refusal("a connection", error)
+                self._untrack_connection(number)
                 if connection is not None:
                     connection.close()
                 time.sleep(_PAUSE)
@@ -268,9 +268,9 @@ class ConnectionServer:
             self._joining[number] = connection
             surplus = list(self._joining)[:-_AT_ONCE]
         for each in surplus:
-            self._forget(each, end=True)
+            self._untrack_connection(each, end=True)
 
-    def _forget(self, number: int, *, end: bool = False) -> None:
+    def _untrack_connection(self, number: int, *, end: bool = False) -> None:
         with self._changing:
             connection = self._joining.pop(number, None)
         if connection is not None:
@@ -288,19 +288,19 @@ class ConnectionServer:
             if facts["kind"] not in self._services:
                 raise RefusedError(f"invalid JOIN: {str(facts)[:200]}")
             peer = facts["name"]
-            self._forget(number)
+            self._untrack_connection(number)
             channel.wait_at_most(self._timeout)
             self._services[facts["kind"]](channel, facts)
         except LostError:
             pass
         except RefusedError as error:
-            self._refuse(channel, peer, error)
+            self._refuse_peer(channel, peer, error)
         finally:
-            self._forget(number)
+            self._untrack_connection(number)
             (channel or connection).close()
 
-    def _refuse(self, channel: Channel | None, peer: str, error: RefusedError) -> None:
-        self._refusals.add(peer, error)
+    def _refuse_peer(self, channel: Channel | None, peer: str, error: RefusedError) -> None:
+        self._refusals.record_refusal(peer, error)
         if channel is not None:
             with suppress(LostError):
                 channel.send_message(CommonOperation.REFUSED, str(error))

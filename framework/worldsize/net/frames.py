@@ -1,7 +1,8 @@
 """Wire format of channels: a header of 104 bytes, then a payload of the announced size.
 
-Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require` that it matches the
-receiver's expectation. Both run before memory for the payload is allocated or any of its bytes are received.
+Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require_payload` that it
+matches the receiver's expectation. Both run before memory for the payload is allocated or any of its bytes are
+received.
 
 A protocol defines its operations as an ``IntEnum`` with numbers from 32 to 255; numbers below 32 are reserved for
 :class:`CommonOperation`, which is part of every protocol.
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worldsize.errors import WorldsizeError
-from worldsize.strict_json import parse as parse_json
+from worldsize.strict_json import parse_strict_json as parse_json
 
 MAGIC = b"wsP2"
 LAYOUT = Struct("<4sBBBx7QQ4Q")  # magic, operation, dtype, dimensions, fields, length, shape
@@ -90,7 +91,7 @@ class Header(NamedTuple):  # three times as fast to construct as a frozen datacl
         dimensions = len(self.shape)
         return LAYOUT.pack(MAGIC, self.operation, _CODES[self.dtype], dimensions, *self.fields, self.length, *shape)
 
-    def require(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    def require_payload(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise RefusedError unless the payload has this dtype and shape."""
         if self.dtype != dtype or self.shape != tuple(shape):
             raise RefusedError(
@@ -116,7 +117,7 @@ def operations_by_number(operations: type[IntEnum]) -> Mapping[int, IntEnum]:
     return {int(each): each for each in (*CommonOperation, *operations)}
 
 
-def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) -> Header:
+def parse_header(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) -> Header:
     """Decode a header received from a peer.
 
     Args:
@@ -140,7 +141,7 @@ def parse(data: bytes | bytearray | memoryview, known: Mapping[int, IntEnum]) ->
     return header
 
 
-def view(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """Return a view of a contiguous CPU tensor's bytes, to send or receive without a copy."""
     tensor = tensor.detach()
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
@@ -148,12 +149,12 @@ def view(tensor: Tensor) -> memoryview:
     return data
 
 
-def message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryview]]:
+def encode_message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryview]]:
     """Return a frame with ``facts`` as JSON; numbers may be NaN or infinite."""
     try:
         text = json.dumps(facts, allow_nan=False)
     except ValueError:
-        text = json.dumps(_without_nan(facts))
+        text = json.dumps(_encode_nonfinite(facts))
     data = text.encode()
     return Header(operation, shape=(len(data),)), [memoryview(data)]
 
@@ -164,19 +165,19 @@ def read_message(data: bytes) -> Any:
     Raises:
         ValueError: The data is too long, nested too deeply, or not JSON.
     """
-    return parse_json(data, at_most=MAX_MESSAGE_BYTES, mapping=_with_nan)
+    return parse_json(data, at_most=MAX_MESSAGE_BYTES, mapping=_decode_nonfinite)
 
 
-def _without_nan(value: Any) -> Any:
+def _encode_nonfinite(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, by values such as ``{"$float": "nan"}``."""
     if isinstance(value, Mapping):
-        return {key: _without_nan(child) for key, child in value.items()}
+        return {key: _encode_nonfinite(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(child) for child in value]
+        return [_encode_nonfinite(child) for child in value]
     return {"$float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _with_nan(facts: dict[str, Any]) -> Any:
+def _decode_nonfinite(facts: dict[str, Any]) -> Any:
     text = facts.get("$float")
     return float(text) if len(facts) == 1 and isinstance(text, str) else facts
 
@@ -186,7 +187,7 @@ def tensor_frame(operation: IntEnum, tensor: Tensor) -> tuple[Header, list[memor
 
     The header contains the tensor's shape. Scalars cannot be sent, since an empty shape means an empty payload.
     """
-    return Header(operation, tensor.dtype, tuple(tensor.shape)), [view(tensor)]
+    return Header(operation, tensor.dtype, tuple(tensor.shape)), [view_bytes(tensor)]
 
 
 MIN_BYTES = 1 << 18  # smallest payload for shared memory; for a smaller one, waking the peer takes longer than a copy
@@ -218,15 +219,15 @@ class SharedMemoryChannel:
 
     def send(self, parts: Sequence[memoryview]) -> None:
         """Send one payload. Raises OSError if the connection is lost."""
-        for piece in _pieces(parts):
+        for piece in _split_into_slots(parts):
             slot = self._next_slot()
             for start, part in piece:
                 slot[start : start + part.nbytes] = numpy.frombuffer(part, numpy.uint8)
             self.signals.send(b"\0")
 
-    def fill(self, parts: Sequence[memoryview]) -> None:
+    def receive_payload(self, parts: Sequence[memoryview]) -> None:
         """Receive one payload into ``parts`` of the same total size. Raises OSError."""
-        for piece in _pieces(parts):
+        for piece in _split_into_slots(parts):
             slot = self._next_slot()
             for start, part in piece:
                 numpy.frombuffer(part, numpy.uint8)[:] = slot[start : start + part.nbytes]
@@ -249,7 +250,7 @@ class SharedMemoryChannel:
 Pair = tuple[SharedMemoryChannel, SharedMemoryChannel]  # (sending, receiving)
 
 
-def _pieces(parts: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:
+def _split_into_slots(parts: Sequence[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:
     """Split ``parts`` into pieces of at most a slot: lists of (offset in the slot, bytes)."""
     piece: list[tuple[int, memoryview]] = []
     used = 0
@@ -273,12 +274,12 @@ def offer_shared_memory(connection: socket.socket) -> Pair:
     """
     memory = os.memfd_create("worldsize", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(memory, 2 * _DIRECTION_BYTES)
-    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _seals())
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _combine_seals())
     here, there = zip(socket.socketpair(), socket.socketpair(), strict=True)
     socket.send_fds(connection, [b"\0"], [memory, *(signals.fileno() for signals in there)])
     for signals in there:
         signals.close()
-    first, second = _mapped(memory)
+    first, second = _map_memory(memory)
     os.close(memory)
     return SharedMemoryChannel(first, here[0], ready=_SLOTS), SharedMemoryChannel(second, here[1], ready=0)
 
@@ -294,9 +295,13 @@ def accept_shared_memory(connection: socket.socket) -> Pair:
     try:
         memory, *lines = descriptors
         sealed = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
-        if len(lines) != 2 or os.fstat(memory).st_size != 2 * _DIRECTION_BYTES or sealed & _seals() != _seals():
+        if (
+            len(lines) != 2
+            or os.fstat(memory).st_size != 2 * _DIRECTION_BYTES
+            or sealed & _combine_seals() != _combine_seals()
+        ):
             raise RefusedError("the memory that a worker shares has the wrong size, or could shrink")
-        theirs, ours = _mapped(memory)
+        theirs, ours = _map_memory(memory)
         there, back = (socket.fromfd(line, socket.AF_UNIX, socket.SOCK_STREAM) for line in lines)
         return SharedMemoryChannel(ours, back, ready=_SLOTS), SharedMemoryChannel(theirs, there, ready=0)
     except (OSError, ValueError) as error:
@@ -306,11 +311,11 @@ def accept_shared_memory(connection: socket.socket) -> Pair:
             os.close(descriptor)
 
 
-def _seals() -> int:
+def _combine_seals() -> int:
     return sum(getattr(fcntl, name) for name in _SEALS)
 
 
-def _mapped(memory: int) -> tuple[NDArray[numpy.uint8], NDArray[numpy.uint8]]:
+def _map_memory(memory: int) -> tuple[NDArray[numpy.uint8], NDArray[numpy.uint8]]:
     """Map the memory; return an array per direction, uint8 (slots, bytes per slot)."""
     mapped = numpy.frombuffer(mmap.mmap(memory, 2 * _DIRECTION_BYTES), numpy.uint8).reshape(2, _SLOTS, _SLOT_BYTES)
     return mapped[0], mapped[1]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from worldsize.net.credentials import RunKey
-from worldsize.strict_json import parse, strict
+from worldsize.strict_json import parse_strict_json, sanitize_json
 
 Message = Mapping[str, Any]
 LENGTH = struct.Struct(">I")  # length prefix of every message
@@ -70,10 +70,10 @@ class MessageSeal:
         self._sent = self._received = 0
         self.name = hashlib.sha256(b"".join(sorted((sending, receiving)))).hexdigest()[:16]
 
-    def seal(self, message: Message) -> bytes:
+    def seal_message(self, message: Message) -> bytes:
         """Encode and tag the next message to send."""
-        text = json.dumps(strict(message)).encode()
-        sealed = LENGTH.pack(len(text)) + text + _tag(self._sending, self._sent, text)
+        text = json.dumps(sanitize_json(message)).encode()
+        sealed = LENGTH.pack(len(text)) + text + _compute_tag(self._sending, self._sent, text)
         self._sent += 1
         return sealed
 
@@ -84,14 +84,14 @@ class MessageSeal:
             raise NotOfThisRunError(f"a message of {length} bytes is announced")
         return int(length) + TAG_BYTES
 
-    def open(self, body: bytes) -> Message:
+    def open_message(self, body: bytes) -> Message:
         """Verify and decode the next message. Raises NotOfThisRunError if it is not authentic."""
         text, tag = body[:-TAG_BYTES], body[-TAG_BYTES:]
-        if not hmac.compare_digest(tag, _tag(self._receiving, self._received, text)):
+        if not hmac.compare_digest(tag, _compute_tag(self._receiving, self._received, text)):
             raise NotOfThisRunError("a message does not carry the tag of its sender")
         self._received += 1
         try:
-            message = parse(text, at_most=LONGEST)
+            message = parse_strict_json(text, at_most=LONGEST)
         except ValueError as error:
             raise NotOfThisRunError(f"the received bytes are not a message: {error}") from None
         if not isinstance(message, dict):
@@ -109,28 +109,29 @@ class _Transcript:
     follower_nonce: bytes
     leader_nonce: bytes
 
-    def digest(self, purpose: str) -> bytes:
+    def compute_digest(self, purpose: str) -> bytes:
         rank = _COUNT.pack(self.rank)
         parts = (purpose.encode(), self.key.run_id.encode(), rank, self.follower_nonce, self.leader_nonce)
         text = b"".join(LENGTH.pack(len(part)) + part for part in parts)
         return hmac.digest(self.key.secret, text, "sha256")
 
-    def check(self, proof: bytes, role: str) -> None:
+    def check_proof(self, proof: bytes, role: str) -> None:
         """Raise NotOfThisRunError unless ``proof`` is valid for ``role``."""
-        if not hmac.compare_digest(proof, self.digest(f"proof of the {role}")):
+        if not hmac.compare_digest(proof, self.compute_digest(f"proof of the {role}")):
             raise NotOfThisRunError(f"it does not prove to be the {role} of this run")
 
-    def prove(self, role: str) -> bytes:
-        return self.digest(f"proof of the {role}")
+    def create_proof(self, role: str) -> bytes:
+        return self.compute_digest(f"proof of the {role}")
 
-    def seal(self, role: str, peer: str) -> MessageSeal:
+    def create_seal(self, role: str, peer: str) -> MessageSeal:
         """Return the seal for the end of the connection that ``role`` holds."""
         return MessageSeal(
-            sending=self.digest(f"messages of the {role}"), receiving=self.digest(f"messages of the {peer}")
+            sending=self.compute_digest(f"messages of the {role}"),
+            receiving=self.compute_digest(f"messages of the {peer}"),
         )
 
 
-def follow(key: RunKey, rank: int) -> Generator[Turn, bytes, MessageSeal]:
+def authenticate_leader(key: RunKey, rank: int) -> Generator[Turn, bytes, MessageSeal]:
     """Authenticate the leader, then prove that this process is the agent for node ``rank``.
 
     Raises:
@@ -139,12 +140,12 @@ def follow(key: RunKey, rank: int) -> Generator[Turn, bytes, MessageSeal]:
     nonce = secrets.token_bytes(_NONCE_BYTES)
     answer = yield Turn(_HELLO.pack(_MAGIC, rank, nonce), _NONCE_BYTES + TAG_BYTES)
     transcript = _Transcript(key, rank, nonce, answer[:_NONCE_BYTES])
-    transcript.check(answer[_NONCE_BYTES:], "leader")
-    yield Turn(transcript.prove("follower"), 0)
-    return transcript.seal("follower", "leader")
+    transcript.check_proof(answer[_NONCE_BYTES:], "leader")
+    yield Turn(transcript.create_proof("follower"), 0)
+    return transcript.create_seal("follower", "leader")
 
 
-def admit(key: RunKey, ranks: range) -> Generator[Turn, bytes, Admitted]:
+def authenticate_follower(key: RunKey, ranks: range) -> Generator[Turn, bytes, Admitted]:
     """Authenticate a follower in ``ranks`` as the leader, and receive its host's facts.
 
     Raises:
@@ -154,15 +155,15 @@ def admit(key: RunKey, ranks: range) -> Generator[Turn, bytes, Admitted]:
     if magic != _MAGIC or rank not in ranks:
         raise NotOfThisRunError("it does not greet like a node of this run")
     transcript = _Transcript(key, rank, nonce, secrets.token_bytes(_NONCE_BYTES))
-    proof = yield Turn(transcript.leader_nonce + transcript.prove("leader"), TAG_BYTES)
-    transcript.check(proof, "follower")
-    seal = transcript.seal("leader", "follower")
+    proof = yield Turn(transcript.leader_nonce + transcript.create_proof("leader"), TAG_BYTES)
+    transcript.check_proof(proof, "follower")
+    seal = transcript.create_seal("leader", "follower")
     length = seal.bytes_after((yield Turn(b"", LENGTH.size)))
-    facts = seal.open((yield Turn(b"", length)))
+    facts = seal.open_message((yield Turn(b"", length)))
     if facts.get("node") != rank or not isinstance(facts.get("host"), str):
         raise NotOfThisRunError(f"node {rank} does not describe itself")
     return Admitted(rank, seal, facts)
 
 
-def _tag(key: bytes, number: int, text: bytes) -> bytes:
+def _compute_tag(key: bytes, number: int, text: bytes) -> bytes:
     return hmac.digest(key, _COUNT.pack(number) + text, "sha256")

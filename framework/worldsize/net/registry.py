@@ -22,7 +22,7 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import read_regular
 from worldsize.net.channel import Channel, LostError
 from worldsize.net.credentials import Credentials
-from worldsize.net.endpoints import connect
+from worldsize.net.endpoints import connect_channel
 from worldsize.net.frames import CommonOperation, RefusedError
 
 _POLL = 0.01  # seconds between two look-ups
@@ -62,16 +62,16 @@ class Registry:
     folder: Path
     timeout: float
 
-    def newest(self, service: str) -> Registration | None:
+    def read_newest(self, service: str) -> Registration | None:
         """Return the newest server of ``service``; None if it has not had one yet."""
-        files = sorted(self._folder_of(service).glob("epoch_*.json"), key=_epoch_of)
+        files = sorted(self._get_folder(service).glob("epoch_*.json"), key=_parse_epoch)
         if not files:
             return None
-        return Registration(_epoch_of(files[-1]), **json.loads(read_regular(files[-1], at_most=_LARGEST)))
+        return Registration(_parse_epoch(files[-1]), **json.loads(read_regular(files[-1], at_most=_LARGEST)))
 
     def acquire(self, service: str, epoch: int, address: str, name: str) -> bool:
         """Try to become the server of ``service`` in ``epoch``; False if another process is."""
-        folder = self._folder_of(service)
+        folder = self._get_folder(service)
         for each in (self.folder, folder):  # not their parents, so that a deleted run folder is not recreated
             each.mkdir(exist_ok=True)
         draft = folder / f".{name}"
@@ -84,7 +84,7 @@ class Registry:
             draft.unlink()
         return True
 
-    def wait(self, service: str, after: int = 0) -> Registration:
+    def wait_for_server(self, service: str, after: int = 0) -> Registration:
         """Wait for a registration in an epoch later than ``after``, and return the newest.
 
         Raises:
@@ -92,14 +92,14 @@ class Registry:
             EndedError: The run has ended, so no process will register.
         """
         deadline = time.monotonic() + self.timeout
-        while (entry := self.newest(service)) is None or entry.epoch <= after:
+        while (entry := self.read_newest(service)) is None or entry.epoch <= after:
             self.check_open()
             if time.monotonic() > deadline:
                 raise WorldsizeError(f"no server has taken {service} within {self.timeout:g} s (cluster.timeout).")
             time.sleep(_POLL)
         return entry
 
-    def end(self) -> None:
+    def mark_ended(self) -> None:
         """Mark the run as ended, so that processes stop waiting for services."""
         (self.folder / "ended").touch()
 
@@ -108,11 +108,11 @@ class Registry:
         if (self.folder / "ended").exists():
             raise EndedError("the run has ended.")
 
-    def _folder_of(self, service: str) -> Path:
+    def _get_folder(self, service: str) -> Path:
         return self.folder / service.replace(" ", "_")
 
 
-def _epoch_of(path: Path) -> int:
+def _parse_epoch(path: Path) -> int:
     return int(path.stem.removeprefix("epoch_"))
 
 
@@ -157,24 +157,24 @@ class Dialer:
         """
         deadline = time.monotonic() + self.timeout
         while True:
-            entry = self.registry.wait(service)
+            entry = self.registry.wait_for_server(service)
             try:
-                return self.attempt(entry, kind, **facts)
+                return self.connect_once(entry, kind, **facts)
             except LostError as error:
                 self.registry.check_open()
                 if time.monotonic() > deadline:
                     raise LostError(f"{service} ({entry.name}) does not answer: {error}") from error
                 time.sleep(_RETRY)
 
-    def attempt(self, entry: Registration, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
+    def connect_once(self, entry: Registration, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:
         """Join the server ``entry`` once, see :meth:`connect`. Raises LostError or RefusedError."""
-        channel = connect(
+        channel = connect_channel(
             entry.address, self.credentials, peer=entry.name, seconds=self.timeout, operations=self.operations
         )
         try:
             channel.wait_at_most(self.timeout)
             channel.send_message(CommonOperation.JOIN, {"kind": kind, "name": self.name, **facts})
-            return channel, channel.message(channel.answer(CommonOperation.WELCOME))
+            return channel, channel.receive_message(channel.receive_answer(CommonOperation.WELCOME))
         except (LostError, RefusedError):
             channel.close()
             raise

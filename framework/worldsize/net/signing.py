@@ -20,8 +20,8 @@ EARLIER = timedelta(minutes=5)  # how far validity is backdated, since the hosts
 def sign_authority(folder: Path, name: str) -> None:
     """Create a certificate authority: write its key and its self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
-    draft = _draft(name, name, key.public_key(), is_authority=True)
-    _write(folder, name, key, draft.sign(key, hashes.SHA256()))
+    draft = _build_certificate(name, name, key.public_key(), is_authority=True)
+    _write_credentials(folder, name, key, draft.sign(key, hashes.SHA256()))
 
 
 def sign_process(folder: Path, name: str, *, authority: str) -> None:
@@ -29,18 +29,22 @@ def sign_process(folder: Path, name: str, *, authority: str) -> None:
     authority_key = _read_key(folder / f"{authority}.key")
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-    draft = _draft(name, authority, key.public_key(), is_authority=False).add_extension(issuer, critical=False)
-    _write(folder, name, key, draft.sign(authority_key, hashes.SHA256()))
+    draft = _build_certificate(name, authority, key.public_key(), is_authority=False).add_extension(
+        issuer, critical=False
+    )
+    _write_credentials(folder, name, key, draft.sign(authority_key, hashes.SHA256()))
 
 
-def now() -> datetime:
+def get_signing_time() -> datetime:
     """Return the signing time for a certificate."""
     return datetime.now(UTC)
 
 
-def _draft(name: str, issuer: str, key: ec.EllipticCurvePublicKey, *, is_authority: bool) -> x509.CertificateBuilder:
+def _build_certificate(
+    name: str, issuer: str, key: ec.EllipticCurvePublicKey, *, is_authority: bool
+) -> x509.CertificateBuilder:
     """Build an unsigned certificate."""
-    begins = now() - EARLIER
+    begins = get_signing_time() - EARLIER
     return (
         x509.CertificateBuilder()
         .subject_name(_common_name(name))
@@ -50,7 +54,7 @@ def _draft(name: str, issuer: str, key: ec.EllipticCurvePublicKey, *, is_authori
         .not_valid_before(begins)
         .not_valid_after(begins + LIFETIME)
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-        .add_extension(_usage(is_authority=is_authority), critical=True)
+        .add_extension(_build_key_usage(is_authority=is_authority), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 
@@ -59,7 +63,7 @@ def _common_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _usage(*, is_authority: bool) -> x509.KeyUsage:
+def _build_key_usage(*, is_authority: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not is_authority,
         key_cert_sign=is_authority,
@@ -83,7 +87,7 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def _write(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+def _write_credentials(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
     """Write the key before the certificate, so that a certificate's key always exists."""
     encoding = serialization.Encoding.PEM
     private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

@@ -22,7 +22,7 @@ from worldsize.core import (
     UpdateOverflowed,
 )
 from worldsize.messages import duration
-from worldsize.observe.health.rows import described_alert
+from worldsize.observe.health.rows import describe_alert
 from worldsize.record.attempt import FAILURE, failure_text
 from worldsize.record.json_lines import JsonRows, Row
 
@@ -80,7 +80,7 @@ class EventLog:
         if (name := _NAMES.get(type(event))) is None:
             return
         if name not in _LOGGED:
-            _logger.log(logging.INFO if name in GOOD_NEWS else logging.WARNING, "%s", _told(event))
+            _logger.log(logging.INFO if name in GOOD_NEWS else logging.WARNING, "%s", _format_event(event))
         line = json.dumps({"event": name, "time": time.time(), **asdict(event)})
         try:
             with self._path.open("a") as file:
@@ -119,29 +119,29 @@ def alert_for(event: Event) -> Alert | None:
     """
     match event:
         case Straggling(rank=rank, step=step):
-            return Alert(f"slow_rank.{rank}", f"rank {rank} is slow", _told(event), step)
+            return Alert(f"slow_rank.{rank}", f"rank {rank} is slow", _format_event(event), step)
         case NodeAlert(node=node, host=host, what=what):
-            return Alert(f"node_alert.{node}.{what}", f"{host}: {what}", _told(event))
+            return Alert(f"node_alert.{node}.{what}", f"{host}: {what}", _format_event(event))
         case CheckpointFailed(step=step):
-            return Alert("failed_save", f"no checkpoint of step {step}", _told(event), step, is_error=True)
+            return Alert("failed_save", f"no checkpoint of step {step}", _format_event(event), step, is_error=True)
         case MembershipChanged(step=step, lost=lost, members=members) if lost:
-            return Alert("membership", f"{len(members)} workers continue", _told(event), step)
+            return Alert("membership", f"{len(members)} workers continue", _format_event(event), step)
         case TransportFellBack():
-            return Alert("transport", "a slower transport than declared", _told(event))
+            return Alert("transport", "a slower transport than declared", _format_event(event))
     return None
 
 
-def _told(event: Event) -> str:
+def _format_event(event: Event) -> str:
     """Describe an event in one line, as for its log message."""
     if isinstance(event, Straggling):
-        return described(event)
+        return describe_straggler(event)
     return describe_event({"event": _NAMES[type(event)], **asdict(event)})
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
     """Describe a line of ``events.jsonl``, which may have unexpected contents."""
     if event.get("event") == NODE_ALERT:
-        return described_alert(event)
+        return describe_alert(event)
     if event.get("event") == OVERFLOW:
         return f"step {event.get('step')}: an update left out, since its gradient left the range of float16"
     if event.get("event") == "data_workers":
@@ -172,20 +172,20 @@ def describe_event(event: Mapping[str, Any]) -> str:
 _CAUSES = {"data": "it waits for its data", "compute": "it takes longer to compute"}
 
 
-def described(event: Straggling) -> str:
+def describe_straggler(event: Straggling) -> str:
     """Describe the event in one line."""
     if event.cause == "network":
         return (
             f"the link of {event.host}, where rank {event.rank} is, carries {1 / event.slower:.0%} of what most do; "
-            f"all have waited for the network since step {event.since} or before{_in_brackets(event.health)}."
+            f"all have waited for the network since step {event.since} or before{_enclose_in_brackets(event.health)}."
         )
     return (
         f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
-        f"since step {event.since}: {_CAUSES[event.cause]}{_in_brackets(event.health)}."
+        f"since step {event.since}: {_CAUSES[event.cause]}{_enclose_in_brackets(event.health)}."
     )
 
 
-def _in_brackets(text: str) -> str:
+def _enclose_in_brackets(text: str) -> str:
     return f" ({text})" if text else ""
 
 

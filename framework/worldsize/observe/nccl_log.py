@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, final
 
 from worldsize.files import open_regular
-from worldsize.messages import named, printable
-from worldsize.record.flight import collectives_file, collectives_of
+from worldsize.messages import format_ranks, printable
+from worldsize.record.flight import collectives_file, read_collectives
 from worldsize.record.run_directory import RunDirectory
 
 # newer versions start warnings with the time in brackets, and add the location in NCCL's source; since 2.30, followed
@@ -69,11 +69,11 @@ def parse_nccl(text: str) -> NcclLog:
         if said.startswith("WARN "):
             log.warnings.append(" ".join(filter(None, (match["place"], said.removeprefix("WARN ").strip()))))
         else:
-            _take(log, said)
+            _parse_message(log, said)
     return log
 
 
-def _take(log: NcclLog, text: str) -> None:
+def _parse_message(log: NcclLog, text: str) -> None:
     if match := _CONNECTION.search(text):
         log.connections[re.sub(r"\(\d+\)", "", match["way"])] += 1
     elif match := _COMMUNICATOR.search(text):
@@ -107,26 +107,30 @@ def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -
     """
     begun, transport = (attempt or {}).get("start_at"), (attempt or {}).get("transport")
     since = begun if isinstance(begun, int | float) else 0.0
-    every_output = [path for path in _files(run.path / "logs", "*_[0-9]*.log") if not path.name.startswith("nccl_")]
+    every_output = [
+        path for path in _list_files(run.path / "logs", "*_[0-9]*.log") if not path.name.startswith("nccl_")
+    ]
     number = (attempt or {}).get("number")
-    every_log = [path for path in _files(run.nccl_logs("any").parent, "nccl_*.log") if _is_of(path, number, since)]
-    outputs, logs = every_output[:_FILES], [parse_nccl(_text(path)) for path in every_log[:_FILES]]
-    warnings = [(_process(log), text) for log in logs for text in log.warnings]
-    warnings += [(path.stem, text) for path in outputs for text in _warnings(_text(path))]
-    networks = _networks(logs, len(every_log)) if logs else _gloo(transport or {})
+    every_log = [
+        path for path in _list_files(run.nccl_logs("any").parent, "nccl_*.log") if _is_from_attempt(path, number, since)
+    ]
+    outputs, logs = every_output[:_FILES], [parse_nccl(_read_ends(path)) for path in every_log[:_FILES]]
+    warnings = [(_format_process(log), text) for log in logs for text in log.warnings]
+    warnings += [(path.stem, text) for path in outputs for text in _warnings(_read_ends(path))]
+    networks = _networks(logs, len(every_log)) if logs else _describe_gloo(transport or {})
     counted = [path for path in outputs if _is_since(collectives_file(path), since)]
-    lines = [*networks, *_collectives(counted), *_told(warnings)]
+    lines = [*networks, *_collectives(counted), *_summarize_warnings(warnings)]
     if (left_out := len(every_output) - len(outputs)) > 0:
         lines.append(f"the output of {left_out:,} further processes was not read")
     return "\n".join(["what NCCL and torch logged (cluster.debug):", *(f"  {printable(line)}" for line in lines)])
 
 
-def _files(folder: Path, pattern: str) -> list[Path]:
+def _list_files(folder: Path, pattern: str) -> list[Path]:
     """Return the matching files below ``folder``, sorted by name."""
     return sorted(folder.rglob(pattern), key=lambda path: path.name)
 
 
-def _is_of(log: Path, number: int | None, since: float) -> bool:
+def _is_from_attempt(log: Path, number: int | None, since: float) -> bool:
     """Return whether ``log`` belongs to attempt ``number``, by its name or else its time."""
     named = _ATTEMPT.search(log.name)
     return int(named[1]) == number if named and number is not None else _is_since(log, since)
@@ -139,7 +143,7 @@ def _is_since(path: Path, since: float) -> bool:
     return False
 
 
-def _text(path: Path) -> str:
+def _read_ends(path: Path) -> str:
     """Return the start and end of a log, which may be large, or "" if it cannot be read."""
     with suppress(OSError), open_regular(path) as file:
         begun = file.read(_AT_MOST)
@@ -148,7 +152,7 @@ def _text(path: Path) -> str:
     return ""
 
 
-def _process(log: NcclLog) -> str:
+def _format_process(log: NcclLog) -> str:
     return f"a process on {log.host}" if log.rank is None else f"rank {log.rank}"
 
 
@@ -160,7 +164,7 @@ def _warnings(text: str) -> Iterator[str]:
     yield from parse_nccl(text).warnings
 
 
-def _gloo(transport: Mapping[str, Any]) -> Iterator[str]:
+def _describe_gloo(transport: Mapping[str, Any]) -> Iterator[str]:
     if backend := transport.get("backend"):
         yield f"{backend} by {transport.get('interface') or 'the interface that leads to the first host'}"
 
@@ -175,13 +179,15 @@ def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
         of_all = f"the {len(logs)} processes whose logs were read (of {written}) are connected"
     yield f"NCCL {', '.join(versions) or 'of an unknown version'}: {len(connected)} of {of_all}"
     if began := {log.rank for log in logs if log.rank is not None} - connected:
-        yield f"began to connect, and did not end: {named(sorted(began))}"
+        yield f"began to connect, and did not end: {format_ranks(sorted(began))}"
     by_network: defaultdict[str, set[int]] = defaultdict(set)
     for log in logs:
         if log.network is not None and log.rank is not None:
             bootstrap = f", set up on {log.bootstrap}" if log.bootstrap else ""
             by_network[f"network {log.network}: {', '.join(log.devices) or 'no device'}{bootstrap}"].add(log.rank)
-    yield from _shown([f"{text} ({named(sorted(ranks))})" for text, ranks in by_network.items()], "networks")
+    yield from _limit_lines(
+        [f"{text} ({format_ranks(sorted(ranks))})" for text, ranks in by_network.items()], "networks"
+    )
     connections = sum((log.connections for log in logs), Counter[str]())
     yield from (f"{count:,} connections by {way}" for way, count in connections.most_common(_SHOWN))
 
@@ -190,16 +196,18 @@ def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
     """Yield the numbers of started and completed collectives of each group, by process."""
     by_group: defaultdict[str, defaultdict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
     for path in outputs:
-        for group, counts in collectives_of(path).items():
+        for group, counts in read_collectives(path).items():
             by_group[group][counts].append(path.stem)
     lines = []
     for group, processes in by_group.items():
-        parts = [f"{begun:,} begun, {ended:,} completed by {_some(who)}" for (begun, ended), who in processes.items()]
+        parts = [
+            f"{begun:,} begun, {ended:,} completed by {_format_names(who)}" for (begun, ended), who in processes.items()
+        ]
         lines.append(f"collectives of group {group}: {'; '.join(parts[:_SHOWN])}")
-    yield from _shown(lines, "groups")
+    yield from _limit_lines(lines, "groups")
 
 
-def _told(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
+def _summarize_warnings(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield distinct warnings, ignoring numbers, most frequent first, with their processes."""
     texts: dict[str, str] = {}
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -209,16 +217,16 @@ def _told(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
         counts[key][process] += 1
     ordered = sorted(counts.items(), key=lambda each: -each[1].total())
     lines = [
-        f"warned by {_some([f'{name} ({count})' for name, count in sorted(by_process.items())])}: {texts[key]}"
+        f"warned by {_format_names([f'{name} ({count})' for name, count in sorted(by_process.items())])}: {texts[key]}"
         for key, by_process in ordered
     ]
-    yield from _shown(lines, "warnings") if lines else ("no warnings",)
+    yield from _limit_lines(lines, "warnings") if lines else ("no warnings",)
 
 
-def _some(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _shown(lines: Sequence[str], what: str) -> list[str]:
+def _limit_lines(lines: Sequence[str], what: str) -> list[str]:
     return [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more {what}"] if len(lines) > _SHOWN else [])]

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from worldsize.core import split_of
+from worldsize.core import parse_metric_key
 from worldsize.files import is_file
 from worldsize.messages import duration, printable
-from worldsize.record.json_lines import complete_lines, row_of
+from worldsize.record.json_lines import complete_lines, parse_row
 from worldsize.record.metrics import EvaluationRow, JsonNumber, MetricRow, StepRow, is_metric
 
 _INTERVAL = 0.1  # seconds between reads of the file
@@ -34,7 +34,7 @@ class Progress:
         self._view = _Live(steps, console) if console.is_terminal else Plain(steps, console)
         self._tail = Tail(metrics)
         self._ended = Flag()
-        self._thread = Thread(target=self._follow, name="progress", daemon=True)
+        self._thread = Thread(target=self._show_new_rows, name="progress", daemon=True)
 
     def __enter__(self) -> Progress:
         self._view.open()
@@ -46,12 +46,12 @@ class Progress:
         self._thread.join()
         self._view.close()
 
-    def _follow(self) -> None:
+    def _show_new_rows(self) -> None:
         ended = False
         while not ended:
             ended = self._ended.wait(_INTERVAL)
             for line in self._tail.read():
-                if (row := row_of(line)) and is_metric(row):
+                if (row := parse_row(line)) and is_metric(row):
                     self._view.show(row)
 
 
@@ -93,7 +93,7 @@ class _Live:
 
     def show(self, row: MetricRow) -> None:
         if row["event"] == "step":
-            self._bar.update(self._task, completed=row["step"], figures=figures(row))
+            self._bar.update(self._task, completed=row["step"], figures=format_figures(row))
         else:
             self._bar.console.print(_evaluation(row), markup=False)
 
@@ -117,7 +117,7 @@ class Plain:
             self._console.print(_evaluation(row), highlight=False, markup=False)
         elif row["step"] == self._steps or time.monotonic() - self._shown > _PLAIN_EVERY:
             self._shown = time.monotonic()
-            text = f"step {row['step']}/{self._steps}  {figures(row)}  {remaining(row, self._steps)}"
+            text = f"step {row['step']}/{self._steps}  {format_figures(row)}  {remaining(row, self._steps)}"
             self._console.print(text, highlight=False, markup=False)
 
 
@@ -128,38 +128,38 @@ def remaining(row: StepRow, steps: int) -> str:
     return f"ETA {duration(round(seconds)) if math.isfinite(seconds) else 'unknown'}"
 
 
-def figures(row: StepRow) -> str:
+def format_figures(row: StepRow) -> str:
     """Format loss, metrics, speed and compilations in a step's row of ``metrics.jsonl``."""
     shown = {"loss": row["loss"], **row.get("metrics", {})}
-    return f"{_figures(shown)}  {_speed(row)}{_compiled(row.get('facts', {}))}"
+    return f"{_format_metrics(shown)}  {_format_speed(row)}{_format_compilations(row.get('facts', {}))}"
 
 
-def _speed(row: StepRow) -> str:
+def _format_speed(row: StepRow) -> str:
     speed = f"{row['samples_per_second']:,.0f} samples/s"
     if isinstance(tokens := row.get("tokens_per_second"), int | float):
         speed += f"  {tokens:,.0f} tokens/s"
     return f"{speed}  MFU {mfu:.1%}" if isinstance(mfu := row.get("mfu"), int | float) else speed
 
 
-def _compiled(facts: Mapping[str, Any]) -> str:
+def _format_compilations(facts: Mapping[str, Any]) -> str:
     match facts.get("compiled") if isinstance(facts, Mapping) else None:
         case {"graphs": int(graphs), "seconds": float(seconds)}:
             return f"  {graphs} graphs compiled in {seconds:.0f} s"
     return ""
 
 
-def _figures(metrics: Mapping[str, JsonNumber]) -> str:
+def _format_metrics(metrics: Mapping[str, JsonNumber]) -> str:
     return "  ".join(f"{printable(name)} {float(value):.4f}" for name, value in metrics.items())
 
 
 def _evaluation(row: EvaluationRow) -> str:
-    return f"step {row['step']}  {by_split(row['metrics'])}"
+    return f"step {row['step']}  {format_split_metrics(row['metrics'])}"
 
 
-def by_split(metrics: Mapping[str, JsonNumber]) -> str:
+def format_split_metrics(metrics: Mapping[str, JsonNumber]) -> str:
     """Format the metrics of an evaluation, grouped by split."""
     splits: dict[str, dict[str, JsonNumber]] = {}
     for key, value in metrics.items():
-        split, name = split_of(key)
+        split, name = parse_metric_key(key)
         splits.setdefault(split, {})[name] = value
-    return "  ".join(f"{printable(split)}: {_figures(own)}" for split, own in splits.items())
+    return "  ".join(f"{printable(split)}: {_format_metrics(own)}" for split, own in splits.items())

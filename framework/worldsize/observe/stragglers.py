@@ -67,7 +67,7 @@ class Stragglers:
     _suspected: set[int] = field(default_factory=set)
     _named: set[int] = field(default_factory=set)
 
-    def judge(self, step: int, splits: Sequence[Sequence[Sequence[float]]]) -> list[Straggler]:
+    def find_stragglers(self, step: int, splits: Sequence[Sequence[Sequence[float]]]) -> list[Straggler]:
         """Return the ranks that have become slow.
 
         ``splits`` (ranks, steps, 4): seconds of data, compute, communication and update, up to ``step``.
@@ -75,8 +75,8 @@ class Stragglers:
         self._fresh.append(np.array(splits, dtype=np.float64).reshape(len(splits), -1, 4).transpose(1, 0, 2))
         if not self._is_time():
             return []
-        self._take(step)
-        count = self._looked_at()
+        self._append_steps(step)
+        count = self._count_judged_steps()
         if count > len(self._recent):
             return []
         windows = min(_HISTORY, len(self._recent) // count)
@@ -85,7 +85,7 @@ class Stragglers:
             each
             for ranks in self.peers
             if len(ranks) > 1
-            for each in _judged(recent.reshape(windows, count, -1, 4), ranks, since=self._numbers[-count])
+            for each in _judge_ranks(recent.reshape(windows, count, -1, 4), ranks, since=self._numbers[-count])
         ]
         certain = {slow.rank for slow, is_certain in judged if is_certain}
         new = [slow for slow, _ in judged if slow.rank in (certain & self._suspected) - self._named]
@@ -99,54 +99,54 @@ class Stragglers:
         steps = sum(map(len, self._fresh))
         return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
 
-    def _take(self, step: int) -> None:
+    def _append_steps(self, step: int) -> None:
         """Append the new steps, assumed to be evenly spaced between the last one and ``step``."""
         fresh, last = np.concatenate(self._fresh), self._numbers[-1] if self._numbers else self.first
         numbers = np.ceil(np.linspace(step, last, len(fresh), endpoint=False))[::-1]
-        kept = _kept(fresh.shape[1])
+        kept = _count_kept_steps(fresh.shape[1])
         self._recent = np.concatenate([self._recent[-kept:], fresh]) if self._numbers else fresh
         self._numbers = [*self._numbers[-kept:], *map(int, numbers)]
         self._fresh = []
 
-    def _looked_at(self) -> int:
+    def _count_judged_steps(self) -> int:
         """Return the number of steps to judge, a multiple of the number of blocks."""
         seconds = float(np.median(self._recent[-_STEPS:].sum(2).max(1)))
         block = max(_STEPS / _BLOCKS, _SECONDS / max(seconds, 1e-9) / _BLOCKS)
-        return _BLOCKS * min(math.ceil(block), _kept(self._recent.shape[1]) // _BLOCKS)
+        return _BLOCKS * min(math.ceil(block), _count_kept_steps(self._recent.shape[1]) // _BLOCKS)
 
 
-def _kept(ranks: int) -> int:
+def _count_kept_steps(ranks: int) -> int:
     """Return the number of steps to store for this number of ranks."""
     return max(_STEPS * _HISTORY, min(_KEPT, _TIMES // ranks))
 
 
-def _judged(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Straggler, bool]]:
+def _judge_ranks(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list[tuple[Straggler, bool]]:
     """Compute the slowdown of each rank in the last window, and whether it is significant."""
     data_wsp, compute_wsp, _, update_wsp = np.moveaxis(recent_wspk[:, :, ranks], 3, 0)
-    ratio_wbp = _to_others(_blocks(data_wsp + compute_wsp + update_wsp))
+    ratio_wbp = _divide_by_others(_compute_block_medians(data_wsp + compute_wsp + update_wsp))
     noise = 1.4826 * float(np.median(abs(ratio_wbp - np.median(ratio_wbp, 1, keepdims=True))))
     ratio_bp, ratio_p = ratio_wbp[-1], np.median(ratio_wbp[-1], 0)
     certain_p = (ratio_bp.min(0) > 1 + _LEAST) & (ratio_p > 1 + max(_MARGIN, _DEVIATIONS * noise))
-    is_late_p = _excess(data_wsp[-1:]) > _excess((compute_wsp + update_wsp)[-1:])
+    is_late_p = _compute_excess(data_wsp[-1:]) > _compute_excess((compute_wsp + update_wsp)[-1:])
     return [
         (Straggler(rank, "data" if is_late else "compute", float(ratio), since), bool(certain))
         for rank, is_late, ratio, certain in zip(ranks, is_late_p, ratio_p, certain_p, strict=True)
     ]
 
 
-def _blocks(seconds_wsp: Figures) -> Figures:
+def _compute_block_medians(seconds_wsp: Figures) -> Figures:
     """Return the medians of blocks of equally many steps: (windows, blocks, ranks)."""
     windows, steps, ranks = seconds_wsp.shape
     return np.asarray(np.median(seconds_wsp.reshape(windows, _BLOCKS, steps // _BLOCKS, ranks), 2))
 
 
-def _excess(seconds_wsp: Figures) -> Figures:
+def _compute_excess(seconds_wsp: Figures) -> Figures:
     """Return each rank's excess seconds over its peers in the median block, (ranks,)."""
-    blocks_wbp = _blocks(seconds_wsp)
+    blocks_wbp = _compute_block_medians(seconds_wsp)
     return np.asarray(np.median(blocks_wbp - median_of_others(blocks_wbp), (0, 1)))
 
 
-def _to_others(blocks_wbp: Figures) -> Figures:
+def _divide_by_others(blocks_wbp: Figures) -> Figures:
     return np.asarray(blocks_wbp / np.maximum(median_of_others(blocks_wbp), 1e-9))
 
 
@@ -204,7 +204,7 @@ class SlowLinkSearch:
         return 2 if self._suspected else 1
 
     def is_due(self, done: StepDone) -> bool:
-        """Return whether all ranks should measure links after ``done`` and call :meth:`judge`."""
+        """Return whether all ranks should measure links after ``done`` and call :meth:`find_slow_hosts`."""
         if done.exposed_seconds is None or not self._fills_a_window(done):
             return False
         self._recent.append(done)
@@ -234,7 +234,7 @@ class SlowLinkSearch:
             self._seconds = 0.0
         return is_full
 
-    def judge(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
+    def find_slow_hosts(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
         """Return hosts with slow ``links`` between nodes, each by its first rank."""
         best = {
             node: max(link.bandwidth for ends, link in links.items() if node in ends)

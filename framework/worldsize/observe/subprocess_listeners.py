@@ -81,9 +81,9 @@ class SubprocessListeners:
             self._ended = True
             complete = isinstance(event, RunEnded) and event.exit_reason == "completed"
             seconds = self._timeout if complete else min(self._grace(), self._timeout)
-            self._finish(seconds)
+            self._finish_listeners(seconds)
 
-    def _finish(self, seconds: float) -> None:
+    def _finish_listeners(self, seconds: float) -> None:
         """Send the remaining events to all listeners, and wait for them for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         behind = {process.sender: process for process in self._processes if process.is_behind}
@@ -120,7 +120,7 @@ class _ListenerProcess:
         self._is_closed = self._misses_steps = False
         senders = [self.sender, *(each.sender for each in before)]
         self._process = get_context("fork").Process(
-            target=_serve, args=(name, make, receiver, senders, lock, alerts), daemon=True
+            target=_run_listener, args=(name, make, receiver, senders, lock, alerts), daemon=True
         )
         self._process.start()
         os.close(receiver)
@@ -160,7 +160,7 @@ class _ListenerProcess:
         return False
 
 
-def _serve(
+def _run_listener(
     name: str,
     make: Callable[[], Listener],
     receiver: int,
@@ -175,32 +175,32 @@ def _serve(
     for number in SIGNALS:  # the training process handles signals for the run
         signal.signal(number, signal.SIG_IGN)
     try:
-        with open(receiver, "rb") as events, _turn(lock):
+        with open(receiver, "rb") as events, _wait_for_lock(lock):
             listener = make()
             event: Event | None = None
             while not isinstance(event, RunEnded | RunFailed):
-                event = _next(events)
+                event = _read_event(events)
                 for each in (*alerts(), event):
                     listener(each)
     except Exception as error:  # of any type: third-party code must not end training
         _logger.warning("the %s failed and is off for the rest of the run: %s: %s", name, type(error).__name__, error)
 
 
-def _turn(lock: Path | None) -> AbstractContextManager[object]:
+def _wait_for_lock(lock: Path | None) -> AbstractContextManager[object]:
     """Wait a limited time for ``lock``; return its file, unlocked if locks are unsupported."""
     if lock is None:
         return nullcontext()
     deadline = time.monotonic() + _TURN
     try:
         file = lock.open("a")
-        while not _locked(file) and time.monotonic() < deadline:
+        while not _try_lock(file) and time.monotonic() < deadline:
             time.sleep(0.05)
     except OSError:
         return nullcontext()
     return file
 
 
-def _locked(file: IO[str]) -> bool:
+def _try_lock(file: IO[str]) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by the listener's child processes
     except (BlockingIOError, PermissionError):
@@ -208,7 +208,7 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-def _next(events: BinaryIO) -> Event:
+def _read_event(events: BinaryIO) -> Event:
     try:
         event: Event = pickle.load(events)
         return event

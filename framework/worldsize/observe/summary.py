@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from worldsize.core import spoken_name
+from worldsize.core import format_display_name
 from worldsize.messages import printable
 from worldsize.record.compare import Comparison, Divergence
 
@@ -21,16 +21,16 @@ def show_summary(console: Console, result: Mapping[str, Any], folder: Path) -> N
 
     Lines are not wrapped on narrow consoles, so that the folder can be copied.
     """
-    rows = list(_rows(result, folder))
+    rows = list(_collect_rows(result, folder))
     width = max(cell_len(name) for name, _ in rows)
     for name, value in rows:
         line = f"{name}{' ' * (width - cell_len(name))}  {value}".rstrip()
         console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
-def _rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
+def _collect_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str]]:
     for name, value in result["metrics"].items():
-        yield printable(spoken_name(name)), f"{value:.4f}"
+        yield printable(format_display_name(name)), f"{value:.4f}"
     for remark in result["remarks"]:
         yield from (("", printable(line)) for line in remark.split("\n"))
     yield "steps", f"{result['steps']:,} ({result['samples']:,} samples)"
@@ -50,27 +50,27 @@ _SHOWN = 20  # maximum number of tensors shown, the most divergent first
 def comparison_table(comparison: Comparison) -> RenderableType:
     """Build a table of metrics, differing tensors, missing items, and the verdict."""
     equal = sum(each.is_equal for each in comparison.tensors)
-    differing = sorted((each for each in comparison.tensors if not each.is_equal), key=_order, reverse=True)
-    parts: list[RenderableType] = [_table("metric", comparison.metrics)]
+    differing = sorted((each for each in comparison.tensors if not each.is_equal), key=_get_sort_key, reverse=True)
+    parts: list[RenderableType] = [_build_table("metric", comparison.metrics)]
     if differing:
-        parts.append(_table("tensor", differing[:_SHOWN]))
+        parts.append(_build_table("tensor", differing[:_SHOWN]))
     parts.append(Text(f"{equal} of {len(comparison.tensors)} tensors are equal bit for bit"))
     parts += [Text(printable(f"missing: {text}")) for text in comparison.missing]
     return Group(*parts, Text(comparison.verdict, style=_COLOURS[comparison.verdict]))
 
 
-def _order(each: Divergence) -> tuple[float, int]:
+def _get_sort_key(each: Divergence) -> tuple[float, int]:
     return (each.relative, each.ulp)
 
 
-def _table(kind: str, rows: Sequence[Divergence]) -> Table:
+def _build_table(kind: str, rows: Sequence[Divergence]) -> Table:
     table = Table(kind, "first differs at step", "max absolute", "max relative", "max ULP", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(Text(printable(row.name)), *_cells(row))
+        table.add_row(Text(printable(row.name)), *_format_cells(row))
     return table
 
 
-def _cells(row: Divergence) -> tuple[str, ...]:
+def _format_cells(row: Divergence) -> tuple[str, ...]:
     if row.is_equal:
         return ("never", "0", "0", "0")
     step = "end" if row.first_step is None else str(row.first_step)

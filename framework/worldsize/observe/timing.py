@@ -18,8 +18,8 @@ from worldsize.core import Event, MembershipChanged, RunEnded, RunFailed, RunSta
 from worldsize.data.storage.byte_files import COUNTS
 from worldsize.record.json_lines import drop_lines
 from worldsize.record.metrics import is_timing
-from worldsize.record.run_directory import RunDirectory, make_folder_of
-from worldsize.strict_json import strict
+from worldsize.record.run_directory import RunDirectory, create_parent_folders
+from worldsize.strict_json import sanitize_json
 
 T = TypeVar("T")
 
@@ -29,8 +29,8 @@ class Timing:
     """Appends this rank's mean step time and its phases, in seconds, at each logged step."""
 
     def __init__(self, run: RunDirectory, *, rank: int) -> None:
-        self._path = run.timing(rank)
-        make_folder_of(self._path, run)
+        self._path = run.get_timing_file(rank)
+        create_parent_folders(self._path, run)
         self._file = self._path.open("a", buffering=1)
         self._rank = self._place = rank  # index of this rank among the current members
         self._counted = COUNTS.copy()
@@ -38,29 +38,29 @@ class Timing:
     def __call__(self, event: Event) -> None:
         match event:
             case RunStarted(first=first):
-                self.begin(first)
+                self.drop_later_lines(first)
             case MembershipChanged(members=members):
                 self._place = members.index(self._rank)
             case StepDone():
                 own = {"step_seconds": event.step_seconds[self._place], "data_seconds": event.data_seconds}
                 phases = (event.compute_seconds, event.communication_seconds, event.update_seconds)
-                self.write(event.step, **own, **dict(zip(_PHASES, phases, strict=True)))
+                self.write_line(event.step, **own, **dict(zip(_PHASES, phases, strict=True)))
             case RunEnded() | RunFailed():
                 self._file.close()
 
-    def begin(self, first: int) -> None:
+    def drop_later_lines(self, first: int) -> None:
         """Drop the lines of steps after ``first``, which will be repeated."""
         self._file.close()
         drop_lines(self._path, is_valid=is_timing, is_kept=lambda row: bool(row["step"] <= first))
         self._file = self._path.open("a", buffering=1)
 
-    def write(self, step: int, **seconds: float | None) -> None:
+    def write_line(self, step: int, **seconds: float | None) -> None:
         """Append a line for ``step``, omitting parts that were not measured (None)."""
         measured = {name: value for name, value in seconds.items() if value is not None}
-        counts, self._counted = COUNTS.since(self._counted), COUNTS.copy()
+        counts, self._counted = COUNTS.subtract_counts(self._counted), COUNTS.copy()
         read = {"read_bytes": counts.read, "fetched_bytes": counts.fetched, "skipped_samples": counts.skipped}
         measured |= {name: count for name, count in read.items() if count}
-        self._file.write(json.dumps(strict({"step": step, **measured})) + "\n")
+        self._file.write(json.dumps(sanitize_json({"step": step, **measured})) + "\n")
 
 
 _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
@@ -80,7 +80,7 @@ class UnitTimes:
         self._last, self._since = -1, 0.0  # step and time of the last line
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def measure_data_wait(self) -> Iterator[None]:
         """Count time in this context as waiting for data."""
         begun = time.perf_counter()
         yield
@@ -90,23 +90,23 @@ class UnitTimes:
     def measured(self, step: int) -> Iterator[None]:
         """Count time in this context as computing a unit of ``step``."""
         if self._last < 0:
-            self._timing.begin(step - 1)
+            self._timing.drop_later_lines(step - 1)
             self._last, self._since = step - 1, time.perf_counter() - self._data
-        with self._timer.opened():
-            self._timer.start(data=0.0)
+        with self._timer.record_phases():
+            self._timer.start_step(data=0.0)
             yield
-            self._timer.end()
-        _, compute, _, update = self._timer.take().sum(0).tolist()
+            self._timer.end_step()
+        _, compute, _, update = self._timer.collect_step_times().sum(0).tolist()
         self._compute, self._update = self._compute + compute, self._update + update
         if step // self._every > self._last // self._every:
-            self._write(step, time.perf_counter())
+            self._write_means(step, time.perf_counter())
 
-    def _write(self, step: int, now: float) -> None:
+    def _write_means(self, step: int, now: float) -> None:
         steps, elapsed = step - self._last, now - self._since
         waited = elapsed - self._data - self._compute - self._update
         parts = {"step": elapsed - self._data, "data": self._data, "compute": self._compute}
         parts |= {"communication": waited, "update": self._update}
-        self._timing.write(step, **{f"{name}_seconds": seconds / steps for name, seconds in parts.items()})
+        self._timing.write_line(step, **{f"{name}_seconds": seconds / steps for name, seconds in parts.items()})
         self._last, self._since = step, now
         self._data = self._compute = self._update = 0.0
 
@@ -114,7 +114,7 @@ class UnitTimes:
 _MOST_ALLOCATIONS = 100_000  # maximum number of allocations, the latest ones, for a snapshot of some tens of MB
 
 
-def traced(
+def trace_steps(
     batches: Iterable[T], path: Path, *, first: int, span: tuple[int, int], device: torch.device
 ) -> Generator[T]:
     """Yield ``batches`` after step ``first``; trace steps ``span[0]`` to ``span[1]`` to ``path``.
@@ -129,7 +129,7 @@ def traced(
     with ExitStack() as stack:
         for step in count(first + 1):
             if step == max(span[0], first + 1) <= span[1]:
-                stack.enter_context(_trace(path, device))
+                stack.enter_context(_record_trace(path, device))
             if step == span[1] + 1:
                 stack.close()
             with record_function(f"step {step}"):
@@ -146,7 +146,7 @@ def peak_device_bytes(device: torch.device) -> dict[str, int]:
 
 
 @contextmanager
-def _trace(path: Path, device: torch.device) -> Iterator[None]:
+def _record_trace(path: Path, device: torch.device) -> Iterator[None]:
     cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     profiler = profile(activities=[ProfilerActivity.CPU, *cuda], profile_memory=not cuda)
     try:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.core import Cluster, World
 from worldsize.devices import backend_for
 from worldsize.files import open_regular
@@ -58,7 +58,7 @@ class Transport(NcclConnections):
     ranks: NotRequired[Mapping[str, int]]
 
 
-def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path) -> Transport:
+def detect_transport(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path) -> Transport:
     """Return this process's transports and interface, for NCCL after a first collective.
 
     ``log``: this process's NCCL log; see :func:`nccl_log`.
@@ -74,28 +74,28 @@ def audit(world: World, cluster: Cluster, environ: Mapping[str, str], log: Path)
         }
     if backend != "nccl":  # other backends do not report them
         return {"backend": cluster.backend, "transports": [], "interface": None, "ranks": {}}
-    _sum(torch.ones(1, device=world.device), world)
+    _all_reduce(torch.ones(1, device=world.device), world)
     text = b""
     with suppress(FileNotFoundError), open_regular(log) as file:
         text = file.read(_LONGEST)
-    used = connections_of(parse_nccl(text.decode(errors="replace")))
-    return {"backend": "nccl", **used, "ranks": _counted(used["transports"], world)}
+    used = extract_connections(parse_nccl(text.decode(errors="replace")))
+    return {"backend": "nccl", **used, "ranks": _count_ranks(used["transports"], world)}
 
 
-def _counted(transports: Collection[str], world: World) -> dict[str, int]:
+def _count_ranks(transports: Collection[str], world: World) -> dict[str, int]:
     """Count the processes that use each transport. All ranks must call it."""
     counts = torch.tensor([int(name in transports) for name in _NAMES.values()], device=world.device)
-    _sum(counts, world)
+    _all_reduce(counts, world)
     return {name: count for name, count in zip(_NAMES.values(), counts.tolist(), strict=True) if count}
 
 
-def _sum(values: Tensor, world: World) -> None:
+def _all_reduce(values: Tensor, world: World) -> None:
     """All-reduce ``values`` in place; the wait ends if the gang does."""
     if dist.is_initialized():
-        start(dist.all_reduce, values, group=world.group).wait()
+        start_collective(dist.all_reduce, values, group=world.group).wait()
 
 
-def connections_of(log: NcclLog) -> NcclConnections:
+def extract_connections(log: NcclLog) -> NcclConnections:
     """Return the transports and the first interface of a process."""
     transports = {name for way in log.connections for start, name in _NAMES.items() if way.startswith(start)}
     interface = log.devices[0].partition(":")[0] if log.devices else None
@@ -128,6 +128,6 @@ def transport_warning(transport: Transport, cluster: Cluster) -> str | None:
     )
 
 
-def write(path: Path, transport: Transport) -> None:
-    """Write the result of :func:`audit` as JSON, replacing the file."""
+def write_transport(path: Path, transport: Transport) -> None:
+    """Write the result of :func:`detect_transport` as JSON, replacing the file."""
     path.write_text(json.dumps(transport))

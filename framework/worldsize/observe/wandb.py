@@ -18,9 +18,9 @@ from worldsize.core import (
     RunEnded,
     RunFailed,
     StepDone,
-    logged_name,
+    format_logger_name,
     metric_key,
-    split_of,
+    parse_metric_key,
 )
 from worldsize.observe.events import alert_for
 from worldsize.observe.health.files import NodesHealth, health_figures
@@ -75,24 +75,28 @@ class WandbListener:
         words = {"tags": list(tags), "notes": notes, "job_type": job_type, "dir": folder}
         options = {f"{group}_name": option for group, option in manifest.get("options", {}).items()}
         self._health, self._checkpoints, self._axes = NodesHealth(folder), checkpoints, dict[str, float]()
-        self._best, self._defined = _best(config), set[str]()
-        self._run = _start(mode, **facts, **words, config={**config, **options, "manifest": _facts(manifest)})
+        self._best, self._defined = _find_directions(config), set[str]()
+        self._run = _start_run(
+            mode, **facts, **words, config={**config, **options, "manifest": _select_metadata(manifest)}
+        )
         if self._run.settings.mode != "disabled":
-            _logger.info("wandb: %s", _place(self._run))
+            _logger.info("wandb: %s", _describe_location(self._run))
 
     def __call__(self, event: Event) -> None:
         match event:
             case StepDone():
-                figures = {f"train/{name}": value for name, value in event.figures().items()}
+                figures = {f"train/{name}": value for name, value in event.collect_log_values().items()}
                 self._axes = {
                     name: figures[name] / event.step for axis in _AXES if (name := f"train/{axis}") in figures
                 }
-                self._log({**figures, **health_figures(self._health.new())}, step=event.step)
+                self._log_figures({**figures, **health_figures(self._health.read_new_samples())}, step=event.step)
             case Evaluated(step=step, metrics=metrics):
                 axes = {name: each * step for name, each in self._axes.items()}
-                self._log({**axes, **{logged_name(name): value for name, value in metrics.items()}}, step=step)
+                self._log_figures(
+                    {**axes, **{format_logger_name(name): value for name, value in metrics.items()}}, step=step
+                )
             case CheckpointSaved(step=step, path=path) if self._checkpoints:
-                self._upload(path, step)
+                self._upload_checkpoint(path, step)
             case RunEnded(exit_reason="preempted"):
                 self._run.mark_preempting()
                 self._run.finish(exit_code=1)
@@ -104,7 +108,7 @@ class WandbListener:
         if alert := alert_for(event):
             self._run.alert(alert.title, alert.text, level="ERROR" if alert.is_error else "WARN")
 
-    def _log(self, figures: Mapping[str, float], *, step: int) -> None:
+    def _log_figures(self, figures: Mapping[str, float], *, step: int) -> None:
         """Log ``figures``; the summary has best values of losses and metrics with a direction.
 
         Not in a wandb sweep, which reads last values from the summary by their plain names.
@@ -116,7 +120,7 @@ class WandbListener:
             self._defined.add(name)
         self._run.log(dict(figures), step=step)
 
-    def _upload(self, path: Path, step: int) -> None:
+    def _upload_checkpoint(self, path: Path, step: int) -> None:
         """Pass a copy of the checkpoint to wandb's own process, which uploads it."""
         import wandb
 
@@ -129,7 +133,7 @@ class WandbListener:
         self._run.log_artifact(artifact, aliases=[f"step-{step}"])
 
 
-def _best(config: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
+def _find_directions(config: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
     """Return "min" or "max", whichever is best, by logged name of the run's objectives."""
     keep = (config.get("checkpoint") or {}).get("keep") or {}
     goals = [
@@ -141,13 +145,13 @@ def _best(config: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
         ),
     ]
     return {
-        logged_name(metric_key(*split_of(metric))): "max" if direction.startswith("max") else "min"
+        format_logger_name(metric_key(*parse_metric_key(metric))): "max" if direction.startswith("max") else "min"
         for metric, direction in goals
         if metric and direction
     }
 
 
-def _start(mode: Mode, **facts: Any) -> wandb.Run:
+def _start_run(mode: Mode, **facts: Any) -> wandb.Run:
     """Start a run. "auto" falls back to an offline run, for ``wandb sync``, if refused.
 
     Raises:
@@ -156,19 +160,19 @@ def _start(mode: Mode, **facts: Any) -> wandb.Run:
     import wandb
 
     wandb.setup(wandb.Settings(silent=True))  # otherwise wandb requests the key's owner from the server: 5 s offline
-    chosen = _mode(mode)
+    chosen = _choose_mode(mode)
     try:
-        return _init(chosen, **facts)
+        return _init_run(chosen, **facts)
     except wandb.Error as error:
         if mode != "auto" or chosen != "online":
             raise
         reason = str(error).splitlines()[0]
         _logger.warning("wandb is offline for this run: %s", reason)
         wandb.teardown()  # otherwise its service reports that the run's id is in use
-        return _init("offline", **facts)
+        return _init_run("offline", **facts)
 
 
-def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb.Run:
+def _init_run(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb.Run:
     import wandb
 
     settings = wandb.Settings(
@@ -183,7 +187,7 @@ def _init(mode: Literal["online", "offline", "disabled"], **facts: Any) -> wandb
     return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)
 
 
-def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
+def _choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
     import wandb
 
     if mode != "auto":
@@ -194,12 +198,12 @@ def _mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
     return "online" if wandb.login(prompt=False, verify=False) else "offline"
 
 
-def _place(run: wandb.Run) -> str:
+def _describe_location(run: wandb.Run) -> str:
     if not run.offline:
         return str(run.url)
     return f"offline; upload it with: {shlex.join(['wandb', 'sync', run.settings.sync_dir])}"
 
 
-def _facts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _select_metadata(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest without its configuration, attempts and results."""
     return {key: value for key, value in manifest.items() if key not in ("config", "attempts", "results")}

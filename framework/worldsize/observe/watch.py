@@ -17,13 +17,13 @@ from rich.text import Text
 
 from worldsize.files import open_regular
 from worldsize.observe.events import describe_event, is_event
-from worldsize.observe.health.files import NodesHealth, badness
-from worldsize.observe.health.rows import HealthRow, table_of
-from worldsize.observe.progress import Tail, by_split, figures, remaining
-from worldsize.observe.report.read import number, waited_share, waiting_text
-from worldsize.observe.report.svg import plain
+from worldsize.observe.health.files import NodesHealth, score_problems
+from worldsize.observe.health.rows import HealthRow, format_node_table
+from worldsize.observe.progress import Tail, format_figures, format_split_metrics, remaining
+from worldsize.observe.report.read import compute_wait_share, parse_number, waiting_text
+from worldsize.observe.report.svg import shorten_text
 from worldsize.record.attempt import FAILURE, Attempt, failure_text
-from worldsize.record.json_lines import Row, row_of
+from worldsize.record.json_lines import Row, parse_row
 from worldsize.record.metrics import EvaluationRow, MetricRow, StepRow, TimingRow, is_metric, is_timing
 from worldsize.record.run_directory import RunDirectory
 
@@ -63,29 +63,29 @@ class Watched:
         self.health = NodesHealth(folder, interval=_HEALTH)
         self.times = RankTimes(folder)
 
-    def look(self) -> None:
+    def read_new_rows(self) -> None:
         """Read new lines of the files, and replace ``new_metrics`` and ``new_events``."""
         last, evaluations = b"", list[EvaluationRow]()
         # the first call reads all of a long run, so only rows that are shown are parsed
         for line in self._metrics.read():
             if b'"event": "evaluation"' in line:
-                evaluations += [row for row in self._rows([line], is_metric) if row["event"] == "evaluation"]
+                evaluations += [row for row in self._parse_rows([line], is_metric) if row["event"] == "evaluation"]
             elif line.startswith(b"{") and line.endswith(b"}\n"):
                 last = line
             else:
                 self.damaged += 1
         lines = [last] if last else []
-        steps = [row for row in self._rows(lines, is_metric) if row["event"] == "step"]
-        events = [row for row in self._rows(self._event_file.read(), _is_event) if row["event"] != FAILURE]
+        steps = [row for row in self._parse_rows(lines, is_metric) if row["event"] == "step"]
+        events = [row for row in self._parse_rows(self._event_file.read(), _is_event) if row["event"] != FAILURE]
         self.step = steps[-1] if steps else self.step
         self.evaluation = evaluations[-1] if evaluations else self.evaluation
         metrics: list[MetricRow] = [*steps, *evaluations]
-        self.new_metrics, self.new_events = sorted(metrics, key=_place), events
+        self.new_metrics, self.new_events = sorted(metrics, key=_get_sort_key), events
         self.events = [*self.events, *events][-_EVENTS:]
 
-    def _rows(self, lines: Iterable[bytes], is_valid: Callable[[Row], TypeGuard[_T]]) -> list[_T]:
+    def _parse_rows(self, lines: Iterable[bytes], is_valid: Callable[[Row], TypeGuard[_T]]) -> list[_T]:
         """Parse lines, and count damaged ones."""
-        rows = [row_of(line) for line in lines]
+        rows = [parse_row(line) for line in lines]
         valid = [row for row in rows if row is not None and is_valid(row)]
         self.damaged += len(rows) - len(valid)
         return valid
@@ -100,10 +100,10 @@ class RankTimes:
         self._last: Mapping[int, TimingRow] = {}
         self._next = -math.inf  # time of the next read
 
-    def look(self, ranks: int) -> Mapping[int, TimingRow]:
+    def read_times(self, ranks: int) -> Mapping[int, TimingRow]:
         """Return each rank's times in its last logged step; empty for ranks that do not record them."""
         if self._clock() >= self._next:
-            self._last = {rank: last_row(self._run.timing(rank)) for rank in range(ranks)}
+            self._last = {rank: last_row(self._run.get_timing_file(rank)) for rank in range(ranks)}
             self._next = self._clock() + _PER_RANK * ranks
         return self._last
 
@@ -117,65 +117,69 @@ def last_row(path: Path) -> TimingRow:
     with suppress(OSError), open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
         lines = file.read().splitlines()
-        return next((row for line in reversed(lines) if (row := row_of(line)) and is_timing(row)), TimingRow())
+        return next((row for line in reversed(lines) if (row := parse_row(line)) and is_timing(row)), TimingRow())
     return TimingRow()
 
 
-def _place(row: MetricRow) -> tuple[int, bool]:
+def _get_sort_key(row: MetricRow) -> tuple[int, bool]:
     """Return a sort key for the order of writing: a step, then its evaluation."""
     return row["step"], row["event"] == "evaluation"
 
 
-def screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> RenderableType:
+def render_screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> RenderableType:
     """Render the job for a terminal; ``state`` is the run's state in one word."""
-    parts: list[RenderableType] = [_header(manifest, state)]
+    parts: list[RenderableType] = [_render_header(manifest, state)]
     if manifest["attempts"] and (failure := manifest["attempts"][-1].get("failure")):
-        parts.append(Text(plain(failure_text(failure)), style="red"))
+        parts.append(Text(shorten_text(failure_text(failure)), style="red"))
     if step := watched.step:
         parts += [_progress(step, manifest["config"].get("steps") or step["step"])]
-        parts += [_ranks(times := watched.times.look(len(step["step_seconds"])), step)]
+        parts += [_build_rank_table(times := watched.times.read_times(len(step["step_seconds"])), step)]
         if waiting := waiting_text(
-            {rank: waited_share([row] if row else []) for rank, row in times.items()}, manifest["config"]
+            {rank: compute_wait_share([row] if row else []) for rank, row in times.items()}, manifest["config"]
         ):
             parts.append(Text(waiting, style="yellow"))
-    if nodes := watched.health.look():
-        parts.append(_nodes(nodes))
+    if nodes := watched.health.get_current_samples():
+        parts.append(_build_node_table(nodes))
     if evaluation := watched.evaluation:
-        words = by_split({name: number(value) for name, value in evaluation["metrics"].items()})
-        parts.append(Text(f"after step {evaluation['step']}  {plain(words)}"))
-    parts += [Text(plain(describe_event(event), at_most=200), style="red") for event in watched.events]
-    parts += [Text(damage_of(watched), style="yellow")] if watched.damaged else []
+        words = format_split_metrics({name: parse_number(value) for name, value in evaluation["metrics"].items()})
+        parts.append(Text(f"after step {evaluation['step']}  {shorten_text(words)}"))
+    parts += [Text(shorten_text(describe_event(event), at_most=200), style="red") for event in watched.events]
+    parts += [Text(describe_damage(watched), style="yellow")] if watched.damaged else []
     return Group(*parts)
 
 
-def damage_of(watched: Watched) -> str:
+def describe_damage(watched: Watched) -> str:
     """Describe the number of unreadable lines."""
     return f"{watched.damaged} damaged lines of the run's files were left out"
 
 
-def _header(manifest: Mapping[str, Any], state: str) -> Text:
+def _render_header(manifest: Mapping[str, Any], state: str) -> Text:
     attempts: Sequence[Attempt] = manifest["attempts"]
     hosts = ", ".join(dict.fromkeys(attempts[-1]["hosts"])) if attempts else ""
     size = manifest["cluster"]["processes"]
     earlier = ", ".join(each["exit_reason"] for each in attempts[:-1])
     count = f"attempt {len(attempts)}" + f" (before: {earlier})" * bool(earlier)
     text = f"{manifest['run_id']}  {count}  world size {size}  {hosts}"
-    return Text.assemble((plain(state), "green" if state == "completed" else "bold"), "  ", plain(text, at_most=200))
+    return Text.assemble(
+        (shorten_text(state), "green" if state == "completed" else "bold"), "  ", shorten_text(text, at_most=200)
+    )
 
 
 def _progress(step: StepRow, steps: int) -> Table:
     row = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=steps, completed=step["step"], width=30)
-    row.add_row(f"step {step['step']}/{steps}", bar, figures(step), remaining(step, steps))
+    row.add_row(f"step {step['step']}/{steps}", bar, format_figures(step), remaining(step, steps))
     return row
 
 
-def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
+def _build_rank_table(times: Mapping[int, TimingRow], step: StepRow) -> Table:
     """List ranks with their times.
 
     The slowest rank is the one with the longest own time, if known, since step times include waits for other ranks.
     """
-    seconds = [(number(each), *_own_seconds(times.get(rank, {}))) for rank, each in enumerate(step["step_seconds"])]
+    seconds = [
+        (parse_number(each), *_own_seconds(times.get(rank, {}))) for rank, each in enumerate(step["step_seconds"])
+    ]
     order = sorted(range(len(seconds)), key=lambda rank: _slowness(*seconds[rank][:2]), reverse=True)
     is_known = any(own == own for _, own, _ in seconds)
     names = ("own: data and compute", "data") if is_known else ("", "")
@@ -189,13 +193,13 @@ def _ranks(times: Mapping[int, TimingRow], step: StepRow) -> Table:
     return table
 
 
-def _nodes(rows: Mapping[int, HealthRow]) -> Table:
+def _build_node_table(rows: Mapping[int, HealthRow]) -> Table:
     """List the nodes with the most problems, with their health."""
-    shown = sorted(sorted(rows, key=lambda node: -badness(rows[node]))[:_NODES])
-    columns, cells = table_of({node: rows[node] for node in shown})
+    shown = sorted(sorted(rows, key=lambda node: -score_problems(rows[node]))[:_NODES])
+    columns, cells = format_node_table({node: rows[node] for node in shown})
     table = Table(*columns, box=None, pad_edge=False)
     for texts in cells:
-        table.add_row(*(Text(plain(each, at_most=80)) for each in texts))
+        table.add_row(*(Text(shorten_text(each, at_most=80)) for each in texts))
     if len(rows) > _NODES:
         table.caption = f"{_NODES} of {len(rows)} nodes"
     return table
@@ -203,8 +207,8 @@ def _nodes(rows: Mapping[int, HealthRow]) -> Table:
 
 def _own_seconds(row: TimingRow) -> tuple[float, float]:
     """Return the seconds of a rank's own work, and of its wait for data; NaN if not recorded."""
-    data = number(row.get("data_seconds"))
-    return data + number(row.get("compute_seconds")), data
+    data = parse_number(row.get("data_seconds"))
+    return data + parse_number(row.get("compute_seconds")), data
 
 
 def _slowness(step: float, own: float) -> float:

@@ -24,7 +24,7 @@ def check_tuples(make: Callable[..., Any], options: Mapping[str, Any], *, key: s
     """
     for name, parameter in inspect.signature(make).parameters.items():
         usual = parameter.default
-        if name in options and _is_fixed(parameter) and not _fits(options[name], usual):
+        if name in options and _is_fixed(parameter) and not _is_compatible(options[name], usual):
             given, example = (str(value).replace(" ", "") for value in (options[name], [*usual]))
             kind = getattr(make, "__name__", make)
             raise ConfigError(f"{key}.{name}={given}: {kind} takes {len(usual)} numbers. Set {key}.{name}={example}.")
@@ -37,7 +37,7 @@ def _is_fixed(parameter: inspect.Parameter) -> bool:
     return is_of_numbers and not any(word in annotation for word in _ANY_NUMBER)
 
 
-def _fits(value: Any, usual: tuple[Any, ...]) -> bool:
+def _is_compatible(value: Any, usual: tuple[Any, ...]) -> bool:
     if not isinstance(value, list | tuple) or len(value) != len(usual):
         return False
     return all(

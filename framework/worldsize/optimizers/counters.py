@@ -21,12 +21,12 @@ def counters_kept(optimizer: Optimizer) -> Iterator[None]:
     Weight decay can be added to the gradient and would then change the moments. Optimizers count steps in group
     options or attributes, also as tensors. Wrapped optimizers are included, since they count too.
     """
-    all_ = wrapped(optimizer)
-    undo = [step for each in all_ for step in _kept(each)]
+    all_ = find_nested_optimizers(optimizer)
+    undo = [step for each in all_ for step in _create_restorers(each)]
     fresh = [each for each in all_ if each is not optimizer and not each.state]
     for each in all_:
         for group in each.param_groups:
-            group.update({name: _zero(group[name]) for name in ("lr", "weight_decay") if name in group})
+            group.update({name: _create_zero(group[name]) for name in ("lr", "weight_decay") if name in group})
     try:
         yield
     finally:
@@ -37,7 +37,7 @@ def counters_kept(optimizer: Optimizer) -> Iterator[None]:
                 each.state.clear()
 
 
-def wrapped(optimizer: Optimizer) -> list[Optimizer]:
+def find_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return ``optimizer`` and all optimizers nested in its attributes, lists and dicts."""
     reached, new = list[Optimizer](), [optimizer]
     while new:
@@ -53,7 +53,7 @@ def wrapped(optimizer: Optimizer) -> list[Optimizer]:
 @contextmanager
 def attributes_kept(optimizer: Optimizer) -> Iterator[None]:
     """Restore counters in attributes after the block, in which torch may step to create state."""
-    undo = [_attributes_restorer(each) for each in wrapped(optimizer)]
+    undo = [_attributes_restorer(each) for each in find_nested_optimizers(optimizer)]
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ def _attributes_restorer(optimizer: Optimizer) -> Callable[[], None]:
     return _restorer(vars(optimizer), counters)
 
 
-def _kept(optimizer: Optimizer) -> list[Callable[[], None]]:
+def _create_restorers(optimizer: Optimizer) -> list[Callable[[], None]]:
     """Return functions that restore options and counters, without wrapped optimizers."""
     undo = [_restorer(group, {**group}, skip="params") for group in optimizer.param_groups]
     return [*undo, _attributes_restorer(optimizer)]
@@ -78,7 +78,7 @@ def _restorer(target: dict[str, Any], values: Mapping[str, Any], skip: str = "")
     copies = {name: value.copy() for name, value in values.items() if isinstance(value, dict | list | set)}
     is_group = bool(skip)
 
-    def restore() -> None:
+    def restore_values() -> None:
         for name in target.keys() - values.keys() if is_group else ():
             del target[name]
         for name, value in values.items():
@@ -88,7 +88,7 @@ def _restorer(target: dict[str, Any], values: Mapping[str, Any], skip: str = "")
                 value.copy_(numbers[name])  # in place, since others may reference it
             target[name] = copies.get(name, value)
 
-    return restore
+    return restore_values
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -103,5 +103,5 @@ def _is_counter(value: Any) -> bool:
     return all(isinstance(each, _PLAIN) for each in value) if isinstance(value, list) else isinstance(value, _PLAIN)
 
 
-def _zero(option: float | Tensor) -> float | Tensor:
+def _create_zero(option: float | Tensor) -> float | Tensor:
     return torch.zeros_like(option) if isinstance(option, Tensor) else 0.0

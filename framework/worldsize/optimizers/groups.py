@@ -33,7 +33,7 @@ def all_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 @contextmanager
-def named_by(model: nn.Module) -> Iterator[None]:
+def use_parameter_names(model: nn.Module) -> Iterator[None]:
     """Use the parameter names of ``model`` for optimizers that are created within the block."""
     token = _model.set(model)
     try:
@@ -42,14 +42,14 @@ def named_by(model: nn.Module) -> Iterator[None]:
         _model.reset(token)
 
 
-def optimizers_of(recipe: Recipe, model: nn.Module) -> Mapping[str, Optimizer]:
+def create_optimizers(recipe: Recipe, model: nn.Module) -> Mapping[str, Optimizer]:
     """Create the recipe's optimizers; their groups can match ``model``'s parameter names.
 
     Raises:
         ConfigError: the recipe has several updates per step, and it returned no optimizers, or one without trainable
             parameters, or two that share a parameter.
     """
-    with named_by(model), draw_from("optimizer"):
+    with use_parameter_names(model), draw_from("optimizer"):
         optimizers = recipe.optimizers(model)
     if recipe.has_several_updates:
         _check_optimizers(type(recipe).__name__, model, optimizers)
@@ -58,9 +58,9 @@ def optimizers_of(recipe: Recipe, model: nn.Module) -> Mapping[str, Optimizer]:
     return optimizers
 
 
-def optimizer_of(recipe: Recipe, model: nn.Module, name: str = ONE_UPDATE) -> Optimizer:
+def create_optimizer(recipe: Recipe, model: nn.Module, name: str = ONE_UPDATE) -> Optimizer:
     """Create a recipe's optimizers and return one; the default is for one update per step."""
-    return optimizers_of(recipe, model)[name]
+    return create_optimizers(recipe, model)[name]
 
 
 def _check_optimizers(kind: str, model: nn.Module, optimizers: Any) -> None:
@@ -71,11 +71,11 @@ def _check_optimizers(kind: str, model: nn.Module, optimizers: Any) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
-        if not parameters_of(optimizer):
+        if not get_trainable_parameters(optimizer):
             raise ConfigError(
                 f"{kind}.optimizers: all parameters of {name!r} are frozen. Leave it out, or let one require gradients."
             )
-        for parameter in parameters_of(optimizer):
+        for parameter in get_trainable_parameters(optimizer):
             if (owner := owners.setdefault(id(parameter), name)) != name:
                 raise ConfigError(
                     f"{kind} gives {names.get(id(parameter), 'a parameter')!r} to two optimizers, {owner!r} and "
@@ -83,19 +83,19 @@ def _check_optimizers(kind: str, model: nn.Module, optimizers: Any) -> None:
                 )
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def get_trainable_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of ``optimizer`` that require gradients, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def embedding_weights() -> set[int]:
-    """Return the ids of embedding weights within the block of :func:`named_by`, else empty."""
+    """Return the ids of embedding weights within the block of :func:`use_parameter_names`, else empty."""
     model = _model.get()
     modules = model.modules() if model is not None else ()
     return {id(each.weight) for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
 
 
-def groups_of(parameters: Iterable[Any]) -> tuple[list[Group], Mapping[int, Sequence[str]]]:
+def normalize_groups(parameters: Iterable[Any]) -> tuple[list[Group], Mapping[int, Sequence[str]]]:
     """Normalize ``params`` to groups; also return each parameter's names, keyed by its id.
 
     Args:
@@ -116,7 +116,9 @@ def groups_of(parameters: Iterable[Any]) -> tuple[list[Group], Mapping[int, Sequ
     return groups, names
 
 
-def divided(groups: Iterable[Group], kind_of: Callable[[Tensor], T], kinds: Sequence[T]) -> Iterator[tuple[T, Group]]:
+def split_groups(
+    groups: Iterable[Group], kind_of: Callable[[Tensor], T], kinds: Sequence[T]
+) -> Iterator[tuple[T, Group]]:
     """Split groups by the kind of parameters; yield nonempty parts in the order of ``kinds``.
 
     Args:
@@ -152,7 +154,7 @@ def check_patterns(patterns: Any, names: Mapping[int, Sequence[str]], *, key: st
             raise ConfigError(f"{key}: {pattern!r} matches no parameter{neighbours(pattern, known)}")
 
 
-def matches(parameter: Tensor, patterns: Sequence[str], names: Mapping[int, Sequence[str]]) -> bool:
+def has_matching_name(parameter: Tensor, patterns: Sequence[str], names: Mapping[int, Sequence[str]]) -> bool:
     """Return whether a pattern matches a name of ``parameter``; tied ones have several names."""
     return any(fnmatchcase(name, pattern) for name in names.get(id(parameter), ()) for pattern in patterns)
 
@@ -160,7 +162,7 @@ def matches(parameter: Tensor, patterns: Sequence[str], names: Mapping[int, Sequ
 _NO_OPTIONS = {"params", "param_names", "decoupled_weight_decay", "algorithm"}
 
 
-def grouped(
+def create_grouped_optimizer(
     parameters: Iterable[Any],
     *,
     make: Callable[..., Optimizer],
@@ -183,27 +185,27 @@ def grouped(
         ConfigError: a group is malformed, or has an unknown option or a pattern without matches.
     """
     make = partial(make, **options)
-    given, names = groups_of(parameters)
+    given, names = normalize_groups(parameters)
     for name, group in groups.items():
         check_patterns(group["match"], names, key=f"optimizer.groups.{name}.match")
-    plain = _made(make, given)
+    plain = _create_optimizer(make, given)
     for name, group in groups.items():
         _check_options(name, group, make, plain)
-    return _made(make, _divided(given, groups, names)) if groups else plain
+    return _create_optimizer(make, _split_by_pattern(given, groups, names)) if groups else plain
 
 
-def _divided(
+def _split_by_pattern(
     given: Sequence[Group], groups: Mapping[str, Mapping[str, Any]], names: Mapping[int, Sequence[str]]
 ) -> list[Group]:
-    def owner_of(parameter: Tensor) -> str | None:
-        return next((name for name, each in groups.items() if matches(parameter, each["match"], names)), None)
+    def find_owner(parameter: Tensor) -> str | None:
+        return next((name for name, each in groups.items() if has_matching_name(parameter, each["match"], names)), None)
 
     own = {name: {key: value for key, value in each.items() if key != "match"} for name, each in groups.items()}
-    parts = divided(given, owner_of, [None, *groups])
+    parts = split_groups(given, find_owner, [None, *groups])
     return [part if owner is None else {**part, **own[owner]} for owner, part in parts]
 
 
-def _made(make: Callable[..., Optimizer], groups: list[Group]) -> Optimizer:
+def _create_optimizer(make: Callable[..., Optimizer], groups: list[Group]) -> Optimizer:
     """Create the optimizer; fused ones refuse meta tensors, so ``fused`` may be set later."""
     on_meta = [parameter.is_meta for group in groups for parameter in group["params"]]
     if not any(on_meta) or not (_keywords(make).get("fused") or any(group.get("fused") for group in groups)):
@@ -232,6 +234,6 @@ def _check_options(name: str, group: Mapping[str, Any], make: Callable[..., Opti
     try:
         arguments = {key: value for key, value in options.items() if key in inspect.signature(make).parameters}
         rest = {key: value for key, value in options.items() if key not in arguments}
-        _made(partial(make, **arguments), [{"params": plain.param_groups[0]["params"][:1], **rest}])
+        _create_optimizer(partial(make, **arguments), [{"params": plain.param_groups[0]["params"][:1], **rest}])
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer.groups.{name}: {str(error).rstrip('.')}. Change the option.") from error

@@ -14,7 +14,14 @@ from torch.optim import AdamW, Optimizer
 from worldsize.core import Range
 from worldsize.errors import ConfigError, neighbours
 from worldsize.optimizers.arguments import check_tuples
-from worldsize.optimizers.groups import Group, check_patterns, divided, embedding_weights, groups_of, matches
+from worldsize.optimizers.groups import (
+    Group,
+    check_patterns,
+    embedding_weights,
+    has_matching_name,
+    normalize_groups,
+    split_groups,
+)
 
 _Scale = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 
@@ -48,9 +55,9 @@ def muon(
     """
     own = dict(adamw or {})
     patterns = own.pop("match", ())
-    given, names = groups_of(parameters)
+    given, names = normalize_groups(parameters)
     check_patterns(patterns, names, key="optimizer.adamw.match")
-    _check(own)
+    _check_adamw_options(own)
     options: Mapping[str, Group] = {
         "muon": {
             "lr": lr,
@@ -63,22 +70,22 @@ def muon(
     }
     embeddings = embedding_weights()
 
-    def algorithm_of(parameter: Tensor) -> str:
+    def choose_algorithm(parameter: Tensor) -> str:
         is_hidden = parameter.ndim == 2 and id(parameter) not in embeddings
-        return "muon" if is_hidden and not matches(parameter, patterns, names) else "adamw"
+        return "muon" if is_hidden and not has_matching_name(parameter, patterns, names) else "adamw"
 
-    parts = divided(given, algorithm_of, [*options])
-    return MuonAdamW(_group(algorithm, {**options[algorithm], **part}) for algorithm, part in parts)
+    parts = split_groups(given, choose_algorithm, [*options])
+    return MuonAdamW(_build_group(algorithm, {**options[algorithm], **part}) for algorithm, part in parts)
 
 
-def _check(options: Mapping[str, Any]) -> None:
+def _check_adamw_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _KNOWN["adamw"]:
             raise ConfigError(f"no key 'optimizer.adamw.{name}'{neighbours(name, [*_KNOWN['adamw'], 'match'])}")
     check_tuples(AdamW, options, key="optimizer.adamw")
 
 
-def _group(algorithm: str, options: Group) -> Group:
+def _build_group(algorithm: str, options: Group) -> Group:
     """Return a group with all options of only one algorithm; torch checks their values."""
     own = {name: value for name, value in options.items() if name in _KNOWN[algorithm]}
     return {**_KINDS[algorithm](options["params"], **own).param_groups[0], "algorithm": algorithm}

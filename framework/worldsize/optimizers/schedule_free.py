@@ -54,7 +54,7 @@ def adamw_schedule_free(
 
 
 def is_schedule_free(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is schedule-free and :func:`evaluated_weights` supports it."""
+    """Return whether ``optimizer`` is schedule-free and :func:`use_evaluation_weights` supports it."""
     kind = type(optimizer)
     return kind.__module__.partition(".")[0] == "schedulefree" and kind.__name__ in _KINDS
 
@@ -72,7 +72,7 @@ def has_begun(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def evaluated_weights(optimizers: Iterable[Optimizer], model: nn.Module) -> Iterator[None]:
+def use_evaluation_weights(optimizers: Iterable[Optimizer], model: nn.Module) -> Iterator[None]:
     """Switch ``model`` to evaluation weights of schedule-free ``optimizers`` within the block.
 
     The training weights are restored bit by bit from a copy; the optimizer's own train() would round them.
@@ -110,7 +110,7 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def special(optimizer: Optimizer) -> SpecialOptimizer | None:
+def get_special_kind(optimizer: Optimizer) -> SpecialOptimizer | None:
     """Return the kind of ``optimizer`` if strategies must declare support for it, else None."""
     if is_schedule_free(optimizer):
         return "schedule_free"
@@ -120,13 +120,13 @@ def special(optimizer: Optimizer) -> SpecialOptimizer | None:
 def refuse_breaking(optimizer: Optimizer) -> None:
     """Raise ConfigError if ``optimizer`` is an unsupported one from torchao or schedulefree."""
     library = type(optimizer).__module__.partition(".")[0]
-    if library in _REASONS and special(optimizer) is None:
+    if library in _REASONS and get_special_kind(optimizer) is None:
         raise ConfigError(f"{library}: {type(optimizer).__name__} {_REASONS[library]}")
 
 
 def check_special(optimizer: Optimizer, *, strategy: str, trained: Collection[str]) -> None:
     """Raise ConfigError if ``strategy``, which supports kinds ``trained``, cannot train it."""
-    kind = special(optimizer)
+    kind = get_special_kind(optimizer)
     if kind is None or kind in trained:
         return
     why = (

@@ -70,14 +70,14 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()
-        return {**state, "state": {key: _flat(values) for key, values in state["state"].items()}}
+        return {**state, "state": {key: _flatten_moments(values) for key, values in state["state"].items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        state = {key: _joined(values) for key, values in state_dict["state"].items()}
+        state = {key: _join_moments(values) for key, values in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_moments(values: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, OptimState8bit):
@@ -87,7 +87,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _joined(values: Mapping[str, Any]) -> dict[str, Any]:
+def _join_moments(values: Mapping[str, Any]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for name, value in values.items():
         moment, _, inner = name.partition(".")

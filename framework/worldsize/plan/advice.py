@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from worldsize.core import Cluster
-from worldsize.observe.health.counters import Memory, within
+from worldsize.observe.health.counters import Memory, find_memory_limit
 from worldsize.plan.predictor import Forecast
 
 _ALIKE = 1.1  # forecasts closer than this factor may be in a different order when measured; see benchmarks/README.md
@@ -22,7 +22,7 @@ WANTED = 0.8  # desired efficiency
 _CUDA_BYTES = 2e9  # GPU bytes unavailable to tensors: CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers
 
 
-def detected_memory_bytes(cluster: Cluster) -> float | None:
+def detect_memory_bytes(cluster: Cluster) -> float | None:
     """Return the bytes available to one process's tensors here: of a GPU, or a share of RAM.
 
     RAM is limited by the container or job. One rank's share is reduced by the private memory of this process, since
@@ -34,7 +34,7 @@ def detected_memory_bytes(cluster: Cluster) -> float | None:
     if cluster.nodes > 1 or cluster.device != "cpu":
         return None
     physical = Memory(used=0, total=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    share = within(physical).total / cluster.processes_per_node
+    share = find_memory_limit(physical).total / cluster.processes_per_node
     return max(0.0, share - _private_bytes())
 
 
@@ -55,7 +55,7 @@ def _private_bytes() -> int:
     return int(match[1]) * 1024
 
 
-def unfit(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1) -> str | None:
+def explain_memory_excess(forecast: Forecast, memory_bytes: float | None, *, processes: int = 1) -> str | None:
     """Explain why a rank exceeds ``memory_bytes``, or return None; ``processes``: per node."""
     needed = forecast.cost.memory_bytes
     if memory_bytes is None or needed <= memory_bytes:
@@ -85,16 +85,16 @@ def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> 
     best = forecasts[fitting[0]]
     sentences = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} a step."]
     if len(fitting) > 1:
-        sentences.append(_apart(best, fitting[1], forecasts[fitting[1]]))
+        sentences.append(_compare_forecasts(best, fitting[1], forecasts[fitting[1]]))
     faster = order[: order.index(fitting[0])]
     if large := [name for name in faster if name in unfitting]:
         sentences.append(f"Faster, but too large: {', '.join(large)}.")
     if others := [name for name in faster if name not in unfitting]:
         sentences.append(f"Faster, but another algorithm, to be tried on the loss: {', '.join(others)}.")
-    return " ".join([*sentences, _share(best)])
+    return " ".join([*sentences, _describe_efficiency(best)])
 
 
-def _apart(best: Forecast, name: str, second: Forecast) -> str:
+def _compare_forecasts(best: Forecast, name: str, second: Forecast) -> str:
     if second.step_seconds < _ALIKE * best.step_seconds:
         needs = f"a rank keeps {size_text(best.cost.memory_bytes)} here, {size_text(second.cost.memory_bytes)} there"
         return f"{name} is too near to tell ({second.step_seconds / best.step_seconds - 1:.1%} slower): {needs}."
@@ -110,7 +110,7 @@ def _apart(best: Forecast, name: str, second: Forecast) -> str:
     return f"{name}, the next, takes {second.step_seconds / best.step_seconds:.2f} ×: it {why}."
 
 
-def _share(best: Forecast) -> str:
+def _describe_efficiency(best: Forecast) -> str:
     if best.efficiency >= WANTED:
         return f"{best.efficiency:.1%} of the time computes."
     needed = best.compute_seconds_for(WANTED)

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, RunContext, Workload, World
-from worldsize.data.batches import collate_of
+from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import Order
-from worldsize.plan.dry_run import first_device, medians, run_concurrently
-from worldsize.strategies.model_passes import kept_operations
+from worldsize.plan.dry_run import first_device, measure_medians, run_concurrently
+from worldsize.strategies.model_passes import choose_checkpoint_policy
 from worldsize.strategies.model_replica import ModelReplica, autocast
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 
 _SECONDS = 2.0  # minimum total duration of the steps
 
@@ -42,7 +42,7 @@ def calibrate(
     """
     device = first_device(kind)
     try:
-        return run_concurrently(at_once, threads, _calibrated, recipe, numerics, order, device)
+        return run_concurrently(at_once, threads, _measure_workload, recipe, numerics, order, device)
     except Exception as error:
         if not _is_memory(error):
             raise
@@ -58,7 +58,7 @@ def _is_memory(error: Exception) -> bool:
     return known or "can't allocate memory" in str(error)
 
 
-def _calibrated(recipe: Recipe, numerics: Numerics, order: Order, device: torch.device) -> Workload:
+def _measure_workload(recipe: Recipe, numerics: Numerics, order: Order, device: torch.device) -> Workload:
     return _Calibration(recipe, numerics, order, device).workload()
 
 
@@ -71,38 +71,38 @@ class _Calibration:
     device: torch.device
 
     def workload(self) -> Workload:
-        model, collate = self.recipe.model().to(self.device), collate_of(self.recipe)
+        model, collate = self.recipe.model().to(self.device), get_collate_fn(self.recipe)
         batches = micro_batches(self.recipe.data("train"), self.order, self.device, collate=collate)
         activations = self._activations(model, next(batches)[0])  # before the replica changes the model
-        replica = alone(self.recipe, model, RunContext(World.alone(self.device), self.numerics))
-        seconds, forward, update = self._seconds(replica, model, lambda: next(batches))
+        replica = create_local_replica(self.recipe, model, RunContext(World.create_single(self.device), self.numerics))
+        seconds, forward, update = self._time_step_parts(replica, model, lambda: next(batches))
         parameters, optimizers = list(model.parameters()), replica.train_state.optimizers
         blocks = list(self.recipe.blocks(model))
         return Workload(
-            parameter_bytes=_bytes(parameters),
-            optimizer_bytes=_bytes(
+            parameter_bytes=_count_bytes(parameters),
+            optimizer_bytes=_count_bytes(
                 value for each in optimizers for kept in each.state_dict()["state"].values() for value in kept.values()
             ),
-            unit_bytes=max((_bytes(block.parameters()) for block in blocks), default=_bytes(parameters)),
-            activation_bytes=activations.largest(self.numerics),
+            unit_bytes=max((_count_bytes(block.parameters()) for block in blocks), default=_count_bytes(parameters)),
+            activation_bytes=activations.compute_peak_bytes(self.numerics),
             boundary_bytes=activations.boundary,
             blocks=len(blocks),
             compute_seconds=seconds,
             update_seconds=min(update, seconds),
-            overlap=self._overlap(seconds, forward, update),
+            overlap=self._compute_overlap(seconds, forward, update),
             sum_seconds=self._sum_seconds(sum(parameter.numel() for parameter in parameters)),
         )
 
     def _activations(self, model: nn.Module, batch: MicroBatch) -> Activations:
         with autocast(self.device, self.numerics.precision):
             updates = self.recipe.micro_batch_updates
-            return measured_activations(model, self.recipe.blocks(model), lambda: list(updates(model, batch)))
+            return measure_activations(model, self.recipe.blocks(model), lambda: list(updates(model, batch)))
 
-    def _overlap(self, seconds: float, forward: float, update: float) -> float:
+    def _compute_overlap(self, seconds: float, forward: float, update: float) -> float:
         """Return the fraction of compute in the backward pass, or 0 with several updates."""
         return 0.0 if self.recipe.has_several_updates else max(0.0, seconds - forward - update) / seconds
 
-    def _seconds(
+    def _time_step_parts(
         self, replica: ModelReplica, model: nn.Module, draw: Callable[[], list[MicroBatch]]
     ) -> tuple[float, float, float]:
         """Return the seconds of a whole step, of its data and forward passes, and of its update.
@@ -110,29 +110,29 @@ class _Calibration:
         The remainder is the backward pass.
         """
 
-        def forward() -> None:
+        def run_forward() -> None:
             for batch in draw():
                 with autocast(self.device, self.numerics.precision):
                     list(self.recipe.micro_batch_updates(model, batch))
 
-        def update() -> None:
+        def run_update() -> None:
             for optimizer in replica.train_state.optimizers:
                 optimizer.step()
 
-        step = self._timed(lambda: replica.step(draw()), _SECONDS)
-        return step, self._timed(forward), self._timed(update)
+        step = self._time_action(lambda: replica.step(draw()), _SECONDS)
+        return step, self._time_action(run_forward), self._time_action(run_update)
 
     def _sum_seconds(self, numbers: int) -> float:
         values_n = torch.randn(numbers, device=self.device)
         others_n = values_n.clone()
-        return self._timed(lambda: others_n.add_(values_n))
+        return self._time_action(lambda: others_n.add_(values_n))
 
-    def _timed(self, action: Callable[[], object], least_seconds: float = 0.0) -> float:
-        (seconds,) = medians(repeat([action]), self.device, least_seconds)
+    def _time_action(self, action: Callable[[], object], least_seconds: float = 0.0) -> float:
+        (seconds,) = measure_medians(repeat([action]), self.device, least_seconds)
         return seconds
 
 
-def _bytes(tensors: Any) -> float:
+def _count_bytes(tensors: Any) -> float:
     return float(sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)))
 
 
@@ -153,7 +153,7 @@ class Activations:
     products: Sequence[float]
     boundary: float
 
-    def largest(self, numerics: Numerics) -> float:
+    def compute_peak_bytes(self, numerics: Numerics) -> float:
         """Return the peak bytes on the device during the backward pass, given ``numerics``.
 
         A block that is recomputed or copied back from the host is present as a whole. Without blocks, activations on
@@ -171,13 +171,16 @@ class Activations:
         return self.total
 
 
-def measured_activations(model: nn.Module, blocks: Sequence[nn.Module], forward: Callable[[], object]) -> Activations:
+def measure_activations(model: nn.Module, blocks: Sequence[nn.Module], forward: Callable[[], object]) -> Activations:
     """Measure the activations of ``forward``, a call of ``model`` with repeated ``blocks``."""
     counter = _Counter({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
-    hooks = [block.register_forward_pre_hook(counter.entered) for block in blocks]
-    hooks += [block.register_forward_hook(counter.left) for block in blocks]
+    hooks = [block.register_forward_pre_hook(counter.enter_block) for block in blocks]
+    hooks += [block.register_forward_hook(counter.leave_block) for block in blocks]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda tensor: tensor), _Products(counter):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(counter.record_saved_tensor, lambda tensor: tensor),
+            _Products(counter),
+        ):
             loss = forward()
     finally:
         for hook in hooks:
@@ -199,19 +202,19 @@ class _Counter:
     outputs: list[float] = field(default_factory=list)
     is_inside: bool = False
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def record_saved_tensor(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self.parameters and not any(address in kept for kept in self.kept):
             self.kept[-1 if self.is_inside else 0][address] = float(storage.nbytes())
         return tensor
 
-    def entered(self, *_: Any) -> None:
+    def enter_block(self, *_: Any) -> None:
         self.is_inside = True
         self.kept.append({})
         self.products.append(0.0)
 
-    def left(self, _: nn.Module, inputs: Any, output: Any) -> None:
+    def leave_block(self, _: nn.Module, inputs: Any, output: Any) -> None:
         self.is_inside = False
         self.outputs.append(_tree_bytes(output))
 
@@ -228,7 +231,10 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **kwargs or {})
-        if self._counter.is_inside and kept_operations(None, func, *args, **kwargs or {}) is CheckpointPolicy.MUST_SAVE:
+        if (
+            self._counter.is_inside
+            and choose_checkpoint_policy(None, func, *args, **kwargs or {}) is CheckpointPolicy.MUST_SAVE
+        ):
             self._counter.products[-1] += _tree_bytes(made)
         return made
 

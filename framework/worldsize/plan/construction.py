@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.nn import Module
 
-from worldsize.config.instantiate import described_failure
+from worldsize.config.instantiate import describe_failure
 from worldsize.core import Cluster, ConfigError, FeatureRecipe, Numerics, Recipe, Strategy
 from worldsize.optimizers.schedule_free import check_schedule_free, check_special, refuse_breaking
 from worldsize.seeds import keep_generators
@@ -87,7 +87,7 @@ def check_construction(
             ``strategy``.
     """
     numerics = numerics or Numerics()
-    failure = partial(_failure, recipe, strategy, numerics, cluster, averages, schedule_metric)
+    failure = partial(_try_build, recipe, strategy, numerics, cluster, averages, schedule_metric)
     failed = failure("meta")
     if failed is None or not _is_certain(failed):
         return
@@ -99,12 +99,12 @@ def check_construction(
     if isinstance(again, ConfigError):
         raise again
     raise ConfigError(
-        f"{type(recipe).__name__} cannot be built: {described_failure(again)}. "
+        f"{type(recipe).__name__} cannot be built: {describe_failure(again)}. "
         "Change the options below recipe, optimizer or schedule; nothing was started."
     ) from again
 
 
-def _failure(
+def _try_build(
     recipe: Recipe,
     strategy: Strategy,
     numerics: Numerics,
@@ -126,7 +126,7 @@ def _failure(
             if cluster is not None and "sparse_gradients" in strategy.supports:
                 refuse_sparse_sums(model, cluster, strategy.reduce)
             check_passes(recipe, model, numerics, serves_rows=strategy.serves_rows)
-            state = TrainState.of(recipe, model)
+            state = TrainState.from_recipe(recipe, model)
             check_metric(state.schedules, strategy, metric)
             for part in state.parts.values():
                 optimizer, plain = part.optimizer, part.schedule.plain if part.schedule else None

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from worldsize.errors import ConfigError
 from worldsize.plan.advice import WANTED, size_text, time_text
-from worldsize.plan.scaling import Point, boundary_text, knees, marginal_text, marginals
+from worldsize.plan.scaling import Point, boundary_text, find_knees, marginal_text, marginals
 
 if TYPE_CHECKING:
     from worldsize.config.settings import Settings
@@ -63,7 +63,7 @@ class Curve:
         self._refused: dict[str, str] = {}
         self.points: list[Point] = []
 
-    def add(
+    def add_size(
         self, word: str, strategies: Iterable[tuple[str, Settings]], predictor: Predictor, reasons: dict[str, str]
     ) -> None:
         """Predict strategies at the size in override ``word``; ``reasons``: why others fail."""
@@ -74,29 +74,29 @@ class Curve:
                 reasons[name] = str(error)
                 continue
             self._forecasts.append(forecast)
-            self.points.append(_point(name, settings.cluster, settings.training.batch_size, forecast))
+            self.points.append(_create_point(name, settings.cluster, settings.training.batch_size, forecast))
         self._refused |= {f"{name}, {word}": why for name, why in reasons.items()}
 
-    def shown(self, least: float) -> Iterator[Table | str]:
+    def render_curve(self, least: float) -> Iterator[Table | str]:
         """Yield the table, the knees at the marginal efficiency ``least``, and failed predictions."""
         if self.points:
-            yield self._table(least)
-            for strategy, size in knees(self.points, least=least).items():
-                yield f"{strategy}: {_knee_text(size, self._largest(strategy), least)}"
+            yield self._build_table(least)
+            for strategy, size in find_knees(self.points, least=least).items():
+                yield f"{strategy}: {_knee_text(size, self._find_largest_size(strategy), least)}"
             yield from boundary_text(self.points, [each.efficiency for each in self._forecasts])
         for name, why in self._refused.items():
             yield f"{name}: {why}"
 
-    def _largest(self, strategy: str) -> int:
+    def _find_largest_size(self, strategy: str) -> int:
         return max(point.world_size for point in self.points if point.strategy == strategy)
 
-    def _table(self, least: float) -> Table:
-        knee = knees(self.points, least=least)
+    def _build_table(self, least: float) -> Table:
+        knee = find_knees(self.points, least=least)
         columns = ["nodes", "processes", "communication", "exposed", "step", "efficiency", "", "marginal"]
         table = Table("strategy", *columns, f"compute for {WANTED:.0%}", title=f"predicted, {self._mode} scaling")
         rows = list(zip(self.points, self._forecasts, marginals(self.points), strict=True))
         for point, each, further in sorted(rows, key=lambda row: row[0].strategy):
-            bends = point.world_size == knee[point.strategy] < self._largest(point.strategy)
+            bends = point.world_size == knee[point.strategy] < self._find_largest_size(point.strategy)
             times = map(time_text, (each.cost.communication_seconds, each.exposed_seconds, each.step_seconds))
             cells = [str(point.nodes), f"{point.world_size}{' (knee)' if bends else ''}", *times]
             cells += [f"{each.efficiency:.1%}", "█" * round(_BAR * each.efficiency)]
@@ -105,7 +105,7 @@ class Curve:
             table.add_row(point.strategy, *cells, needed, style="bold" if bends else None)
         return table
 
-    def write(self, folder: Path, *, command: str, least: float) -> Path:
+    def write_study(self, folder: Path, *, command: str, least: float) -> Path:
         """Write the study to ``folder`` for ``worldsize report``; return the file.
 
         Raises:
@@ -116,7 +116,7 @@ class Curve:
             for point, each, further in zip(self.points, self._forecasts, marginals(self.points), strict=True)
         ]
         study = {"schema": 1, "recipe": self._recipe, "mode": self._mode, "predicted": True, "command": command}
-        outcome = {"points": rows, "knee": knees(self.points, least=least), "least": least}
+        outcome = {"points": rows, "knee": find_knees(self.points, least=least), "least": least}
         file = folder / "scaling.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def _knee_text(size: int, largest: int, least: float) -> str:
     return f"the knee is at {size} processes, beyond which a further one adds less than {share}."
 
 
-def _point(name: str, cluster: Cluster, batch_size: int, forecast: Forecast) -> Point:
+def _create_point(name: str, cluster: Cluster, batch_size: int, forecast: Forecast) -> Point:
     return Point(
         strategy=name,
         world_size=cluster.processes,
@@ -167,20 +167,22 @@ class PayloadSweep:
         self._swept: dict[str, list[float]] = {}  # efficiencies by strategy
         self.limits: dict[str, float] = {}
 
-    def add(self, strategies: Iterable[tuple[str, Settings]], predictor: Predictor, refused: dict[str, str]) -> None:
+    def add_strategies(
+        self, strategies: Iterable[tuple[str, Settings]], predictor: Predictor, refused: dict[str, str]
+    ) -> None:
         """Sweep each strategy; those without a cost model are added to ``refused``, with the reason."""
         for name, settings in strategies:
 
-            def at(payload: float, settings: Settings = settings) -> float:
-                return predictor.with_parameters(payload).forecast(settings).efficiency
+            def predict_efficiency(payload: float, settings: Settings = settings) -> float:
+                return predictor.copy_with_parameters(payload).forecast(settings).efficiency
 
             try:
-                self._swept[name] = [at(payload) for payload in _SWEPT]
-                self.limits[name] = payload_limit(at, self._wanted)
+                self._swept[name] = [predict_efficiency(payload) for payload in _SWEPT]
+                self.limits[name] = payload_limit(predict_efficiency, self._wanted)
             except ConfigError as error:
                 refused[name] = str(error)
 
-    def shown(self) -> Iterator[Table | str]:
+    def render_sweep(self) -> Iterator[Table | str]:
         """Yield a table, and a sentence per strategy."""
         if not self.limits:
             return

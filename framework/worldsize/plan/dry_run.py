@@ -22,13 +22,13 @@ from torch._C._distributed_c10d import FakeProcessGroup, FakeStore
 from worldsize.config.settings import Settings
 from worldsize.config.shape import RunShape
 from worldsize.core import ConfigError, RunContext, World
-from worldsize.data.batches import collate_of
+from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import micro_batches
 from worldsize.devices import synchronize
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.world.environments import Placement
 from worldsize.world.processes import ready_to_fork
-from worldsize.world.world import world_of
+from worldsize.world.world import create_world
 
 T = TypeVar("T")
 
@@ -55,13 +55,15 @@ def _slowdown(settings: Settings, device: torch.device) -> float:
     recipe, strategy = settings.recipe, settings.strategy
     numerics = replace(settings.numerics, compile=False)  # hooks and copies are the same
     with world_seen_by(0, settings, device) as world:
-        single = alone(recipe, recipe.model().to(device), RunContext(World.alone(device), numerics))
+        single = create_local_replica(
+            recipe, recipe.model().to(device), RunContext(World.create_single(device), numerics)
+        )
         replica = strategy.replica(recipe, RunContext(world, numerics))
         replicas, part = (single, replica), settings.data_part(world)
-        order, collate = settings.order(part.rank, part.size, replica.dealing), collate_of(recipe)
+        order, collate = settings.create_order(part.rank, part.size, replica.dealing), get_collate_fn(recipe)
         batches = micro_batches(recipe.data("train"), order, device, collate=collate)
         turns = ([partial(replica.step, each) for replica in replicas] for each in batches)
-        by_itself, under_it = medians(turns, device, _SECONDS)
+        by_itself, under_it = measure_medians(turns, device, _SECONDS)
     return under_it / by_itself
 
 
@@ -82,7 +84,7 @@ def world_seen_by(rank: int, shape: RunShape, device: torch.device) -> Iterator[
         )
     try:
         place = Placement(rank, cluster.processes, rank % per_node, per_node, store="")
-        yield world_of(place, cluster, shape.roles, device, host_backend=_BACKEND)
+        yield create_world(place, cluster, shape.roles, device, host_backend=_BACKEND)
     finally:
         if joins and dist.is_initialized():
             dist.destroy_process_group()
@@ -116,12 +118,12 @@ class SharedBarrier:
 
     def __init__(self, context: BaseContext, count: int) -> None:
         self._moment = context.Value("d", lock=False)
-        self._barrier = context.Barrier(count, self._note, _TIMEOUT)
+        self._barrier = context.Barrier(count, self._record_arrival, _TIMEOUT)
 
-    def _note(self) -> None:
+    def _record_arrival(self) -> None:
         self._moment.value = time.perf_counter()
 
-    def moment(self) -> float:
+    def wait_for_last(self) -> float:
         """Wait for all processes; return the time when the last one arrived, in seconds."""
         self._barrier.wait()
         return float(self._moment.value)
@@ -145,21 +147,21 @@ def run_concurrently(count: int, threads: int, work: Callable[..., T], *given: A
     """
     context = get_context("fork")
     barrier = SharedBarrier(context, count)
-    with ProcessPoolExecutor(count, context, initializer=_join, initargs=(barrier, threads)) as pool:
+    with ProcessPoolExecutor(count, context, initializer=_init_worker, initargs=(barrier, threads)) as pool:
         with ready_to_fork():
-            parts = [pool.submit(_guarded, work, given) for _ in range(count)]
+            parts = [pool.submit(_run_or_abort, work, given) for _ in range(count)]
         errors = [error for part in parts if (error := part.exception()) and not isinstance(error, BrokenBarrierError)]
     if errors:
         raise errors[0]
     return parts[-1].result()
 
 
-def _join(barrier: SharedBarrier, threads: int) -> None:
+def _init_worker(barrier: SharedBarrier, threads: int) -> None:
     _barriers.append(barrier)
     torch.set_num_threads(threads)
 
 
-def _guarded(work: Callable[..., T], given: tuple[Any, ...]) -> T:
+def _run_or_abort(work: Callable[..., T], given: tuple[Any, ...]) -> T:
     try:
         return work(*given)
     except BaseException:
@@ -167,15 +169,17 @@ def _guarded(work: Callable[..., T], given: tuple[Any, ...]) -> T:
         raise
 
 
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
+def _time_action(action: Callable[[], object], device: torch.device) -> float:
     """Run ``action`` in all processes concurrently; return the slowest's seconds to all."""
-    begun = _barriers[0].moment()
+    begun = _barriers[0].wait_for_last()
     action()
     synchronize(device)
-    return _barriers[0].moment() - begun
+    return _barriers[0].wait_for_last() - begun
 
 
-def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.device, least_seconds: float) -> list[float]:
+def measure_medians(
+    turns: Iterable[Sequence[Callable[[], object]]], device: torch.device, least_seconds: float
+) -> list[float]:
     """Return the median seconds of each action in a turn.
 
     There are at least eleven turns, and enough for ``least_seconds``, to average out noise from other users of the
@@ -184,7 +188,7 @@ def medians(turns: Iterable[Sequence[Callable[[], object]]], device: torch.devic
     taken: list[list[float]] = []
     spent = 0.0
     for number, turn in enumerate(turns):
-        seconds = [_seconds(action, device) for action in turn]
+        seconds = [_time_action(action, device) for action in turn]
         if number < _WARM_UP:
             continue
         taken.append(seconds)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy
 from numpy.typing import NDArray
 
-from worldsize.checkpoint.format import complete, read
+from worldsize.checkpoint.format import complete, read_checkpoint
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.record.run_directory import RunDirectory, runs_below
-from worldsize.record.run_record import RunView, look
+from worldsize.record.run_record import RunView, refresh_run
 
 if TYPE_CHECKING:
     from worldsize.core import Cluster
@@ -75,7 +75,7 @@ def longest_seconds(save_seconds: float) -> float:
     return max(LONGEST, save_seconds / _SHARE)
 
 
-def chosen_seconds(save_seconds: float, mtbf: float, *, is_expected: bool) -> float:
+def choose_save_interval(save_seconds: float, mtbf: float, *, is_expected: bool) -> float:
     """Return the seconds of training between saves chosen by ``checkpoint.every=auto``.
 
     Args:
@@ -87,7 +87,7 @@ def chosen_seconds(save_seconds: float, mtbf: float, *, is_expected: bool) -> fl
     return min(best if is_expected else max(best, save_seconds / _SHARE), longest_seconds(save_seconds))
 
 
-def expected_seconds(work: float, interval: float, save_seconds: float, mtbf: float, restart: float) -> float:
+def compute_expected_seconds(work: float, interval: float, save_seconds: float, mtbf: float, restart: float) -> float:
     """Return a run's expected duration with Poisson failures (Daly 2006, equation 20).
 
     Args:
@@ -115,7 +115,7 @@ class Finish:
     interval: float
 
 
-def finish(work: float, save_seconds: float, mtbf: float, restart: float) -> Finish:
+def simulate_runs(work: float, save_seconds: float, mtbf: float, restart: float) -> Finish:
     """Simulate runs with Poisson failures and the saves of ``checkpoint.every=auto``.
 
     Args:
@@ -127,28 +127,28 @@ def finish(work: float, save_seconds: float, mtbf: float, restart: float) -> Fin
     Raises:
         ConfigError: failures are so frequent that the run would hardly ever end.
     """
-    segments = max(1, round(work / chosen_seconds(save_seconds, mtbf, is_expected=True)))
+    segments = max(1, round(work / choose_save_interval(save_seconds, mtbf, is_expected=True)))
     interval = work / segments
-    if not _expected(work, interval, save_seconds, mtbf, restart) < _HOPELESS * work:
+    if not _estimate_seconds(work, interval, save_seconds, mtbf, restart) < _HOPELESS * work:
         raise ConfigError(
             f"with a failure every {mtbf:.3g} s, a restart of {restart:.3g} s and a save of {save_seconds:.3g} s the "
             "run would hardly ever end. Take fewer nodes, or nodes that fail less often."
         )
     generator = numpy.random.default_rng(0)
-    failures, lost = _lost(generator, numpy.full(_RUNS, segments), interval + save_seconds, mtbf)
-    again, lost_again = _lost(generator, failures, restart, mtbf)
+    failures, lost = _sample_failures(generator, numpy.full(_RUNS, segments), interval + save_seconds, mtbf)
+    again, lost_again = _sample_failures(generator, failures, restart, mtbf)
     seconds = work + segments * save_seconds + lost + failures * restart + lost_again
     return Finish(numpy.quantile(seconds, QUANTILES).tolist(), float((failures + again).mean()), interval)
 
 
-def _expected(work: float, interval: float, save_seconds: float, mtbf: float, restart: float) -> float:
+def _estimate_seconds(work: float, interval: float, save_seconds: float, mtbf: float, restart: float) -> float:
     try:
-        return expected_seconds(work, interval, save_seconds, mtbf, restart)
+        return compute_expected_seconds(work, interval, save_seconds, mtbf, restart)
     except OverflowError:
         return math.inf
 
 
-def _lost(
+def _sample_failures(
     generator: numpy.random.Generator, pieces: NDArray[numpy.int64], seconds: float, mtbf: float
 ) -> tuple[NDArray[numpy.int64], NDArray[numpy.float64]]:
     """Return, per run, the failures and the seconds lost before all its ``pieces`` succeeded.
@@ -171,7 +171,7 @@ def earlier_runs(folder: Path) -> Iterator[RunView]:
         runs = runs_below(folder)
     for run in reversed(runs):  # sorted by date and time
         with suppress(WorldsizeError):
-            yield look(run)
+            yield refresh_run(run)
 
 
 def newest_like(cluster: Cluster, steps: int, folder: Path) -> RunView | None:
@@ -185,15 +185,15 @@ def newest_like(cluster: Cluster, steps: int, folder: Path) -> RunView | None:
     return None
 
 
-def measured_save(run: RunView) -> float | None:
+def read_save_seconds(run: RunView) -> float | None:
     """Return the seconds that a save blocked training in ``run``, or None if not recorded."""
     for path in reversed(complete(run.directory.checkpoints)):
         with suppress(WorldsizeError, KeyError):
-            return float(read(path).facts["save_interval"]["save_seconds"])
+            return float(read_checkpoint(path).facts["save_interval"]["save_seconds"])
     return None
 
 
-def measured_restart(run: RunView) -> float | None:
+def read_restart_seconds(run: RunView) -> float | None:
     """Return the mean seconds per restart of ``run``, or None if it had none."""
     seconds = run.results.get("goodput", {}).get("recover_seconds")
     return sum(seconds) / len(seconds) if seconds else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
-from worldsize.collectives.cost import compute_seconds_for, exposed_seconds
+from worldsize.collectives.cost import compute_seconds_for, estimate_exposed_seconds
 from worldsize.config.cluster import tier_around
 from worldsize.config.settings import Settings
 from worldsize.core import Cluster, ConfigError, Cost, Link, Workload
@@ -35,7 +35,7 @@ class Given:
     one_machine: bool = False  # whether all nodes are this machine
 
 
-def links_of(file: Path) -> dict[str, Link]:
+def read_links(file: Path) -> dict[str, Link]:
     """Read the links measured by ``worldsize doctor --json``.
 
     Raises:
@@ -56,11 +56,11 @@ class Predictor:
         self._given = given
         self._measured: dict[tuple[int, int, int], Workload] = {}
 
-    def with_parameters(self, parameter_bytes: float) -> Predictor:
+    def copy_with_parameters(self, parameter_bytes: float) -> Predictor:
         """Return a copy of this predictor for a model with ``parameter_bytes`` bytes."""
         return Predictor(replace(self._given, parameter_bytes=parameter_bytes))
 
-    def cluster(self, settings: Settings) -> Cluster:
+    def resolve_cluster(self, settings: Settings) -> Cluster:
         """Return the configured cluster, with measured links in place of declared ones if available.
 
         If all nodes are in one rack, its link is used as the network, regardless of measurements between racks.
@@ -78,18 +78,18 @@ class Predictor:
         if self._given.parameter_bytes is None:  # the prediction is for the recipe's own step
             check_trainable(settings.recipe, settings.strategy)
         work = self.workload(settings)
-        cost = settings.strategy.cost(work, self.cluster(settings))
+        cost = settings.strategy.cost(work, self.resolve_cluster(settings))
         if cost is None:
             raise ConfigError("it does not have a cost model")
         by_formula: str | None = None
         if self._given.parameter_bytes is None:
-            rehearsed, by_formula = _rehearsed_bytes(settings)
+            rehearsed, by_formula = _rehearse_memory(settings)
             # two steps may not include a synchronization of a periodic strategy, but its own estimate does
             needed = rehearsed if cost.same and rehearsed else max(rehearsed, cost.memory_bytes)
             cost = replace(cost, memory_bytes=needed)
-        return replace(forecast(cost, work, self._computed(settings)), by_formula=by_formula)
+        return replace(forecast(cost, work, self._measure_compute(settings)), by_formula=by_formula)
 
-    def _computed(self, settings: Settings) -> float | None:
+    def _measure_compute(self, settings: Settings) -> float | None:
         """Measure the compute seconds of a rank's step under the strategy itself.
 
         Return None if compute is given, if the strategy cannot run without peers, or if there is only one rank.
@@ -99,11 +99,14 @@ class Predictor:
         if is_given or cluster.processes == 1 or len(settings.roles) > 1:
             return None
         try:
-            at_once, threads = self._at_once(cluster, settings.roles["worker"].processes), _threads(cluster)
-            times = slowdown(settings, self._device(cluster), at_once=at_once, threads=threads)
+            at_once, threads = (
+                self._count_concurrent_ranks(cluster, settings.roles["worker"].processes),
+                _count_threads(cluster),
+            )
+            times = slowdown(settings, self._select_device(cluster), at_once=at_once, threads=threads)
         except (ConfigError, RuntimeError):  # it depends on its peers, or memory is too small for two replicas
             return None
-        return times * accumulated(self._micro_batch(settings), settings.micro_batches).compute_seconds
+        return times * scale_workload(self._micro_batch(settings), settings.micro_batches).compute_seconds
 
     def workload(self, settings: Settings) -> Workload:
         """Return the workload of one rank's step, if all training ranks share the batch evenly."""
@@ -113,7 +116,7 @@ class Predictor:
             work = Workload(size, 2 * size, compute_seconds=seconds, overlap=given.overlap or 0.0)
             return replace(work, micro_batches=settings.micro_batches)
         work = self._micro_batch(settings)
-        work = accumulated(work, settings.logical_ranks / settings.roles["worker"].processes)
+        work = scale_workload(work, settings.logical_ranks / settings.roles["worker"].processes)
         work = replace(work, micro_batches=settings.micro_batches)
         if given.compute_seconds is not None:
             update = min(work.update_seconds, given.compute_seconds)
@@ -122,15 +125,19 @@ class Predictor:
 
     def _micro_batch(self, settings: Settings) -> Workload:
         cluster, batch_size = settings.cluster, settings.training.batch_size // settings.logical_ranks
-        key = (batch_size, self._at_once(cluster, settings.roles["worker"].processes), _threads(cluster))
+        key = (
+            batch_size,
+            self._count_concurrent_ranks(cluster, settings.roles["worker"].processes),
+            _count_threads(cluster),
+        )
         if key not in self._measured:
             order = Order(settings.training.seed, settings.training.batch_size, settings.logical_ranks, (0,))
             self._measured[key] = calibrate(
-                settings.recipe, settings.numerics, order, self._device(cluster), at_once=key[1], threads=key[2]
+                settings.recipe, settings.numerics, order, self._select_device(cluster), at_once=key[1], threads=key[2]
             )
         return self._measured[key]
 
-    def _device(self, cluster: Cluster) -> str:
+    def _select_device(self, cluster: Cluster) -> str:
         """Return the device for the recipe's steps; any device if their time is given."""
         if cluster.device == "cpu" or device_count(cluster.device):  # this process can still fork after that
             return cluster.device
@@ -141,7 +148,7 @@ class Predictor:
             )
         return "cpu"
 
-    def _at_once(self, cluster: Cluster, workers: int) -> int:
+    def _count_concurrent_ranks(self, cluster: Cluster, workers: int) -> int:
         """Return how many of the ``workers`` compute concurrently on one machine."""
         if cluster.device != "cpu" or self._given.compute_seconds is not None:
             return 1
@@ -150,7 +157,7 @@ class Predictor:
         return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be a different machine
 
 
-def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
+def _rehearse_memory(settings: Settings) -> tuple[float, str | None]:
     """Return the peak tensor bytes of the first rank in two steps and an evaluation, and None.
 
     If it cannot be rehearsed, return 0 and the reason.
@@ -167,7 +174,7 @@ def _rehearsed_bytes(settings: Settings) -> tuple[float, str | None]:
     return rehearsed.most, None
 
 
-def _threads(cluster: Cluster) -> int:
+def _count_threads(cluster: Cluster) -> int:
     return cluster.threads or threads_per_process(cluster.processes_per_node)
 
 
@@ -217,12 +224,12 @@ def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forec
         computed = work.compute_seconds + cost.added_seconds
     exposed = cost.exposed_seconds
     if exposed is None:
-        exposed = exposed_seconds(cost.communication_seconds, work.overlap * work.compute_seconds)
+        exposed = estimate_exposed_seconds(cost.communication_seconds, work.overlap * work.compute_seconds)
     step = computed / (1 - cost.idle) + exposed
     return Forecast(cost, min(work.compute_seconds, computed), exposed, step)
 
 
-def accumulated(work: Workload, micro_batches: float) -> Workload:
+def scale_workload(work: Workload, micro_batches: float) -> Workload:
     """Scale ``work``, for one micro-batch, to ``micro_batches`` per step.
 
     A step has one update, and only the last micro-batch hides communication. With a model shard, it is less than one.

@@ -51,7 +51,7 @@ class Point:
         return None if self.predicted_seconds is None else self.predicted_seconds / self.step_seconds - 1
 
 
-def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
+def summarize_timing(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
     """Evaluate the lines of ``timing/`` (seconds, by rank) for the steps present on all ranks.
 
     A step takes the time of the slowest rank; a phase is the mean over ranks. The first fifth of the steps is skipped.
@@ -66,10 +66,10 @@ def timed(ranks: Sequence[Sequence[Mapping[str, float]]]) -> Timed:
         phase: statistics.median(statistics.fmean(line[f"{phase}_seconds"] for line in lines) for lines in steps)
         for phase in known
     }
-    return Timed(statistics.median(seconds), spread(seconds), phases)
+    return Timed(statistics.median(seconds), compute_spread(seconds), phases)
 
 
-def spread(seconds: Sequence[float]) -> float:
+def compute_spread(seconds: Sequence[float]) -> float:
     """Return the interquartile range of ``seconds``, in seconds."""
     low, _, high = statistics.quantiles(seconds, n=4)
     return high - low
@@ -82,10 +82,10 @@ def read_timed(run: Path, batch_size: int) -> Timed:
     """
     files = sorted((run / "timing").rglob("worker_*.jsonl"))
     if files:
-        return timed([list(JsonRows(file)) for file in files])
+        return summarize_timing([list(JsonRows(file)) for file in files])
     rows = metric_rows(run / "metrics.jsonl")
     steps = [(row["step"], batch_size / row["samples_per_second"]) for row in rows if row["event"] == "step"]
-    return timed([[{"step": step, "step_seconds": seconds, "data_seconds": 0.0} for step, seconds in steps]])
+    return summarize_timing([[{"step": step, "step_seconds": seconds, "data_seconds": 0.0} for step, seconds in steps]])
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:
@@ -95,7 +95,7 @@ def efficiencies(points: Sequence[Point]) -> list[float]:
     return [point.samples_per_second / point.world_size / alone for point in points]
 
 
-def predicted_efficiencies(points: Sequence[Point]) -> list[float] | None:
+def predict_efficiencies(points: Sequence[Point]) -> list[float] | None:
     """Return the :func:`efficiencies` of predicted step times, or None if any is missing."""
     predicted = [point.predicted_seconds for point in points]
     if any(not seconds for seconds in predicted):
@@ -113,10 +113,13 @@ def marginals(points: Sequence[Point]) -> list[float | None]:
     It is relative to the speed per process at the smallest world size of the same strategy: 1 if scaling is perfect,
     negative if more processes are slower. None at the smallest world size of a series.
     """
-    return [None if (before := _before(point, points)) is None else _added(point, before, points) for point in points]
+    return [
+        None if (before := _find_previous_point(point, points)) is None else _compute_marginal(point, before, points)
+        for point in points
+    ]
 
 
-def _added(point: Point, before: Point, points: Sequence[Point]) -> float:
+def _compute_marginal(point: Point, before: Point, points: Sequence[Point]) -> float:
     own = (each for each in points if each.strategy == point.strategy)
     base = min(own, key=lambda each: (each.world_size, each.accumulation))
     each = (point.samples_per_second - before.samples_per_second) / (point.world_size - before.world_size)
@@ -128,14 +131,14 @@ def marginal_text(share: float | None) -> str:
     return "" if share is None else f"{round(share, 2) + 0.0:.0%}"  # never "-0%"
 
 
-def _before(point: Point, points: Sequence[Point]) -> Point | None:
+def _find_previous_point(point: Point, points: Sequence[Point]) -> Point | None:
     """Return the largest smaller point of the same series, on the fewest nodes."""
     series = (each for each in points if (each.strategy, each.accumulation) == (point.strategy, point.accumulation))
     smaller = [each for each in series if each.world_size < point.world_size]
     return max(smaller, key=lambda each: (each.world_size, -each.nodes), default=None)
 
 
-def knees(points: Sequence[Point], *, least: float | None = None) -> dict[str, int]:
+def find_knees(points: Sequence[Point], *, least: float | None = None) -> dict[str, int]:
     """Return each strategy's knee: the world size beyond which more processes do not pay off.
 
     Args:
@@ -177,7 +180,7 @@ def boundary_text(points: Sequence[Point], shares: Sequence[float] | None = None
 
     ``shares`` replace the :func:`efficiencies`.
     """
-    predicted: Sequence[float | None] = predicted_efficiencies(points) or [None] * len(points)
+    predicted: Sequence[float | None] = predict_efficiencies(points) or [None] * len(points)
     rows = list(zip(points, shares or efficiencies(points), predicted, marginals(points), strict=True))
     said = []
     for series in dict.fromkeys((point.strategy, point.accumulation) for point in points):
@@ -188,12 +191,13 @@ def boundary_text(points: Sequence[Point], shares: Sequence[float] | None = None
         )
         if one and several:
             said.append(
-                f"{series[0]} at the node boundary, {one[0].shape} to {several[0].shape}: {_fall(one, several)}."
+                f"{series[0]} at the node boundary, {one[0].shape} to {several[0].shape}: "
+                f"{_describe_drop(one, several)}."
             )
     return said
 
 
-def _fall(one: tuple[Point, float, float | None, float | None], several: tuple[Any, ...]) -> str:
+def _describe_drop(one: tuple[Point, float, float | None, float | None], several: tuple[Any, ...]) -> str:
     text = f"efficiency {one[1]:.0%} to {several[1]:.0%}"
     if one[2] is not None and several[2] is not None:
         text += f" (predicted {one[2]:.0%} to {several[2]:.0%})"

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 from worldsize.core.launcher import Failure, MembershipRecord
 from worldsize.files import open_regular
 from worldsize.messages import last_error, printable
-from worldsize.record.redaction import without_credentials
-from worldsize.world.environments import job_of
+from worldsize.record.redaction import remove_credentials
+from worldsize.world.environments import read_job
 
 LAUNCHER = "launcher"  # role of the launching process
 FAILURE = "failure"  # name of the event for a failed attempt
@@ -96,7 +96,7 @@ def new_attempt(number: int, others: Sequence[str], world_size: int) -> Attempt:
     now = time.time()
     attempt: Attempt = {
         "number": number,
-        "start": formatted(now),
+        "start": format_time(now),
         "start_at": now,
         "end": None,
         "end_at": None,
@@ -108,20 +108,20 @@ def new_attempt(number: int, others: Sequence[str], world_size: int) -> Attempt:
         "world_size": world_size,
         "pid": os.getpid(),
     }
-    if job := job_of(os.environ):
+    if job := read_job(os.environ):
         attempt["job"] = job
     return attempt
 
 
-def failure_of(failure: Failure) -> FailureRecord:
+def create_failure_record(failure: Failure) -> FailureRecord:
     """Convert a failure for the record; shorten tracebacks, and remove credentials from URLs."""
-    cause = without_credentials(last_error(failure.cause))[:_LONGEST_CAUSE]
+    cause = remove_credentials(last_error(failure.cause))[:_LONGEST_CAUSE]
     return {"role": failure.role, "rank": failure.rank, "host": failure.host, "step": failure.step, "cause": cause}
 
 
 def failure_of_launcher(cause: str, host: str | None = None) -> FailureRecord:
     """Return a failure of the launching process, on ``host`` or by default on this host."""
-    return failure_of(Failure(LAUNCHER, 0, cause, 1, host=host or socket.gethostname()))
+    return create_failure_record(Failure(LAUNCHER, 0, cause, 1, host=host or socket.gethostname()))
 
 
 def last_failure(attempts: Sequence[Attempt]) -> str | None:
@@ -147,17 +147,17 @@ def note_failure(events: Path, attempt: Attempt) -> None:
             file.write(f"{json.dumps(row)}\n".encode())
 
 
-def end_of(attempt: Attempt | None, *, begun: float) -> dict[str, Any]:
+def compute_end_times(attempt: Attempt | None, *, begun: float) -> dict[str, Any]:
     """Return the end times of an attempt that ends now.
 
     They are computed from the start time and the monotonic clock (``begun``: its value at the start), since the system
     clock may have been changed. ``attempt`` is None if another process started it; the system clock is used then.
     """
     end = time.time() if attempt is None else attempt["start_at"] + time.monotonic() - begun
-    return {"end": formatted(end), "end_at": end}
+    return {"end": format_time(end), "end_at": end}
 
 
-def formatted(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Format a Unix time as ISO 8601 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
@@ -181,7 +181,7 @@ class _Trained(NamedTuple):
     end_at: float
 
 
-def goodput(attempts: Sequence[Attempt]) -> Goodput:
+def compute_goodput(attempts: Sequence[Attempt]) -> Goodput:
     """Return the total and useful seconds of a run's attempts, and the cost of each restart.
 
     Useful time lasts from the first completed step of an attempt to its end, except for steps that were repeated later
@@ -192,11 +192,13 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
     Args:
         attempts: At least one attempt; the last one must have ended.
     """
-    trained = list(_trained(attempts))
-    total = sum(map(_seconds, attempts)) + sum(_between(earlier, later) for earlier, later in pairwise(attempts))
+    trained = list(_select_trained(attempts))
+    total = sum(map(_compute_duration, attempts)) + sum(
+        _compute_gap(earlier, later) for earlier, later in pairwise(attempts)
+    )
     kept = [later.first for later in trained[1:]] + [each.last for each in trained[-1:]]
-    useful = sum(_useful(each, upto) for each, upto in zip(trained, kept, strict=True))
-    useful = min(max(useful - sum(map(_paused, attempts)), 0.0), total)
+    useful = sum(_compute_useful_seconds(each, upto) for each, upto in zip(trained, kept, strict=True))
+    useful = min(max(useful - sum(map(_compute_paused_seconds, attempts)), 0.0), total)
     return {
         "total_seconds": total,
         "useful_seconds": useful,
@@ -206,33 +208,33 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
     }
 
 
-def _seconds(attempt: Attempt) -> float:
+def _compute_duration(attempt: Attempt) -> float:
     return max((attempt["end_at"] or 0.0) - attempt["start_at"], 0.0)
 
 
-def _between(earlier: Attempt, later: Attempt) -> float:
+def _compute_gap(earlier: Attempt, later: Attempt) -> float:
     return max(later["start_at"] - (earlier["end_at"] or later["start_at"]), 0.0)
 
 
-def _trained(attempts: Sequence[Attempt]) -> Iterator[_Trained]:
+def _select_trained(attempts: Sequence[Attempt]) -> Iterator[_Trained]:
     for each in attempts:
         if each["steps"] and each["first_step_at"] and each["end_at"] is not None:
             first, last = each["steps"]
             yield _Trained(first, last, max(each["first_step_at"], each["start_at"]), each["end_at"])
 
 
-def _useful(attempt: _Trained, upto: int) -> float:
+def _compute_useful_seconds(attempt: _Trained, upto: int) -> float:
     """Return the seconds that ``attempt`` spent on steps up to ``upto``."""
     seconds, steps = attempt.end_at - attempt.first_step_at, attempt.last - attempt.first
     done = min(max(upto - attempt.first, 0), steps)
     return max(seconds, 0.0) * done / steps if steps > 0 else 0.0
 
 
-def _paused(attempt: Attempt) -> float:
+def _compute_paused_seconds(attempt: Attempt) -> float:
     """Return the seconds without training due to membership changes."""
     seconds, since = 0.0, None
     for each in attempt.get("memberships", ())[1:]:
         since = each["ended"] if since is None else since
         if each["began"] is not None:
             seconds, since = seconds + max(each["began"] - since, 0.0), None
-    return min(seconds, _seconds(attempt))
+    return min(seconds, _compute_duration(attempt))

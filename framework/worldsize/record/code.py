@@ -20,7 +20,7 @@ from typing import Any
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_folder, read_regular
 from worldsize.messages import printable
-from worldsize.record.redaction import why_private, without_credentials
+from worldsize.record.redaction import remove_credentials, why_private
 from worldsize.world.scratch import temporary_folder
 
 _logger = logging.getLogger(__name__)
@@ -78,19 +78,19 @@ def capture_code(folder: Path, *, exclude: Path, include: Sequence[str] = ()) ->
     Raises:
         WorldsizeError: git cannot compare the checkout with its commit.
     """
-    top = _git(folder, "rev-parse", "--show-toplevel", "HEAD")
+    top = _try_git(folder, "rev-parse", "--show-toplevel", "HEAD")
     if top is None:
         return _capture_folder(folder, include)
     root, commit = os.fsdecode(top).rstrip("\n").rsplit("\n", 1)
-    untracked, left_out = _untracked(Path(root), exclude, include)
-    patch = _patch(Path(root), untracked)
-    remote = _text(Path(root), "config", "--get", "remote.origin.url")
+    untracked, left_out = _list_untracked(Path(root), exclude, include)
+    patch = _create_patch(Path(root), untracked)
+    remote = _read_git_text(Path(root), "config", "--get", "remote.origin.url")
     return Code(
         checkout=root,
         folder=os.path.relpath(folder.resolve(), Path(root).resolve()),
-        remote=without_credentials(remote) if remote else None,
+        remote=remove_credentials(remote) if remote else None,
         commit=commit,
-        branch=_text(Path(root), "symbolic-ref", "--short", "-q", "HEAD"),
+        branch=_read_git_text(Path(root), "symbolic-ref", "--short", "-q", "HEAD"),
         dirty=bool(patch or left_out),
         patch=patch,
         left_out=left_out,
@@ -103,28 +103,28 @@ def _capture_folder(folder: Path, include: Sequence[str]) -> Code:
         database = spare / "git"
         if shutil.which("git") is None or not any((folder / own).exists() for own in _OWN):
             return Code()
-        _needed(folder, "init", "--quiet", "--bare", str(database))
-        listed = _names(_git(folder, *_OTHERS, "--", *_OWN, database=database))
-        names, left_out = _kept(folder, listed, include)
+        _require_git(folder, "init", "--quiet", "--bare", str(database))
+        listed = _split_names(_try_git(folder, *_OTHERS, "--", *_OWN, database=database))
+        names, left_out = _filter_names(folder, listed, include)
         if not names:
             return Code(left_out=left_out)
-        _needed(folder, *_ADD, stdin=_lines(names), database=database)
-        patch = _needed(folder, *_DIFF[:-1], "--cached", _EMPTY_TREE, database=database)
+        _require_git(folder, *_ADD, stdin=_join_names(names), database=database)
+        patch = _require_git(folder, *_DIFF[:-1], "--cached", _EMPTY_TREE, database=database)
         return Code(dirty=True, patch=patch, left_out=left_out)
 
 
-def _untracked(root: Path, exclude: Path, include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    listed = [name for name in _names(_git(root, *_OTHERS)) if not (root / name).is_relative_to(exclude)]
-    return _kept(root, listed, include)
+def _list_untracked(root: Path, exclude: Path, include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    listed = [name for name in _split_names(_try_git(root, *_OTHERS)) if not (root / name).is_relative_to(exclude)]
+    return _filter_names(root, listed, include)
 
 
-def _names(listed: bytes | None) -> list[str]:
+def _split_names(listed: bytes | None) -> list[str]:
     return [os.fsdecode(name) for name in (listed or b"").split(b"\0") if name]
 
 
-def _kept(root: Path, names: Sequence[str], include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def _filter_names(root: Path, names: Sequence[str], include: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Split names into those for the patch and the rest; warn about files that seem private."""
-    fitting = [name for name in names if _fits(root, name)]
+    fitting = [name for name in names if _can_include(root, name)]
     reasons = {name: why_private(root / name, name, include=include) for name in fitting}
     if private := [f"{printable(name)} ({reason})" for name, reason in reasons.items() if reason]:
         _logger.warning(
@@ -136,7 +136,7 @@ def _kept(root: Path, names: Sequence[str], include: Sequence[str]) -> tuple[lis
     return kept, tuple(sorted(set(names) - set(kept)))
 
 
-def _fits(root: Path, name: str) -> bool:
+def _can_include(root: Path, name: str) -> bool:
     path = root / name
     if path.is_symlink():
         return True
@@ -144,43 +144,43 @@ def _fits(root: Path, name: str) -> bool:
     return path.is_file() and os.access(path, os.R_OK) and path.stat().st_size <= LARGEST
 
 
-def _patch(root: Path, untracked: list[str]) -> bytes:
+def _create_patch(root: Path, untracked: list[str]) -> bytes:
     """Return the staged, unstaged and untracked differences from HEAD; uses a copy of the index."""
     with temporary_folder() as spare:
         index = spare / "index"
-        own = _text(root, "rev-parse", "--path-format=absolute", "--git-path", "index")
+        own = _read_git_text(root, "rev-parse", "--path-format=absolute", "--git-path", "index")
         if own and Path(own).exists():
             shutil.copy2(own, index)  # keeps its mtime, which git uses to detect changes
         if untracked:
-            _needed(root, *_ADD, "--intent-to-add", index=index, stdin=_lines(untracked))
-        return _needed(root, *_DIFF, index=index)
+            _require_git(root, *_ADD, "--intent-to-add", index=index, stdin=_join_names(untracked))
+        return _require_git(root, *_DIFF, index=index)
 
 
-def _lines(names: list[str]) -> bytes:
+def _join_names(names: list[str]) -> bytes:
     return b"\0".join(map(os.fsencode, names))
 
 
-def _git(folder: Path, *arguments: str, database: Path | None = None) -> bytes | None:
+def _try_git(folder: Path, *arguments: str, database: Path | None = None) -> bytes | None:
     """Return git's output, or None if the command fails or git is not installed."""
     try:
-        done = _run(folder, *arguments, database=database)
+        done = _run_git(folder, *arguments, database=database)
     except OSError:
         return None
     return done.stdout if done.returncode == 0 else None
 
 
-def _needed(
+def _require_git(
     root: Path, *arguments: str, index: Path | None = None, database: Path | None = None, stdin: bytes = b""
 ) -> bytes:
     """Return git's output; raise WorldsizeError on failure, as no output means no changes."""
-    done = _run(root, *arguments, index=index, database=database, stdin=stdin)
+    done = _run_git(root, *arguments, index=index, database=database, stdin=stdin)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()
         raise WorldsizeError(f"git cannot compare {root} with its last commit: {reason}. Repair that.")
     return done.stdout
 
 
-def _run(
+def _run_git(
     folder: Path, *arguments: str, index: Path | None = None, database: Path | None = None, stdin: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_LITERAL_PATHSPECS": "1"}
@@ -191,8 +191,8 @@ def _run(
     return subprocess.run(["git", *arguments], cwd=folder, env=environment, input=stdin, capture_output=True)
 
 
-def _text(root: Path, *arguments: str) -> str | None:
-    output = _git(root, *arguments)
+def _read_git_text(root: Path, *arguments: str) -> str | None:
+    output = _try_git(root, *arguments)
     return output.decode().strip() or None if output else None
 
 
@@ -204,7 +204,7 @@ _NO_PROMPT = {"GIT_TERMINAL_PROMPT": "0"}
 
 
 @contextmanager
-def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates: Sequence[Path]) -> Iterator[Path]:
+def check_out_code(code: Mapping[str, Any], patch: bytes, folder: Path, candidates: Sequence[Path]) -> Iterator[Path]:
     """Yield the run's working directory in ``folder``, a temporary git worktree.
 
     The commit is searched for in the repositories at ``candidates`` before it is fetched from the remote.
@@ -212,16 +212,16 @@ def checked_out(code: Mapping[str, Any], patch: bytes, folder: Path, candidates:
     Raises:
         WorldsizeError: the commit cannot be found or fetched, or the patch does not apply to it.
     """
-    _check(code)
+    _check_code_record(code)
     if code["commit"] is None:
         folder.mkdir(parents=True)
-        _apply(patch, folder)
+        _apply_patch(patch, folder)
         yield folder
         return
     repository = _repository(code, candidates, folder.with_name("repository.git"))
     _git_needed(repository, "worktree", "add", "--quiet", "--detach", "--force", str(folder), code["commit"])
     try:
-        _apply(patch, folder)
+        _apply_patch(patch, folder)
         yield _working_directory(folder, code["folder"])
     finally:
         _git_succeeds(repository, "worktree", "remove", "--force", str(folder))
@@ -240,7 +240,7 @@ def remove_worktree(folder: Path) -> None:
     _git_succeeds(folder, "worktree", "remove", "--force", str(folder))
 
 
-def _check(code: Mapping[str, Any]) -> None:
+def _check_code_record(code: Mapping[str, Any]) -> None:
     """Check that an untrusted manifest neither leaves the worktree nor passes options to git."""
     folder = PurePosixPath(code["folder"])
     if folder.is_absolute() or ".." in folder.parts:
@@ -274,7 +274,7 @@ def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
     return patch
 
 
-def patched_files(patch: bytes) -> list[str]:
+def list_patched_files(patch: bytes) -> list[str]:
     """Return the names of the files that ``git apply`` would change for ``patch``."""
     done = _run_without_prompts(Path("/"), "apply", "--numstat", "-z", "-", stdin=patch)
     rows = os.fsdecode(done.stdout).split("\0")
@@ -302,7 +302,7 @@ def _repository(code: Mapping[str, Any], candidates: Sequence[Path], spare: Path
     )
 
 
-def _apply(patch: bytes, folder: Path) -> None:
+def _apply_patch(patch: bytes, folder: Path) -> None:
     if patch:
         # also works outside of a repository; git itself refuses paths outside of the folder
         _git_needed(folder, "apply", "--whitespace=nowarn", "--binary", "-", stdin=patch)

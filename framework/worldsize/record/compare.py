@@ -12,12 +12,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from worldsize.checkpoint.format import complete, read, step_of
+from worldsize.checkpoint.format import complete, parse_step, read_checkpoint
 from worldsize.checkpoint.load import read_tensors
-from worldsize.core import spoken_name
-from worldsize.record.json_lines import Row, is_number, reading
+from worldsize.core import format_display_name
+from worldsize.record.json_lines import Row, is_number, wrap_read_errors
 from worldsize.record.metrics import metric_rows
-from worldsize.record.run_record import view
+from worldsize.record.run_record import read_run
 
 Verdict = Literal["bitwise identical", "within tolerance", "different"]
 Series = dict[int, float]  # step -> value
@@ -66,32 +66,32 @@ def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
     """
     results, series = [], []
     for run in (first, second):
-        with reading(run):
-            results.append(_results(run))
-            series.append(_series(run))
-    missing = [*_unfinished(first, results[0]), *_unfinished(second, results[1])]
+        with wrap_read_errors(run):
+            results.append(_read_results(run))
+            series.append(_read_series(run))
+    missing = [*_report_unfinished(first, results[0]), *_report_unfinished(second, results[1])]
     names = sorted(series[0].keys() & series[1].keys())
     missing += [f"only one of the runs has logged {name}" for name in sorted(series[0].keys() ^ series[1].keys())]
     metrics = [_divergence(name, series[0][name], series[1][name]) for name in names]
-    metrics += _final(results[0].get("metrics", {}), results[1].get("metrics", {}))
-    tensors = tuple(_tensors(first, second, *(run.get("tensors", {}) for run in results)))
-    return Comparison(_verdict(results, metrics, missing, tolerance), tuple(metrics), tensors, tuple(missing))
+    metrics += _compare_final_metrics(results[0].get("metrics", {}), results[1].get("metrics", {}))
+    tensors = tuple(_compare_tensors(first, second, *(run.get("tensors", {}) for run in results)))
+    return Comparison(_decide_verdict(results, metrics, missing, tolerance), tuple(metrics), tensors, tuple(missing))
 
 
-def _results(run: Path) -> dict[str, Any]:
-    return dict(view(run).results)
+def _read_results(run: Path) -> dict[str, Any]:
+    return dict(read_run(run).results)
 
 
-def _unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
+def _report_unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
     if "state_digest" not in results:
         yield f"{run.name} has no final state: it ended as {results.get('exit_reason', 'killed or running')}"
 
 
-def _series(run: Path) -> dict[str, Series]:
+def _read_series(run: Path) -> dict[str, Series]:
     """Return logged values by name and step; the last value counts if a step was logged twice."""
     series: dict[str, Series] = {}
     for row in metric_rows(run / "metrics.jsonl"):
-        for label, value in _figures(row):
+        for label, value in _extract_figures(row):
             if value is not None:
                 if not is_number(value):
                     raise ValueError(f"{label} is {str(value)[:40]!r} at step {row['step']} of metrics.jsonl")
@@ -99,35 +99,38 @@ def _series(run: Path) -> dict[str, Series]:
     return series
 
 
-def _figures(row: Row) -> Iterator[tuple[str, Any]]:
+def _extract_figures(row: Row) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the results in a row."""
     if row["event"] == "evaluation":
-        yield from ((spoken_name(name), value) for name, value in row["metrics"].items())
+        yield from ((format_display_name(name), value) for name, value in row["metrics"].items())
     else:
         yield from ((name, row.get(name)) for name in _FIGURES)
         yield from ((f"train {name}", value) for name, value in row.get("metrics", {}).items())
 
 
-def _tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
+def _compare_tensors(first: Path, second: Path, then: Mapping[str, str], now: Mapping[str, str]) -> list[Divergence]:
     """Compare tensors in checkpoints of common steps, or else the digests of final weights."""
-    runs = [_weights(first / "checkpoints"), _weights(second / "checkpoints")]
+    runs = [_find_checkpoints(first / "checkpoints"), _find_checkpoints(second / "checkpoints")]
     steps = sorted(runs[0].keys() & runs[1].keys())
     if not steps:
-        return [_by_digest(name, then, now) for name in sorted(then.keys() | now.keys())]
-    states = {step: [read_tensors(read(run[step]), "model") for run in runs] for step in steps}
+        return [_compare_digests(name, then, now) for name in sorted(then.keys() | now.keys())]
+    states = {step: [read_tensors(read_checkpoint(run[step]), "model") for run in runs] for step in steps}
     names = sorted({name for one, other in states.values() for name in one.keys() & other.keys()})
-    return [_drift(name, {step: (one[name], other[name]) for step, (one, other) in states.items()}) for name in names]
+    return [
+        _measure_drift(name, {step: (one[name], other[name]) for step, (one, other) in states.items()})
+        for name in names
+    ]
 
 
-def _weights(root: Path) -> dict[int, Path]:
-    return {step_of(path): path for path in complete(root)}
+def _find_checkpoints(root: Path) -> dict[int, Path]:
+    return {parse_step(path): path for path in complete(root)}
 
 
-def _by_digest(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> Divergence:
+def _compare_digests(name: str, then: Mapping[str, str], now: Mapping[str, str]) -> Divergence:
     return Divergence(name) if then.get(name) == now.get(name) else Divergence(name, absolute=math.nan)
 
 
-def _drift(name: str, by_step: Mapping[int, tuple[Tensor, Tensor]]) -> Divergence:
+def _measure_drift(name: str, by_step: Mapping[int, tuple[Tensor, Tensor]]) -> Divergence:
     differing = [
         step for step, (one, other) in by_step.items() if one.shape != other.shape or not _same_bits(one, other)
     ]
@@ -139,10 +142,10 @@ def _drift(name: str, by_step: Mapping[int, tuple[Tensor, Tensor]]) -> Divergenc
     apart = (one.double() - other.double()).abs()
     scale = torch.maximum(one.double().abs(), other.double().abs())
     relative = torch.where(apart == 0, 0.0, apart / scale)
-    return Divergence(name, differing[0], _largest(apart), _largest(relative), tensor_ulps(one, other))
+    return Divergence(name, differing[0], _find_largest(apart), _find_largest(relative), tensor_ulps(one, other))
 
 
-def _largest(tensor: Tensor) -> float:
+def _find_largest(tensor: Tensor) -> float:
     return float(tensor.max()) if tensor.numel() else 0.0
 
 
@@ -162,25 +165,25 @@ def tensor_ulps(one: Tensor, other: Tensor) -> int:
         return 0
     if not one.is_floating_point():
         return int((one.long() - other.long()).abs().max())
-    first, second = (_in_order(tensor) for tensor in (one, other))
+    first, second = (_map_tensor_to_int(tensor) for tensor in (one, other))
     return int((first - second).abs().max())
 
 
-def _in_order(tensor: Tensor) -> Tensor:
+def _map_tensor_to_int(tensor: Tensor) -> Tensor:
     """Map floats (of any shape) to int64 values in the same order, like :func:`_ordered`."""
     integers = _INTEGERS[tensor.dtype.itemsize]
     bits = tensor.contiguous().view(integers).long()
     return torch.where(bits >= 0, bits, -(bits & torch.iinfo(integers).max))
 
 
-def _final(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Divergence]:
+def _compare_final_metrics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Divergence]:
     names = sorted(then.keys() & now.keys())
     return [_divergence(f"final {name}", {0: float(then[name])}, {0: float(now[name])}) for name in names]
 
 
 def _divergence(name: str, first: Series, second: Series) -> Divergence:
     steps = sorted(first.keys() & second.keys())
-    differing = [step for step in steps if not _equal(first[step], second[step])]
+    differing = [step for step in steps if not _is_equal(first[step], second[step])]
     if not differing:
         return Divergence(name)
     pairs = [(first[step], second[step]) for step in differing]
@@ -189,11 +192,11 @@ def _divergence(name: str, first: Series, second: Series) -> Divergence:
         first_step=differing[0],
         absolute=max(abs(one - other) for one, other in pairs),
         relative=max(_relative(one, other) for one, other in pairs),
-        ulp=max(ulps(one, other) for one, other in pairs),
+        ulp=max(count_ulps(one, other) for one, other in pairs),
     )
 
 
-def _equal(one: float, other: float) -> bool:
+def _is_equal(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
@@ -201,18 +204,20 @@ def _relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other))
 
 
-def ulps(one: float, other: float) -> int:
+def count_ulps(one: float, other: float) -> int:
     """Return the distance in units in the last place of float64 (Goldberg 1991, section 1.2)."""
-    return abs(_ordered(one) - _ordered(other))
+    return abs(_map_float_to_int(one) - _map_float_to_int(other))
 
 
-def _ordered(value: float) -> int:
+def _map_float_to_int(value: float) -> int:
     """Map floats to integers in order: adjacent floats differ by 1, and both zeros map to 0."""
     bits = int(numpy.float64(value).view(numpy.int64))
     return bits if bits >= 0 else -(bits & 0x7FFFFFFFFFFFFFFF)
 
 
-def _verdict(results: list[dict[str, Any]], metrics: list[Divergence], missing: list[str], tolerance: float) -> Verdict:
+def _decide_verdict(
+    results: list[dict[str, Any]], metrics: list[Divergence], missing: list[str], tolerance: float
+) -> Verdict:
     first, second = ((run.get("state_digest"), run.get("metrics_digest")) for run in results)
     if first == second and None not in first:
         return "bitwise identical"

@@ -23,7 +23,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from worldsize.core.cluster import ContainerImage, is_image_file
 from worldsize.errors import WorldsizeError
-from worldsize.record.redaction import PRIVATE_NAMES, why_private, without_credentials
+from worldsize.record.redaction import PRIVATE_NAMES, remove_credentials, why_private
 
 ENGINES = ("podman", "docker", "apptainer")
 BUILDERS = ("podman", "docker", "buildah")
@@ -37,7 +37,7 @@ _OWN = (
 _NAME = re.compile(r"[\w./][\w./:@#+-]*", re.ASCII)
 
 
-def engine_of(chosen: str, known: Sequence[str] = ENGINES) -> str:
+def find_engine(chosen: str, known: Sequence[str] = ENGINES) -> str:
     """Return the engine: ``chosen``, or for "auto" the first installed one in ``known``.
 
     Raises:
@@ -59,7 +59,7 @@ def engines_for(image: ContainerImage | None) -> Sequence[str]:
     return ("apptainer",) if is_image_file(image.name) else ENGINES
 
 
-def recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:
+def read_recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:
     """Return the image in an untrusted record, or None if the run did not use a container.
 
     Raises:
@@ -78,7 +78,7 @@ def recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None:
     if is_file:
         plain = str(Path(plain).absolute())  # the engine starts in the run's working directory
         _check_file(plain, digest)
-    elif digest is None or ContainerImage.named(plain).digest != digest:  # the engine only receives the name
+    elif digest is None or ContainerImage.from_name(plain).digest != digest:  # the engine only receives the name
         raise WorldsizeError(
             f"the run's image {name} is named by a tag, and the tag may have moved. Name the image by its digest in "
             "the original run (cluster.image_digest=required), or leave --container out."
@@ -111,7 +111,9 @@ class Container:
         is_told = digest is None or "@" in name or is_image_file(name)
         return {"WORLDSIZE_IMAGE": name if is_told else f"{name}@{digest}"}
 
-    def python(self, folder: Path, *, writes: Sequence[Path], reads: Sequence[Path], cuda: bool) -> tuple[str, ...]:
+    def build_python_command(
+        self, folder: Path, *, writes: Sequence[Path], reads: Sequence[Path], cuda: bool
+    ) -> tuple[str, ...]:
         """Return the command for the image's Python, with folders mounted at their host paths.
 
         Args:
@@ -144,7 +146,7 @@ class Container:
         return (self.engine, "run", *options, "--entrypoint=python", self.image.name)
 
 
-def passed_on(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+def extend_environment(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for ``command``, with variables for Apptainer to pass on.
 
     Other engines receive the names on the command line, where Apptainer would also need the values.
@@ -155,7 +157,7 @@ def passed_on(command: Sequence[str], environment: Mapping[str, str]) -> dict[st
     return {**environment, **{f"APPTAINERENV_{name}": value for name, value in own.items()}}
 
 
-def built(engine: str, dockerfile: Path, tag: str, *, options: Sequence[str] = ()) -> ContainerImage:
+def build_image(engine: str, dockerfile: Path, tag: str, *, options: Sequence[str] = ()) -> ContainerImage:
     """Build an image; return it with its digest if the engine reports one.
 
     Args:
@@ -229,7 +231,7 @@ class Dockerfile:
     extras: Sequence[str] | None = ()
     has_project: bool = True
 
-    def write(self) -> Path:
+    def write_files(self) -> Path:
         """Write the Dockerfile and its ignore file; return the path of the Dockerfile.
 
         Raises:
@@ -240,7 +242,7 @@ class Dockerfile:
         lock = next((self.folder / name for name in _LOCKS if (self.folder / name).is_file()), None)
         if lock is None:
             raise WorldsizeError(f"{self.folder} has neither uv.lock nor requirements.txt. Run `uv lock` there first.")
-        self._check(lock)
+        self._check_lock(lock)
         environment = Environment(
             loader=PackageLoader("worldsize.record", "."), undefined=StrictUndefined, trim_blocks=True
         )
@@ -255,7 +257,7 @@ class Dockerfile:
             has_project=self.has_project,
             extras=" --all-extras" if self.extras is None else "".join(every),
         )
-        lines = (_IGNORE_HEADER, *self._left_out())
+        lines = (_IGNORE_HEADER, *self._list_ignored())
         (self.folder / IGNORE).write_text("".join(f"{line}\n" for line in lines))
         (self.folder / NAME).write_text(text)
         return self.folder / NAME
@@ -269,33 +271,33 @@ class Dockerfile:
                     "to the engine's own build with --file; nothing was written."
                 )
 
-    def _check(self, lock: Path) -> None:
+    def _check_lock(self, lock: Path) -> None:
         """Raise WorldsizeError if the lock contains credentials or packages outside of the folder."""
         for file in (lock, self.folder / "pyproject.toml"):
-            if file.is_file() and without_credentials(text := file.read_text()) != text:
+            if file.is_file() and remove_credentials(text := file.read_text()) != text:
                 raise WorldsizeError(
                     f"{file} has credentials in an address, and they would stay in the image. "
                     "Take them out, and build with --secret id=netrc,src=$HOME/.netrc; nothing was written."
                 )
-        if lock.name == "uv.lock" and (outside := sorted(_outside(tomllib.loads(lock.read_text())))):
+        if lock.name == "uv.lock" and (outside := sorted(_find_outside(tomllib.loads(lock.read_text())))):
             raise WorldsizeError(
                 f"{lock} installs {', '.join(outside)} from outside of {self.folder}, invisible to the build. "
                 "Take it from git or a package index, or move it into the project; nothing was written."
             )
 
-    def _left_out(self) -> Iterator[str]:
+    def _list_ignored(self) -> Iterator[str]:
         """Yield ignore patterns: by name, ignored by git, and files that seem private."""
         yield from ("**/" + re.sub(r"\[.*?\]", "?", name) for name in PRIVATE_NAMES)  # engines do not support [-_]
         yield "!**/*.py"  # .py files are not private by name; the last matching pattern wins
         yield from (f"**/{name}" for name in _LEFT_OUT)
-        ignored, files = _listed(self.folder, _IGNORED), _listed(self.folder, _FILES)
+        ignored, files = _list_git_files(self.folder, _IGNORED), _list_git_files(self.folder, _FILES)
         if files is None:  # not in a git repository
             files = [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*")]
-        yield from (_escaped(name.rstrip("/")) for name in ignored or ())
+        yield from (_escape_name(name.rstrip("/")) for name in ignored or ())
         for name in files:
             is_left_out = any(part in _LEFT_OUT for part in PurePosixPath(name).parts)
             if not is_left_out and (self.folder / name).is_file() and why_private(self.folder / name, name):
-                yield _escaped(name)
+                yield _escape_name(name)
 
 
 def _is_ours(file: Path) -> bool:
@@ -323,7 +325,7 @@ def version_of_uv() -> str:
     return match[0]
 
 
-def _outside(lock: Mapping[str, Any]) -> Iterator[str]:
+def _find_outside(lock: Mapping[str, Any]) -> Iterator[str]:
     for package in lock.get("package", ()):
         for kind in ("path", "directory", "editable", "virtual"):
             place = package.get("source", {}).get(kind)
@@ -331,7 +333,7 @@ def _outside(lock: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{package['name']} ({place})"
 
 
-def _listed(folder: Path, command: Sequence[str]) -> list[str] | None:
+def _list_git_files(folder: Path, command: Sequence[str]) -> list[str] | None:
     """Return names listed by git, relative to ``folder``; None without a repository or git."""
     try:
         done = subprocess.run(["git", *command], cwd=folder, capture_output=True, check=True)
@@ -340,6 +342,6 @@ def _listed(folder: Path, command: Sequence[str]) -> list[str] | None:
     return [name for name in done.stdout.decode(errors="surrogateescape").split("\0") if name]
 
 
-def _escaped(name: str) -> str:
+def _escape_name(name: str) -> str:
     """Escape a name to a pattern that only matches the name itself."""
     return re.sub(r"([*?\[\]\\!#])", r"\\\1", name)

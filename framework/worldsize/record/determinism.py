@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from worldsize.core import Range, Reduction
-from worldsize.moved import renamed
+from worldsize.moved import resolve_renamed
 
 # Without the first variable, cuBLAS chooses a workspace, and thus a reduction order, at run time (CUDA docs,
 # "Results reproducibility"). NVLS all-reduce is not deterministic between calls (nccl #1497).
@@ -73,7 +73,7 @@ class Determinism:
 
 def tensor_digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the SHA-256 of each tensor's dtype, shape and bytes, keyed by name."""
-    return {name: _digest(state[name].detach().cpu().contiguous()) for name in sorted(state)}
+    return {name: _hash_tensor(state[name].detach().cpu().contiguous()) for name in sorted(state)}
 
 
 def state_digest(digests: Mapping[str, str]) -> str:
@@ -81,11 +81,11 @@ def state_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _hash_tensor(tensor: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
     digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def __getattr__(name: str) -> Any:
-    return renamed(__name__, name)
+    return resolve_renamed(__name__, name)

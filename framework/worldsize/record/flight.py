@@ -11,7 +11,7 @@ from typing import Any, final
 
 from worldsize.files import read_regular
 from worldsize.messages import printable
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 _AT_MOST = 1 << 20  # maximum bytes per file
 _RANKS = 16  # maximum number of ranks in a message
@@ -31,9 +31,9 @@ def collectives_file(log: Path) -> Path:
     return log.with_suffix(".collectives.json")
 
 
-def collectives_of(log: Path) -> dict[str, tuple[int, int]]:
+def read_collectives(log: Path) -> dict[str, tuple[int, int]]:
     """Return a process's numbers of started and completed collectives per process group."""
-    counts = _read(collectives_file(log)) or {}
+    counts = _read_record(collectives_file(log)) or {}
     pairs = {group: pair for group, pair in counts.items() if isinstance(pair, list) and len(pair) == 2}
     return {group: (int(begun), int(ended)) for group, (begun, ended) in pairs.items() if _are_counts(begun, ended)}
 
@@ -60,9 +60,9 @@ def hang_report(logs: Sequence[Path]) -> str:
 
     If there are too many, processes that were not waiting take precedence, since the others waited for them.
     """
-    written = [(log.stem, record) for log in logs[:_FILES] if (record := _read(flight_file(log))) is not None]
-    told = sorted(written, key=lambda each: _waits(each[1]))[:_RANKS] if len(written) > _RANKS else written
-    lines = [line for name, record in told for line in _lines(name, record)]
+    written = [(log.stem, record) for log in logs[:_FILES] if (record := _read_record(flight_file(log))) is not None]
+    told = sorted(written, key=lambda each: _is_waiting(each[1]))[:_RANKS] if len(written) > _RANKS else written
+    lines = [line for name, record in told for line in _format_record(name, record)]
     lines += [f"  and {len(written) - len(told)} more"] if len(written) > len(told) else []
     return "\n".join(["when the gang hung:", *lines]) if lines else ""
 
@@ -88,54 +88,54 @@ def hung_processes(folder: Path) -> list[HungProcess]:
     paths = ((path, _NAME.fullmatch(path.name)) for path in sorted(folder.rglob("*.flight*.json"))[:_FILES])
     processes = []
     for path, name in paths:
-        if name and (record := _read(path)) is not None:
+        if name and (record := _read_record(path)) is not None:
             attempt = record.get("attempt")
             number = attempt if isinstance(attempt, int) else 0
-            stack = tuple(printable(str(frame)) for frame in _list(record.get("stack"))[-_MOST_FRAMES:])
-            doing, waits = _doing(record), _waits(record)
+            stack = tuple(printable(str(frame)) for frame in _ensure_list(record.get("stack"))[-_MOST_FRAMES:])
+            doing, waits = _describe_activity(record), _is_waiting(record)
             processes.append(HungProcess(number, name["role"], int(name["rank"]), doing, waits, stack))
     return sorted(processes, key=lambda each: (each.attempt, each.role, each.rank))
 
 
-def _read(path: Path) -> Mapping[str, Any] | None:
+def _read_record(path: Path) -> Mapping[str, Any] | None:
     try:
-        record = parse(read_regular(path, at_most=_AT_MOST), at_most=_AT_MOST)
+        record = parse_strict_json(read_regular(path, at_most=_AT_MOST), at_most=_AT_MOST)
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
 
 
-def _lines(name: str, record: Mapping[str, Any]) -> list[str]:
-    frames = _list(record.get("stack"))[-_FRAMES:]
-    return [f"  {name} {_doing(record)}", *(f"    {printable(str(frame))}" for frame in frames)]
+def _format_record(name: str, record: Mapping[str, Any]) -> list[str]:
+    frames = _ensure_list(record.get("stack"))[-_FRAMES:]
+    return [f"  {name} {_describe_activity(record)}", *(f"    {printable(str(frame))}" for frame in frames)]
 
 
-def _doing(record: Mapping[str, Any]) -> str:
+def _describe_activity(record: Mapping[str, Any]) -> str:
     """Describe what a process waits for, or its last collective, from its flight ``record``."""
-    if waiting := _list(record.get("waiting")):
-        return f"waits in {_told(waiting[0])}"
-    if awaited := _awaited(record):
+    if waiting := _ensure_list(record.get("waiting")):
+        return f"waits in {_describe_collective(waiting[0])}"
+    if awaited := _get_awaited(record):
         return f"waits for {awaited}"
     last = record.get("last")
-    return f"waits in no collective; it began {_told(last)} last" if last else "began no collective"
+    return f"waits in no collective; it began {_describe_collective(last)} last" if last else "began no collective"
 
 
-def _waits(record: Mapping[str, Any]) -> bool:
+def _is_waiting(record: Mapping[str, Any]) -> bool:
     """Return whether a process waits for others, from its flight ``record``."""
-    return bool(_list(record.get("waiting")) or _awaited(record))
+    return bool(_ensure_list(record.get("waiting")) or _get_awaited(record))
 
 
-def _awaited(record: Mapping[str, Any]) -> str:
+def _get_awaited(record: Mapping[str, Any]) -> str:
     """Return what a process waits for outside of collectives, from its ``record``, or ""."""
     awaited = record.get("awaited")
     return printable(str(awaited.get("what"))) if isinstance(awaited, dict) else ""
 
 
-def _list(value: Any) -> list[Any]:
+def _ensure_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _told(entry: Any) -> str:
+def _describe_collective(entry: Any) -> str:
     if not isinstance(entry, dict):
         return "an unknown one"
     return printable(f"{entry.get('name')} number {entry.get('number')} of {entry.get('group')}, {entry.get('sizes')}")

@@ -52,14 +52,14 @@ def check_data(
     """Raise WorldsizeError with the first differing file if fingerprints are not equal."""
     then, now = original["files"], present["files"]
     for name in sorted(then.keys() | now.keys()):
-        if _content(then.get(name)) != _content(now.get(name)):
+        if _get_content(then.get(name)) != _get_content(now.get(name)):
             raise WorldsizeError(
-                f"the data file {name!r} differs from the run's: {_described(then.get(name))} then, "
-                f"{_described(now.get(name))} now. {remedy}; nothing was started."
+                f"the data file {name!r} differs from the run's: {_format_file(then.get(name))} then, "
+                f"{_format_file(now.get(name))} now. {remedy}; nothing was started."
             )
 
 
-def _content(file: Mapping[str, Any] | None) -> tuple[int, str] | None:
+def _get_content(file: Mapping[str, Any] | None) -> tuple[int, str] | None:
     return (file["size"], file["sha256"]) if file else None
 
 
@@ -93,7 +93,7 @@ def _is_same(path: Path, file: Mapping[str, Any]) -> bool:
         return False
 
 
-def _described(file: Mapping[str, Any] | None) -> str:
+def _format_file(file: Mapping[str, Any] | None) -> str:
     return f"{file['size']} bytes, SHA-256 {file['sha256']}" if file else "missing"
 
 
@@ -108,7 +108,7 @@ def _describe(name: str, path: Path) -> dict[str, Any]:
         ) from None
 
 
-def files_of(folder: Path) -> Iterator[Path]:
+def list_plugin_files(folder: Path) -> Iterator[Path]:
     """Yield a plugin's recorded files: no caches, hidden or unreadable ones, or above 1 MiB."""
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
@@ -116,10 +116,10 @@ def files_of(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def digest_of(folder: Path) -> str:
+def compute_plugin_digest(folder: Path) -> str:
     """Return a SHA-256 of names and contents of a plugin's recorded files (:func:`files_of`)."""
     digest = hashlib.sha256()
-    for file in files_of(folder):
+    for file in list_plugin_files(folder):
         content = hashlib.sha256(read_regular(file, at_most=LARGEST)).hexdigest()
         digest.update(f"{file.relative_to(folder).as_posix()} {content}\n".encode())
     return digest.hexdigest()
@@ -131,7 +131,7 @@ def copy_files(folder: Path, target: Path) -> None:
     Raises:
         WorldsizeError: a file is a symbolic link, which may lead outside.
     """
-    for file in files_of(folder):
+    for file in list_plugin_files(folder):
         if file.is_symlink():
             raise WorldsizeError(f"{printable(str(file))} is a link, perhaps to an outside file. Put the file there.")
         copy = target / file.relative_to(folder)
@@ -139,13 +139,13 @@ def copy_files(folder: Path, target: Path) -> None:
         shutil.copy2(file, copy)
 
 
-def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Sequence[str] = ()) -> None:
+def copy_plugin(folder: Path, target: Path, clean: Callable[[str], str], *, include: Sequence[str] = ()) -> None:
     """Copy a plugin to the run folder; ``include``: patterns of private-looking files to allow.
 
     Raises:
         WorldsizeError: a file seems private, or contains a secret that ``clean`` would remove.
     """
-    for file in files_of(folder):
+    for file in list_plugin_files(folder):
         name = file.relative_to(folder).as_posix()
         if (reason := why_private(file, name, include=include)) is not None:
             raise WorldsizeError(
@@ -163,7 +163,7 @@ def keep(folder: Path, target: Path, clean: Callable[[str], str], *, include: Se
         shutil.copy2(file, copy)
 
 
-def kept_folder(root: Path, name: str) -> Path:
+def get_plugin_folder(root: Path, name: str) -> Path:
     """Return the folder for the copy of the plugin ``name``, such as "plugins.diloco".
 
     Raises:
@@ -194,15 +194,15 @@ def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
     if root.is_symlink():
         raise WorldsizeError(f"{printable(str(root))} is a link, not made by worldsize. Remove it.")
     remove_compiled(root)
-    folders = [kept_folder(root, plugin["name"]) for plugin in plugins if plugin["kept"]]
+    folders = [get_plugin_folder(root, plugin["name"]) for plugin in plugins if plugin["kept"]]
     recorded = [plugin["sha256"] for plugin in plugins if plugin["kept"]]
     for folder, wanted in zip(folders, recorded, strict=True):
-        if (digest := digest_of(folder)) != wanted:
+        if (digest := compute_plugin_digest(folder)) != wanted:
             raise WorldsizeError(
                 f"{folder} is lost or was changed: its digest is {digest}, the record has {wanted}. "
                 "Restore it from a copy of the run folder."
             )
-    listed = {file for folder in folders for file in files_of(folder)}
+    listed = {file for folder in folders for file in list_plugin_files(folder)}
     for path in sorted(root.rglob("*")):
         if path.is_symlink() or (not path.is_dir() and path not in listed):
             raise WorldsizeError(

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from worldsize.errors import WorldsizeError
 from worldsize.files import open_regular
-from worldsize.strict_json import parse
+from worldsize.strict_json import parse_strict_json
 
 Row = dict[str, Any]
 _LONGEST = 16 << 20  # maximum bytes per line
@@ -24,10 +24,10 @@ _LONGEST = 16 << 20  # maximum bytes per line
 _logger = logging.getLogger(__name__)
 
 
-def row_of(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> Row | None:
     """Parse a line; return None if it is not a JSON object."""
     try:
-        row = parse(line, at_most=_LONGEST)
+        row = parse_strict_json(line, at_most=_LONGEST)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
@@ -73,7 +73,7 @@ def drop_lines(path: Path, *, is_valid: Callable[[Row], bool], is_kept: Callable
     kept, end, damaged = 0, 0, 0  # kept: bytes before the first dropped line
     later: list[bytes] = []  # lines to keep after the first dropped line
     for line, following in complete_lines(path):
-        row = row_of(line)
+        row = parse_row(line)
         if row is None or not is_valid(row):
             damaged += 1
         elif is_kept(row):
@@ -136,14 +136,14 @@ class JsonRows:
         for number, (line, _) in enumerate(complete_lines(self._path)):
             if number % self.every and number != last and not (self._keep and self._keep in line):
                 self.damaged += not (line.startswith(b"{") and line.endswith(b"}\n"))
-            elif (row := row_of(line)) is None or not self._is_valid(row):
+            elif (row := parse_row(line)) is None or not self._is_valid(row):
                 self.damaged += 1
             else:
                 yield row
 
 
 @contextmanager
-def reading(run: Path) -> Iterator[None]:
+def wrap_read_errors(run: Path) -> Iterator[None]:
     """Convert errors within the block to an error about the record of ``run``.
 
     Raises:

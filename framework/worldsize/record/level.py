@@ -33,7 +33,7 @@ class Downgrade(NamedTuple):
     reason: str
 
 
-def promised_level(determinism: Determinism) -> ReproducibilityLevel:
+def get_promised_level(determinism: Determinism) -> ReproducibilityLevel:
     """Return the reproducibility level that a mode guarantees."""
     if determinism.reduce == "ordered":
         why = "a function of configuration and seed at any number of processes that divides the logical ranks"
@@ -46,7 +46,11 @@ def promised_level(determinism: Determinism) -> ReproducibilityLevel:
 
 def downgrades(original: Mapping[str, Any], present: Mapping[str, Any]) -> list[Downgrade]:
     """List differences that lower the ``original`` run's level in the ``present`` run."""
-    differences = (*_config(original, present), *_machine(original, present), *_code(original, present))
+    differences = (
+        *_compare_configs(original, present),
+        *_compare_machines(original, present),
+        *_compare_code(original, present),
+    )
     return [*resume_downgrades(original), *differences]
 
 
@@ -81,17 +85,17 @@ def _memberships(manifest: Mapping[str, Any]) -> Iterator[Downgrade]:
             yield Downgrade("tolerance", f"attempt {attempt['number']}: {trained}, and sums depend on it")
 
 
-def downgraded_level(
+def downgrade_level(
     original: Mapping[str, Any], present: Mapping[str, Any], reasons: Sequence[Downgrade]
 ) -> ReproducibilityLevel:
     """Return the lowest of both runs' levels and the levels in ``reasons``."""
-    recorded = [recorded_level(run) for run in (original, present)]
-    lowest = min([*(Downgrade(each.level, each.why) for each in recorded), *reasons], key=_height)
+    recorded = [read_recorded_level(run) for run in (original, present)]
+    lowest = min([*(Downgrade(each.level, each.why) for each in recorded), *reasons], key=_get_level_index)
     why = [each.reason for each in reasons] or [lowest.reason]
     return ReproducibilityLevel(lowest.level, "; ".join(why))
 
 
-def recorded_level(manifest: Mapping[str, Any]) -> ReproducibilityLevel:
+def read_recorded_level(manifest: Mapping[str, Any]) -> ReproducibilityLevel:
     """Return the level in the manifest, or "none" for an old manifest without a level."""
     level = manifest.get("reproducibility")
     return (
@@ -101,15 +105,15 @@ def recorded_level(manifest: Mapping[str, Any]) -> ReproducibilityLevel:
     )
 
 
-def _height(downgrade: Downgrade) -> int:
+def _get_level_index(downgrade: Downgrade) -> int:
     return LEVELS.index(downgrade.level)
 
 
-def changes(
+def find_changes(
     then: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str] = _NOT_COMPUTED
 ) -> list[tuple[str, Any, Any]]:
     """Return the keys outside of sections ``but`` that differ, with both values."""
-    first, second = _flat(then), _flat(now)
+    first, second = _flatten_config(then), _flatten_config(now)
     keys = [key for key in sorted(first.keys() | second.keys()) if key.split(".")[0] not in but]
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 
@@ -120,7 +124,7 @@ def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) 
     return [each for each in changes if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 
 
-def without_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
+def drop_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
     """Drop changes by interpolation: keys with the name and values of a less nested key."""
     kept: list[tuple[str, Any, Any]] = []
     for key, then, now in sorted(changes, key=lambda change: change[0].count(".")):
@@ -134,33 +138,33 @@ def _is_below(key: str, parents: Sequence[str]) -> bool:
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
-def _config(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
-    for key, then, now in changes(original["config"], present["config"]):
+def _compare_configs(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
+    for key, then, now in find_changes(original["config"], present["config"]):
         yield Downgrade("none", f"{key}: {then} then, {now} now: another experiment")
 
 
-def keys_of(node: Any, path: str = "") -> Iterator[str]:
+def list_keys(node: Any, path: str = "") -> Iterator[str]:
     """Yield all dotted keys of a configuration, including those of sections."""
     if path:
         yield path
     if isinstance(node, Mapping):
         for name, child in node.items():
-            yield from keys_of(child, f"{path}.{name}" if path else str(name))
+            yield from list_keys(child, f"{path}.{name}" if path else str(name))
 
 
-def _flat(node: Any, path: str = "") -> dict[str, Any]:
+def _flatten_config(node: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(node, Mapping):
         return {path: node}
     return {
         key: value
         for name, child in node.items()
-        for key, value in _flat(child, f"{path}.{name}" if path else str(name)).items()
+        for key, value in _flatten_config(child, f"{path}.{name}" if path else str(name)).items()
     }
 
 
-def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
+def _compare_machines(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
     for what, path in _DECIDES_BITS.items():
-        then, now = _at(original, path), _at(present, path)
+        then, now = _get_value(original, path), _get_value(present, path)
         if then != now:
             yield Downgrade("tolerance", f"{what}: {then} then, {now} now")
     yield from _variables(original["determinism"].get("environment", {}), present["determinism"].get("environment", {}))
@@ -174,7 +178,7 @@ def _machine(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterato
     if original["determinism"]["reduce"] == "ordered":
         return
     for what, path in _DECIDES_SUMS.items():
-        then, now = _at(original, path), _at(present, path)
+        then, now = _get_value(original, path), _get_value(present, path)
         if then != now:
             yield Downgrade("tolerance", f"{what}: {then} then, {now} now, and sums depend on it")
 
@@ -221,13 +225,13 @@ def orders_differ(then: int, now: int, manifest: Mapping[str, Any]) -> bool:
     return any(changed.get(version, True) for version in range(min(then, now) + 1, max(then, now) + 1))
 
 
-def _at(manifest: Any, path: Sequence[str | int]) -> Any:
+def _get_value(manifest: Any, path: Sequence[str | int]) -> Any:
     for key in path:
         manifest = manifest[key] if isinstance(key, int) else manifest.get(key)
     return manifest
 
 
-def _code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
+def _compare_code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
     then, now = original["code"], present["code"]
     if then["left_out"]:
         yield Downgrade("tolerance", f"files that the record lacks: {', '.join(then['left_out'])}")

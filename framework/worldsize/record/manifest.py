@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from worldsize.errors import WorldsizeError
 from worldsize.files import read_regular, replace_file
 from worldsize.moved import rename_targets
-from worldsize.strict_json import LARGEST, parse, strict
+from worldsize.strict_json import LARGEST, parse_strict_json, sanitize_json
 
 SCHEMA_VERSION = 1
 _LONGEST_KEY = 1 << 10  # maximum bytes
@@ -34,23 +34,23 @@ def write_manifest(path: Path, manifest: Mapping[str, Any], *, own: bool = True)
     ``digest`` is the SHA-256 of the text without ``digest`` and ``signature``. The manifest is only signed if it is
     this user's ``own``, so that a change to another user's record does not change its owner.
     """
-    facts = strict({**manifest, "schema_version": SCHEMA_VERSION})
-    digest = _digest(facts)
+    facts = sanitize_json({**manifest, "schema_version": SCHEMA_VERSION})
+    digest = _compute_digest(facts)
     written = {**facts, "digest": digest, "signature": _signature(digest) if own else None}
-    replace_file(path, _text(written).encode())
+    replace_file(path, _serialize_manifest(written).encode())
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
     return written
 
 
-def _text(manifest: Mapping[str, Any]) -> str:
+def _serialize_manifest(manifest: Mapping[str, Any]) -> str:
     return json.dumps(manifest, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def _compute_digest(manifest: Mapping[str, Any]) -> str:
     facts = {key: value for key, value in manifest.items() if key not in ("digest", "signature")}
-    return hashlib.sha256(_text(facts).encode()).hexdigest()
+    return hashlib.sha256(_serialize_manifest(facts).encode()).hexdigest()
 
 
 def _digest_of_text(text: str) -> str:
@@ -81,13 +81,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     try:
         text = read_regular(path, at_most=LARGEST).decode()
-        if (own := _own(text)) is not None:
+        if (own := _parse_own_manifest(text)) is not None:
             rename_targets(own.get("config"))
             return own
-        manifest: dict[str, Any] = parse(text, mapping=_Fields)
+        manifest: dict[str, Any] = parse_strict_json(text, mapping=_Fields)
         version = int(manifest["schema_version"])
         if version <= SCHEMA_VERSION:
-            check(manifest, _schema())
+            check_against_schema(manifest, _load_schema())
     except OSError as error:
         raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Name the folder of a run.") from None
     except (ValueError, KeyError, TypeError, WorldsizeError) as error:
@@ -105,7 +105,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _own(text: str) -> dict[str, Any] | None:
+def _parse_own_manifest(text: str) -> dict[str, Any] | None:
     """Parse a manifest of this schema version, signed by this user; return None for others.
 
     A signed manifest is not validated further, since validation takes several times as long as parsing.
@@ -123,7 +123,7 @@ def _own(text: str) -> dict[str, Any] | None:
 
 
 @cache
-def _schema() -> Mapping[str, Any]:
+def _load_schema() -> Mapping[str, Any]:
     schema: dict[str, Any] = json.loads(Path(__file__).with_name("run_manifest.schema.json").read_text())
     return schema
 
@@ -141,20 +141,20 @@ def _is_signature(signature: str, digest: str) -> bool:
 
 def _signature(digest: str) -> str | None:
     """Return the HMAC-SHA-256 (RFC 2104) of a digest; None if the key cannot be read or created."""
-    key = _key()
+    key = _read_key()
     return hmac.new(key, digest.encode(), hashlib.sha256).hexdigest() if key else None
 
 
-def _key() -> bytes | None:
+def _read_key() -> bytes | None:
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
         path = Path.home() / ".config" / "worldsize" / "manifest.key"
         if not path.exists():
-            _create(path)
+            _create_key(path)
         return read_regular(path, at_most=_LONGEST_KEY)
     return None
 
 
-def _create(path: Path) -> None:
+def _create_key(path: Path) -> None:
     """Create the key atomically; if two runs start simultaneously, both use the same key."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{secrets.token_hex(4)}")
@@ -177,7 +177,7 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
-def check(value: Any, schema: Mapping[str, Any], name: str = "") -> None:
+def check_against_schema(value: Any, schema: Mapping[str, Any], name: str = "") -> None:
     """Check a value against a JSON Schema, except for patterns and required fields.
 
     Args:
@@ -200,10 +200,10 @@ def check(value: Any, schema: Mapping[str, Any], name: str = "") -> None:
             if type(child) is str and rule.get("type") == "string" and "enum" not in rule and "const" not in rule:
                 continue  # fast path for most fields, such as package versions, which need no other check
             if rule:
-                check(child, rule, f"{name}.{key}" if name else key)
+                check_against_schema(child, rule, f"{name}.{key}" if name else key)
     elif isinstance(value, list) and (rule := schema.get("items")):
         for number, child in enumerate(value):
-            check(child, rule, f"{name}[{number}]")
+            check_against_schema(child, rule, f"{name}[{number}]")
 
 
 def _is_of_type(value: Any, schema: Mapping[str, Any]) -> bool:

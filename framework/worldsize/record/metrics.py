@@ -13,9 +13,9 @@ from typing import Any, Literal, NotRequired, TypedDict, TypeGuard, final
 
 from worldsize.core import Evaluated, Event, RunEnded, RunFailed, RunStarted, StepDone
 from worldsize.errors import CheckpointError
-from worldsize.record.json_lines import JsonRows, Row, complete_lines, drop_lines, is_number, last_line, row_of
+from worldsize.record.json_lines import JsonRows, Row, complete_lines, drop_lines, is_number, last_line, parse_row
 from worldsize.record.run_directory import RunDirectory
-from worldsize.strict_json import strict
+from worldsize.strict_json import sanitize_json
 
 _EVALUATION = b'"event": "evaluation"'  # part of every evaluation's line
 _END = 1 << 20  # bytes to read from the end of a file for its last line
@@ -95,20 +95,20 @@ class MetricsFile:
             case RunStarted(first=first, evaluated=evaluated):
                 self._file.close()
                 if not _ends_before(self._path, first, evaluated):
-                    rewind(self._path, first, evaluated=evaluated)
+                    rewind_metrics(self._path, first, evaluated=evaluated)
                 self._file = self._path.open("a", buffering=1)
             case StepDone():
-                self._write({"event": "step", **_told(event)})
+                self._write_line({"event": "step", **_collect_fields(event)})
             case Evaluated():
-                self._write({"event": "evaluation", "step": event.step, "metrics": dict(event.metrics)})
+                self._write_line({"event": "evaluation", "step": event.step, "metrics": dict(event.metrics)})
             case RunEnded() | RunFailed():
                 self._file.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(strict(line)) + "\n")
+    def _write_line(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(sanitize_json(line)) + "\n")
 
 
-def _told(event: StepDone) -> dict[str, Any]:
+def _collect_fields(event: StepDone) -> dict[str, Any]:
     told = {each.name: getattr(event, each.name) for each in fields(event) if each.name != "splits"}
     return {name: value for name, value in told.items() if name not in _OPTIONAL or value not in (None, {})}
 
@@ -142,7 +142,7 @@ def metric_rows(path: Path, *, at_most: int | None = None) -> JsonRows:
     return JsonRows(path, is_valid=is_metric, at_most=at_most, keep=_EVALUATION)
 
 
-def rewind(path: Path, step: int, *, evaluated: bool = True) -> int:
+def rewind_metrics(path: Path, step: int, *, evaluated: bool = True) -> int:
     """Drop damaged lines and those after ``step``; return the number of logged steps left.
 
     With ``evaluated=False``, the evaluation after ``step`` is dropped, too.
@@ -165,14 +165,18 @@ def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
     Returns the number of logged steps up to the checkpoint that are missing from the file, although they should have
     been written before the checkpoint.
     """
-    from worldsize.checkpoint.format import complete, read, step_of  # imports torch, which is too slow for readers
+    from worldsize.checkpoint.format import (  # imports torch, which is too slow for readers
+        complete,
+        parse_step,
+        read_checkpoint,
+    )
 
     saved, evaluated = complete(run.checkpoints), True
     if saved:
         with suppress(CheckpointError):  # a load refuses a damaged checkpoint
-            evaluated = read(saved[-1]).facts.get("evaluated", True)
-    step = step_of(saved[-1]) if saved else 0
-    left = rewind(run.metrics, step, evaluated=evaluated)
+            evaluated = read_checkpoint(saved[-1]).facts.get("evaluated", True)
+    step = parse_step(saved[-1]) if saved else 0
+    left = rewind_metrics(run.metrics, step, evaluated=evaluated)
     if not step:
         return 0
     changes = [change for resumed in manifest.get("resumed", ()) for change in resumed["changes"]]
@@ -191,13 +195,13 @@ def _ends_before(path: Path, step: int, evaluated: bool) -> bool:
 
     The launching process has already read all lines and dropped damaged ones at the start of the attempt.
     """
-    row = row_of(last_line(path, within=_END))
+    row = parse_row(last_line(path, within=_END))
     return row is not None and is_metric(row) and _is_before(row, step, evaluated)
 
 
 def evaluations(path: Path, *, until: float = math.inf) -> list[tuple[int, dict[str, float]]]:
     """Read the step and the metrics of each logged evaluation up to step ``until``, in order."""
-    rows = (row_of(line) for line, _ in complete_lines(path) if _EVALUATION in line)
+    rows = (parse_row(line) for line, _ in complete_lines(path) if _EVALUATION in line)
     return [
         (row["step"], {name: float(value) for name, value in row["metrics"].items()})
         for row in rows
@@ -212,7 +216,7 @@ def last_step(path: Path) -> int:
 
 def last_row(path: Path) -> tuple[int, bool]:
     """Return the last line's step, and whether it is an evaluation; (0, False) without lines."""
-    row = row_of(last_line(path, within=_END))
+    row = parse_row(last_line(path, within=_END))
     return (row["step"], row["event"] == "evaluation") if row is not None and is_metric(row) else (0, False)
 
 

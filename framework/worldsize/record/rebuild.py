@@ -56,7 +56,7 @@ class Lock:
     project: bytes | None
     python: str
 
-    def write(self, folder: Path) -> None:
+    def write_lock_files(self, folder: Path) -> None:
         """Write the lock file and the project file into ``folder``."""
         (folder / self.name).write_bytes(self.content)
         if self.project is not None:
@@ -82,15 +82,15 @@ def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
     return Lock(lock.name, content, read_regular(project, at_most=LARGEST) if project.is_file() else None, python)
 
 
-def present(code: Path, *, clones: Sequence[Path]) -> Interpreter:
+def get_current_interpreter(code: Path, *, clones: Sequence[Path]) -> Interpreter:
     """Return this process's Python for the code in the checkout ``code``.
 
     Editable packages in ``clones`` are replaced on the import path by the same folders in ``code``.
     """
-    return Interpreter((sys.executable,), tuple(_moved(clones, code)))
+    return Interpreter((sys.executable,), tuple(_list_moved_paths(clones, code)))
 
 
-def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
+def build_interpreter(lock: Lock, project: Path, spare: Path) -> Interpreter:
     """Build a Python environment from ``lock`` with uv.
 
     The environment is built in ``project``, the run's working directory, if the lock belongs to it, otherwise in
@@ -104,12 +104,12 @@ def rebuilt(lock: Lock, project: Path, spare: Path) -> Interpreter:
     folder = spare / "environment"
     of_project = project / "uv.lock"
     if lock.name == of_project.name and of_project.exists() and of_project.read_bytes() == lock.content:
-        return Interpreter((str(_synced(lock.python, project)),), ())
+        return Interpreter((str(_sync_environment(lock.python, project)),), ())
     folder.mkdir()
-    lock.write(folder)
+    lock.write_lock_files(folder)
     if lock.name == "requirements.txt":
-        return Interpreter((str(_from_pins(lock.python, folder / lock.name, spare / "venv")),), ())
-    return Interpreter((str(_synced(lock.python, folder, "--no-install-project")),), _framework())
+        return Interpreter((str(_install_pins(lock.python, folder / lock.name, spare / "venv")),), ())
+    return Interpreter((str(_sync_environment(lock.python, folder, "--no-install-project")),), _framework())
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,13 @@ class Places:
     writes: Sequence[Path]
 
 
-def contained(container: Container, places: Places, *, cuda: bool) -> Interpreter:
+def get_container_interpreter(container: Container, places: Places, *, cuda: bool) -> Interpreter:
     """Return the Python in a container with access to ``places`` and optionally the GPUs."""
-    path = tuple(_moved(places.reads, places.code)) or _framework()
+    path = tuple(_list_moved_paths(places.reads, places.code)) or _framework()
     repository = _repository(places.code)
     reads = [*places.reads, *path, *([repository] if repository else [])]
-    command = container.python(places.folder, writes=places.writes, reads=reads, cuda=cuda)
-    return Interpreter(command, path, {**container.variables, **_apart(repository, places.code.parent)})
+    command = container.build_python_command(places.folder, writes=places.writes, reads=reads, cuda=cuda)
+    return Interpreter(command, path, {**container.variables, **_redirect_git_objects(repository, places.code.parent)})
 
 
 def _repository(worktree: Path) -> Path | None:
@@ -145,7 +145,7 @@ def _repository(worktree: Path) -> Path | None:
     return Path(named[1]) if (named := re.fullmatch(r"gitdir: (.+)/worktrees/[^/]+", text)) else None
 
 
-def _apart(repository: Path | None, spare: Path) -> dict[str, str]:
+def _redirect_git_objects(repository: Path | None, spare: Path) -> dict[str, str]:
     """Return variables for git to write to ``spare`` instead of the read-only repository."""
     if repository is None:
         return {}
@@ -154,18 +154,18 @@ def _apart(repository: Path | None, spare: Path) -> dict[str, str]:
     return {"GIT_OBJECT_DIRECTORY": str(objects), "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(repository / "objects")}
 
 
-def _synced(python: str, project: Path, *options: str) -> Path:
-    _uv(python, "sync", "--frozen", "--all-extras", *options, "--project", str(project))
+def _sync_environment(python: str, project: Path, *options: str) -> Path:
+    _run_uv(python, "sync", "--frozen", "--all-extras", *options, "--project", str(project))
     return project / ".venv" / "bin" / "python"
 
 
-def _from_pins(python: str, pins: Path, venv: Path) -> Path:
-    _uv(python, "venv", str(venv))
-    _uv(None, "pip", "install", "--python", str(venv), "--requirement", str(pins))
+def _install_pins(python: str, pins: Path, venv: Path) -> Path:
+    _run_uv(python, "venv", str(venv))
+    _run_uv(None, "pip", "install", "--python", str(venv), "--requirement", str(pins))
     return venv / "bin" / "python"
 
 
-def _uv(python: str | None, *arguments: str) -> None:
+def _run_uv(python: str | None, *arguments: str) -> None:
     """Run uv with the exact recorded Python version, or else with the same minor version."""
     wanted = [[]] if python is None else [["--python", python], ["--python", python.rpartition(".")[0]]]
     inherited = {
@@ -178,7 +178,7 @@ def _uv(python: str | None, *arguments: str) -> None:
     raise WorldsizeError(f"uv {arguments[0]} cannot rebuild the environment:\n{done.stderr.strip()}")
 
 
-def _moved(clones: Sequence[Path], code: Path) -> Iterator[Path]:
+def _list_moved_paths(clones: Sequence[Path], code: Path) -> Iterator[Path]:
     for entry in map(Path, sys.path):
         for clone in clones:
             is_source = entry.is_relative_to(clone) and entry != clone and "site-packages" not in entry.parts
@@ -192,7 +192,7 @@ def _framework() -> tuple[Path, ...]:
     return (source,) if source.name == "framework" else ()
 
 
-def to_be_installed(lock: Lock) -> list[str]:
+def describe_installs(lock: Lock) -> list[str]:
     """Describe which packages ``lock`` would install, and from where.
 
     Packages that are already installed in the same version are omitted, or summarized in one line per source.
@@ -204,7 +204,7 @@ def to_be_installed(lock: Lock) -> list[str]:
         return _pins_to_be_installed(lock.content.decode(errors="replace"))
     try:
         packages_of_lock = tomllib.loads(lock.content.decode()).get("package", [])
-        lines = [*_settings(lock.project), *_grouped(packages_of_lock)]
+        lines = [*_settings(lock.project), *_group_packages(packages_of_lock)]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
         text = f"the recorded {lock.name} cannot be read: {reason}. Restore it from a copy of the run folder."
@@ -227,12 +227,14 @@ def _settings(project: bytes | None) -> list[str]:
     return [f"with the settings of uv {json.dumps(told, default=str)}"] if told else []
 
 
-def _grouped(locked: Sequence[Mapping[str, Any]]) -> list[str]:
+def _group_packages(locked: Sequence[Mapping[str, Any]]) -> list[str]:
     here, same, others = packages(), dict[str, list[str]](), list[str]()
     for package in locked:
         name, version, source = package["name"], package.get("version"), package.get("source", {})
         kind, place = next(iter(source.items()), ("unknown", ""))
-        files = sorted({_host(file) for file in (*package.get("wheels", ()), package.get("sdist", {})) if file})
+        files = sorted(
+            {_get_download_host(file) for file in (*package.get("wheels", ()), package.get("sdist", {})) if file}
+        )
         origin = f"from {kind} {place}" + (f" (files from {', '.join(files)})" if files else "")
         if kind == "registry" and here.get(name) == version:
             same.setdefault(origin, []).append(name)
@@ -241,7 +243,7 @@ def _grouped(locked: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*others, *(f"in the versions that are here, {origin}: {', '.join(same[origin])}" for origin in same)]
 
 
-def _host(file: Mapping[str, Any]) -> str:
+def _get_download_host(file: Mapping[str, Any]) -> str:
     """Return the download host of a wheel or source archive in a lock, or its path."""
     address = str(file.get("url") or file.get("path"))
     return urlsplit(address).netloc or address

@@ -55,7 +55,7 @@ def is_secret(name: str) -> bool:
     Most words only match as a whole, so that ``token`` matches but ``tokens`` does not. A few words also match within
     others, as in ``PGPASSWORD``.
     """
-    words = _words(name)
+    words = _split_words(name)
     if any(part in word for word in words if word not in _NO_SECRETS for part in _SECRET_PARTS):
         return True
     pairs = set(pairwise(words))
@@ -67,37 +67,37 @@ def is_secret(name: str) -> bool:
 
 def is_secret_variable(name: str) -> bool:
     """Return whether a variable's name indicates a secret, as most ``*_KEY`` and ``*_PASS`` do."""
-    *before, last = _words(name)
+    *before, last = _split_words(name)
     owned = bool(before) and last in ("key", "pass", "pwd") and before[-1] not in _PUBLIC
     return owned or is_secret(name)
 
 
-def _words(name: str) -> list[str]:
+def _split_words(name: str) -> list[str]:
     """Split snake, kebab, dotted and camel case: ``HFToken`` has words ``hf`` and ``token``."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return re.split(r"[^a-z0-9]+", apart.lower())
 
 
-def without_credentials(text: str) -> str:
+def remove_credentials(text: str) -> str:
     """Remove ``user:password@`` and redact secret parameters in all URLs in ``text``."""
     return _URL_PARAMETER.sub(_parameter, _URL_CREDENTIALS.sub("", text)) if "://" in text else text
 
 
 def _parameter(match: re.Match[str]) -> str:
-    hidden = is_secret(match[1]) or _SIGNATURES & set(_words(match[1]))
+    hidden = is_secret(match[1]) or _SIGNATURES & set(_split_words(match[1]))
     return f"{match[1]}={REDACTED}" if hidden else match[0]
 
 
-def redacted(value: Any) -> Any:
+def redact_tree(value: Any) -> Any:
     """Copy nested containers, redacting secret-looking keys and credentials in URLs."""
     if isinstance(value, Mapping):
-        return {key: REDACTED if is_secret(str(key)) and child else redacted(child) for key, child in value.items()}
+        return {key: REDACTED if is_secret(str(key)) and child else redact_tree(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(child) for child in value]
-    return without_credentials(value) if isinstance(value, str) else value
+        return [redact_tree(child) for child in value]
+    return remove_credentials(value) if isinstance(value, str) else value
 
 
-def redacted_arguments(arguments: Sequence[str]) -> list[str]:
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """Return command-line arguments ``a.b=value`` with redacted values of secret-looking keys."""
     return [_argument(word) for word in arguments]
 
@@ -105,7 +105,7 @@ def redacted_arguments(arguments: Sequence[str]) -> list[str]:
 def _argument(word: str) -> str:
     key, equals, value = word.partition("=")
     hidden = is_secret(key) or ("{" in value and any(map(is_secret, _KEY_IN_BRACES.findall(value))))
-    return f"{key}={REDACTED}" if equals and hidden else without_credentials(word)
+    return f"{key}={REDACTED}" if equals and hidden else remove_credentials(word)
 
 
 @final
@@ -115,26 +115,26 @@ class Scrubber:
 
     secrets: tuple[str, ...]
 
-    def text(self, text: str) -> str:
+    def scrub_text(self, text: str) -> str:
         """Redact all known secrets in ``text``."""
         for secret in self.secrets:
             text = text.replace(secret, REDACTED)
         return text
 
-    def tree(self, value: Any) -> Any:
+    def scrub_tree(self, value: Any) -> Any:
         """Copy nested containers, redacting known secrets, secret-looking keys and credentials."""
-        return _mapped(redacted(value), self.text)
+        return _map_strings(redact_tree(value), self.scrub_text)
 
-    def words(self, arguments: Sequence[str]) -> list[str]:
+    def scrub_arguments(self, arguments: Sequence[str]) -> list[str]:
         """Return command-line arguments without known secrets and values of secret-looking keys."""
-        return [self.text(word) for word in redacted_arguments(arguments)]
+        return [self.scrub_text(word) for word in redact_arguments(arguments)]
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _mapped(child, change) for key, child in value.items()}
+        return {key: _map_strings(child, change) for key, child in value.items()}
     if isinstance(value, list):
-        return [_mapped(child, change) for child in value]
+        return [_map_strings(child, change) for child in value]
     return change(value) if isinstance(value, str) else value
 
 
@@ -148,11 +148,11 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
     """
     values = {value for name, value in environ.items() if is_secret_variable(name)}
     values |= {environ.get(name, "") for name in interpolated if not _PLACES.fullmatch(name)}
-    kept_out = [str(value) for _, value in withheld(config, redacted(config))]
+    kept_out = [str(value) for _, value in withheld(config, redact_tree(config))]
     values |= {value for value in kept_out if "://" not in value}
     values |= {password for value in kept_out for password in _URL_PASSWORD.findall(value)}
     values |= set(re.findall(r"\bpassword\s+(\S+)", netrc.read_text())) if os.access(netrc, os.R_OK) else set()
-    return _scrubber_of(values)
+    return _create_scrubber(values)
 
 
 def process_scrubber(secrets: Mapping[str, str]) -> Scrubber:
@@ -162,10 +162,10 @@ def process_scrubber(secrets: Mapping[str, str]) -> Scrubber:
     netrc = Path("~/.netrc")
     with suppress(RuntimeError):  # the user does not have a home folder
         netrc = netrc.expanduser()
-    return _scrubber_of({*values, *scrubber({}, os.environ, netrc).secrets})
+    return _create_scrubber({*values, *scrubber({}, os.environ, netrc).secrets})
 
 
-def _scrubber_of(values: Iterable[str]) -> Scrubber:
+def _create_scrubber(values: Iterable[str]) -> Scrubber:
     """Create a scrubber for values of sufficient length that redacts longer ones first."""
     return Scrubber(tuple(sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)))
 
@@ -180,7 +180,7 @@ def withheld(config: Any, written: Any, path: Keys = ()) -> list[tuple[Keys, Any
     return [] if config == written else [(path, config)]
 
 
-def restore(config: Any, secrets: Iterable[tuple[Sequence[str | int], Any]]) -> None:
+def restore_secrets(config: Any, secrets: Iterable[tuple[Sequence[str | int], Any]]) -> None:
     """Insert withheld leaves into ``config``, in place."""
     for (*parents, last), value in secrets:
         node = config
@@ -189,12 +189,12 @@ def restore(config: Any, secrets: Iterable[tuple[Sequence[str | int], Any]]) -> 
         node[last] = value
 
 
-def missing(config: Any, path: Keys = ()) -> list[Keys]:
+def find_redacted_keys(config: Any, path: Keys = ()) -> list[Keys]:
     """List the keys with a redacted value in ``config``."""
     if isinstance(config, Mapping):
-        return [place for key, child in config.items() for place in missing(child, (*path, key))]
+        return [place for key, child in config.items() for place in find_redacted_keys(child, (*path, key))]
     if isinstance(config, list):
-        return [place for index, child in enumerate(config) for place in missing(child, (*path, index))]
+        return [place for index, child in enumerate(config) for place in find_redacted_keys(child, (*path, index))]
     return [path] if isinstance(config, str) and REDACTED in config else []
 
 
@@ -244,7 +244,7 @@ def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | 
     parts = () if path.suffix == ".py" else PurePath(name.lower()).parts
     if any(fnmatch(part, pattern) for part in parts for pattern in PRIVATE_NAMES):
         return "its name"
-    if not stat.S_IMODE(path.stat().st_mode) & 0o077 and _umask() & 0o077 != 0o077:
+    if not stat.S_IMODE(path.stat().st_mode) & 0o077 and _read_umask() & 0o077 != 0o077:
         return "nobody else may read it"
     content = path.read_bytes()
     if b"\0" in content[:8192]:
@@ -254,7 +254,7 @@ def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | 
 
 
 @cache
-def _umask() -> int:
+def _read_umask() -> int:
     """Return this process's umask, on Linux without changing it temporarily."""
     status = Path("/proc/self/status")
     if sys.platform == "linux" and (line := re.search(r"^Umask:\s*(\d+)", status.read_text(), re.MULTILINE)):
@@ -266,23 +266,23 @@ def _umask() -> int:
 
 @cache
 def _detectors() -> Sequence[tuple[str, Callable[[str], bool]]]:
-    return tuple(_known_formats())
+    return tuple(_create_detectors())
 
 
-def _known_formats() -> Iterator[tuple[str, Callable[[str], bool]]]:
+def _create_detectors() -> Iterator[tuple[str, Callable[[str], bool]]]:
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class  # takes 0.2 s
     from detect_secrets.plugins.base import RegexBasedDetector
 
     for kind, pattern in _KEYS.items():
-        yield kind, partial(_has, re.compile(pattern))
+        yield kind, partial(_has_match, re.compile(pattern))
     yield "a random text assigned to a name of a secret", _assigns_secret
     known: Mapping[str, type[Any]] = get_mapping_from_secret_type_to_class()
     for kind, detector in known.items():
         if issubclass(detector, RegexBasedDetector) and kind not in _UNUSED | _QUADRATIC:
-            yield kind, partial(_finds, detector())
+            yield kind, partial(_has_secret, detector())
 
 
-def _has(pattern: re.Pattern[str], text: str) -> bool:
+def _has_match(pattern: re.Pattern[str], text: str) -> bool:
     return pattern.search(text) is not None
 
 
@@ -290,5 +290,5 @@ def _assigns_secret(text: str) -> bool:
     return any(is_secret(name) and _RANDOM.fullmatch(value) for name, value in _ASSIGNED.findall(text))
 
 
-def _finds(detector: RegexBasedDetector, text: str) -> bool:
+def _has_secret(detector: RegexBasedDetector, text: str) -> bool:
     return any(detector.analyze_string(text))

@@ -57,23 +57,23 @@ class RunDirectory:
         self.reserve = path / ".reserve"  # reserved disk space, to record the end of a run that filled the disk
         self.control = path / "control"  # address of the launching process's socket for requests
 
-    def servers(self, attempt: int) -> Path:
+    def get_servers_folder(self, attempt: int) -> Path:
         """Return the folder where servers and clients find each other, private to the run's user."""
         return self.path / "servers" / f"attempt_{attempt}"
 
-    def log(self, role: str, rank: int) -> Path:
+    def get_log_file(self, role: str, rank: int) -> Path:
         """Return the log file of the process ``rank`` within its role."""
-        return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.log"
+        return _get_rank_folder(self.path / "logs", rank) / f"{role}_{rank:05d}.log"
 
-    def error(self, role: str, rank: int) -> Path:
+    def get_error_file(self, role: str, rank: int) -> Path:
         """Return the file for the error of a failed process."""
-        return _of_rank(self.path / "logs", rank) / f"{role}_{rank:05d}.error.json"
+        return _get_rank_folder(self.path / "logs", rank) / f"{role}_{rank:05d}.error.json"
 
-    def hang(self, attempt: int) -> Path:
+    def get_hang_file(self, attempt: int) -> Path:
         """Return the file that requests flight records, created by a waiting process."""
         return self.path / "logs" / f"hang_{attempt}"
 
-    def lost_link(self, connection: str) -> Path:
+    def get_lost_link_file(self, connection: str) -> Path:
         """Return the file for a lost connection; the host that creates it first owns it."""
         return self.path / "logs" / f"lost_{connection}"
 
@@ -85,25 +85,25 @@ class RunDirectory:
         """Return the folder for NCCL's logs, with one file per process on ``host``."""
         return self.path / "logs" / "nccl" / host
 
-    def profile(self, rank: int) -> Path:
+    def get_profile_file(self, rank: int) -> Path:
         """Return the JSON file with the trace of one worker."""
-        return _of_rank(self.path / "profile", rank) / f"worker_{rank:05d}.json"
+        return _get_rank_folder(self.path / "profile", rank) / f"worker_{rank:05d}.json"
 
-    def timing(self, rank: int) -> Path:
+    def get_timing_file(self, rank: int) -> Path:
         """Return the JSON-lines file of one worker's step breakdown, one line per measured step."""
-        return _of_rank(self.path / "timing", rank) / f"worker_{rank:05d}.jsonl"
+        return _get_rank_folder(self.path / "timing", rank) / f"worker_{rank:05d}.jsonl"
 
-    def health(self, node: int) -> Path:
+    def get_health_file(self, node: int) -> Path:
         """Return the JSON-lines file with the health of one node, one line per sample."""
-        return _of_rank(self.path / "health", node) / f"node_{node:05d}.jsonl"
+        return _get_rank_folder(self.path / "health", node) / f"node_{node:05d}.jsonl"
 
 
-def _of_rank(folder: Path, rank: int) -> Path:
+def _get_rank_folder(folder: Path, rank: int) -> Path:
     """Return the folder for files of a rank or node; above 1,000 ranks, one per thousand."""
     return folder / f"{rank // _RANKS * _RANKS:05d}" if rank >= _RANKS else folder
 
 
-def make_folder_of(file: Path, run: RunDirectory) -> None:
+def create_parent_folders(file: Path, run: RunDirectory) -> None:
     """Create the parent folders of one of the run's files, up to but excluding the run folder.
 
     Raises:
@@ -130,7 +130,7 @@ def is_missing(path: Path) -> bool:
 
 
 @contextmanager
-def writing(directory: RunDirectory) -> Iterator[None]:
+def wrap_write_errors(directory: RunDirectory) -> Iterator[None]:
     """Convert errors in the block to RunFolderError if the run folder is gone or unwritable."""
     try:
         yield
@@ -148,7 +148,7 @@ def writing(directory: RunDirectory) -> Iterator[None]:
         raise RunFolderError(text) from error
 
 
-def private(folder: Path) -> Path:
+def create_private_folder(folder: Path) -> Path:
     """Create ``folder``, and its parent if missing, accessible only by this user; return it."""
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
@@ -156,7 +156,7 @@ def private(folder: Path) -> Path:
     return folder
 
 
-def planned(root: Path, recipe: str, name: str | None) -> RunDirectory:
+def plan_run_directory(root: Path, recipe: str, name: str | None) -> RunDirectory:
     """Return the path of a new run, by default with a unique name, without creating it."""
     unique = f"{datetime.now():%Y-%m-%d_%H%M%S}_{secrets.token_hex(3)}"
     return RunDirectory(root.resolve() / recipe / (name or unique))
@@ -198,10 +198,10 @@ def find_run(run: str | Path, root: Path = Path("runs")) -> RunDirectory:
     runs = runs_below(root)
     if not runs:
         raise WorldsizeError(f"no runs below {root.resolve()}. Name a run folder, or go to the folder that has {root}.")
-    return RunDirectory(max(runs, key=_written).path.resolve())
+    return RunDirectory(max(runs, key=_get_write_time).path.resolve())
 
 
-def _written(run: RunDirectory) -> float:
+def _get_write_time(run: RunDirectory) -> float:
     try:
         return run.manifest.stat().st_mtime
     except OSError:  # deleted in the meantime
@@ -229,7 +229,7 @@ def check_entries(directory: RunDirectory) -> None:
 
 
 @contextmanager
-def created(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
+def create_run_folder(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
     """Create the run folder exclusively, and remove it if the block fails.
 
     With ``is_private``, only this user can access the folder.
@@ -245,13 +245,13 @@ def created(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
     except FileExistsError:
         raise ConfigError(f"the run folder {run.path} exists. Choose a different run.name, or leave it out.") from None
     except OSError as error:
-        _remove(run.path, before)
+        _remove_run_folder(run.path, before)
         raise ConfigError(
             f"the run folder {run.path} cannot be written: {error.strerror}. "
             "Set run.root to a folder with room that you may write."
         ) from error
     except BaseException:
-        _remove(run.path, before)
+        _remove_run_folder(run.path, before)
         raise
 
 
@@ -259,7 +259,7 @@ def _existing_parent(path: Path) -> Path:
     return next(parent for parent in path.parents if is_folder(parent))
 
 
-def _remove(path: Path, before: Path) -> None:
+def _remove_run_folder(path: Path, before: Path) -> None:
     """Remove the run folder, and those of its parents below ``before`` that are empty."""
     shutil.rmtree(path, ignore_errors=True)
     for parent in path.parents:
@@ -291,11 +291,11 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """
     if _is_own(run_dir):
         raise WorldsizeError(f"the run {run_dir} is being trained by this process. Wait for it.")
-    with _file(run_dir, append=True) as file:
+    with _open_lock_file(run_dir, append=True) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise _refusal(run_dir, error) from None
+            raise _create_lock_error(run_dir, error) from None
         _held[run_dir.resolve()] = os.getpid()
         try:
             yield
@@ -303,14 +303,14 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             _held.pop(run_dir.resolve(), None)
 
 
-def _file(run_dir: Path, *, append: bool = False) -> BinaryIO:
+def _open_lock_file(run_dir: Path, *, append: bool = False) -> BinaryIO:
     try:
         return open_regular(run_dir / _NAME, append=append)
     except OSError as error:
-        raise _refusal(run_dir, error) from None
+        raise _create_lock_error(run_dir, error) from None
 
 
-def _refusal(run_dir: Path, error: OSError) -> WorldsizeError:
+def _create_lock_error(run_dir: Path, error: OSError) -> WorldsizeError:
     if error.errno in (errno.EACCES, errno.EAGAIN):
         return WorldsizeError(f"the run {run_dir} is being trained by another process. Wait for its end, or cancel it.")
     if os.path.lexists(lock := run_dir / _NAME) and not stat.S_ISREG(lock.lstat().st_mode):
@@ -326,7 +326,7 @@ def is_locked(run_dir: Path) -> bool:
         return True
     if not os.path.lexists(run_dir / _NAME):
         return False
-    with _file(run_dir) as file:
+    with _open_lock_file(run_dir) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, since another user's file may be read-only
         except OSError:
@@ -334,7 +334,7 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def holder_of(run_dir: Path) -> int | None:
+def find_lock_holder(run_dir: Path) -> int | None:
     """Return the ID of the local process that holds the run's lock, or None if there is none.
 
     The ID is from the kernel, since other users could forge one in the run folder.
@@ -343,7 +343,7 @@ def holder_of(run_dir: Path) -> int | None:
         return os.getpid()
     if sys.platform != "linux" or not os.path.lexists(run_dir / _NAME):
         return None
-    with _file(run_dir) as file:
+    with _open_lock_file(run_dir) as file:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
     return pid if kind != fcntl.F_UNLCK and pid > 0 else None

@@ -22,11 +22,11 @@ from worldsize.errors import CheckpointError, WorldsizeError
 from worldsize.files import is_file, read_regular, replace_file
 from worldsize.record.attempt import (
     Attempt,
-    end_of,
-    failure_of,
+    compute_end_times,
+    compute_goodput,
+    create_failure_record,
     failure_of_launcher,
-    formatted,
-    goodput,
+    format_time,
     last_failure,
     new_attempt,
     note_failure,
@@ -41,10 +41,10 @@ from worldsize.record.run_directory import (
     is_locked,
     last_written,
     run_lock,
-    writing,
+    wrap_write_errors,
 )
-from worldsize.strict_json import LARGEST, parse
-from worldsize.world.environments import lost_first
+from worldsize.strict_json import LARGEST, parse_strict_json
+from worldsize.world.environments import read_lost_first
 
 if TYPE_CHECKING:  # imports torch, which is too slow for reading records
     from worldsize.core import Outcome
@@ -105,7 +105,7 @@ class RunView:
         return name
 
 
-def view(path: Path) -> RunView:
+def read_run(path: Path) -> RunView:
     """Read the run with this folder or manifest; "last": the most recent one in ``runs``.
 
     Raises:
@@ -115,7 +115,7 @@ def view(path: Path) -> RunView:
     return RunView(directory, read_manifest(directory.manifest))
 
 
-def look(directory: RunDirectory) -> RunView:
+def refresh_run(directory: RunDirectory) -> RunView:
     """Read a run that may be active; change "running" to "killed" if it is not locked.
 
     If the manifest cannot be written, it is returned unchanged.
@@ -123,14 +123,14 @@ def look(directory: RunDirectory) -> RunView:
     manifest = read_manifest(directory.manifest)
     if _says_running(manifest) and not is_locked(directory.path):
         with suppress(WorldsizeError, OSError), run_lock(directory.path):
-            _settle(directory)
+            _mark_killed(directory)
         manifest = read_manifest(directory.manifest)
     return RunView(directory, manifest)
 
 
 def create_record(directory: RunDirectory, manifest: Manifest, *, config: str, overrides: str) -> None:
     """Create the record in a new run folder; the manifest is written last."""
-    _reserve(directory)
+    _reserve_space(directory)
     write_configuration(directory, config=config, overrides=overrides)
     write_manifest(directory.manifest, {**manifest, "attempts": [], "results": None})
 
@@ -149,19 +149,19 @@ def write_result(directory: RunDirectory, result: Mapping[str, Any]) -> None:
 
 def read_result(directory: RunDirectory) -> dict[str, Any]:
     """Read the last attempt's results, with NaN as float (the manifest has a string)."""
-    result: dict[str, Any] = parse(read_regular(directory.result, at_most=LARGEST), finite=False)
+    result: dict[str, Any] = parse_strict_json(read_regular(directory.result, at_most=LARGEST), finite=False)
     return result
 
 
 def note_job(directory: RunDirectory, name: str) -> None:
     """Record the scheduler job ``name``, without the lock, which the job may already hold."""
     manifest = read_manifest(directory.manifest)
-    job = {"id": name, "submitted": formatted(time.time())}
+    job = {"id": name, "submitted": format_time(time.time())}
     jobs = [*manifest.get("jobs", ()), job]
     write_manifest(directory.manifest, {**manifest, "jobs": jobs}, own=is_own(manifest))
 
 
-def _reserve(directory: RunDirectory) -> None:
+def _reserve_space(directory: RunDirectory) -> None:
     """Reserve disk space with incompressible bytes, unless it is already reserved."""
     if not directory.reserve.exists():
         directory.reserve.write_bytes(os.urandom(_RESERVED_BYTES))
@@ -208,12 +208,12 @@ class RunRecord:
         """Adopt another user's record, after this user agreed to run its code, and sign it."""
         self._own = True
 
-    def amend(self, manifest: Manifest, *, config: str, overrides: str, secrets: Mapping[str, str]) -> None:
+    def record_resume(self, manifest: Manifest, *, config: str, overrides: str, secrets: Mapping[str, str]) -> None:
         """Record a resume with a new configuration; scrub its ``secrets`` from later errors."""
         self._scrubber = process_scrubber(secrets)
-        with writing(self.directory):
+        with wrap_write_errors(self.directory):
             write_configuration(self.directory, config=config, overrides=overrides)
-            self._write(manifest)
+            self._write_manifest(manifest)
 
     def begin_attempt(self, others: Sequence[str], *, world_size: int, pinning: Manifest | None = None) -> int:
         """Record an attempt's start on this host and ``others``; return its number."""
@@ -223,16 +223,16 @@ class RunRecord:
         attempt = new_attempt(len(earlier) + 1, others, world_size)
         if pinning:
             attempt["pinning"] = pinning
-        if (lost := lost_first(os.environ)) and earlier and earlier[-1]["exit_reason"] == "killed":
+        if (lost := read_lost_first(os.environ)) and earlier and earlier[-1]["exit_reason"] == "killed":
             earlier[-1] = {**earlier[-1], "lost_host": lost}
         self._attempt, self._begun = attempt, time.monotonic()
-        _reserve(self.directory)
+        _reserve_space(self.directory)
         if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anything reads the file
             attempt["lost_metrics"] = count
             _logger.warning(
                 "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, count, _NO_DIGEST
             )
-        self._write({**self.manifest, "attempts": [*earlier, self._attempt]})
+        self._write_manifest({**self.manifest, "attempts": [*earlier, self._attempt]})
         self.directory.result.unlink(missing_ok=True)
         return len(self.attempts)
 
@@ -246,18 +246,18 @@ class RunRecord:
         self.directory.reserve.unlink(missing_ok=True)
         facts = {key: getattr(outcome, key) for key in ("exit_reason", "exit_code", "steps", "first_step_at")}
         if first := outcome.failure:  # may contain a secret
-            scrubbed = replace(first, cause=self._scrubber.text(first.cause))
-            outcome, facts["failure"] = replace(outcome, failure=scrubbed), failure_of(scrubbed)
+            scrubbed = replace(first, cause=self._scrubber.scrub_text(first.cause))
+            outcome, facts["failure"] = replace(outcome, failure=scrubbed), create_failure_record(scrubbed)
         if outcome.memberships:
             facts["memberships"] = list(outcome.memberships)
         if self.directory.transport.exists():
-            facts["transport"] = parse(read_regular(self.directory.transport, at_most=LARGEST))
+            facts["transport"] = parse_strict_json(read_regular(self.directory.transport, at_most=LARGEST))
             self.directory.transport.unlink()
-        manifest = _with_end(self.manifest, **facts, **end_of(self._attempt, begun=self._begun))
-        results = {**_result(self.directory, outcome), "goodput": goodput(manifest["attempts"])}
+        manifest = _update_last_attempt(self.manifest, **facts, **compute_end_times(self._attempt, begun=self._begun))
+        results = {**_collect_results(self.directory, outcome), "goodput": compute_goodput(manifest["attempts"])}
         if any("lost_metrics" in each for each in manifest["attempts"]) and results.pop("metrics_digest", None):
             results["remarks"] = [*results.get("remarks", ()), f"metrics.jsonl lacks logged steps. {_NO_DIGEST}"]
-        self._write({**claim(manifest), "results": results})
+        self._write_manifest({**claim(manifest), "results": results})
         self._attempt = None
         write_result(self.directory, results)
         note_failure(self.directory.events, manifest["attempts"][-1])
@@ -278,9 +278,11 @@ class RunRecord:
             if self._attempt is not None:
                 attempts = [*self.attempts[: self._attempt["number"] - 1], self._attempt]
                 manifest = {**self.manifest, "attempts": attempts, "results": {"exit_reason": "failed"}}
-                failure = failure_of_launcher(self._scrubber.text(cause))
+                failure = failure_of_launcher(self._scrubber.scrub_text(cause))
                 facts = {"failure": failure, "exit_reason": "failed", "exit_code": 1}
-                self._write(_with_end(manifest, **facts, **end_of(self._attempt, begun=self._begun)))
+                self._write_manifest(
+                    _update_last_attempt(manifest, **facts, **compute_end_times(self._attempt, begun=self._begun))
+                )
                 self._attempt = None
                 note_failure(self.directory.events, self.attempts[-1])
 
@@ -288,7 +290,7 @@ class RunRecord:
         """Release the lock."""
         self._lock.close()
 
-    def _write(self, manifest: Manifest) -> None:
+    def _write_manifest(self, manifest: Manifest) -> None:
         self._manifest = write_manifest(self.directory.manifest, manifest, own=self._own)
         self._version = self._version_on_disk()
 
@@ -298,7 +300,7 @@ class RunRecord:
 
 
 @contextmanager
-def opened(directory: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> Iterator[RunRecord]:
+def open_record(directory: RunDirectory, secrets: Mapping[str, str] = MappingProxyType({})) -> Iterator[RunRecord]:
     """Open a run's record for writing, and mark a killed attempt as such.
 
     ``secrets`` are the plan's secrets, which are scrubbed from recorded errors.
@@ -308,22 +310,22 @@ def opened(directory: RunDirectory, secrets: Mapping[str, str] = MappingProxyTyp
     """
     with ExitStack() as lock:
         is_run = is_file(directory.manifest)
-        with writing(directory) if is_run else nullcontext():
+        with wrap_write_errors(directory) if is_run else nullcontext():
             if is_run:  # otherwise, the lock file would be left in a folder that is not a run
                 lock.enter_context(run_lock(directory.path))
                 check_entries(directory)
-            record = RunRecord(directory, _settle(directory), lock, process_scrubber(secrets))
+            record = RunRecord(directory, _mark_killed(directory), lock, process_scrubber(secrets))
         yield record
 
 
-def _settle(directory: RunDirectory) -> Manifest:
+def _mark_killed(directory: RunDirectory) -> Manifest:
     """Read the manifest; change "running" to "killed", since the caller holds the lock."""
     manifest: Manifest = read_manifest(directory.manifest)
     if _says_running(manifest):
         last = min(max(last_written(directory), manifest["attempts"][-1]["start_at"]), LATEST)
-        facts = {"end": formatted(last), "end_at": last, "exit_reason": "killed", "exit_code": None}
+        facts = {"end": format_time(last), "end_at": last, "exit_reason": "killed", "exit_code": None}
         host = next(iter(manifest["attempts"][-1]["hosts"]), "")
-        ended = _with_end(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
+        ended = _update_last_attempt(manifest, **facts, failure=failure_of_launcher(_KILLED, host))
         directory.reserve.unlink(missing_ok=True)
         manifest = write_manifest(directory.manifest, ended, own=is_own(manifest))
         note_failure(directory.events, manifest["attempts"][-1])
@@ -334,19 +336,19 @@ def _says_running(manifest: Manifest) -> bool:
     return bool(manifest["attempts"]) and manifest["attempts"][-1]["exit_reason"] == "running"
 
 
-def _with_end(manifest: Manifest, **facts: Any) -> dict[str, Any]:
+def _update_last_attempt(manifest: Manifest, **facts: Any) -> dict[str, Any]:
     *earlier, last = manifest["attempts"]
     return {**manifest, "attempts": [*earlier, {**last, **facts}]}
 
 
-def _result(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
+def _collect_results(directory: RunDirectory, outcome: Outcome) -> dict[str, Any]:
     """Return rank 0's results (after a failure, the exit reason) and the checkpoints' digests."""
-    from worldsize.checkpoint.format import complete, digest_of
+    from worldsize.checkpoint.format import complete, read_digest
 
     digests = {}
     for path in complete(directory.checkpoints):
         try:
-            digests[path.name] = digest_of(path)
+            digests[path.name] = read_digest(path)
         except CheckpointError as error:  # must not lose the results of a run that did not need it
             _logger.warning("%s The record leaves that checkpoint out.", error)
     if outcome.exit_code != 0 or not directory.result.exists():

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import Counter, Tree, reduce_ordered, sum_level
-from worldsize.collectives.staged import finished
+from worldsize.collectives.staged import finish_reduction
 from worldsize.core import Concatenated, ConfigError, Dealing
 from worldsize.strategies.declared_buffers import BufferSlot
 
@@ -34,7 +34,7 @@ class StepShape:
     dealing: Dealing
 
     @staticmethod
-    def of(group: ProcessGroup | None, dealing: Dealing, batches: int, logical_ranks: int | None) -> StepShape:
+    def from_group(group: ProcessGroup | None, dealing: Dealing, batches: int, logical_ranks: int | None) -> StepShape:
         """Describe a step with ``batches`` micro-batches here; ``logical_ranks``: total, if uneven."""
         size = dist.get_world_size(group) if group else 1
         return StepShape(logical_ranks or batches * size, batches, group, dealing)
@@ -58,29 +58,29 @@ class StepShape:
         """Return the logical rank of this process's micro-batch ``batch``."""
         return self.rank * self.batches + batch if self.dealing == "block" else self.rank + batch * self.size
 
-    def owner(self, logical_rank: int) -> int:
+    def get_owner(self, logical_rank: int) -> int:
         """Return the rank of the process that computes ``logical_rank``."""
         return logical_rank // self.batches if self.dealing == "block" else logical_rank % self.size
 
-    def nodes(self) -> dict[int, int]:
+    def map_nodes(self) -> dict[int, int]:
         """Map each micro-batch to its local node in the summation tree."""
         if self.dealing == "block":
             return {batch: batch for batch in range(self.batches)}
         tree = Tree(self.logical_ranks, self.size)
-        return {leaf: node for node in range(tree.nodes_of(self.rank)) for leaf in tree.leaves(node)}
+        return {leaf: node for node in range(tree.count_nodes(self.rank)) for leaf in tree.list_leaves(node)}
 
-    def total(self, rows: Sequence[Tensor]) -> Tensor:
+    def sum_nodes(self, rows: Sequence[Tensor]) -> Tensor:
         """Sum the nodes of all processes; ``rows``: the nodes of this process, each (n,)."""
         if self.group is None:
             return sum_level(rows)
         nodes = self.logical_ranks if self.dealing == "block" else Tree(self.logical_ranks, self.size).nodes
-        return finished(reduce_ordered(rows, self.group, self.dealing, nodes=nodes))
+        return finish_reduction(reduce_ordered(rows, self.group, self.dealing, nodes=nodes))
 
     def reduce_over_ranks(self, tensor: Tensor, largest: bool = False) -> Tensor:
         """All-reduce integers in place, to their sum or to the ``largest``; return the tensor."""
         if self.group is not None:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            start(dist.all_reduce, tensor, op, group=self.group).wait()
+            start_collective(dist.all_reduce, tensor, op, group=self.group).wait()
         return tensor
 
 
@@ -88,15 +88,15 @@ class Combination(ABC):
     """Abstract base: the buffers with one rule during a step."""
 
     @abstractmethod
-    def add(self, batch: int) -> None:
+    def record_batch(self, batch: int) -> None:
         """Record the values after the pass of this process's micro-batch ``batch``."""
 
     @abstractmethod
-    def finish(self) -> None:
+    def write_buffers(self) -> None:
         """Write the combined values into the buffers, which hold the step's initial values by now."""
 
 
-def combinations_of(slots: Sequence[BufferSlot], shape: StepShape) -> list[Combination]:
+def create_combinations(slots: Sequence[BufferSlot], shape: StepShape) -> list[Combination]:
     """Create the combinations of ``slots``, in the same order on all processes."""
     by_rule: dict[str, list[BufferSlot]] = {}
     for slot in slots:
@@ -118,40 +118,40 @@ class _Changes(Combination):
     """Abstract base: sums the changes of all logical ranks in the fixed tree."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
-        self._shape, self._node = shape, shape.nodes()
+        self._shape, self._node = shape, shape.map_nodes()
         self._counters = [Counter() for _ in set(self._node.values())]
         by_dtype: dict[torch.dtype, list[BufferSlot]] = {}
         for slot in slots:
             by_dtype.setdefault(slot.tensor.dtype, []).append(slot)
         self._slots = list(by_dtype.values())
         self._places = [[slot.tensor for slot in same] for same in self._slots]
-        self._first = [_flat(places) for places in self._places]  # initial values by dtype, each (n,)
+        self._first = [_flatten_tensors(places) for places in self._places]  # initial values by dtype, each (n,)
 
-    def add(self, batch: int) -> None:
+    def record_batch(self, batch: int) -> None:
         changes = []
         for slots, places, first_n in zip(self._slots, self._places, self._first, strict=True):
-            now_n = _flat([_value(slot, place) for slot, place in zip(slots, places, strict=True)])
-            changes.append(self._change(now_n, first_n))
+            now_n = _flatten_tensors([_read_value(slot, place) for slot, place in zip(slots, places, strict=True)])
+            changes.append(self._compute_change(now_n, first_n))
         self._counters[self._node[batch]].add(changes)
 
-    def _total(self) -> Tensor:
+    def _sum_changes(self) -> Tensor:
         """Return the summed changes of all buffers, a tensor (n,)."""
-        return self._shape.total([torch.cat(counter.waiting[0]) for counter in self._counters])
+        return self._shape.sum_nodes([torch.cat(counter.waiting[0]) for counter in self._counters])
 
-    def _write(self, changes_n: Tensor) -> None:
+    def _write_changes(self, changes_n: Tensor) -> None:
         parts = torch.split(changes_n, [first_n.numel() for first_n in self._first])
         for slots, first_n, part_n in zip(self._slots, self._first, parts, strict=True):
             places = [slot.tensor for slot in slots]
-            values = torch.split(self._changed(first_n, part_n), [place.numel() for place in places])
+            values = torch.split(self._apply_change(first_n, part_n), [place.numel() for place in places])
             copy_grouped([(place, value.view(place.shape)) for place, value in zip(places, values, strict=True)])
 
-    def _change(self, now: Tensor, first: Tensor) -> Tensor:
+    def _compute_change(self, now: Tensor, first: Tensor) -> Tensor:
         """Return the difference from ``first``, or the new value where ``first`` is not finite."""
         if not first.is_floating_point():
             return now - first
         return torch.where(now == first, 0, now - first.nan_to_num(0, 0, 0))
 
-    def _changed(self, first: Tensor, change: Tensor) -> Tensor:
+    def _apply_change(self, first: Tensor, change: Tensor) -> Tensor:
         if not first.is_floating_point():
             return first + change
         return torch.where(change == 0, first, first.nan_to_num(0, 0, 0) + change)
@@ -161,16 +161,16 @@ class _Changes(Combination):
 class _Mean(_Changes):
     """Adds the mean of the changes to the initial values."""
 
-    def finish(self) -> None:
-        self._write(self._total() / self._shape.logical_ranks)
+    def write_buffers(self) -> None:
+        self._write_changes(self._sum_changes() / self._shape.logical_ranks)
 
 
 @final
 class _Sum(_Changes):
     """Adds the sum of the changes to the initial values; all buffers have the same dtype."""
 
-    def finish(self) -> None:
-        self._write(self._total())
+    def write_buffers(self) -> None:
+        self._write_changes(self._sum_changes())
 
 
 @final
@@ -181,11 +181,11 @@ class _Same(Combination):
         self._slots = slots
         self._values: Sequence[Tensor] = ()
 
-    def add(self, batch: int) -> None:
+    def record_batch(self, batch: int) -> None:
         if not self._values:
             self._values = [slot.tensor.clone() for slot in self._slots]
 
-    def finish(self) -> None:
+    def write_buffers(self) -> None:
         copy_grouped([(slot.tensor, value) for slot, value in zip(self._slots, self._values, strict=True)])
 
 
@@ -199,23 +199,25 @@ class _Equal(Combination):
         self._least: Tensor | None = None  # bytewise minimum of all buffers
         self._most: Tensor | None = None
 
-    def add(self, batch: int) -> None:
-        values = _bytes([_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)])
+    def record_batch(self, batch: int) -> None:
+        values = _concatenate_bytes(
+            [_read_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)]
+        )
         self._least = values if self._least is None else torch.minimum(self._least, values)
         self._most = values if self._most is None else torch.maximum(self._most, values)
 
-    def finish(self) -> None:
+    def write_buffers(self) -> None:
         assert self._least is not None
         assert self._most is not None
         most, inverse = self._shape.reduce_over_ranks(torch.cat([self._most, 255 - self._least]), largest=True).chunk(2)
-        parts = zip(_parts(most, self._first), _parts(255 - inverse, self._first), self._slots, strict=True)
+        parts = zip(_split_bytes(most, self._first), _split_bytes(255 - inverse, self._first), self._slots, strict=True)
         for value, least, slot in parts:
             if not torch.equal(value, least):
                 raise ConfigError(
                     f'the buffer {slot.name} is declared as "equal" in Recipe.buffers, and differs between logical '
                     'ranks. Declare it as "sum", "mean" or "last", or compute it without the data and random numbers.'
                 )
-            _write(slot, _value_of(value, slot.tensor))
+            _write_value(slot, _decode_value(value, slot.tensor))
 
 
 @final
@@ -225,19 +227,21 @@ class _Last(Combination):
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
         self._slots, self._shape = slots, shape
         self._first = [slot.tensor for slot in slots]
-        self._values = _bytes(self._first)
+        self._values = _concatenate_bytes(self._first)
 
-    def add(self, batch: int) -> None:
-        values = [_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)]  # all ranks raise
+    def record_batch(self, batch: int) -> None:
+        values = [
+            _read_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)
+        ]  # all ranks raise
         if self._shape.logical_rank(batch) == self._shape.logical_ranks - 1:
-            self._values = _bytes(values)
+            self._values = _concatenate_bytes(values)
 
-    def finish(self) -> None:
-        group, owner = self._shape.group, self._shape.owner(self._shape.logical_ranks - 1)
+    def write_buffers(self) -> None:
+        group, owner = self._shape.group, self._shape.get_owner(self._shape.logical_ranks - 1)
         if group is not None:
-            start(dist.broadcast, self._values, group=group, group_src=owner).wait()
-        for slot, value in zip(self._slots, _parts(self._values, self._first), strict=True):
-            _write(slot, _value_of(value, slot.tensor))
+            start_collective(dist.broadcast, self._values, group=group, group_src=owner).wait()
+        for slot, value in zip(self._slots, _split_bytes(self._values, self._first), strict=True):
+            _write_value(slot, _decode_value(value, slot.tensor))
 
 
 @final
@@ -255,15 +259,15 @@ class _Queue(Combination):
     def _length(self) -> int:
         return self._first.shape[self._dim]
 
-    def add(self, batch: int) -> None:
-        now = _value(self._slot, self._first)
-        count = (int(_value(self._slot.pointer, self._pointer)) - self._start) % self._length
+    def record_batch(self, batch: int) -> None:
+        now = _read_value(self._slot, self._first)
+        count = (int(_read_value(self._slot.pointer, self._pointer)) - self._start) % self._length
         if count == 0 and not torch.equal(now, self._first):
             count = self._length
         places = torch.arange(self._start, self._start + count, device=now.device) % self._length
         self._rows[self._shape.logical_rank(batch)] = now.movedim(self._dim, 0)[places]
 
-    def finish(self) -> None:
+    def write_buffers(self) -> None:
         counts = torch.zeros(self._shape.logical_ranks, dtype=torch.int64, device=self._first.device)
         for rank, rows in self._rows.items():
             counts[rank] = len(rows)
@@ -281,11 +285,11 @@ class _Queue(Combination):
             places = torch.arange(self._start + total - kept, self._start + total, device=queue.device) % self._length
             queue = queue.clone()
             queue[places] = rows_kd
-            _write(self._slot, queue.movedim(0, self._dim))
-        _write(self._slot.pointer, torch.full_like(self._pointer, (self._start + total) % self._length))
+            _write_value(self._slot, queue.movedim(0, self._dim))
+        _write_value(self._slot.pointer, torch.full_like(self._pointer, (self._start + total) % self._length))
 
 
-def _value(slot: BufferSlot, first: Tensor) -> Tensor:
+def _read_value(slot: BufferSlot, first: Tensor) -> Tensor:
     """Return the value of ``slot`` after a forward pass; refuse a new shape or dtype."""
     now = slot.tensor
     if (now.shape, now.dtype) != (first.shape, first.dtype):
@@ -296,7 +300,7 @@ def _value(slot: BufferSlot, first: Tensor) -> Tensor:
     return now
 
 
-def _write(slot: BufferSlot, value: Tensor) -> None:
+def _write_value(slot: BufferSlot, value: Tensor) -> None:
     copy_grouped([(slot.tensor, value)])
 
 
@@ -315,20 +319,20 @@ def copy_grouped(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(places, values)
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate copies of ``tensors``, of one dtype, into one tensor (n,)."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def _bytes(tensors: Sequence[Tensor]) -> Tensor:
+def _concatenate_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate copies of the bytes of ``tensors`` into one tensor, uint8 (n,)."""
     return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 
-def _parts(row_n: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+def _split_bytes(row_n: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Split the bytes of all tensors (n,) by the sizes of the tensors in ``like``."""
     return torch.split(row_n, [tensor.nbytes for tensor in like])
 
 
-def _value_of(part_n: Tensor, like: Tensor) -> Tensor:
+def _decode_value(part_n: Tensor, like: Tensor) -> Tensor:
     return part_n.clone().view(like.dtype).view_as(like)

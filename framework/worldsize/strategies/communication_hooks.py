@@ -20,11 +20,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.per_rank import local_row, stack_per_rank
 from worldsize.collectives.reductions import all_reduced, hierarchical
 from worldsize.collectives.staged import Phases, Staged, Summation
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import StateDict, World
 from worldsize.seeds import derive_seed
 from worldsize.strategies.ddp_reducers import BucketHook
@@ -58,40 +58,42 @@ class CompressedHook(BucketHook):
     def has_bucket_memory(self) -> bool:
         return self._errors is not None
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         self._step = step
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         flat = bucket.buffer().div_(self._world.size)  # before encoding, to avoid overflow in float16
-        return self._staged.add(flat, self._total(flat, bucket), last=bucket.is_last())
+        return self._staged.add(flat, self._reduce_bucket(flat, bucket), last=bucket.is_last())
 
-    def _total(self, flat: Tensor, bucket: GradBucket) -> Phases:
+    def _reduce_bucket(self, flat: Tensor, bucket: GradBucket) -> Phases:
         parameters = bucket.parameters() if self._errors else []
-        add = partial(self._sum, bucket=bucket.index(), parameters=parameters)
+        add = partial(self._sum_over_group, bucket=bucket.index(), parameters=parameters)
         if self._tiers is not None:
             return hierarchical(flat, self._tiers.inner, self._tiers.across, add)
         assert self._world.group is not None
         return add(flat, self._world.group)
 
-    def _sum(self, flat: Tensor, group: ProcessGroup, *, bucket: int, parameters: Sequence[Tensor]) -> Phases:
+    def _sum_over_group(
+        self, flat: Tensor, group: ProcessGroup, *, bucket: int, parameters: Sequence[Tensor]
+    ) -> Phases:
         if self._summation is None:
             return all_reduced(flat, group)
-        error = self._errors.of(bucket, flat.numel(), parameters) if self._errors else None
+        error = self._errors.get_errors(bucket, flat.numel(), parameters) if self._errors else None
         seed = derive_seed(self._seed, "sparse", self._step, bucket)
-        return self._summation.total(flat, group, error_n=error, seed=seed)
+        return self._summation.all_reduce(flat, group, error_n=error, seed=seed)
 
-    def settle(self, discarded_pass: Callable[[], None]) -> None:
-        before = self._errors.kept() if self._errors else None
+    def prepare_buckets(self, discarded_pass: Callable[[], None]) -> None:
+        before = self._errors.copy_errors() if self._errors else None
         discarded_pass()
         if self._errors and before is not None:
-            self._errors.begin(before)
+            self._errors.restore_errors(before)
 
     def state(self) -> StateDict:
-        return {"errors": stack_per_rank(self._errors.kept(), self._world)} if self._errors else {}
+        return {"errors": stack_per_rank(self._errors.copy_errors(), self._world)} if self._errors else {}
 
     def load(self, state: StateDict) -> None:
         if self._errors:
-            self._errors.begin(local_row(state["errors"]).clone())
+            self._errors.restore_errors(local_row(state["errors"]).clone())
 
 
 @final
@@ -112,7 +114,7 @@ class Errors:
         self._undealt: Tensor | None = torch.zeros(self._length, device=self._device)  # None: all assigned
         self._slots: dict[int, tuple[Tensor, Sequence[tuple[int, Tensor]]]] = {}  # errors by bucket, with their offsets
 
-    def kept(self) -> Tensor:
+    def copy_errors(self) -> Tensor:
         """Return a copy of all errors, float32 (n,)."""
         undealt = self._undealt
         kept_n = torch.zeros(self._length, device=self._device) if undealt is None else undealt.clone()
@@ -121,17 +123,17 @@ class Errors:
                 kept_n[first : first + part.numel()] = part
         return kept_n
 
-    def begin(self, kept_n: Tensor) -> None:
+    def restore_errors(self, kept_n: Tensor) -> None:
         """Restore what :meth:`kept` returned, and clear the assignment to buckets."""
         self._undealt, self._slots = kept_n, {}
 
-    def of(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> Tensor:
+    def get_errors(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> Tensor:
         """Return a bucket's errors, float32 (length,), assigned on first use; changed in place."""
         if bucket not in self._slots:
-            self._deal(bucket, length, parameters)
+            self._assign_slice(bucket, length, parameters)
         return self._slots[bucket][0]
 
-    def _deal(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> None:
+    def _assign_slice(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> None:
         dealt = sum(slot.numel() for slot, _ in self._slots.values())
         assert self._undealt is not None
         if not self._is_whole:
@@ -160,46 +162,46 @@ class PowerSGDHook(BucketHook):
         self._world, self._rank, self._tiers = world, rank, tiers
         self._loaded: Tensor | None = None
         self._length = sum(
-            parameter.numel() + _columns(parameter, rank)
+            parameter.numel() + _count_factor_elements(parameter, rank)
             for parameter in module.parameters()
             if parameter.requires_grad
         )
-        self._torch = self._fresh()
+        self._torch = self._create_state()
 
     @property
     def has_bucket_memory(self) -> bool:
         return True
 
-    def _fresh(self) -> PowerSGDState:
+    def _create_state(self) -> PowerSGDState:
         group = self._tiers.across if self._tiers else self._world.group
         return PowerSGDState(group, self._rank, start_powerSGD_iter=_WARM_UP, orthogonalization_epsilon=1e-8)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         for group in self._tiers.inner if self._tiers else ():
             bucket.buffer().div_(dist.get_world_size(group))
-            start(dist.all_reduce, bucket.buffer(), group=group).wait()
+            start_collective(dist.all_reduce, bucket.buffer(), group=group).wait()
         future: Future[Tensor] = powerSGD_hook(self._torch, bucket)
         if bucket.buffer().device.type == "cpu":
-            with phase("communication"):
+            with measure_phase("communication"):
                 future.wait()  # its callbacks start collectives that must not interleave with the next bucket's
         return future
 
-    def settle(self, discarded_pass: Callable[[], None]) -> None:
-        self._torch = self._fresh()
+    def prepare_buckets(self, discarded_pass: Callable[[], None]) -> None:
+        self._torch = self._create_state()
         for _ in range(_WARM_UP + 1):  # the last pass creates the state of each bucket
             discarded_pass()
-        layout, self._torch = self._torch, self._fresh()
+        layout, self._torch = self._torch, self._create_state()
         self._torch.iter = _WARM_UP
         if self._loaded is not None:
-            self._restore(self._loaded, layout)
+            self._restore_memory(self._loaded, layout)
             self._loaded = None
 
-    def _restore(self, memory: Tensor, layout: PowerSGDState) -> None:
+    def _restore_memory(self, memory: Tensor, layout: PowerSGDState) -> None:
         memory = memory.clone()
         for bucket in sorted(layout.error_dict):
-            self._torch.error_dict[bucket], memory = _cut(memory, layout.error_dict[bucket])
+            self._torch.error_dict[bucket], memory = _split_memory(memory, layout.error_dict[bucket])
         for bucket in sorted(layout.q_memory_dict):
-            self._torch.q_memory_dict[bucket], memory = _cut(memory, layout.q_memory_dict[bucket])
+            self._torch.q_memory_dict[bucket], memory = _split_memory(memory, layout.q_memory_dict[bucket])
         self._torch.p_memory_dict = layout.p_memory_dict  # recomputed in each step
 
     def state(self) -> StateDict:
@@ -216,11 +218,11 @@ class PowerSGDHook(BucketHook):
         self._loaded = memory if memory.any() else None  # all zeros if saved before the first step
 
 
-def _cut(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+def _split_memory(memory: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     return memory[: like.numel()], memory[like.numel() :]
 
 
-def _columns(parameter: Tensor, rank: int) -> int:
+def _count_factor_elements(parameter: Tensor, rank: int) -> int:
     """Return the maximum number of elements of the matrix's right factor."""
     return 0 if parameter.ndim < 2 else parameter[0].numel() * min(rank, *parameter.flatten(1).shape)
 
@@ -239,7 +241,7 @@ class Tiers:
     across: ProcessGroup
 
     @staticmethod
-    def of(world: World) -> Tiers | None:
+    def from_world(world: World) -> Tiers | None:
         """Return the tiers of ``world``, or None if it is on one node."""
         if "node" not in world.groups:
             return None

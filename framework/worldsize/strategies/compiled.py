@@ -57,7 +57,7 @@ class Compilations:
 
     _reported: int = 0
 
-    def facts(self, *, speaks: bool) -> dict[str, Any]:
+    def collect_statistics(self, *, speaks: bool) -> dict[str, Any]:
         """Return the graph count, total seconds and recompilation reasons; empty if unchanged.
 
         Recompilations after the first report, which covers the initial compilation, are logged if ``speaks``.
@@ -68,11 +68,11 @@ class Compilations:
             return {}
         if speaks and len(new) < len(made):
             for each in filter(_is_repeated, new):
-                _logger.info("compiled again, in %.1f s: %s", _seconds(each), _described(each))
+                _logger.info("compiled again, in %.1f s: %s", _get_duration(each), _format_recompilation(each))
         return {
             "graphs": len(made),
-            "seconds": sum(map(_seconds, made)),
-            "again": [_described(each) for each in made if _is_repeated(each)],
+            "seconds": sum(map(_get_duration, made)),
+            "again": [_format_recompilation(each) for each in made if _is_repeated(each)],
         }
 
 
@@ -84,11 +84,11 @@ def _is_repeated(made: Any) -> bool:
     return made.recompile_reason is not None
 
 
-def _seconds(made: Any) -> float:
+def _get_duration(made: Any) -> float:
     return (made.duration_us or 0) / 1e6
 
 
-def _described(made: Any) -> str:
+def _format_recompilation(made: Any) -> str:
     return f"{made.co_name} ({made.co_filename}, line {made.co_firstlineno}): {made.recompile_reason}"
 
 

@@ -32,12 +32,12 @@ from worldsize.strategies.optimizer_checks import refuse_unsent
 from worldsize.strategies.reducers import (
     Compression,
     CompressionKind,
-    compressed_reducer,
+    create_compressed_reducer,
     gradient_reducer,
     interruptible_reducer,
 )
 from worldsize.strategies.step_cost import ddp_cost, gathering
-from worldsize.strategies.synchronous import SynchronousReplica, replicated
+from worldsize.strategies.synchronous import SynchronousReplica, wrap_in_ddp
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import refuse_complex, sparse_embeddings
 from worldsize.world.roles import whole_blocks
@@ -166,29 +166,31 @@ class DDP(Strategy):
         world = context.world
         model = recipe.model().to(world.device)
         if recipe.has_several_updates:
-            return whole_multi_update(recipe, context, TrainState.of(recipe, model), self.reduce, self.bucket_mb)
+            return whole_multi_update(
+                recipe, context, TrainState.from_recipe(recipe, model), self.reduce, self.bucket_mb
+            )
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         heals = self.on_failure == "heal"
-        module = replicated(model, world, interruptible=heals, **options) if world.size > 1 else None
+        module = wrap_in_ddp(model, world, interruptible=heals, **options) if world.size > 1 else None
         logical_ranks = context.logical_ranks if heals else None  # None: the same number on each process
-        sums = self._reducer(module or model, context, logical_ranks)
+        sums = self._create_reducer(module or model, context, logical_ranks)
         return SynchronousReplica(
             recipe,
             context,
-            train_state=TrainState.of(recipe, model),
+            train_state=TrainState.from_recipe(recipe, model),
             reducer=sums,
             module=module,
             logical_ranks=logical_ranks,
         )
 
-    def _reducer(self, module: nn.Module, context: RunContext, logical_ranks: int | None) -> GradientReducer:
+    def _create_reducer(self, module: nn.Module, context: RunContext, logical_ranks: int | None) -> GradientReducer:
         world = context.world
         if not isinstance(module, DistributedDataParallel):
             return gradient_reducer(self.reduce, module, None, logical_ranks)
         if self.on_failure == "heal":
             return interruptible_reducer(self.reduce, module, world, logical_ranks)
         compression = Compression(self.compress, self.powersgd_rank, self.density, self.error_feedback)
-        return compressed_reducer(self.reduce, compression, module, world, seed=context.seed)
+        return create_compressed_reducer(self.reduce, compression, module, world, seed=context.seed)
 
 
 def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1, together: int = 1) -> Mapping[str, Role]:

@@ -18,7 +18,7 @@ from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.ordered import Counter, Tree, gathered_mean, reduce_ordered, sum_level
+from worldsize.collectives.ordered import Counter, Tree, gather_mean, reduce_ordered, sum_level
 from worldsize.collectives.staged import Phases, Staged
 from worldsize.core import MicroBatch, StateDict
 from worldsize.strategies.gradient_reducer import (
@@ -26,8 +26,8 @@ from worldsize.strategies.gradient_reducer import (
     GradientReducer,
     Presence,
     check_reduced,
-    taken,
-    without_sync,
+    disable_sync,
+    pop_gradients,
 )
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.step_buffers import BufferMean
@@ -41,14 +41,14 @@ class BucketHook(ABC):
         """Whether each bucket has state, so that DDP must form its buckets before the first step."""
         return False
 
-    def begin(self, step: int) -> None:  # noqa: B027 - most sum the same way in each step
+    def begin_step(self, step: int) -> None:  # noqa: B027 - most sum the same way in each step
         """Prepare for the gradients of ``step``, counted from 1."""
 
     @abstractmethod
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Return the mean of the bucket's buffer (n,) over processes, of the same shape."""
 
-    def settle(self, discarded_pass: Callable[[], None]) -> None:
+    def prepare_buckets(self, discarded_pass: Callable[[], None]) -> None:
         """Run ``discarded_pass`` so that DDP finalizes its buckets, and create their state."""
         discarded_pass()
 
@@ -70,7 +70,7 @@ class GatherHook(BucketHook):
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Return the mean of the bucket's buffer (n,); it blocks, since there is little to overlap."""
         future: Future[Tensor] = Future()
-        future.set_result(gathered_mean(bucket.buffer(), self._group))
+        future.set_result(gather_mean(bucket.buffer(), self._group))
         return future
 
 
@@ -92,17 +92,17 @@ class AllReduceReducer(GradientReducer):
             assert isinstance(module, DistributedDataParallel)
             module.register_comm_hook(None, lambda _, bucket: hook.reduce(bucket))
 
-    def resumed(self) -> None:
+    def on_resume(self) -> None:
         self._is_settled = not isinstance(self._module, DistributedDataParallel)
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         if self._hook is not None:
-            self._hook.begin(batches[0].step)
+            self._hook.begin_step(batches[0].step)
         if not self._is_settled:
-            self._settle(partial(backward, batches[-1]))
+            self._rebuild_buckets(partial(backward, batches[-1]))
         losses, scale = [], self._size / (self._logical_ranks or len(batches) * self._size)
         with self._buffers.step(len(batches)) as buffers:
-            with without_sync(self._module):
+            with disable_sync(self._module):
                 for place, batch in enumerate(batches[:-1]):
                     losses.append(backward(batch, scale))
                     buffers.add(place)
@@ -117,21 +117,21 @@ class AllReduceReducer(GradientReducer):
     def commit(self) -> None:
         self._buffers.commit()
 
-    def _settle(self, backward: Callable[[float], LossRecord]) -> None:
+    def _rebuild_buckets(self, backward: Callable[[float], LossRecord]) -> None:
         """Let DDP rebuild its buckets now, as it does after its first pass.
 
         With three or more ranks, the order of sums depends on the buckets.
         """
         self._is_settled = True
-        discarded_pass = partial(self._discard, backward)
+        discarded_pass = partial(self._run_discarded_pass, backward)
         if self._hook is None:
             discarded_pass()
         else:
-            self._hook.settle(discarded_pass)
+            self._hook.prepare_buckets(discarded_pass)
 
-    def _discard(self, backward: Callable[[float], LossRecord]) -> None:
+    def _run_discarded_pass(self, backward: Callable[[float], LossRecord]) -> None:
         """Run a pass and discard its gradients and buffer changes."""
-        kept = self._buffers.kept()
+        kept = self._buffers.snapshot_buffers()
         try:
             backward(0.0)
             check_reduced(self._module)
@@ -175,18 +175,18 @@ class OrderedReducer(GradientReducer):
         if isinstance(module, DistributedDataParallel):
             self._staged = Staged(self._parameters[0].device)
             own = proxy(self)  # DDP holds the hook in C++, where the garbage collector cannot detect cycles
-            module.register_comm_hook(None, lambda _, bucket: own._reduce(bucket))
+            module.register_comm_hook(None, lambda _, bucket: own._reduce_gradients(bucket))
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         self._tree = tree = Tree(self._wanted or len(batches) * self._size, self._size)
-        nodes, losses = range(tree.nodes_of(self._rank)), dict[int, LossRecord]()
+        nodes, losses = range(tree.count_nodes(self._rank)), dict[int, LossRecord]()
         self._counters, self._presence = [Counter() for _ in nodes], Presence(self._parameters)
-        *early, last = [(node, leaf) for node in nodes for leaf in tree.leaves(node)]
+        *early, last = [(node, leaf) for node in nodes for leaf in tree.list_leaves(node)]
         with self._buffers.step(len(batches)) as buffers:
-            with without_sync(self._module):
+            with disable_sync(self._module):
                 for node, leaf in early:
                     losses[leaf] = backward(batches[leaf], 1.0)
-                    self._take(node)
+                    self._collect_gradients(node)
                     buffers.add(leaf)
             self._hold_places()
             losses[last[1]] = backward(batches[last[1]], 1.0)  # also runs the communication hook, if any
@@ -214,43 +214,46 @@ class OrderedReducer(GradientReducer):
             if index not in self._presence.absent:
                 parameter.grad = torch.full_like(parameter, -0.0)
 
-    def _take(self, node: int) -> None:
+    def _collect_gradients(self, node: int) -> None:
         if self._group is None and not any(counter.waiting for counter in self._counters):
             # in a single process, the loss may freeze and unfreeze parameters
             self._parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
             self._presence = Presence(self._parameters)
-        self._presence.note()
-        self._counters[node].add(taken(self._parameters))
+        self._presence.record_gradients()
+        self._counters[node].add(pop_gradients(self._parameters))
 
     def _finish_alone(self, node: int) -> None:
-        self._take(node)
+        self._collect_gradients(node)
         sums = [counter.waiting[0] for counter in self._counters]
         for index, (parameter, *nodes) in enumerate(zip(self._parameters, *sums, strict=True)):
             if index not in self._presence.absent:
                 parameter.grad = sum_level(nodes) / self._tree.logical_ranks
 
-    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+    def _reduce_gradients(self, bucket: GradBucket) -> Future[Tensor]:
         """Reduce a bucket, as DDP's communication hook."""
-        return self._staged.add(bucket.buffer(), self._mean(bucket), last=bucket.is_last())
+        return self._staged.add(bucket.buffer(), self._average_bucket(bucket), last=bucket.is_last())
 
-    def _mean(self, bucket: GradBucket) -> Phases:
+    def _average_bucket(self, bucket: GradBucket) -> Phases:
         assert self._group is not None
-        total = yield from reduce_ordered(self._rows(bucket), self._group, nodes=self._tree.nodes)
+        total = yield from reduce_ordered(self._collect_nodes(bucket), self._group, nodes=self._tree.nodes)
         return torch.div(total, self._tree.logical_ranks, out=bucket.buffer())
 
-    def _rows(self, bucket: GradBucket) -> list[Tensor]:
+    def _collect_nodes(self, bucket: GradBucket) -> list[Tensor]:
         """Return this process's tree nodes for a bucket, each (n,); the bucket has the last leaf."""
         places = [self._place[id(parameter)] for parameter in bucket.parameters()]
         *complete, current = self._counters
         for waiting in current.waiting:
             if waiting[places[0]].is_complex():  # bucket.gradients() lacks complex support
-                bucket.buffer().add_(torch.cat([_real(waiting[place]).flatten() for place in places]))
+                bucket.buffer().add_(torch.cat([_view_as_real(waiting[place]).flatten() for place in places]))
                 continue
             torch._foreach_add_(bucket.gradients(), [waiting[place] for place in places])
         sums = [counter.waiting[0] for counter in complete]
-        return [*(torch.cat([_real(total[place]).flatten() for place in places]) for total in sums), bucket.buffer()]
+        return [
+            *(torch.cat([_view_as_real(total[place]).flatten() for place in places]) for total in sums),
+            bucket.buffer(),
+        ]
 
 
-def _real(gradient: Tensor) -> Tensor:
+def _view_as_real(gradient: Tensor) -> Tensor:
     """View a complex tensor (...) as real (..., 2), as in DDP's buckets; return others as is."""
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -95,14 +95,16 @@ def declare_buffers(recipe: Recipe, model: nn.Module, *, trains_apart: bool = Fa
                 raise ConfigError(f"{where} has persistent=False, and no checkpoint has it. Leave it out.")
             raise ConfigError(f"{where} is not a buffer of the model{neighbours(pattern, names)}")
         for name in matches:
-            _check(recipe, saved, name, rule, trains_apart=trains_apart)
+            _check_rule(recipe, saved, name, rule, trains_apart=trains_apart)
             matched[name] = rule
     for prefix, module in model.named_modules():
         own = {name: matched[full] for name in module._buffers if (full := f"{prefix}.{name}".lstrip(".")) in matched}
         _DECLARED[module] = _Declared(prefix, own, trains_apart)
 
 
-def _check(recipe: Recipe, saved: Mapping[str, BufferSlot], name: str, rule: BufferRule, *, trains_apart: bool) -> None:
+def _check_rule(
+    recipe: Recipe, saved: Mapping[str, BufferSlot], name: str, rule: BufferRule, *, trains_apart: bool
+) -> None:
     where, tensor = f"{type(recipe).__name__}.buffers: {name!r}", saved[name].tensor
     if not isinstance(rule, Concatenated) and rule not in BUFFER_SUMS:
         raise ConfigError(f"{where} has the unknown rule {rule!r}{neighbours(str(rule), BUFFER_SUMS)}")
@@ -130,7 +132,7 @@ def _check(recipe: Recipe, saved: Mapping[str, BufferSlot], name: str, rule: Buf
 
 def buffer_slots(model: nn.Module) -> list[BufferSlot]:
     """Return the saved buffers of a model or submodule, each once, in module order."""
-    return list(_slots(model))
+    return list(_iterate_slots(model))
 
 
 def trains_apart(model: nn.Module) -> bool:
@@ -138,12 +140,12 @@ def trains_apart(model: nn.Module) -> bool:
     return model in _DECLARED and _DECLARED[model].trains_apart
 
 
-def _slots(model: nn.Module) -> Iterator[BufferSlot]:
+def _iterate_slots(model: nn.Module) -> Iterator[BufferSlot]:
     seen = set[int]()
     for prefix, module in model.named_modules():
         declared = _DECLARED.get(module)
         rules = declared.rules if declared else {}
-        known = _known(module)
+        known = _get_builtin_rules(module)
         pointers = {rule.pointer: rule for rule in rules.values() if isinstance(rule, Concatenated)}
         for own, tensor in module._buffers.items():
             if tensor is None or own in module._non_persistent_buffers_set or id(tensor) in seen:
@@ -156,7 +158,7 @@ def _slots(model: nn.Module) -> Iterator[BufferSlot]:
             yield BufferSlot(module, own, name, rule, is_known=own in known and own not in rules)
 
 
-def _known(module: nn.Module) -> Mapping[str, _Known]:
+def _get_builtin_rules(module: nn.Module) -> Mapping[str, _Known]:
     """Return the built-in rules for the buffers of a torch layer, by buffer name."""
     if isinstance(module, _NormBase):
         return {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "same"}

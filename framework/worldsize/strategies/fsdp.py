@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from worldsize.collectives.group import connect
+from worldsize.collectives.group import connect_groups
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -37,11 +37,11 @@ from worldsize.strategies.model_replica import CAPABILITIES, CallingRoot
 from worldsize.strategies.multi_update import MultiUpdateReplica, refuse_healing_updates
 from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_divided_updates, refuse_unsent
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
-from worldsize.strategies.sharded_reducer import sharded_reducer
+from worldsize.strategies.sharded_reducer import create_sharded_reducer
 from worldsize.strategies.sharded_steps import carry_assignments, refuse_wrong_updates, step_apart, step_locally
 from worldsize.strategies.step_cost import FSDPSharding, fsdp_cost
 from worldsize.strategies.step_hooks import recipe_hooks, refuse_mixing_hooks
-from worldsize.strategies.synchronous import SynchronousReplica, alone
+from worldsize.strategies.synchronous import SynchronousReplica, create_local_replica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.unit_sharding import cast_inputs, detach_shards, guard_units, shard_units
 from worldsize.strategies.wrapping import (
@@ -182,25 +182,25 @@ class FSDP(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         if world.size == 1:
-            return alone(recipe, recipe.model().to(world.device), context, self.reduce)
-        deferred = DeferredModel.build(recipe.model, warns=world.rank == 0)  # no process holds the whole model
+            return create_local_replica(recipe, recipe.model().to(world.device), context, self.reduce)
+        deferred = DeferredModel.from_factory(recipe.model, warns=world.rank == 0)  # no process holds the whole model
         model = deferred.model
         with context.making_groups():
-            mesh = self._mesh(world)
+            mesh = self._create_mesh(world)
         root = CallingRoot(model)
         if self.on_failure == "heal":
-            connect(mesh.get_all_groups())
-        self._shard(recipe, model, mesh, root)
+            connect_groups(mesh.get_all_groups())
+        self._shard_model(recipe, model, mesh, root)
         if self.param_dtype is not None:
             cast_inputs(model, _DTYPES[self.param_dtype])
-        deferred.fill(world.device, shards=torch.device("cpu") if self.cpu_offload else None)
+        deferred.fill_tensors(world.device, shards=torch.device("cpu") if self.cpu_offload else None)
         guard_units(root, remedy=_REMEDY, names_uses=not context.numerics.compile)
         copies = mesh.get_group(0) if mesh.size(0) > 1 else None
         shards = self._accumulates_shards(
             sum(parameter.numel() * parameter.itemsize for parameter in model.parameters()), world.size
         )
         ranks = context.logical_ranks if self.on_failure == "heal" else None  # None: the same number on each process
-        sums = sharded_reducer(
+        sums = create_sharded_reducer(
             self.reduce,
             root,
             world,
@@ -209,9 +209,9 @@ class FSDP(Strategy):
             accumulates_shards=shards,
             logical_ranks=ranks,
         )
-        state = TrainState.of(recipe, model)
+        state = TrainState.from_recipe(recipe, model)
         if any([self._tries_updates(recipe, model, each) for each in state.optimizers]):
-            state = TrainState.of(recipe, model)
+            state = TrainState.from_recipe(recipe, model)
         for optimizer in state.optimizers:
             step_locally(optimizer)
             step_apart(optimizer)
@@ -226,7 +226,7 @@ class FSDP(Strategy):
             return False
         return refuse_wrong_updates(recipe, model, optimizer, step_apart)
 
-    def _mesh(self, world: World) -> DeviceMesh:
+    def _create_mesh(self, world: World) -> DeviceMesh:
         """Return the mesh (copies, shards per copy); each copy has consecutive ranks."""
         node = world.groups.get("node")
         per_node = node.size() if node else world.size
@@ -237,7 +237,7 @@ class FSDP(Strategy):
         number = next(_MESHES)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=(f"replicate{number}", f"shard{number}"))
 
-    def _shard(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh, root: nn.Module) -> None:
+    def _shard_model(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh, root: nn.Module) -> None:
         names = mesh.mesh_dim_names or ()
         # otherwise strategies/sharded_reducer.py sums over copies
         plain = mesh.size(0) == 1 or self.reduce == "ordered" or self.on_failure == "heal"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.collectives.ordered import Counter
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import ConfigError, FeatureRecipe, Features, Loss, MicroBatch
-from worldsize.core.recipe_kinds import with_gradients
+from worldsize.core.recipe_kinds import attach_gradients
 from worldsize.seeds import seed_generators
 from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.declared_buffers import buffer_slots
@@ -46,7 +46,7 @@ class GatheredFeatures:
         self._own: dict[int, Sequence[slice]] = {}  # rows by the id of a micro-batch
         self._gradients: dict[int, Sequence[Tensor | None]] = {}  # by the same id
 
-    def gather(
+    def gather_features(
         self,
         batches: Sequence[MicroBatch],
         shape: StepShape,
@@ -59,34 +59,36 @@ class GatheredFeatures:
         kept = KeptBuffers(buffer_slots(self._model))
 
         @contextmanager
-        def repeated(batch: MicroBatch) -> Iterator[None]:
+        def discard_changes(batch: MicroBatch) -> Iterator[None]:
             try:
                 with dropped(batch):
                     yield
             finally:
                 kept.restore()
 
-        own = self._computed(batches, shape, repeated)
-        with phase("communication"):
-            ends_kr = _counts(own, shape, self._device).cumsum(1).tolist()
+        own = self._compute_features(batches, shape, discard_changes)
+        with measure_phase("communication"):
+            ends_kr = _count_rows(own, shape, self._device).cumsum(1).tolist()
             rows = []
             for place, parts in enumerate(own):
                 ends = [ends_r[shape.logical_rank(place)] for ends_r in ends_kr]
                 rows.append([slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)])
             self._features = [
-                _gathered([parts[index] for parts in own], [each[index] for each in rows], ends_r[-1], shape)
+                _gather_rows([parts[index] for parts in own], [each[index] for each in rows], ends_r[-1], shape)
                 for index, ends_r in enumerate(ends_kr)
             ]
         self._own = {id(batch): slices for batch, slices in zip(batches, rows, strict=True)}
-        self._gradients = self._derivatives(batches, shape, repeated)
+        self._gradients = self._derivatives(batches, shape, discard_changes)
 
-    def loss(self, batch: MicroBatch) -> Loss:
+    def compute_loss(self, batch: MicroBatch) -> Loss:
         """Return the loss of ``batch``; its gradient has the terms of all losses on its features."""
         features = self._recipe.features(self._model, batch.data)
-        loss = self._loss(batch, self._features)
-        return with_gradients(loss, features, self._gradients[id(batch)])
+        loss = self._compute_feature_loss(batch, self._features)
+        return attach_gradients(loss, features, self._gradients[id(batch)])
 
-    def _computed(self, batches: Sequence[MicroBatch], shape: StepShape, repeated: _Repeated) -> list[Sequence[Tensor]]:
+    def _compute_features(
+        self, batches: Sequence[MicroBatch], shape: StepShape, repeated: _Repeated
+    ) -> list[Sequence[Tensor]]:
         """Return the features of each micro-batch; ranks with fewer micro-batches repeat one."""
         own: list[Sequence[Tensor]] = []
         with torch.no_grad():
@@ -97,7 +99,7 @@ class GatheredFeatures:
                     own.append(self._call(partial(self._recipe.features, self._model, batch.data)))
         return own[: len(batches)]
 
-    def _loss(self, batch: MicroBatch, features: Sequence[Tensor]) -> Loss:
+    def _compute_feature_loss(self, batch: MicroBatch, features: Sequence[Tensor]) -> Loss:
         seed_generators((batch.seed + 1) % 2**63, self._device)
         return self._recipe.feature_loss(self._model, Features(features, self._own[id(batch)]), batch.data)
 
@@ -105,7 +107,7 @@ class GatheredFeatures:
         self, batches: Sequence[MicroBatch], shape: StepShape, repeated: _Repeated
     ) -> dict[int, Sequence[Tensor | None]]:
         """Return the derivatives of the summed losses with respect to each micro-batch's features."""
-        nodes = shape.nodes()
+        nodes = shape.map_nodes()
         counters = [Counter() for _ in set(nodes.values())]
         for place, node in nodes.items():
             with repeated(batches[place]):
@@ -113,8 +115,8 @@ class GatheredFeatures:
         for _ in range(shape.passes - len(batches)):  # other ranks gather the model once more
             with repeated(batches[0]):
                 self._call(partial(self._derivative, batches[0]))
-        with phase("communication"):
-            total_n = shape.total([counter.waiting[0][0] for counter in counters])
+        with measure_phase("communication"):
+            total_n = shape.sum_nodes([counter.waiting[0][0] for counter in counters])
         trained = [each for each in self._features if each.is_floating_point()]
         parts = iter(torch.split(total_n, [each.numel() for each in trained]))
         sums = [next(parts).view_as(each) if each.is_floating_point() else None for each in self._features]
@@ -128,7 +130,7 @@ class GatheredFeatures:
         features = [each.detach().requires_grad_(each.is_floating_point()) for each in self._features]
         trained = [each for each in features if each.requires_grad]
         with torch.enable_grad():
-            scalar, _ = differentiable(self._loss(batch, features))
+            scalar, _ = differentiable(self._compute_feature_loss(batch, features))
             if not scalar.requires_grad:
                 raise ConfigError(
                     f"{type(self._recipe).__name__}.feature_loss does not depend on the features of the step. Compute "
@@ -138,7 +140,7 @@ class GatheredFeatures:
         return torch.cat([each.float().flatten() for each in gradients])
 
 
-def _counts(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.device) -> Tensor:
+def _count_rows(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.device) -> Tensor:
     """Return the row counts per tensor and logical rank, int64 (tensors, logical ranks)."""
     counts_kr = torch.zeros(len(own[0]), shape.logical_ranks, dtype=torch.int64, device=device)
     for place, parts in enumerate(own):
@@ -147,7 +149,7 @@ def _counts(own: Sequence[Sequence[Tensor]], shape: StepShape, device: torch.dev
     return shape.reduce_over_ranks(counts_kr)
 
 
-def _gathered(parts: Sequence[Tensor], rows: Sequence[slice], total: int, shape: StepShape) -> Tensor:
+def _gather_rows(parts: Sequence[Tensor], rows: Sequence[slice], total: int, shape: StepShape) -> Tensor:
     """Gather a tensor (total, ...) from all processes' ``parts``, each at its ``rows``."""
     gathered = parts[0].new_zeros(total, *parts[0].shape[1:])
     for part, place in zip(parts, rows, strict=True):

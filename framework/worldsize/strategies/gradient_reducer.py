@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from worldsize.collectives.group import Collective, start
+from worldsize.collectives.group import Collective, start_collective
 from worldsize.core import ConfigError, Dealing, MicroBatch, Numerics, StateDict
 from worldsize.devices import is_accelerator
 from worldsize.optimizers.groups import all_parameters
@@ -55,7 +55,7 @@ class GradientReducer(ABC):
             The results of ``backward``, in the order of ``batches``.
         """
 
-    def updates(self) -> AbstractContextManager[None]:
+    def begin_updates(self) -> AbstractContextManager[None]:
         """Enter a step of several updates, each with a call of :meth:`run`."""
         return nullcontext()
 
@@ -78,7 +78,7 @@ class GradientReducer(ABC):
         gradients = [each.grad for each in parameters if each.grad is not None]
         if not (self.is_ordered and any(is_accelerator(gradient.device) for gradient in gradients)):
             return nn.utils.clip_grad_norm_(parameters, limit)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([aligned_norm(gradient) for gradient in gradients]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([compute_aligned_norm(gradient) for gradient in gradients]))
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
@@ -89,7 +89,7 @@ class GradientReducer(ABC):
     def load(self, state: StateDict) -> None:  # noqa: B027 - most are stateless
         """Load what :meth:`state` returned, after :meth:`resumed`."""
 
-    def resumed(self) -> None:  # noqa: B027 - most sums do not depend on earlier steps
+    def on_resume(self) -> None:  # noqa: B027 - most sums do not depend on earlier steps
         """Prepare to replace a process: the next step must sum in the same order as that process."""
 
 
@@ -101,7 +101,7 @@ class OrderedSums(GradientReducer):
         return True
 
 
-def taken(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def pop_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Pop the gradients of ``parameters``, in their shapes, with zeros for missing ones."""
     gradients = []
     for parameter in parameters:
@@ -110,7 +110,7 @@ def taken(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return gradients
 
 
-def without_sync(module: nn.Module) -> AbstractContextManager[None]:
+def disable_sync(module: nn.Module) -> AbstractContextManager[None]:
     """Disable gradient synchronization in the block if ``module`` is DistributedDataParallel."""
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
 
@@ -126,7 +126,8 @@ def refuse_norms_of_others(model: nn.Module, optimizer: Optimizer, numerics: Num
     if others:
         clips = numerics.clip_norm is not None
         raise ConfigError(
-            f"{'clip_norm' if clips else 'nonfinite=skip'}: the norm would count gradients of {listed(others)}, in no "
+            f"{'clip_norm' if clips else 'nonfinite=skip'}: the norm would count gradients of "
+            f"{format_names(others)}, in no "
             "parameter group of the optimizer, so its zero_grad() does not reset them: the norm would include all "
             "earlier steps. Freeze them with requires_grad_(False), give them to the optimizer, or set "
             f"{'clip_norm=null' if clips else 'nonfinite=stop'}."
@@ -141,7 +142,7 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
-def aligned_norm(gradient: Tensor) -> Tensor:
+def compute_aligned_norm(gradient: Tensor) -> Tensor:
     """Return the L2 norm of ``gradient``, a scalar, with bits that do not depend on its address.
 
     A view of a bucket may start at any address. CUDA's kernel reads four elements at once if all tensors of a call are
@@ -163,7 +164,7 @@ class Presence:
         self._parameters = parameters
         self._absent = set(range(len(parameters)))
 
-    def note(self) -> None:
+    def record_gradients(self) -> None:
         """Record which gradients exist after a backward pass."""
         if self._absent:
             self._absent = {index for index in self._absent if self._parameters[index].grad is None}
@@ -173,7 +174,7 @@ class Presence:
         """Indices of the parameters without a gradient so far."""
         return self._absent
 
-    def without_absent(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def mask_absent(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Return ``gradients`` (one per parameter, in their shapes) with None for absent ones."""
         return [None if index in self._absent else each for index, each in enumerate(gradients)]
 
@@ -196,7 +197,7 @@ class PresenceExchange:
             any_n = torch.ones(len(present), dtype=torch.uint8, device=self._device)  # a copy would wait for the GPU
         else:
             any_n = torch.tensor(present, dtype=torch.uint8, device=self._device)
-        work = start(dist.all_reduce, any_n, op=dist.ReduceOp.MAX, group=self._group)
+        work = start_collective(dist.all_reduce, any_n, op=dist.ReduceOp.MAX, group=self._group)
         if has_all:
             self._sent = work, any_n
             return present
@@ -221,26 +222,26 @@ def check_reduced(module: nn.Module) -> None:
     try:
         module._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        raise _unused(module, str(error)) from None
+        raise _build_unused_error(module, str(error)) from None
     first = next((each for each in module.module.parameters() if each.requires_grad), None)
     if first is not None and first.grad is None:  # the pass did not reach any parameter
-        raise _unused(module, "")
+        raise _build_unused_error(module, "")
 
 
-def _unused(module: DistributedDataParallel, said: str) -> ConfigError:
+def _build_unused_error(module: DistributedDataParallel, said: str) -> ConfigError:
     own = module.module.named_parameters()
     named = {name.removeprefix("model."): each for name, each in own if each.requires_grad}  # prefix from CallingRoot
     names = [name for name, each in named.items() if each.grad is None]
     if not names and (match := _INDICES.search(said)):  # an earlier micro-batch had a gradient
         names = [list(named)[int(index)] for index in match[1].split() if int(index) < len(named)]
     return ConfigError(
-        f"{listed(names)} got no gradient in the last micro-batch of this process, and every process must have a "
+        f"{format_names(names)} got no gradient in the last micro-batch of this process, and every process must have a "
         "gradient of every parameter. Set strategy.find_unused_parameters=true, freeze them with "
         "requires_grad_(False), or let the loss depend on them."
     )
 
 
-def listed(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """Return the first of ``names`` as a list for a message."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "") if names else "some parameters"

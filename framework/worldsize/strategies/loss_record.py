@@ -51,7 +51,7 @@ class LossRecord:
         """Whether the loss is (sum, weight)."""
         return self.loss.ndim == 1
 
-    def message(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, Any]:
         """Return the record as plain values, for :meth:`from_message`."""
         return {"loss": self.loss.tolist(), "metrics": {name: pair.tolist() for name, pair in self.metrics.items()}}
 
@@ -61,18 +61,18 @@ class LossRecord:
         metrics = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in message["metrics"].items()}
         return LossRecord(torch.tensor(message["loss"], dtype=torch.float64), metrics)
 
-    def without_counts(self) -> LossRecord:
+    def zero_metrics(self) -> LossRecord:
         """Return the record with zero sums and counts in its metrics."""
         return LossRecord(self.loss, {name: torch.zeros_like(pair) for name, pair in self.metrics.items()})
 
-    def with_counts_of(self, records: Sequence[LossRecord]) -> LossRecord:
+    def replace_metrics(self, records: Sequence[LossRecord]) -> LossRecord:
         """Return the record with the summed metrics of ``records``, or zeros if there are none.
 
         Raises:
             ConfigError: the records have different metric names.
         """
         if not records:
-            return self.without_counts()
+            return self.zero_metrics()
         return LossRecord(self.loss, {name: pairs_n2.sum(0) for name, pairs_n2 in step_metrics(records).items()})
 
 
@@ -84,12 +84,12 @@ def differentiable(loss: Loss) -> tuple[Tensor, LossRecord]:
     """
     if isinstance(loss, Tensor):
         return loss, LossRecord(loss.detach())
-    output = LossOutput.of(loss)
+    output = LossOutput.from_loss(loss)
     scalar = output.loss if isinstance(output.loss, Tensor) else output.loss[0]
-    metrics = {name: _metric(name, pair, scalar.device) for name, pair in output.metrics.items()}
+    metrics = {name: _parse_metric(name, pair, scalar.device) for name, pair in output.metrics.items()}
     if isinstance(output.loss, Tensor):
         return scalar, LossRecord(scalar.detach(), metrics)
-    return scalar, LossRecord(_pair(*output.loss, scalar.device), metrics)
+    return scalar, LossRecord(_stack_pair(*output.loss, scalar.device), metrics)
 
 
 def trainable(loss: Loss) -> tuple[Tensor, LossRecord]:
@@ -98,7 +98,7 @@ def trainable(loss: Loss) -> tuple[Tensor, LossRecord]:
     Raises:
         ConfigError: it is not a scalar loss, or does not depend on any trained parameter.
     """
-    output: Any = LossOutput.of(loss).loss
+    output: Any = LossOutput.from_loss(loss).loss
     total = output[0] if isinstance(output, tuple) and len(output) == 2 else output
     if not isinstance(total, Tensor):
         returned = "None" if output is None else f"a {type(output).__name__}"
@@ -134,11 +134,11 @@ def forms_differ(one: str, other: str) -> ConfigError:
     )
 
 
-def _pair(total: Tensor | float, count: Tensor | float, device: torch.device) -> Tensor:
-    return torch.stack([_double(each, device) for each in (total, count)])
+def _stack_pair(total: Tensor | float, count: Tensor | float, device: torch.device) -> Tensor:
+    return torch.stack([_convert_to_float64(each, device) for each in (total, count)])
 
 
-def _double(value: Tensor | float, device: torch.device) -> Tensor:
+def _convert_to_float64(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a scalar in float64 on ``device``; a CPU value does not wait for a GPU."""
     is_here = not isinstance(value, Tensor) or value.device.type == "cpu"
     if is_here and device.type != "cpu":
@@ -147,7 +147,7 @@ def _double(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.as_tensor(value, device=device).detach().double()
 
 
-def _metric(name: str, pair: Any, device: torch.device) -> Tensor:
+def _parse_metric(name: str, pair: Any, device: torch.device) -> Tensor:
     if not isinstance(name, str) or not re.fullmatch(r"[\w./-]+", name):
         raise ConfigError(
             f"the recipe's loss names a metric {name!r}. Give it a name of letters, digits and the characters _ . / -."
@@ -157,7 +157,7 @@ def _metric(name: str, pair: Any, device: torch.device) -> Tensor:
     if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_real_scalar, pair)):
         raise ConfigError(f"the recipe's loss must give its metric {name!r} as (sum, count), two real scalars.")
     total, count = (x.reshape(()) if isinstance(x, Tensor) else x for x in pair)
-    return _pair(total, count, device)
+    return _stack_pair(total, count, device)
 
 
 def _is_real_scalar(value: Any) -> bool:
@@ -168,7 +168,7 @@ def _is_real_scalar(value: Any) -> bool:
 
 def mean_loss(loss: Loss) -> Tensor:
     """Return the mean loss of a micro-batch, a scalar, from any result of ``Recipe.loss``."""
-    own = LossOutput.of(loss).loss
+    own = LossOutput.from_loss(loss).loss
     return own if isinstance(own, Tensor) else own[0] / own[1]
 
 

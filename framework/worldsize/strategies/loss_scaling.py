@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from worldsize.collectives.group import start
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.group import start_collective
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import Dealing
 from worldsize.optimizers.groups import all_parameters
 
@@ -110,7 +110,7 @@ def weight_factor(
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         all_l = table.new_zeros(logical_ranks or len(weights) * size)
         (all_l.view(size, -1)[rank] if dealing == "block" else all_l[rank::size]).copy_(table)
-        start(dist.all_reduce, all_l, group=group).wait()
+        start_collective(dist.all_reduce, all_l, group=group).wait()
         table = all_l
     total = table.sum()
     return torch.where(total > 0, len(table) / total, 0.0)
@@ -128,13 +128,13 @@ def fp16_share(weight: Tensor, group: ProcessGroup | None) -> Tensor:
     """
     largest = weight.clone()
     if group is not None:
-        start(dist.all_reduce, largest, op=dist.ReduceOp.MAX, group=group).wait()
+        start_collective(dist.all_reduce, largest, op=dist.ReduceOp.MAX, group=group).wait()
     return torch.exp2(-largest.clamp(min=1).log2().ceil())
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients by ``factor``, a scalar tensor, in place."""
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [get_local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for device in dict.fromkeys(gradient.device for gradient in gradients):  # shards may be on the host
         own = [gradient for gradient in gradients if gradient.device == device]
         torch._foreach_mul_(own, factor.to(device, own[0].dtype))

@@ -72,7 +72,7 @@ class LossWatch:
         self._data = None if compiles else _DataUses(model)  # only in the first step
         self._held: Sequence[tuple[str, Callable[[], Tensor | None]]] | None = None
 
-    def include(self, root: nn.Module) -> None:
+    def watch_root(self, root: nn.Module) -> None:
         """Also watch parameters gathered by ``root``, a module around the model."""
         self._root = root
 
@@ -87,29 +87,29 @@ class LossWatch:
             yield
             return
         if self._held is None:
-            self._held = list(_counted(self._model, self._root, skips_bounded=self._processes == 1))
-        before = [_count(find()) for _, find in self._held]
+            self._held = list(_iterate_parameters(self._model, self._root, skips_bounded=self._processes == 1))
+        before = [_read_version(find()) for _, find in self._held]
         with self._no_collectives(), self._data or nullcontext():
             yield
         for (name, find), count in zip(self._held, before, strict=True):
-            if count is not None and _count(find()) != count:
-                raise self._changed(name)
-        for name in self._data.written() if self._data else ():
-            raise self._changed(name)
+            if count is not None and _read_version(find()) != count:
+                raise self._build_change_error(name)
+        for name in self._data.find_written_names() if self._data else ():
+            raise self._build_change_error(name)
 
     def end_step(self) -> None:
         """End a step; writes through ``parameter.data`` are checked only in the first one."""
         self._data = None
 
-    def reduce(self, run: Callable[[], _T]) -> _T:
+    def run_reducer(self, run: Callable[[], _T]) -> _T:
         """Call ``run`` of the strategy's reducer, which may use collectives."""
         return run()
 
-    def _changed(self, name: str) -> ConfigError:
+    def _build_change_error(self, name: str) -> ConfigError:
         module, _, own = name.rpartition(".")
         embedding = self._model.get_submodule(module)
         if own == "weight" and getattr(embedding, "max_norm", None) is not None:
-            return bounded_rows(module)
+            return build_max_norm_error(module)
         return ConfigError(
             f"the loss changes the parameter {name}. The logical ranks of a step compute with the same weights, at the "
             "same time, so that such a change would be lost or differ between them. Make it in place in a hook of "
@@ -128,7 +128,7 @@ class LossWatch:
             yield
             return
         names = [(c10d, "_rank_not_in_group"), *((funcol, name) for name in _RESOLVES if hasattr(funcol, name))]
-        watched = [(module, name, partial(self._checked, getattr(module, name))) for module, name in names]
+        watched = [(module, name, partial(self._check_and_call, getattr(module, name))) for module, name in names]
         changes: list[tuple[Any, str, Any]] = [*watched]
         if self._processes == 1:
             changes.append((c10d, "GroupMember", _Initialized))
@@ -141,7 +141,7 @@ class LossWatch:
             for module, name, value in replaced:
                 setattr(module, name, value)
 
-    def _checked(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    def _check_and_call(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Call ``function``, torch's first step of a collective, unless user code called it."""
         self._check_caller()
         return function(*args, **kwargs)
@@ -176,7 +176,7 @@ class LossWatch:
         )
 
 
-def bounded_rows(name: str) -> ConfigError:
+def build_max_norm_error(name: str) -> ConfigError:
     """Return the error for embedding ``name`` with ``max_norm`` that several processes train."""
     return ConfigError(
         f"{name or 'the model'} has max_norm, by which a forward pass shortens the rows that it looks up: other "
@@ -186,7 +186,7 @@ def bounded_rows(name: str) -> ConfigError:
     )
 
 
-def bounded_embeddings(model: nn.Module) -> Mapping[str, nn.Module]:
+def find_bounded_embeddings(model: nn.Module) -> Mapping[str, nn.Module]:
     """Return the embeddings of ``model`` with ``max_norm``, keyed by name."""
     return {
         name: module
@@ -195,11 +195,11 @@ def bounded_embeddings(model: nn.Module) -> Mapping[str, nn.Module]:
     }
 
 
-def _counted(
+def _iterate_parameters(
     model: nn.Module, root: nn.Module, *, skips_bounded: bool
 ) -> Iterator[tuple[str, Callable[[], Tensor | None]]]:
     """Yield each parameter's name with a function that returns a tensor holding its values."""
-    bounded = {id(module.weight) for module in bounded_embeddings(model).values()} if skips_bounded else set()
+    bounded = {id(module.weight) for module in find_bounded_embeddings(model).values()} if skips_bounded else set()
     places: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) in bounded or not parameter.numel():
@@ -214,7 +214,7 @@ def _counted(
                         yield name, lambda each=each: getattr(each, "_unsharded_param", None)  # type: ignore[misc]
 
 
-def _count(tensor: Tensor | None) -> tuple[int, int] | None:
+def _read_version(tensor: Tensor | None) -> tuple[int, int] | None:
     """Return a tensor's version counter and storage address, or None if it does not exist yet."""
     if tensor is None:
         return None
@@ -225,7 +225,7 @@ def _program_calls(frame: Any) -> str:
     """Return the user function that called a collective, or "" if the strategy called it."""
     caller = ""
     while frame is not None:
-        if frame.f_code is LossWatch.reduce.__code__:
+        if frame.f_code is LossWatch.run_reducer.__code__:
             return ""
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_OWN) and not name.startswith((*_PASSED_ON, _PROGRAMS)):
@@ -268,7 +268,7 @@ class _DataUses(TorchFunctionMode):
             self._uses += [(name, returned) for name in names]
         return returned
 
-    def written(self) -> Iterator[str]:
+    def find_written_names(self) -> Iterator[str]:
         """Yield the names of parameters whose data were assigned or changed in place."""
         for name, data in self._uses:
             if data is None or data._version > 0:

@@ -45,13 +45,13 @@ def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, device:
     if numerics.policy.has_8_bits:
         use_fp8(recipe, model, device)
     if numerics.activation_checkpointing == "selective":  # before compiling, since the compiler plans the recomputation
-        _wrap(modules, partial(_selective, compiled=numerics.compile))
+        _wrap_forwards(modules, partial(_selective, compiled=numerics.compile))
     if numerics.compile:
         compile_passes(recipe, model, numerics)
     if numerics.activation_checkpointing == "full":  # after compiling, so that the same code runs again
-        _wrap(modules, _recomputed)
+        _wrap_forwards(modules, _wrap_with_recompute)
     if numerics.activation_offload:
-        _wrap(modules, _offloaded)
+        _wrap_forwards(modules, _wrap_with_offload)
 
 
 def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves_rows: bool = False) -> None:
@@ -84,12 +84,14 @@ def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves
             )
 
 
-def _wrap(modules: Sequence[nn.Module], wrapped: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap_forwards(
+    modules: Sequence[nn.Module], wrapped: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+) -> None:
     for module in modules:
         module.forward = wrapped(module, module.forward)  # a wrapper module would change names in checkpoints
 
 
-def _recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_with_recompute(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``forward`` to save only its inputs and random states, and recompute the rest."""
     return partial(checkpoint, forward, use_reentrant=False, context_fn=lambda: (nullcontext(), _buffers_kept(module)))
 
@@ -98,15 +100,15 @@ def _selective(module: nn.Module, forward: Callable[..., Any], *, compiled: bool
     """Wrap ``forward`` to save results of matrix products and attention, and recompute the rest."""
 
     def contexts() -> _Contexts:
-        first, again = create_selective_checkpoint_contexts(kept_operations)  # type: ignore[no-untyped-call]
-        return first, _both(_buffers_kept(module), again)
+        first, again = create_selective_checkpoint_contexts(choose_checkpoint_policy)  # type: ignore[no-untyped-call]
+        return first, _enter_both(_buffers_kept(module), again)
 
     # the compiler supports only these contexts
-    chosen = partial(create_selective_checkpoint_contexts, kept_operations) if compiled else contexts
+    chosen = partial(create_selective_checkpoint_contexts, choose_checkpoint_policy) if compiled else contexts
     return partial(checkpoint, forward, use_reentrant=False, context_fn=chosen)
 
 
-def kept_operations(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def choose_checkpoint_policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return whether selective checkpointing saves or recomputes the result of ``operation``.
 
     Attention with dropout is recomputed: otherwise the second pass would not advance the random generator for it, and
@@ -114,7 +116,7 @@ def kept_operations(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
     """
     if operation in _overloads(_PRODUCTS):  # called for each operation of a pass, so it must be fast
         return CheckpointPolicy.MUST_SAVE
-    if operation in _overloads(_ATTENTION) and not _dropout(operation, args, kwargs):
+    if operation in _overloads(_ATTENTION) and not _get_dropout(operation, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -124,7 +126,7 @@ def _overloads(names: tuple[str, ...]) -> frozenset[Any]:
     return frozenset(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))
 
 
-def _dropout(operation: Any, args: Sequence[Any], kwargs: Any) -> float:
+def _get_dropout(operation: Any, args: Sequence[Any], kwargs: Any) -> float:
     """Return the ``dropout_p`` argument of an operation, or 0 if it has none."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
@@ -134,7 +136,7 @@ def _dropout(operation: Any, args: Sequence[Any], kwargs: Any) -> float:
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _enter_both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(outer)
         stack.enter_context(inner)
@@ -167,14 +169,14 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
                 )
 
 
-def _offloaded(_: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_with_offload(_: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``forward`` to offload its saved tensors to host memory until the backward pass."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call_offloaded(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(to_host, from_host):
             return forward(*args, **kwargs)
 
-    return called
+    return call_offloaded
 
 
 def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
@@ -207,7 +209,7 @@ def use_fp8(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
     multiples of 16. Parameters stay in float32. Devices without 8-bit products emulate them by rounding the factors.
     """
     emulates = device.type != "cuda" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY
-    make = _maker(emulates=emulates)
+    make = _create_converter(emulates=emulates)
     for layer in fp8_layers(recipe, model):
         layer.forward = _Product(layer, make)  # type: ignore[assignment, method-assign]  # not a wrapper, as above
 
@@ -225,14 +227,14 @@ def check_fp8(recipe: Recipe, model: nn.Module) -> None:
 def fp8_layers(recipe: Recipe, model: nn.Module) -> Sequence[nn.Linear]:
     """Return the layers of ``model`` that compute in 8 bits with ``precision=fp8``."""
     modules = [each for part in list(recipe.blocks(model)) or [model] for each in part.modules()]
-    return [each for each in modules if isinstance(each, nn.Linear) and _fits(each)]
+    return [each for each in modules if isinstance(each, nn.Linear) and _has_fp8_sizes(each)]
 
 
-def _fits(layer: nn.Linear) -> bool:
+def _has_fp8_sizes(layer: nn.Linear) -> bool:
     return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0
 
 
-def _maker(*, emulates: bool) -> Callable[[nn.Linear], nn.Module]:
+def _create_converter(*, emulates: bool) -> Callable[[nn.Linear], nn.Module]:
     """Import torchao, which takes seconds; return a function that converts a layer to 8 bits."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -241,12 +243,12 @@ def _maker(*, emulates: bool) -> Callable[[nn.Linear], nn.Module]:
 
     config = Float8LinearConfig(emulate=emulates)
 
-    def make(layer: nn.Linear) -> nn.Module:
+    def convert_layer(layer: nn.Linear) -> nn.Module:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         converted: nn.Module = convert_to_float8_training(plain, config=config)
         return converted
 
-    return make
+    return convert_layer
 
 
 @final

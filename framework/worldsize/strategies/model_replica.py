@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.core import (
     PRECISIONS,
     Capability,
@@ -27,7 +27,7 @@ from worldsize.core import (
     StateDict,
 )
 from worldsize.metrics import MetricCollector
-from worldsize.optimizers.schedule_free import evaluated_weights
+from worldsize.optimizers.schedule_free import use_evaluation_weights
 from worldsize.seeds import keep_generators, seed_generators
 from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.declared_buffers import declare_buffers
@@ -54,7 +54,7 @@ def autocast(device: torch.device, precision: PrecisionName) -> AbstractContextM
     return torch.autocast(device.type, dtype=getattr(torch, dtype)) if dtype else nullcontext()
 
 
-def collected_metrics(
+def collect_metrics(
     recipe: Recipe,
     model: nn.Module,
     batches: Iterable[EvaluationBatch],
@@ -93,7 +93,7 @@ class CallingRoot(nn.Module):
         self.model = model
         self._call: Callable[[_Action], Any] | None = None
 
-    def guard(self, call: Callable[[_Action], Any]) -> None:
+    def set_guard(self, call: Callable[[_Action], Any]) -> None:
         """Call functions given to this module through ``call``."""
         self._call = call
 
@@ -147,7 +147,7 @@ class ModelReplica(Replica):
         self._agreed = AgreedLosses(None if sums_alone or self.world.size == 1 else self.world)
         self._module, self._root = module, module if isinstance(module, CallingRoot) else None
         if module is not None:
-            self._watch.include(module)
+            self._watch.watch_root(module)
         self._parameters = list(self.model.parameters())  # cached, since parameters() walks over all modules
         self._hooks = GradientHooks(self._parameters)
 
@@ -156,17 +156,19 @@ class ModelReplica(Replica):
         return self._agreed.group
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        with evaluated_weights(self.train_state.optimizers, self.model), self._autocast():
-            collector = collected_metrics(self.recipe, self.model, batches, device=self.world.device, call=self._call)
+        with use_evaluation_weights(self.train_state.optimizers, self.model), self._autocast():
+            collector = collect_metrics(
+                self.recipe, self.model, batches, device=self.world.device, call=self._run_action
+            )
         return collector.reduce(self.world)
 
     def _check_saves(self) -> None:
         """Refuse optimizer and schedule state that checkpoints do not support, before step 2."""
         if self._steps_begun == 1:
-            split(self.train_state.state())
+            split_tensors(self.train_state.state())
         self._steps_begun += 1
 
-    def _call(self, action: Callable[[], _T]) -> _T:
+    def _run_action(self, action: Callable[[], _T]) -> _T:
         """Call ``action``, a computation with the model or its submodules."""
         return action() if self._root is None else self._root(action)
 
@@ -188,21 +190,21 @@ class ModelReplica(Replica):
     def load(self, state: StateDict) -> None:
         self.train_state.load(state)
         self.scaler.load_state_dict(state["scaler"])
-        self.reducer.resumed()
+        self.reducer.on_resume()
         if "strategy" in state:
             self.reducer.load(state["strategy"])
 
     def facts(self) -> Mapping[str, Any]:
-        compiled = COMPILATIONS.facts(speaks=self.world.rank == 0) if self.numerics.compile else {}
+        compiled = COMPILATIONS.collect_statistics(speaks=self.world.rank == 0) if self.numerics.compile else {}
         return {"compiled": compiled} if compiled else {}
 
-    def _scaled(self, loss: Tensor, record: LossRecord, scale: float) -> Tensor:
+    def _scale_loss(self, loss: Tensor, record: LossRecord, scale: float) -> Tensor:
         """Scale the scalar ``loss`` for its backward pass, and summed losses to the float16 range."""
         if self.scaler.is_enabled() and record.is_weighted:
             loss = loss * self._agreed.fp16_share(record.loss[1])
         return self.scaler.scale(loss if scale == 1 else loss * scale)
 
-    def _weighed(
+    def _weigh_gradients(
         self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord], update: Sequence[str] = ()
     ) -> Sequence[Tensor]:
         """Weigh gradients if losses are sums; return each record's contribution to the mean loss.
@@ -219,7 +221,7 @@ class ModelReplica(Replica):
         self.reducer.scale(parameters, factor if share is None else factor / share)
         return [record.loss[0] * factor for record in records]
 
-    def _stepped(
+    def _step_optimizers(
         self, parts: Sequence[OptimizerPart], parameters: Sequence[nn.Parameter]
     ) -> tuple[Tensor | None, bool, bool]:
         """Clip the gradient, which is equal on all ranks, and step the optimizers and schedules.
@@ -230,19 +232,19 @@ class ModelReplica(Replica):
             The norm before clipping (None if not needed), whether the update was skipped, and whether that was due to
             a gradient overflow in float16.
         """
-        self._context.faults.at("step:update")
+        self._context.faults.report_point("step:update")
         norm, skipped, overflowed = None, False, False
         if self.numerics.needs_norm:
             for part in parts:
                 self.scaler.unscale_(part.optimizer)
             norm = self.reducer.clip(parameters, self.numerics.norm_limit)
-            skipped = self.numerics.skips(norm)
+            skipped = self.numerics.should_skip_update(norm)
         for part in parts:
             if not skipped:
                 overflowed |= not step_scaled(self.scaler, part.optimizer, speaks=self.world.rank == 0)
             if part.schedule is not None:
                 part.schedule.step()
-        self._context.faults.at("step:updated")
+        self._context.faults.report_point("step:updated")
         return norm, skipped or overflowed, overflowed
 
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from worldsize.collectives.ordered import summation_tree
 from worldsize.collectives.per_rank import make_equal
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import ConfigError, MicroBatch, Recipe, Reduction, RunContext, StepResult
-from worldsize.optimizers.groups import parameters_of
+from worldsize.optimizers.groups import get_trainable_parameters
 from worldsize.strategies.gradient_reducer import GradientReducer, Presence, PresenceExchange
 from worldsize.strategies.loss_record import LossRecord, step_metrics
 from worldsize.strategies.model_replica import CallingRoot, ModelFlags, ModelReplica
@@ -62,19 +62,19 @@ class MultiUpdateReplica(ModelReplica):
         device, names = self.world.device, self._parts
         passes = [UpdatePass(self.recipe, each, names=names, device=device, flags=flags) for each in micro_batches]
         results: list[UpdateResult] = []
-        with self.reducer.updates():
-            while (result := self._update(passes, micro_batches)) is not None:
+        with self.reducer.begin_updates():
+            while (result := self._run_update(passes, micro_batches)) is not None:
                 results.append(result)
         self._watch.end_step()
         self._update_scale()
         returned = step_metrics([each.take_metrics() for each in passes])
         return step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
 
-    def _update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> UpdateResult | None:
+    def _run_update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> UpdateResult | None:
         """Run the next update of the step; return its result, or None if there is none."""
-        buffers = self._buffers.begin(len(batches))
-        first, *others = self._order(len(batches))
-        self._advance(passes[first])  # the first pass in every summation order determines the update
+        buffers = self._buffers.begin_step(len(batches))
+        first, *others = self._order_batches(len(batches))
+        self._advance_pass(passes[first])  # the first pass in every summation order determines the update
         if self._group is not None and self.world.device.type == "cpu":  # on a GPU, this would wait for the device
             rates = {name: _group_rates(part.optimizer) for name, part in self._parts.items()}
             passes[first].check_same_on(self.world, rates)
@@ -82,14 +82,16 @@ class MultiUpdateReplica(ModelReplica):
         if not names:
             buffers.add(first)
             for place in others:
-                self._advance(passes[place], same_as=passes[first])
+                self._advance_pass(passes[place], same_as=passes[first])
                 buffers.add(place)
-            buffers.finish()
+            buffers.finish_step()
             return None
         if self._stepped_names.intersection(names):  # GradScaler allows one step per optimizer between its updates
             self._update_scale()
         self._stepped_names.update(names)
-        parameters = [parameter for name in names for parameter in parameters_of(self._parts[name].optimizer)]
+        parameters = [
+            parameter for name in names for parameter in get_trainable_parameters(self._parts[name].optimizer)
+        ]
         fills = len(batches) * self._size > 1  # all must sum the same parameters, whether their losses use them or not
         places = {id(batch): place for place, batch in enumerate(batches)}
         presence = Presence(parameters)
@@ -97,25 +99,25 @@ class MultiUpdateReplica(ModelReplica):
         def backward(batch: MicroBatch, scale: float) -> LossRecord:
             place = places[id(batch)]
             if place != first:
-                self._advance(passes[place], same_as=passes[first])
+                self._advance_pass(passes[place], same_as=passes[first])
             for index in presence.absent:
                 parameters[index].grad = None  # zeros of an earlier micro-batch
             record = self._backward(passes[place], parameters, scale)
-            presence.note()
+            presence.record_gradients()
             if fills and self._root is None:
-                _fill(parameters)
+                _fill_missing_gradients(parameters)
             buffers.add(place)
             return record
 
         for parameter in self._parameters:
             parameter.grad = None
-        with self._hooks.suspended():
+        with self._hooks.suspend_hooks():
             records = self.reducer.run(batches, backward)
-        self._context.faults.at("step:reduced")
+        self._context.faults.report_point("step:reduced")
         if fills and self._root is None:
             self._remove_absent(parameters, presence)
-        buffers.finish()
-        return self._applied(names, parameters, records)
+        buffers.finish_step()
+        return self._apply_update(names, parameters, records)
 
     def _remove_absent(self, parameters: Sequence[nn.Parameter], presence: Presence) -> None:
         """Remove zero gradients that fill in for gradients missing on all ranks."""
@@ -126,37 +128,37 @@ class MultiUpdateReplica(ModelReplica):
             if not is_present:
                 parameter.grad = None
 
-    def _order(self, batches: int) -> list[int]:
+    def _order_batches(self, batches: int) -> list[int]:
         """Return the indices of the micro-batches in summation-tree order."""
         tree = summation_tree(batches, self._size, self.dealing)
-        return [leaf for node in range(tree.local_nodes) for leaf in tree.leaves(node)]
+        return [leaf for node in range(tree.local_nodes) for leaf in tree.list_leaves(node)]
 
-    def _advance(self, current: UpdatePass, same_as: UpdatePass | None = None) -> None:
-        self._context.faults.at("step:forward")
+    def _advance_pass(self, current: UpdatePass, same_as: UpdatePass | None = None) -> None:
+        self._context.faults.report_point("step:forward")
         with self._autocast(), self._watch.watching():
-            current.advance(self._call)
+            current.advance(self._run_action)
         if same_as is not None:
             current.check_same(same_as)
 
     def _backward(self, current: UpdatePass, parameters: Sequence[nn.Parameter], scale: float) -> LossRecord:
         """Add the gradient of the update's loss to ``.grad``; return the record of the loss."""
-        self._context.faults.at("step:backward")
+        self._context.faults.report_point("step:backward")
         loss, record = current.take_loss()
-        scaled = self._scaled(loss, record, scale)
+        scaled = self._scale_loss(loss, record, scale)
         if self._root is None:
             scaled.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
         else:
             scaled.backward()  # type: ignore[no-untyped-call]
         return record
 
-    def _applied(
+    def _apply_update(
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], records: Sequence[LossRecord]
     ) -> UpdateResult:
         """Weigh and clip the gradient, and step the optimizers and schedules."""
-        losses = self._weighed(parameters, records, names)
+        losses = self._weigh_gradients(parameters, records, names)
         self._hooks.run(parameters)
-        with phase("update"):
-            norm, skipped, overflowed = self._stepped([self._parts[name] for name in names], parameters)
+        with measure_phase("update"):
+            norm, skipped, overflowed = self._step_optimizers([self._parts[name] for name in names], parameters)
         return UpdateResult(names, losses, norm, skipped, step_metrics(records), overflowed)
 
     def _update_scale(self) -> None:
@@ -196,7 +198,7 @@ def whole_multi_update(
     return MultiUpdateReplica(recipe, context, train_state=train_state, reducer=reducer)
 
 
-def _fill(parameters: Sequence[nn.Parameter]) -> None:
+def _fill_missing_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -240,11 +242,11 @@ def step_result(
     skips = [result.skipped for result in results]
     norms = [result.grad_norm for result in results if result.grad_norm is not None]
     return StepResult(
-        losses=_sums([result.losses for result in results]),
+        losses=_sum_losses([result.losses for result in results]),
         lr=next(iter(rates.values())),
         grad_norm=torch.linalg.vector_norm(torch.stack(norms)) if norms else None,
         skipped=any(skips),
-        metrics=_metrics(results, rates, returned),
+        metrics=_combine_metrics(results, rates, returned),
         partly=any(skips) and not all(skips),
         occasional=True,
         overflowed=any(result.overflowed for result in results),
@@ -257,7 +259,7 @@ def first_rate(optimizer: Optimizer) -> float | None:
     return None if rate is None else float(rate)
 
 
-def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _sum_losses(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return the sum of each micro-batch's losses over the updates.
 
     Sums are in float64, the dtype of losses received from other processes, so that they are equal on all processes.
@@ -265,7 +267,7 @@ def _sums(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [torch.stack([loss.double() for loss in own]).sum() for own in zip(*losses, strict=True)]
 
 
-def _metrics(
+def _combine_metrics(
     results: Sequence[UpdateResult], rates: Mapping[str, float | None], returned: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the metrics of updates and generators, mean losses, and additional learning rates.
@@ -286,7 +288,7 @@ def _metrics(
     one_b = torch.ones(len(losses), dtype=torch.float64, device=losses[0].device)
     for place, (name, rate) in enumerate(rates.items()):
         own = [result.losses for result in results if name in result.names]
-        total_b = torch.stack(_sums(own)) if own else one_b * 0
+        total_b = torch.stack(_sum_losses(own)) if own else one_b * 0
         metrics[f"loss/{name}"] = torch.stack([total_b, one_b * len(own)], dim=1)
         if place and rate is not None:
             metrics[f"lr/{name}"] = torch.stack([one_b * rate, one_b], dim=1)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.core import Cluster, ConfigError, Recipe, Reduction
 from worldsize.devices import backend_for
 from worldsize.errors import CheckpointError
-from worldsize.optimizers.schedule_free import special
+from worldsize.optimizers.schedule_free import get_special_kind
 from worldsize.strategies.optimizer_trial import OptimizerTrial, divides_extra_state, has_extra_state
-from worldsize.strategies.step_hooks import without_recipe_hooks
+from worldsize.strategies.step_hooks import disable_recipe_hooks
 from worldsize.strategies.train_state import extra_state
 from worldsize.strategies.wrapping import sparse_embeddings
 from worldsize.world.processes import gpus_hidden
@@ -40,7 +40,7 @@ _KEEP = "Keep it in the optimizer's state or param_groups."
 
 def updates_apart(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known to update each parameter independently."""
-    return type(optimizer) in ELEMENTWISE or special(optimizer) == "adamw_8bit"
+    return type(optimizer) in ELEMENTWISE or get_special_kind(optimizer) == "adamw_8bit"
 
 
 def updates_elements(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, dims: Sequence[int] = (0,)) -> bool:
@@ -120,7 +120,9 @@ def refuse_divided_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer)
         return
     trial = OptimizerTrial(recipe, model)
     if extra_state(optimizer) if trial.failure else divides_extra_state(trial):
-        raise ConfigError(_unshared(optimizer, "with this strategy each rank updates a part of the parameters"))
+        raise ConfigError(
+            _format_unshared_error(optimizer, "with this strategy each rank updates a part of the parameters")
+        )
 
 
 def refuse_extra_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
@@ -133,10 +135,12 @@ def refuse_extra_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -
         return
     trial = OptimizerTrial(recipe, model)
     if extra_state(optimizer) if trial.failure else has_extra_state(trial):
-        raise ConfigError(_unshared(optimizer, "servers have an optimizer for each part of the parameters"))
+        raise ConfigError(
+            _format_unshared_error(optimizer, "servers have an optimizer for each part of the parameters")
+        )
 
 
-def _unshared(optimizer: Optimizer, because: str) -> str:
+def _format_unshared_error(optimizer: Optimizer, because: str) -> str:
     return (
         f"{type(optimizer).__name__} keeps values in its state_dict() besides state and param_groups, and {because}. "
         "Keep them in the optimizer's state or param_groups, or use strategy=ddp."
@@ -152,7 +156,7 @@ def refuse_unsaved(recipe: Recipe, model: nn.Module, optimizer: Optimizer, sched
     options = [{**group, "params": []} for group in optimizer.param_groups]
     made = {"optimizer": {"param_groups": options}, "schedule": schedule.state_dict() if schedule else {}}
     try:
-        split(made)
+        split_tensors(made)
         is_torchs = schedule is None or type(schedule).__module__ == "torch.optim.lr_scheduler"
         if is_torchs and updates_apart(optimizer):
             return
@@ -160,7 +164,7 @@ def refuse_unsaved(recipe: Recipe, model: nn.Module, optimizer: Optimizer, sched
         if trial.failure is not None:
             return
         for state in trial.states:
-            split(state)
+            split_tensors(state)
     except CheckpointError as error:
         kinds = [type(optimizer).__name__, *([type(schedule).__name__] if schedule else [])]
         raise ConfigError(f"{' and '.join(kinds)}: {error}") from error
@@ -193,7 +197,7 @@ def refuse_closures(optimizer: Optimizer) -> None:
     sharpness-aware minimization. LBFGS also keeps lists of tensors, which checkpoints do not support.
     """
     try:
-        with gpus_hidden(), without_recipe_hooks(optimizer):
+        with gpus_hidden(), disable_recipe_hooks(optimizer):
             optimizer.step()  # without gradients, it does not change weights
     except Exception as error:  # any exception: the optimizer may be user code
         if re.search(r"\bclosure\b", str(error)) is None:

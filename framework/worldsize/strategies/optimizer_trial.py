@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from worldsize.checkpoint.manifest_tree import split
+from worldsize.checkpoint.manifest_tree import split_tensors
 from worldsize.core import Recipe, StateDict
-from worldsize.optimizers.groups import all_parameters, optimizers_of
+from worldsize.optimizers.groups import all_parameters, create_optimizers
 from worldsize.seeds import keep_generators
-from worldsize.strategies.step_hooks import enclose_steps, without_recipe_hooks
-from worldsize.strategies.train_state import extra_state, load_named_state, named_state
+from worldsize.strategies.step_hooks import disable_recipe_hooks, enclose_steps
+from worldsize.strategies.train_state import collect_named_state, extra_state, load_named_state
 from worldsize.world.processes import gpus_hidden
 
 _STEPS = 6  # several, since the first steps of some algorithms are special
@@ -53,16 +53,18 @@ class OptimizerTrial:
         try:
             _ = self.result
         except Exception as error:  # of any kind: optimizers are user code
-            return described(error)
+            return format_error(error)
         return None
 
     def updates_parts(self, dim: int) -> bool:
         """Return whether two shards of each parameter along ``dim`` get the same bits as the whole."""
         try:
             return all(
-                same(each, part_of(self.result[name], dim, is_second=is_second))
+                has_same_values(each, select_half(self.result[name], dim, is_second=is_second))
                 for is_second in (False, True)
-                for name, each in self.updated(lambda _, tensor: part_of(tensor, dim, is_second=is_second)).items()  # noqa: B023
+                for name, each in self.run_steps(
+                    lambda _, tensor: select_half(tensor, dim, is_second=is_second)  # noqa: B023
+                ).items()
             )
         except Exception:  # of any kind: optimizers are user code
             return False
@@ -72,22 +74,22 @@ class OptimizerTrial:
         """A clause for messages if updates of some parameters depend on others, else None."""
         for own in (self._names[::2], self._names[1::2]):
             try:
-                updated = self.updated(own=own)
+                updated = self.run_steps(own=own)
             except Exception as error:  # of any kind: optimizers are user code
-                return f"cannot update a part of the parameters ({described(error)})"
-            if any(not same(each, self.result[name]) for name, each in updated.items()):
+                return f"cannot update a part of the parameters ({format_error(error)})"
+            if any(not has_same_values(each, self.result[name]) for name, each in updated.items()):
                 return "updates parameters together, as optimizers do that take a norm of all"
         return None
 
     @cached_property
     def values(self) -> Mapping[str, Tensor]:
         """The trial parameters by name, of any shapes, before the first step."""
-        return self._drawn(torch.Generator().manual_seed(11))
+        return self._draw_tensors(torch.Generator().manual_seed(11))
 
     @cached_property
     def result(self) -> Mapping[str, Tensor]:
         """The trial parameters, of any shapes, after all steps, updated whole and together."""
-        return self.updated()
+        return self.run_steps()
 
     @property
     def states(self) -> Sequence[StateDict]:
@@ -104,7 +106,7 @@ class OptimizerTrial:
                     last.step()
             states.append({"optimizer": optimizer.state_dict(), "schedule": last.state_dict() if last else {}})
 
-        self.updated(prepare=schedule, finish=add_state)
+        self.run_steps(prepare=schedule, finish=add_state)
         return states
 
     @property
@@ -112,23 +114,23 @@ class OptimizerTrial:
         """Whether an optimizer with a loaded state continues like the one that saved it."""
         half, states = _STEPS // 2, list[StateDict]()
 
-        def save(optimizer: Optimizer) -> None:
-            states.append(deepcopy(_saved(optimizer)))
+        def save_state(optimizer: Optimizer) -> None:
+            states.append(deepcopy(_save_state(optimizer)))
 
-        def load(optimizer: Optimizer) -> None:
+        def load_state(optimizer: Optimizer) -> None:
             state = states.pop(0)
-            if _shapes(_saved(optimizer)) != _shapes(state):
+            if _collect_shapes(_save_state(optimizer)) != _collect_shapes(state):
                 raise RuntimeError("its state has other tensors after a step")
-            load_named_state(_module(optimizer), optimizer, state)
+            load_named_state(_wrap_parameters(optimizer), optimizer, state)
 
         try:
-            values = self.updated(steps=range(half), prepare=_saved, finish=save)
-            resumed = self.updated(values=values, steps=range(half, _STEPS), prepare=load)
+            values = self.run_steps(steps=range(half), prepare=_save_state, finish=save_state)
+            resumed = self.run_steps(values=values, steps=range(half, _STEPS), prepare=load_state)
         except Exception:  # of any kind: optimizers are user code
             return False
-        return all(same(each, self.result[name]) for name, each in resumed.items())
+        return all(has_same_values(each, self.result[name]) for name, each in resumed.items())
 
-    def updated(
+    def run_steps(
         self,
         part: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
         *,
@@ -150,21 +152,21 @@ class OptimizerTrial:
         """
         small = {name: nn.Parameter(part(name, tensor).clone()) for name, tensor in (values or self.values).items()}
         parameters = dict(self.model.named_parameters())
-        all_ = {name: _without_memory(each) for name, each in parameters.items() if name not in small} | small
+        all_ = {name: _create_meta_parameter(each) for name, each in parameters.items() if name not in small} | small
         replacements = {id(each): all_[name] for name, each in parameters.items()}
         updated = [small[name] for name in self._names if own is None or name in own]
         generator = torch.Generator().manual_seed(12)
-        gradients = [self._drawn(generator) for _ in range(_STEPS)]
-        with keep_generators(), torch.device("cpu"), substituted(self.model, replacements):
+        gradients = [self._draw_tensors(generator) for _ in range(_STEPS)]
+        with keep_generators(), torch.device("cpu"), substitute_parameters(self.model, replacements):
             torch.manual_seed(13)
-            optimizers = optimizers_of(self.recipe, self.model).values()
+            optimizers = create_optimizers(self.recipe, self.model).values()
         for optimizer in optimizers:
-            _keep(optimizer, small.values())
+            _keep_parameters(optimizer, small.values())
             with keep_generators(), torch.device("cpu"):
                 prepare(optimizer)
             _raise_lr(optimizer)
             calls = _restrict(optimizer, updated) if own is not None else None
-            with keep_generators(), torch.device("cpu"), gpus_hidden(), without_recipe_hooks(optimizer):
+            with keep_generators(), torch.device("cpu"), gpus_hidden(), disable_recipe_hooks(optimizer):
                 for step in steps:
                     torch.manual_seed(step)
                     for name in self._names if own is None else own:
@@ -182,14 +184,14 @@ class OptimizerTrial:
         held = [each for each in parameters.values() if not each.is_meta] or parameters.values()
         names = {id(each): name for name, each in parameters.items() if each.requires_grad and each.numel()}
         kinds: dict[Any, list[str]] = {}
-        for number, optimizer in enumerate(optimizers_of(self.recipe, self.model).values()):
+        for number, optimizer in enumerate(create_optimizers(self.recipe, self.model).values()):
             for index, group in enumerate(optimizer.param_groups):
                 for each in group["params"]:
                     if id(each) in names and any(each is other for other in held):
                         kinds.setdefault((number, index, _small_shape(each)), []).append(names[id(each)])
         return [name for names_ in kinds.values() for name in names_[:_OF_A_KIND]]
 
-    def _drawn(self, generator: torch.Generator) -> Mapping[str, Tensor]:
+    def _draw_tensors(self, generator: torch.Generator) -> Mapping[str, Tensor]:
         """Generate a small random tensor for each trial parameter."""
         parameters = dict(self.model.named_parameters())
         with torch.device("cpu"):
@@ -199,12 +201,12 @@ class OptimizerTrial:
             }
 
 
-def described(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return the type and first sentence of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
 
 
-def part_of(tensor: Tensor, dim: int, *, is_second: bool) -> Tensor:
+def select_half(tensor: Tensor, dim: int, *, is_second: bool) -> Tensor:
     """Return one half of a tensor of any shape, split at an odd index of ``dim`` if possible."""
     if tensor.ndim <= dim or tensor.shape[dim] < 2:
         return tensor
@@ -212,7 +214,7 @@ def part_of(tensor: Tensor, dim: int, *, is_second: bool) -> Tensor:
     return tensor.narrow(dim, end, tensor.shape[dim] - end) if is_second else tensor.narrow(dim, 0, end)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def has_same_values(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of the same shape are equal, including NaNs."""
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
@@ -222,12 +224,12 @@ def _small_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(own if own < 2 else small for own, small in zip(parameter.shape, lengths, strict=False))
 
 
-def _without_memory(parameter: Tensor) -> nn.Parameter:
+def _create_meta_parameter(parameter: Tensor) -> nn.Parameter:
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-def _keep(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+def _keep_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Remove all other parameters from the groups."""
     ids = {id(each) for each in parameters}
     for group in optimizer.param_groups:
@@ -239,16 +241,16 @@ def _restrict(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[None]:
     calls, complete = list[None](), [group["params"] for group in optimizer.param_groups]
     ids = {id(each) for each in parameters}
 
-    def enter() -> None:
+    def restrict_groups() -> None:
         for group in optimizer.param_groups:
             group["params"] = [each for each in group["params"] if id(each) in ids]
 
-    def leave() -> None:
+    def restore_groups() -> None:
         calls.append(None)
         for group, own in zip(optimizer.param_groups, complete, strict=True):
             group["params"] = own
 
-    enclose_steps(optimizer, enter, leave)
+    enclose_steps(optimizer, restrict_groups, restore_groups)
     return calls
 
 
@@ -258,22 +260,22 @@ def _raise_lr(optimizer: Optimizer) -> None:
             group["lr"] = max(group["lr"], _LR)
 
 
-def _module(optimizer: Optimizer) -> nn.Module:
+def _wrap_parameters(optimizer: Optimizer) -> nn.Module:
     """Return a module with the parameters of ``optimizer``, to name them in its saved state."""
     return nn.ParameterList(all_parameters(optimizer))
 
 
-def _saved(optimizer: Optimizer) -> StateDict:
-    return named_state(_module(optimizer), optimizer)
+def _save_state(optimizer: Optimizer) -> StateDict:
+    return collect_named_state(_wrap_parameters(optimizer), optimizer)
 
 
-def _shapes(state: StateDict) -> Mapping[str, Any]:
-    tensors, _ = split(state)
+def _collect_shapes(state: StateDict) -> Mapping[str, Any]:
+    tensors, _ = split_tensors(state)
     return {name: (each.shape, each.dtype) for name, each in tensors.items()}
 
 
 @contextmanager
-def substituted(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> Iterator[None]:
+def substitute_parameters(model: nn.Module, replacements: Mapping[int, nn.Parameter]) -> Iterator[None]:
     """Replace parameters of ``model``, of any shapes, within the context.
 
     ``replacements`` is keyed by the id of the replaced parameter. Modules and names do not change, so a recipe creates
@@ -307,12 +309,14 @@ def divides_extra_state(trial: OptimizerTrial) -> bool:
     if not has_extra_state(trial):
         return False
     names = list(trial.values)
-    parts = [partial(part_of, dim=dim, is_second=is_second) for dim in range(2) for is_second in (False, True)]
+    parts = [partial(select_half, dim=dim, is_second=is_second) for dim in range(2) for is_second in (False, True)]
     try:
         complete = _extra_states(trial)
         divided = [_extra_states(trial, part=lambda _, tensor: part(tensor)) for part in parts]  # noqa: B023
         divided += [_extra_states(trial, own=own) for own in (names[::2], names[1::2])]
-        return not all(_equal(one, other) for each in divided for one, other in zip(complete, each, strict=True))
+        return not all(
+            _has_equal_state(one, other) for each in divided for one, other in zip(complete, each, strict=True)
+        )
     except Exception:  # of any kind: optimizers are user code
         return True
 
@@ -320,14 +324,16 @@ def divides_extra_state(trial: OptimizerTrial) -> bool:
 def _extra_states(trial: OptimizerTrial, **options: Any) -> list[_Split]:
     """Return the extra state of each optimizer after all steps."""
     states = list[_Split]()
-    trial.updated(finish=lambda optimizer: states.append(split(extra_state(optimizer))), **options)
+    trial.run_steps(finish=lambda optimizer: states.append(split_tensors(extra_state(optimizer))), **options)
     return states
 
 
-def _equal(one: _Split, other: _Split) -> bool:
+def _has_equal_state(one: _Split, other: _Split) -> bool:
     (tensors, values), (others, other_values) = one, other
     return (
         values == other_values
         and tensors.keys() == others.keys()
-        and all(each.shape == others[name].shape and same(each, others[name]) for name, each in tensors.items())
+        and all(
+            each.shape == others[name].shape and has_same_values(each, others[name]) for name, each in tensors.items()
+        )
     )

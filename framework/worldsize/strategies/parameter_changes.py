@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import ConfigError
-from worldsize.strategies.gradient_reducer import listed
+from worldsize.strategies.gradient_reducer import format_names
 
 
 def hook_count(parameter: Tensor) -> int:
@@ -31,21 +31,22 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
         ConfigError: a parameter has a hook from ``register_hook`` or ``register_post_accumulate_grad_hook``.
     """
     if names := [name for name, parameter in model.named_parameters() if hook_count(parameter)]:
-        raise hooked(names)
+        raise build_hook_error(names)
 
 
-def hooked(names: list[str]) -> ConfigError:
+def build_hook_error(names: list[str]) -> ConfigError:
     """Return the error for hooks on gradients that are sharded over processes."""
     return ConfigError(
-        f"there is a hook on the gradient of {listed(names)}, and this strategy divides gradients over processes: none "
+        f"there is a hook on the gradient of {format_names(names)}, and this strategy divides gradients over "
+        "processes: none "
         "has the whole gradient of a step, which the hook expects. Use strategy=ddp, zero or single, or make the "
         "change where the loss is computed."
     )
 
 
-def switched(unfrozen: list[str], frozen: list[str]) -> ConfigError:
+def build_freeze_error(unfrozen: list[str], frozen: list[str]) -> ConfigError:
     """Return the error for parameters whose ``requires_grad`` has changed."""
-    done = f"unfrozen {listed(unfrozen)}" if unfrozen else f"frozen {listed(frozen)}"
+    done = f"unfrozen {format_names(unfrozen)}" if unfrozen else f"frozen {format_names(frozen)}"
     return ConfigError(
         f"training has {done}, and this strategy divides its work by the parameters that require gradients when a run "
         "begins. Let them require gradients in all steps, with a learning rate of 0 while they are frozen (a parameter "
@@ -77,13 +78,13 @@ class ParameterChanges:
             raise self._refrozen()
         if self._hooks and [hook_count(each) for each in self._parameters] != self._hooked:
             pairs = zip(self._named, self._parameters, self._hooked, strict=True)
-            raise hooked([name for name, each, count in pairs if hook_count(each) != count])
+            raise build_hook_error([name for name, each, count in pairs if hook_count(each) != count])
 
     def _refrozen(self) -> ConfigError:
         pairs = list(zip(self._named, self._parameters, self._trained, strict=True))
         frozen = [name for name, each, trained in pairs if trained and not each.requires_grad]
         unfrozen = [name for name, each, trained in pairs if not trained and each.requires_grad]
-        return switched(unfrozen, frozen)
+        return build_freeze_error(unfrozen, frozen)
 
 
 _Hooks = dict[int, Callable[..., Any]]  # torch's hook table, by the key of each removable handle
@@ -100,13 +101,13 @@ class GradientHooks:
         self._parameters = parameters
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspend_hooks(self) -> Iterator[None]:
         """Suspend hooks within the context; they may be removed meanwhile.
 
         Raises:
             ConfigError: a hook was registered within the context, and was called with parts of a gradient.
         """
-        tables = [table for parameter in self._parameters for table in _tables(parameter) if table]
+        tables = [table for parameter in self._parameters for table in _get_hook_tables(parameter) if table]
         kept = [dict(table) for table in tables]
         for table in tables:
             table.update(dict.fromkeys(table, _do_nothing))  # keep the keys, which handles use to remove hooks
@@ -115,7 +116,7 @@ class GradientHooks:
             if any(
                 hook is not _do_nothing
                 for each in self._parameters
-                for table in _tables(each)
+                for table in _get_hook_tables(each)
                 for hook in table.values()
             ):
                 raise ConfigError(
@@ -129,21 +130,23 @@ class GradientHooks:
     def run(self, parameters: Sequence[nn.Parameter]) -> None:
         """Call the hooks of those ``parameters`` that have gradients, in backward order."""
         for parameter in reversed(parameters):
-            before, after = _tables(parameter)
+            before, after = _get_hook_tables(parameter)
             if (before or after) and parameter.grad is not None:
-                _call(parameter, list(before.values()), list(after.values()))
+                _call_hooks(parameter, list(before.values()), list(after.values()))
 
 
 def _do_nothing(_: Tensor) -> None:
     """Stand in for a suspended hook."""
 
 
-def _tables(parameter: Tensor) -> tuple[_Hooks, _Hooks]:
+def _get_hook_tables(parameter: Tensor) -> tuple[_Hooks, _Hooks]:
     return parameter._backward_hooks or {}, getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
 
 
 @torch.no_grad()
-def _call(parameter: nn.Parameter, before: Sequence[Callable[..., Any]], after: Sequence[Callable[..., Any]]) -> None:
+def _call_hooks(
+    parameter: nn.Parameter, before: Sequence[Callable[..., Any]], after: Sequence[Callable[..., Any]]
+) -> None:
     for hook in before:
         gradient = parameter.grad
         assert gradient is not None

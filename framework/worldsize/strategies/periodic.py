@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from worldsize.collectives.cluster_cost import across, all_reduce_seconds, ring_share, whole_bytes
+from worldsize.collectives.cluster_cost import all_reduce_seconds, estimate_leaving_bytes, ring_share, whole_bytes
 from worldsize.collectives.per_rank import local_row, make_equal, stack_per_rank
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -39,8 +39,8 @@ from worldsize.core import (
 )
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.model_replica import ModelReplica
-from worldsize.strategies.periodic_exchange import Exact, Fragment, mean_of
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.periodic_exchange import Exact, Fragment, average_tree
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import refuse_complex
 
@@ -88,7 +88,7 @@ class PeriodicSyncStrategy(Strategy):
         model = recipe.model().to(world.device)
         # an outer gradient is meaningless if workers start at different points
         make_equal(model, world.group)
-        inner = alone(recipe, model, context)
+        inner = create_local_replica(recipe, model, context)
         return PeriodicSyncReplica(inner, world, self.outer(recipe, inner.train_state, world))
 
     @abstractmethod
@@ -103,7 +103,7 @@ class OuterOptimizer(ABC):
     """Bytes sent per worker in exchanges since the run began."""
 
     @abstractmethod
-    def after(self, step: int) -> None:
+    def run_due_exchanges(self, step: int) -> None:
         """Run the exchanges that are due after step ``step`` of this worker, counted from 1."""
 
     def restart(self) -> None:  # noqa: B027 - some are stateless
@@ -133,8 +133,8 @@ class PeriodicSyncReplica(Replica):
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(micro_batches)
         self._taken += 1
-        with phase("update"):
-            self._outer.after(self._taken)
+        with measure_phase("update"):
+            self._outer.run_due_exchanges(self._taken)
         return result
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
@@ -146,9 +146,9 @@ class PeriodicSyncReplica(Replica):
     def _mean_model(self) -> Iterator[None]:
         now = self._inner.model.state_dict()
         kept = {name: tensor.clone() for name, tensor in now.items()}
-        _copy(now, mean_of(now, self._exact))
+        _copy_tensors(now, average_tree(now, self._exact))
         yield
-        _copy(now, kept)
+        _copy_tensors(now, kept)
 
     def advance_schedules(self, value: float, *, step: int) -> None:
         self._inner.advance_schedules(value, step=step)
@@ -156,17 +156,17 @@ class PeriodicSyncReplica(Replica):
     def state(self) -> StateDict:
         alone = self._inner.state()
         mine = {"model": alone["model"], "optimizer": alone["optimizer"]["state"]}
-        mean, scaler = mean_of(mine, self._exact), _figures(alone["scaler"])
+        mean, scaler = average_tree(mine, self._exact), _extract_figures(alone["scaler"])
         common = {"taken": self._taken, "sent_bytes": self._outer.sent_bytes, "outer": self._outer.state()}
         return {
             **alone,
             "model": mean["model"],
             "optimizer": {**alone["optimizer"], "state": mean["optimizer"]},
-            "scaler": _with_figures(alone["scaler"], self._of_first(scaler)),
+            "scaler": _merge_figures(alone["scaler"], self._broadcast_figures(scaler)),
             "strategy": {**common, "workers": stack_per_rank({**mine, "scaler": scaler}, self._world)},
         }
 
-    def _of_first(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _broadcast_figures(self, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Broadcast ``figures`` from worker 0, and return them."""
         sent = {name: figure.to(self._world.device, copy=True) for name, figure in figures.items()}
         if self._world.group is not None:
@@ -183,7 +183,7 @@ class PeriodicSyncReplica(Replica):
             return
         mine = local_row(kept["workers"])
         alone = {"model": mine["model"], "optimizer": {**state["optimizer"], "state": mine["optimizer"]}}
-        self._inner.load({**state, **alone, "scaler": _with_figures(state["scaler"], mine["scaler"])})
+        self._inner.load({**state, **alone, "scaler": _merge_figures(state["scaler"], mine["scaler"])})
         self._outer.load(kept["outer"])
 
     def facts(self) -> Mapping[str, Any]:
@@ -194,15 +194,15 @@ class PeriodicSyncReplica(Replica):
 _MOVING = ("scale", "_growth_tracker")  # entries of a gradient scaler's state that change
 
 
-def _figures(scaler: StateDict) -> dict[str, Tensor]:
+def _extract_figures(scaler: StateDict) -> dict[str, Tensor]:
     return {name: torch.tensor(scaler[name]) for name in _MOVING if name in scaler}
 
 
-def _with_figures(scaler: StateDict, figures: Mapping[str, Tensor]) -> StateDict:
+def _merge_figures(scaler: StateDict, figures: Mapping[str, Tensor]) -> StateDict:
     return {**scaler, **{name: figure.item() for name, figure in figures.items()}}
 
 
-def _copy(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def _copy_tensors(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         tensor.copy_(values[name])
 
@@ -232,15 +232,15 @@ class Rounds(OuterOptimizer):
         self._fragments, self._offsets = list(fragments), list(offsets)
         self._inner_steps, self._delay, self._mix = inner_steps, delay, mix
 
-    def after(self, step: int) -> None:
-        for fragment in self._due(step):
+    def run_due_exchanges(self, step: int) -> None:
+        for fragment in self._find_due_fragments(step):
             self.sent_bytes += fragment.send()
-        for fragment in self._due(step - -(-self._delay // 2)):
-            fragment.relay()
-        for fragment in self._due(step - self._delay):
-            fragment.apply(self._mix)
+        for fragment in self._find_due_fragments(step - -(-self._delay // 2)):
+            fragment.relay_exchange()
+        for fragment in self._find_due_fragments(step - self._delay):
+            fragment.apply_mean(self._mix)
 
-    def _due(self, step: int) -> list[Fragment]:
+    def _find_due_fragments(self, step: int) -> list[Fragment]:
         """Return the fragments to send after ``step``."""
         pairs = zip(self._fragments, self._offsets, strict=True)
         return [fragment for fragment, offset in pairs if (step - offset) % self._inner_steps == 0]
@@ -257,7 +257,7 @@ class Rounds(OuterOptimizer):
             fragment.load(kept)
 
 
-def trained_parameters(model: nn.Module) -> list[Tensor]:
+def find_trained_parameters(model: nn.Module) -> list[Tensor]:
     """Return the trainable parameters, in their shapes."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -267,7 +267,7 @@ def frozen_parameters(model: nn.Module) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
 
-def averaged_buffers(model: nn.Module) -> list[Tensor]:
+def find_averaged_buffers(model: nn.Module) -> list[Tensor]:
     """Return the saved floating-point buffers, such as BatchNorm's statistics, in their shapes."""
     kept = model.state_dict().keys()
     return [buffer for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
@@ -277,4 +277,6 @@ def averaging_cost(work: Workload, cluster: Cluster, *, every: int) -> Cost:
     """Return the cost per step of all-reducing parameters every ``every`` steps, not overlapped."""
     sent = 2 * ring_share(cluster.processes) * work.parameter_bytes / every
     seconds = all_reduce_seconds(work.parameter_bytes, cluster) / every
-    return Cost(whole_bytes(work), sent, across(cluster, sent), seconds, exposed_seconds=seconds, same=False)
+    return Cost(
+        whole_bytes(work), sent, estimate_leaving_bytes(cluster, sent), seconds, exposed_seconds=seconds, same=False
+    )

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.core import StateDict, World
-from worldsize.devices import on_device
+from worldsize.devices import move_to_device
 
 Begun = Callable[[], Callable[[], Tensor]]
 
@@ -28,19 +28,19 @@ class Exchange(ABC):
     def __init__(self, world: World) -> None:
         self.group, self.size, self.device = world.group, world.size, world.device
 
-    def begin(self, row_n: Tensor) -> Begun:
+    def start_average(self, row_n: Tensor) -> Begun:
         """Start averaging ``row_n`` (n,), which may be overwritten; a single worker sends nothing.
 
         Call the returned function to start the second half of the exchange. It returns a function that waits for the
         mean (n,). All workers must make these calls in the same order.
         """
-        return (lambda: lambda: row_n) if self.group is None else self._begin(row_n)
+        return (lambda: lambda: row_n) if self.group is None else self._start_average(row_n)
 
     @abstractmethod
-    def _begin(self, row_n: Tensor) -> Begun: ...
+    def _start_average(self, row_n: Tensor) -> Begun: ...
 
     @abstractmethod
-    def sent(self, numel: int) -> int:
+    def count_sent_bytes(self, numel: int) -> int:
         """Return the bytes that each worker sends to average ``numel`` float32 elements."""
 
 
@@ -48,27 +48,27 @@ class Exchange(ABC):
 class Exact(Exchange):
     """Exact averaging by an all-reduce in float32, without a second half."""
 
-    def _begin(self, row_n: Tensor) -> Begun:
-        work = start(dist.all_reduce, row_n, group=self.group)
+    def _start_average(self, row_n: Tensor) -> Begun:
+        work = start_collective(dist.all_reduce, row_n, group=self.group)
 
-        def mean() -> Tensor:
+        def wait_for_mean() -> Tensor:
             work.wait()
             return row_n.div_(self.size)
 
-        return lambda: mean
+        return lambda: wait_for_mean
 
-    def sent(self, numel: int) -> int:
+    def count_sent_bytes(self, numel: int) -> int:
         return 2 * (self.size - 1) * -(-numel // self.size) * 4
 
 
-def wide(tensor: Tensor) -> Tensor:
+def widen_tensor(tensor: Tensor) -> Tensor:
     """Convert ``tensor`` to the dtype for sums, at least float32, keeping its shape."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def flatten_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Concatenate ``tensors`` of any shapes into one (n,) on ``device``, in at least float32."""
-    return torch.cat([on_device(wide(tensor.detach()).flatten(), device) for tensor in tensors])
+    return torch.cat([move_to_device(widen_tensor(tensor.detach()).flatten(), device) for tensor in tensors])
 
 
 def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -77,7 +77,7 @@ def split_like(row_n: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-def beside(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
+def move_means_to_host(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Move means to the CPU if their counterparts in ``like`` are there, with one device sync."""
     places = [place for place, each in enumerate(like) if each.device.type == "cpu" != means[place].device.type]
     if not places:
@@ -87,14 +87,14 @@ def beside(means: Sequence[Tensor], like: Sequence[Tensor]) -> Sequence[Tensor]:
     return [moved.get(place, mean) for place, mean in enumerate(means)]
 
 
-def mean_of(tree: Any, exchange: Exchange) -> Any:
+def average_tree(tree: Any, exchange: Exchange) -> Any:
     """Return ``tree`` with every floating-point tensor replaced by its mean over workers."""
     leaves, spec = tree_flatten(tree)  # in key order, since the position of an element affects its rounding
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     tensors = [leaves[place] for place in places]
     if tensors:
-        row_n = exchange.begin(flat(tensors, exchange.device))()()
-        for place, mean in zip(places, beside(split_like(row_n, tensors), tensors), strict=True):
+        row_n = exchange.start_average(flatten_tensors(tensors, exchange.device))()()
+        for place, mean in zip(places, move_means_to_host(split_like(row_n, tensors), tensors), strict=True):
             leaves[place] = mean.to(leaves[place])
     return tree_unflatten(leaves, spec)
 
@@ -110,7 +110,7 @@ class Fragment:
 
     def __init__(self, own: Sequence[Tensor], exchange: Exchange, *, lr: float, momentum: float) -> None:
         self._own, self._exchange = list(own), exchange
-        self._agreed = [nn.Parameter(wide(tensor.detach()).clone()) for tensor in own]
+        self._agreed = [nn.Parameter(widen_tensor(tensor.detach()).clone()) for tensor in own]
         self._optimizer = SGD(self._agreed, lr=lr, momentum=momentum, nesterov=momentum > 0)
         self._numel = sum(tensor.numel() for tensor in own)
         self._momentum = momentum > 0
@@ -123,32 +123,34 @@ class Fragment:
         for agreed, tensor in zip(self._agreed, self._own, strict=True):
             agreed.data.copy_(tensor)
             if self._momentum:  # explicit zeros: SGD itself creates the buffer in its first step
-                self._optimizer.state[agreed] = {"momentum_buffer": wide(tensor.detach()).mul(0)}
+                self._optimizer.state[agreed] = {"momentum_buffer": widen_tensor(tensor.detach()).mul(0)}
         self._begun, self._arriving = None, None
 
     def send(self) -> int:
         """Start exchanging outer gradients; return the bytes that this worker sends."""
         device = self._exchange.device
-        self._begun = self._exchange.begin(flat(self._agreed, device).sub_(flat(self._own, device)))
-        return self._exchange.sent(self._numel)
+        self._begun = self._exchange.start_average(
+            flatten_tensors(self._agreed, device).sub_(flatten_tensors(self._own, device))
+        )
+        return self._exchange.count_sent_bytes(self._numel)
 
-    def relay(self) -> None:
+    def relay_exchange(self) -> None:
         """Start the second half of the exchange, if one is in flight."""
         if self._begun is not None:
             self._arriving, self._begun = self._begun(), None
 
-    def _mean(self) -> Tensor | None:
+    def _wait_for_mean(self) -> Tensor | None:
         """Wait for the outer gradient and return it, (n,), or None if no exchange is in flight."""
-        self.relay()
+        self.relay_exchange()
         if self._arriving is None:
             return None
         mean_n = self._arriving()
         self._arriving = lambda: mean_n
         return mean_n
 
-    def apply(self, mix: float = 0.0) -> None:
+    def apply_mean(self, mix: float = 0.0) -> None:
         """Take the outer step; set parameters to ``mix`` × own + (1 − mix) × synchronized values."""
-        if (mean_n := self._mean()) is None:
+        if (mean_n := self._wait_for_mean()) is None:
             return
         self._arriving = None
         for agreed, gradient in zip(self._agreed, split_like(mean_n, self._agreed), strict=True):
@@ -156,7 +158,9 @@ class Fragment:
         self._optimizer.step()
         self._optimizer.zero_grad()
         for tensor, agreed in zip(self._own, self._agreed, strict=True):
-            tensor.detach().copy_(agreed.detach() if mix == 0 else wide(tensor.detach()).lerp(agreed.detach(), 1 - mix))
+            tensor.detach().copy_(
+                agreed.detach() if mix == 0 else widen_tensor(tensor.detach()).lerp(agreed.detach(), 1 - mix)
+            )
 
     def state(self, *, in_flight: bool) -> StateDict:
         """Return the state, equal on all workers; ``in_flight``: await and add pending exchanges."""
@@ -164,8 +168,8 @@ class Fragment:
         state: StateDict = {"agreed": [agreed.detach() for agreed in self._agreed], "momentum": momentum}
         if not in_flight:
             return state
-        mean_n = self._mean()
-        incoming = flat(self._agreed, self._exchange.device).zero_() if mean_n is None else mean_n
+        mean_n = self._wait_for_mean()
+        incoming = flatten_tensors(self._agreed, self._exchange.device).zero_() if mean_n is None else mean_n
         return {**state, "is_coming": mean_n is not None, "incoming": incoming}
 
     def load(self, state: StateDict) -> None:

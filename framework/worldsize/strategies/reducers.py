@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from worldsize.collectives.group import start
-from worldsize.collectives.ordered import LARGEST, Counter, Tree, gathered_mean, reduce_ordered, sum_level
+from worldsize.collectives.group import start_collective
+from worldsize.collectives.ordered import LARGEST, Counter, Tree, gather_mean, reduce_ordered, sum_level
 from worldsize.collectives.reductions import CODECS, Encoded, RandomK, TopKSum
-from worldsize.collectives.staged import Summation, finished
+from worldsize.collectives.staged import Summation, finish_reduction
 from worldsize.core import MicroBatch, Reduction, World
 from worldsize.strategies.communication_hooks import CompressedHook, PowerSGDHook, Tiers
 from worldsize.strategies.ddp_reducers import AllReduceReducer, GatherHook, OrderedReducer
-from worldsize.strategies.gradient_reducer import Backward, GradientReducer, taken
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, pop_gradients
 from worldsize.strategies.loss_record import LossRecord
 
 CompressionKind = Literal["none", "bf16", "fp16", "int8", "powersgd", "topk", "randomk"]
@@ -79,14 +79,14 @@ def _is_small(module: nn.Module, size: int) -> bool:
     return on_cpu and size * sum(parameter.nbytes for parameter in gradients) <= LARGEST
 
 
-def compressed_reducer(
+def create_compressed_reducer(
     reduce: Reduction, compression: Compression, module: DistributedDataParallel, world: World, *, seed: int
 ) -> GradientReducer:
     """Create the reducer with compressed sums over ``world`` ("hierarchical": its last tier).
 
     ``seed`` is the run's seed.
     """
-    tiers = Tiers.of(world) if reduce == "hierarchical" else None
+    tiers = Tiers.from_world(world) if reduce == "hierarchical" else None
     if compression.kind == "powersgd":
         return AllReduceReducer(module, PowerSGDHook(module, world, rank=compression.powersgd_rank, tiers=tiers))
     if compression.kind == "none" and tiers is None:
@@ -119,18 +119,18 @@ class FlatUpdateReducer(GradientReducer):
         losses = [backward(batch, 1 / len(batches)) for batch in batches]
         if self._group is not None:
             gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-            for bucket in _buckets(gradients, self._bucket_bytes):
-                self._average(bucket, self._group)
+            for bucket in _split_buckets(gradients, self._bucket_bytes):
+                self._average_gradients(bucket, self._group)
         return losses
 
-    def _average(self, bucket: Sequence[Tensor], group: ProcessGroup) -> None:
-        row_n, size = _flat(bucket), dist.get_world_size(group)
+    def _average_gradients(self, bucket: Sequence[Tensor], group: ProcessGroup) -> None:
+        row_n, size = _flatten_tensors(bucket), dist.get_world_size(group)
         if row_n.device.type == "cpu" and size * row_n.nbytes <= LARGEST:
-            gathered_mean(row_n, group)
+            gather_mean(row_n, group)
         else:
-            start(dist.all_reduce, row_n, group=group).wait()
+            start_collective(dist.all_reduce, row_n, group=group).wait()
             row_n.div_(size)
-        _for_each_part(row_n, bucket, lambda gradient, mean: gradient.copy_(mean))
+        _apply_to_parts(row_n, bucket, lambda gradient, mean: gradient.copy_(mean))
 
 
 @final
@@ -150,15 +150,18 @@ class OrderedUpdateReducer(GradientReducer):
         counters = [Counter() for _ in range(tree.local_nodes)]
         parameters: list[nn.Parameter] = []
         for node, counter in enumerate(counters):
-            for leaf in tree.leaves(node):
+            for leaf in tree.list_leaves(node):
                 losses[leaf] = backward(batches[leaf], 1.0)
                 parameters = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
-                counter.add(taken(parameters))
+                counter.add(pop_gradients(parameters))
         nodes = [counter.waiting[0] for counter in counters]
-        for bucket in _buckets(parameters, self._bucket_bytes):
-            rows, nodes = [_flat(node[: len(bucket)]) for node in nodes], [node[len(bucket) :] for node in nodes]
-            total = finished(reduce_ordered(rows, self._group)) if self._group else sum_level(rows)
-            _for_each_part(total / tree.logical_ranks, bucket, _set_gradient)
+        for bucket in _split_buckets(parameters, self._bucket_bytes):
+            rows, nodes = (
+                [_flatten_tensors(node[: len(bucket)]) for node in nodes],
+                [node[len(bucket) :] for node in nodes],
+            )
+            total = finish_reduction(reduce_ordered(rows, self._group)) if self._group else sum_level(rows)
+            _apply_to_parts(total / tree.logical_ranks, bucket, _set_gradient)
         return [losses[leaf] for leaf in range(len(batches))]
 
 
@@ -166,7 +169,7 @@ def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
     parameter.grad = gradient
 
 
-def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
+def _split_buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
     """Split ``tensors`` into buckets of one dtype and ``most`` bytes, or a single larger tensor."""
     bucket: list[Tensor] = []
     size = 0
@@ -180,11 +183,11 @@ def _buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]
         yield bucket
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def _for_each_part(row_n: Tensor, like: Sequence[Tensor], put: Callable[[Tensor, Tensor], object]) -> None:
+def _apply_to_parts(row_n: Tensor, like: Sequence[Tensor], put: Callable[[Tensor, Tensor], object]) -> None:
     """Call ``put`` with each tensor of ``like`` and its slice of ``row_n``, in the same shape."""
     parts = torch.split(row_n, [tensor.numel() for tensor in like])
     for tensor, part in zip(like, parts, strict=True):

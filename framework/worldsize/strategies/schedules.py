@@ -33,7 +33,7 @@ class Schedule:
         self._evaluated = 0  # the step of the last evaluation that advanced it
 
     @staticmethod
-    def of(recipe: Recipe, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Schedule]:
+    def create_schedules(recipe: Recipe, optimizers: Mapping[str, Optimizer]) -> Mapping[str, Schedule]:
         """Create the recipe's schedules, keyed by the names of their optimizers.
 
         Raises:

@@ -19,12 +19,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.gather_full import whole
-from worldsize.collectives.group import start
+from worldsize.collectives.gather_full import gather_full_tensor
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import Tree, summation_tree
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import Dealing, MicroBatch, Reduction, World
-from worldsize.strategies.gradient_reducer import Backward, GradientReducer, OrderedSums, aligned_norm
+from worldsize.strategies.gradient_reducer import Backward, GradientReducer, OrderedSums, compute_aligned_norm
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.step_buffers import BufferMean
@@ -32,7 +32,7 @@ from worldsize.strategies.unit_collectives import OrderedScatters, UnitOrder, ti
 from worldsize.strategies.unit_gradients import ScalarGradients, UnitGradients, scalar_gradients
 
 
-def sharded_reducer(
+def create_sharded_reducer(
     reduce: Reduction,
     model: nn.Module,
     world: World,
@@ -70,7 +70,7 @@ def sharded_reducer(
     elif copies is not None and logical_ranks is not None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_all_reduce_hook(partial(_average, copies))
+                module.set_all_reduce_hook(partial(_average_shard, copies))
     units = Units(UnitGradients(model, world.group, one_update=takes_one_update), UnitOrder(model, world.group))
     if scatters is not None:
         return OrderedShardReducer(model, world, scatters, units, buffers, scalars, logical_ranks)
@@ -79,10 +79,10 @@ def sharded_reducer(
     )
 
 
-def _average(copies: ProcessGroup, shard: Tensor) -> None:
+def _average_shard(copies: ProcessGroup, shard: Tensor) -> None:
     """Replace a shard (s,) with its mean over copies; the wait ends when the gang does."""
     shard.div_(copies.size())
-    start(dist.all_reduce, shard, group=copies).wait()
+    start_collective(dist.all_reduce, shard, group=copies).wait()
 
 
 @final
@@ -99,10 +99,10 @@ class Units:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Enter a step; at its end, parameters unused on all ranks have no gradient."""
-        self.gradients.begin()
+        self.gradients.begin_step()
         with self.order.step():
             yield
-        self.gradients.finish()
+        self.gradients.remove_missing()
 
 
 @final
@@ -131,7 +131,7 @@ class ReduceScatterReducer(GradientReducer):
         self._units, self._scalars = units, scalars
         self._size, self._logical_ranks = world.size, logical_ranks
 
-    def updates(self) -> AbstractContextManager[None]:
+    def begin_updates(self) -> AbstractContextManager[None]:
         return self._units.order.step()
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
@@ -146,7 +146,7 @@ class ReduceScatterReducer(GradientReducer):
                 self._synchronize(last=place == len(batches) - 1)
                 losses.append(backward(batch, self._size / logical_ranks))
                 buffers.add(place)
-        self._scalars.finish()
+        self._scalars.set_means()
         return losses
 
     def _synchronize(self, *, last: bool) -> None:
@@ -159,12 +159,12 @@ class ReduceScatterReducer(GradientReducer):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm([gradient for gradient in gradients if isinstance(gradient, DTensor)])
         if isinstance(norm, DTensor):
-            with phase("communication"):
+            with measure_phase("communication"):
                 norm = norm.full_tensor()
         if scalars := [gradient for gradient in gradients if not isinstance(gradient, DTensor)]:
             others = nn.utils.get_total_norm(scalars)
             norm = torch.linalg.vector_norm(torch.stack([norm.to(others), others]))
-        return _clipped(parameters, limit, norm)
+        return _clip_gradients(parameters, limit, norm)
 
 
 @final
@@ -192,23 +192,23 @@ class OrderedShardReducer(OrderedSums):
         self._logical_ranks = logical_ranks
         self._scatters, self._units, self._scalars = scatters, units, scalars
 
-    def updates(self) -> AbstractContextManager[None]:
+    def begin_updates(self) -> AbstractContextManager[None]:
         return self._units.order.step()
 
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         size, is_block = self._world.size, self.dealing == "block"
         logical_ranks, losses = self._logical_ranks or len(batches) * size, dict[int, LossRecord]()
         tree = summation_tree(len(batches), size, "block") if is_block else Tree(logical_ranks, size)
-        nodes = tree.nodes_of(0 if is_block else self._world.rank)
-        order = [leaf for node in range(nodes) for leaf in tree.leaves(node)]
+        nodes = tree.count_nodes(0 if is_block else self._world.rank)
+        order = [leaf for node in range(nodes) for leaf in tree.list_leaves(node)]
         with self._buffers.step(len(batches)) as buffers, self._units.step():  # buffers are summed last
             if _is_one_short(batches, logical_ranks, size):
-                self._scatters.begin(nodes, 0, logical_ranks=logical_ranks)
+                self._scatters.begin_step(nodes, 0, logical_ranks=logical_ranks)
                 backward(batches[0], 0.0)
                 buffers.restore()
                 self._model.zero_grad()
-            self._scatters.begin(nodes, len(batches), logical_ranks=logical_ranks)
-            self._scalars.begin(len(batches), logical_ranks)
+            self._scatters.begin_step(nodes, len(batches), logical_ranks=logical_ranks)
+            self._scalars.begin_step(len(batches), logical_ranks)
             for place, leaf in enumerate(order, 1):
                 losses[leaf] = backward(batches[leaf], 1.0)
                 buffers.add(leaf)
@@ -216,7 +216,7 @@ class OrderedShardReducer(OrderedSums):
                 self._scatters.end_pass(place)
                 if place < len(order):
                     self._model.zero_grad()  # remove shards of zeros
-        self._scalars.finish()
+        self._scalars.set_means()
         return [losses[leaf] for leaf in range(len(batches))]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
@@ -225,9 +225,9 @@ class OrderedShardReducer(OrderedSums):
         The norm has the same bits as for an unsharded model.
         """
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
-        full = (whole(each) if isinstance(each, DTensor) else each for each in gradients)
-        norms = [aligned_norm(gradient) for gradient in full]
-        return _clipped(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
+        full = (gather_full_tensor(each) if isinstance(each, DTensor) else each for each in gradients)
+        norms = [compute_aligned_norm(gradient) for gradient in full]
+        return _clip_gradients(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def _is_one_short(batches: Sequence[MicroBatch], logical_ranks: int, ranks: int) -> bool:
@@ -235,7 +235,7 @@ def _is_one_short(batches: Sequence[MicroBatch], logical_ranks: int, ranks: int)
     return len(batches) < -(-logical_ranks // ranks)
 
 
-def _clipped(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
+def _clip_gradients(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
     for is_sharded in (True, False):  # torch operations do not mix DTensors and plain tensors
         own = [parameter for parameter in parameters if isinstance(parameter.grad, DTensor) is is_sharded]
         nn.utils.clip_grads_with_norm_(own, limit, norm)

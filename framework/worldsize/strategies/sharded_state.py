@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from worldsize.core import Recipe, StateDict
 from worldsize.strategies.deferred.fakes import HostFakes
-from worldsize.strategies.train_state import OptimizerState, TrainState, load_named_state, named_state
+from worldsize.strategies.train_state import OptimizerState, TrainState, collect_named_state, load_named_state
 
 _logger = logging.getLogger(__name__)
 
@@ -25,21 +25,21 @@ _logger = logging.getLogger(__name__)
 def meta_states(recipe: Recipe, model: nn.Module) -> Mapping[str, StateDict]:
     """Return the unsharded state of each optimizer of ``model`` by name, on the meta device."""
 
-    def states(copied: nn.Module) -> StateDict:
-        return {name: part.state() for name, part in TrainState.of(recipe, copied).parts.items()}
+    def collect_states(copied: nn.Module) -> StateDict:
+        return {name: part.state() for name, part in TrainState.from_recipe(recipe, copied).parts.items()}
 
-    return _without_memory(states, model)
+    return _compute_meta_state(collect_states, model)
 
 
-def _without_memory(state_of: Callable[[nn.Module], StateDict], model: nn.Module) -> StateDict:
+def _compute_meta_state(state_of: Callable[[nn.Module], StateDict], model: nn.Module) -> StateDict:
     """Return ``state_of`` applied to a memoryless copy of ``model``, on the meta device."""
     try:
-        with _AnyValue(), _copied(model, "meta") as copied:
-            return _on_meta(state_of(copied))
+        with _AnyValue(), _copy_model(model, "meta") as copied:
+            return _convert_to_meta(state_of(copied))
     except RuntimeError:  # fused optimizers do not support the meta device
-        with HostFakes(), _AnyValue(), _copied(model, "cpu") as copied:
+        with HostFakes(), _AnyValue(), _copy_model(model, "cpu") as copied:
             state = state_of(copied)
-        return _on_meta(state)
+        return _convert_to_meta(state)
 
 
 @final
@@ -59,7 +59,7 @@ class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _copied(model: nn.Module, device: str) -> Iterator[nn.Module]:
+def _copy_model(model: nn.Module, device: str) -> Iterator[nn.Module]:
     """Yield a copy of ``model`` with tensors on ``device``, or the model itself if not copyable."""
     try:
         copied = _deep_copy(model, device)
@@ -74,11 +74,11 @@ def _copied(model: nn.Module, device: str) -> Iterator[nn.Module]:
         for table in tables:
             stack.callback(table.update, dict(table))
             present = {name: each for name, each in table.items() if each is not None}
-            table.update({name: new.setdefault(each, _empty(each, device)) for name, each in present.items()})
+            table.update({name: new.setdefault(each, _create_empty(each, device)) for name, each in present.items()})
         yield model
 
 
-def _empty(tensor: Tensor, device: str) -> Tensor:
+def _create_empty(tensor: Tensor, device: str) -> Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
@@ -86,11 +86,11 @@ def _empty(tensor: Tensor, device: str) -> Tensor:
 def _deep_copy(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = _empty(tensor, device)
+        memo[id(tensor)] = _create_empty(tensor, device)
     return copy.deepcopy(model, memo)
 
 
-def _on_meta(state: StateDict) -> StateDict:
+def _convert_to_meta(state: StateDict) -> StateDict:
     meta: StateDict = tree_map(
         lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf,
         state,
@@ -120,9 +120,9 @@ class ShardedOptimizerState(OptimizerState):
 
     def state(self) -> StateDict:
         with self.restricted():
-            mine = named_state(self.model, self.optimizer)
+            mine = collect_named_state(self.model, self.optimizer)
         groups = [
-            {**saved, **_options(group)}
+            {**saved, **_get_options(group)}
             for saved, group in zip(self.full["param_groups"], self.optimizer.param_groups, strict=True)
         ]
         own = {"extra": mine["extra"]} if "extra" in mine else {}  # the same on every rank
@@ -130,7 +130,7 @@ class ShardedOptimizerState(OptimizerState):
 
     def load(self, state: StateDict) -> None:
         with self.restricted():
-            mine = named_state(self.model, self.optimizer)
+            mine = collect_named_state(self.model, self.optimizer)
             groups = [
                 {**group, "params": own["params"]}
                 for group, own in zip(state["param_groups"], mine["param_groups"], strict=True)
@@ -139,8 +139,8 @@ class ShardedOptimizerState(OptimizerState):
             load_named_state(self.model, self.optimizer, {**part, "extra": state.get("extra", {})})
         # torch does not save options of groups without parameters
         for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
-            group.update(_options(saved))
+            group.update(_get_options(saved))
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def _get_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}

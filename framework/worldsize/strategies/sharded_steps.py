@@ -21,11 +21,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Adagrad, Optimizer
 from torch.overrides import TorchFunctionMode
 
-from worldsize.collectives.per_rank import local, sharded_like
+from worldsize.collectives.per_rank import get_local_shard, shard_like
 from worldsize.core import ConfigError, Recipe
 from worldsize.optimizers.groups import all_parameters
 from worldsize.strategies.optimizer_checks import ELEMENTWISE
-from worldsize.strategies.optimizer_trial import OptimizerTrial, described
+from worldsize.strategies.optimizer_trial import OptimizerTrial, format_error
 from worldsize.strategies.step_hooks import StrategyHook, enclose_steps, hook_name, recipe_hooks, wrap_recipe_hooks
 
 _LOCAL = tuple(kind for kind in ELEMENTWISE if kind is not Adagrad)  # Adagrad creates DTensor state when constructed
@@ -39,7 +39,7 @@ def step_locally(optimizer: Optimizer) -> None:
     """
     is_divided = any(isinstance(parameter, DTensor) and parameter.ndim for parameter in all_parameters(optimizer))
     if type(optimizer) in _LOCAL and is_divided and not recipe_hooks(optimizer):
-        _LocalSteps(optimizer).begin()
+        _LocalSteps(optimizer).register_hooks()
 
 
 def step_apart(optimizer: Optimizer) -> None:
@@ -52,19 +52,19 @@ def step_apart(optimizer: Optimizer) -> None:
     def separate() -> None:
         nonlocal groups, parts
         groups = optimizer.param_groups
-        parts = [_separated(group) for group in groups]
+        parts = [_separate_group(group) for group in groups]
         optimizer.param_groups = [part for own in parts for part in own]
 
-    def join() -> None:
+    def join_groups() -> None:
         optimizer.param_groups = groups
         for group, own in zip(groups, parts, strict=True):
             for part in own:
                 group.update({name: value for name, value in part.items() if name != "params"})  # e.g. counters
 
-    enclose_steps(optimizer, separate, join)
+    enclose_steps(optimizer, separate, join_groups)
 
 
-def _separated(group: dict[str, Any]) -> list[dict[str, Any]]:
+def _separate_group(group: dict[str, Any]) -> list[dict[str, Any]]:
     kinds: dict[bool, list[Tensor]] = {}
     for parameter in group["params"]:
         kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
@@ -77,25 +77,25 @@ class _LocalSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._shards = {each: _shard(each) for each in all_parameters(optimizer) if isinstance(each, DTensor)}
+        self._shards = {each: _extract_shard(each) for each in all_parameters(optimizer) if isinstance(each, DTensor)}
         self._wholes = {shard: parameter for parameter, shard in self._shards.items()}
 
-    def begin(self) -> None:
+    def register_hooks(self) -> None:
         optimizer = self._optimizer
-        optimizer.register_step_pre_hook(StrategyHook(self._enter))
-        optimizer.register_step_post_hook(StrategyHook(self._leave))
+        optimizer.register_step_pre_hook(StrategyHook(self._enter_step))
+        optimizer.register_step_post_hook(StrategyHook(self._leave_step))
         optimizer.register_state_dict_pre_hook(lambda _: self._show_sharded())
         optimizer.register_state_dict_post_hook(lambda _, state: self._show_local())
         optimizer.register_load_state_dict_post_hook(lambda _: self._show_local())
         self._show_local()
 
-    def _enter(self) -> None:
+    def _enter_step(self) -> None:
         for parameter, shard in self._shards.items():
             shard.data = parameter._local_tensor  # FSDP replaces it when it first gathers the parameter
             shard.grad = None if parameter.grad is None else _local_gradient(parameter)
         self._exchange(self._shards)
 
-    def _leave(self) -> None:
+    def _leave_step(self) -> None:
         self._exchange(self._wholes)
         for shard in self._wholes:
             shard.grad = None
@@ -109,7 +109,7 @@ class _LocalSteps:
         state = self._optimizer.state
         for parameter, shard in self._shards.items():
             if shard in state:
-                state[parameter] = {key: _sharded(value, parameter) for key, value in state.pop(shard).items()}
+                state[parameter] = {key: _wrap_in_dtensor(value, parameter) for key, value in state.pop(shard).items()}
 
     def _show_local(self) -> None:
         """Undo :meth:`_show_sharded`."""
@@ -117,13 +117,13 @@ class _LocalSteps:
         for parameter, shard in self._shards.items():
             if parameter in state:
                 state[shard] = {
-                    key: local(value) if isinstance(value, Tensor) else value
+                    key: get_local_shard(value) if isinstance(value, Tensor) else value
                     for key, value in state.pop(parameter).items()
                 }
 
 
-def _shard(parameter: DTensor) -> nn.Parameter:
-    return nn.Parameter(local(parameter.detach()), parameter.requires_grad)
+def _extract_shard(parameter: DTensor) -> nn.Parameter:
+    return nn.Parameter(get_local_shard(parameter.detach()), parameter.requires_grad)
 
 
 def _local_gradient(parameter: DTensor) -> Tensor:
@@ -135,11 +135,11 @@ def _local_gradient(parameter: DTensor) -> Tensor:
     return gradient._local_tensor
 
 
-def _sharded(value: Any, parameter: DTensor) -> Any:
+def _wrap_in_dtensor(value: Any, parameter: DTensor) -> Any:
     """Wrap a tensor with the local shard's shape in a DTensor placed like ``parameter``."""
     if not isinstance(value, Tensor) or value.shape != parameter._local_tensor.shape:
         return value
-    return sharded_like(parameter, value)
+    return shard_like(parameter, value)
 
 
 def carry_assignments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -188,12 +188,12 @@ class _Assignments(TorchFunctionMode):
     ) -> Any:
         if func != Tensor.data.__set__ or not isinstance(args[0], DTensor):  # type: ignore[attr-defined]
             return func(*args, **(kwargs or {}))
-        _assign(*args)
+        _assign_data(*args)
         return None
 
 
 @torch.no_grad()
-def _assign(parameter: DTensor, value: Tensor) -> None:
+def _assign_data(parameter: DTensor, value: Tensor) -> None:
     if not isinstance(value, DTensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         raise ConfigError(
             f"a hook of the optimizer assigns {list(value.shape)} of {value.dtype} to the data of a parameter "
@@ -239,7 +239,7 @@ def _difference(trial: OptimizerTrial, model: nn.Module, prepare: Callable[[Opti
     """Return how updates of DTensors are wrong, or None if they are correct."""
     parameters = dict(model.named_parameters())
 
-    def placed(name: str, tensor: Tensor) -> Tensor:
+    def place_tensor(name: str, tensor: Tensor) -> Tensor:
         like = parameters[name]
         if not isinstance(like, DTensor):
             return tensor.to(like.device)
@@ -247,17 +247,19 @@ def _difference(trial: OptimizerTrial, model: nn.Module, prepare: Callable[[Opti
         return distribute_tensor(tensor.to(like.device), like.device_mesh, places, src_data_rank=None)
 
     try:
-        updated = trial.updated(placed, prepare=prepare)
+        updated = trial.run_steps(place_tensor, prepare=prepare)
     except Exception as error:  # of any kind: optimizers are user code, and torch lacks operations
-        return f"cannot update DTensors ({described(error)})"
+        return f"cannot update DTensors ({format_error(error)})"
     for name, each in updated.items():
-        expected, before = (local(placed(name, values[name])) for values in (trial.result, trial.values))
-        if not _close(local(each), expected, before):
+        expected, before = (
+            get_local_shard(place_tensor(name, values[name])) for values in (trial.result, trial.values)
+        )
+        if not _is_close(get_local_shard(each), expected, before):
             return f"updates {name} differently as a DTensor than whole"
     return None
 
 
-def _close(actual: Tensor, expected: Tensor, before: Tensor) -> bool:
+def _is_close(actual: Tensor, expected: Tensor, before: Tensor) -> bool:
     """Compare two updates of a parameter, of any shape, up to rounding."""
     if not expected.numel():
         return True

@@ -9,7 +9,7 @@ from typing import final
 from worldsize.collectives.cluster_cost import whole_bytes
 from worldsize.core import Cluster, ConfigError, Cost, Recipe, Replica, Role, RunContext, Strategy, Workload
 from worldsize.strategies.model_replica import CAPABILITIES
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 
 
 @final
@@ -36,4 +36,4 @@ class Single(Strategy):
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         model = recipe.model().to(context.world.device)
-        return alone(recipe, model, context, self.reduce)
+        return create_local_replica(recipe, model, context, self.reduce)

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.core import ConfigError, Dealing
-from worldsize.strategies.buffer_combinations import Combination, StepShape, combinations_of, copy_grouped
+from worldsize.strategies.buffer_combinations import Combination, StepShape, copy_grouped, create_combinations
 from worldsize.strategies.declared_buffers import BufferSlot, buffer_slots, trains_apart
 
 
@@ -30,7 +30,7 @@ class StepBuffers(ABC):
         """
 
     @abstractmethod
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """Write the combined values to the buffers, after the last micro-batch of the step.
 
         Raises:
@@ -78,21 +78,21 @@ class BufferMean:
     @contextmanager
     def step(self, batches: int) -> Iterator[StepBuffers]:
         """Combine buffers over the step within the context; restore them after an error."""
-        buffers = self.begin(batches)
+        buffers = self.begin_step(batches)
         try:
             yield buffers
-            buffers.finish()
+            buffers.finish_step()
         except BaseException:
             buffers.restore()
             raise
 
-    def begin(self, batches: int) -> StepBuffers:
+    def begin_step(self, batches: int) -> StepBuffers:
         """Begin a step of ``batches`` micro-batches on this rank."""
         buffers = self._step_buffers(batches)
         self._open = buffers if self._logical_ranks is not None else None
         return buffers
 
-    def kept(self) -> KeptBuffers:
+    def snapshot_buffers(self) -> KeptBuffers:
         """Snapshot the saved buffers, to restore them after a discarded pass."""
         return KeptBuffers(self._slots)
 
@@ -107,7 +107,7 @@ class BufferMean:
             self._open = None
 
     def _step_buffers(self, batches: int) -> StepBuffers:
-        shape = StepShape.of(self._group, self._dealing, batches, self._logical_ranks)
+        shape = StepShape.from_group(self._group, self._dealing, batches, self._logical_ranks)
         is_alone = shape.logical_ranks == 1 and not trains_apart(self._module)
         if is_alone or not self._slots:
             return _UNTOUCHED if self._logical_ranks is None else KeptBuffers(self._slots)
@@ -117,7 +117,7 @@ class BufferMean:
         if shape.logical_ranks == 1:
             return _CombinedBuffers([], [], watched)
         ruled = [slot for slot in self._slots if slot.rule is not None and not (self._skips_norms and slot.is_known)]
-        return _CombinedBuffers(ruled, combinations_of(ruled, shape), watched)
+        return _CombinedBuffers(ruled, create_combinations(ruled, shape), watched)
 
 
 @final
@@ -126,7 +126,7 @@ class _UntouchedBuffers(StepBuffers):
 
     def add(self, batch: int) -> None: ...
 
-    def finish(self) -> None: ...
+    def finish_step(self) -> None: ...
 
     def restore(self) -> None: ...
 
@@ -139,14 +139,14 @@ class KeptBuffers(StepBuffers):
     """A snapshot of buffers, to undo a step or pass; it does not combine values."""
 
     def __init__(self, slots: Sequence[BufferSlot]) -> None:
-        self._held = _held(slots)
+        self._held = _snapshot_slots(slots)
 
     def add(self, batch: int) -> None: ...
 
-    def finish(self) -> None: ...
+    def finish_step(self) -> None: ...
 
     def restore(self) -> None:
-        _restore(self._held)
+        _restore_slots(self._held)
 
 
 @final
@@ -165,7 +165,7 @@ class _Watched:
         self._slot.set_tensor(self._tensor)
         self._version = self._tensor._version
 
-    def check(self) -> None:
+    def check_buffer(self) -> None:
         """Raise ConfigError if a forward pass changed the buffer."""
         now = self._slot.tensor
         if self._first is not None:
@@ -198,33 +198,33 @@ class _CombinedBuffers(StepBuffers):
         self, slots: Sequence[BufferSlot], combinations: Sequence[Combination], watched: Sequence[_Watched]
     ) -> None:
         self._combinations, self._watched = combinations, watched
-        self._held = _held(slots)
+        self._held = _snapshot_slots(slots)
 
     def add(self, batch: int) -> None:
         for watched in self._watched:
-            watched.check()
+            watched.check_buffer()
         for combination in self._combinations:
-            combination.add(batch)
-        _restore(self._held)
+            combination.record_batch(batch)
+        _restore_slots(self._held)
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         for combination in self._combinations:
-            combination.finish()
+            combination.write_buffers()
 
     def restore(self) -> None:
         for watched in self._watched:
             watched.restore()
-        _restore(self._held)
+        _restore_slots(self._held)
 
 
 _Held = Sequence[tuple[BufferSlot, Tensor, Tensor]]  # slots, their tensors, and copies of these
 
 
-def _held(slots: Sequence[BufferSlot]) -> _Held:
+def _snapshot_slots(slots: Sequence[BufferSlot]) -> _Held:
     return [(held, held.tensor, held.tensor.clone()) for slot in slots for held in slot.slots]
 
 
-def _restore(held: _Held) -> None:
+def _restore_slots(held: _Held) -> None:
     copy_grouped([(tensor, first) for _, tensor, first in held])
     for slot, tensor, _ in held:
         slot.set_tensor(tensor)

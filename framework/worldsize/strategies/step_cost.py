@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from typing import final
 
 from worldsize.collectives.cluster_cost import (
-    across,
     all_gather_all_seconds,
     all_reduce_seconds,
-    by_node_bytes,
-    by_node_seconds,
-    exchanged_across_bytes,
-    exchanged_all_seconds,
-    levels,
+    estimate_exchange_bytes,
+    estimate_exchange_seconds,
+    estimate_hierarchical_bytes,
+    estimate_hierarchical_seconds,
+    estimate_leaving_bytes,
+    find_limiting_link,
+    find_slowest_link,
+    list_levels,
     ring_share,
-    slowest,
-    spanned,
     whole_bytes,
 )
 from worldsize.collectives.cost import (
     all_gather_seconds,
-    bucketed_exposed_seconds,
-    divided,
-    exposed_seconds,
+    divide_bandwidth,
+    estimate_bucketed_exposure,
+    estimate_exposed_seconds,
     ring_all_reduce_seconds,
 )
 from worldsize.collectives.ordered import LARGEST
@@ -45,13 +45,15 @@ def ddp_cost(
     """
     sums = _Sums(work.parameter_bytes, cluster, reduce, compress, density)
     payload = work.parameter_bytes
-    sent, leaving = sums.sent_bytes()
-    hidden = bucketed_exposed_seconds(payload, bucket_mb * 2**20, work.overlap * work.compute_seconds, sums.seconds)
+    sent, leaving = sums.estimate_sent_bytes()
+    hidden = estimate_bucketed_exposure(
+        payload, bucket_mb * 2**20, work.overlap * work.compute_seconds, sums.estimate_seconds
+    )
     return Cost(
         memory_bytes=whole_bytes(work),
         sent_bytes=sent,
-        across_bytes=across(cluster, leaving),
-        communication_seconds=sums.seconds(payload),
+        across_bytes=estimate_leaving_bytes(cluster, leaving),
+        communication_seconds=sums.estimate_seconds(payload),
         exposed_seconds=hidden if work.overlap else None,
     )
 
@@ -68,7 +70,7 @@ def gathering(cluster: Cluster, reduce: Reduction) -> tuple[int, str]:
     """
     if not is_by_node(cluster, reduce):
         return cluster.processes, "ranks"
-    return levels(cluster)[-1].members, "units of the last tier" if cluster.tiers else "nodes"
+    return list_levels(cluster)[-1].members, "units of the last tier" if cluster.tiers else "nodes"
 
 
 @final
@@ -82,25 +84,25 @@ class _Sums:
     compress: str
     density: float
 
-    def sent_bytes(self) -> tuple[float, float]:
+    def estimate_sent_bytes(self) -> tuple[float, float]:
         """Return the bytes that a rank sends in a step, and the bytes that leave its node."""
         payload, cluster = self.payload_bytes, self.cluster
         if is_by_node(self.cluster, self.reduce):
-            return by_node_bytes(payload, cluster, smaller=self._factor)
+            return estimate_hierarchical_bytes(payload, cluster, smaller=self._factor)
         if self._is_small:
             sent = (cluster.processes - 1) * payload
             return sent, sent
         sent = 2 * ring_share(cluster.processes) * payload * self._factor
-        return sent, exchanged_across_bytes(payload * self._factor, cluster) if self._is_exchanged else sent
+        return sent, estimate_exchange_bytes(payload * self._factor, cluster) if self._is_exchanged else sent
 
-    def seconds(self, payload_bytes: float) -> float:
+    def estimate_seconds(self, payload_bytes: float) -> float:
         """Return the seconds to sum ``payload_bytes``, such as a bucket or all gradients."""
         if is_by_node(self.cluster, self.reduce):
-            return by_node_seconds(payload_bytes, self.cluster, smaller=self._factor)
+            return estimate_hierarchical_seconds(payload_bytes, self.cluster, smaller=self._factor)
         if self._is_small:
             return all_gather_all_seconds(payload_bytes * self.cluster.processes, self.cluster)
         if self._is_exchanged:
-            return exchanged_all_seconds(payload_bytes * self._factor, self.cluster)
+            return estimate_exchange_seconds(payload_bytes * self._factor, self.cluster)
         if self.compress == "topk":
             return all_gather_all_seconds(2 * payload_bytes * self._factor, self.cluster)
         return all_reduce_seconds(payload_bytes * self._factor, self.cluster)
@@ -159,22 +161,22 @@ def fsdp_cost(work: Workload, cluster: Cluster, sharding: FSDPSharding) -> Cost:
     turns = max(1, work.micro_batches)
     gathers, scatters = gathers * turns, scatters * (turns if sharding.accumulates_shards else 1)
     passes = gathers * sharding.gathered_share + scatters * sharding.scattered_share
-    inside = spanned(cluster, size)
+    inside = find_limiting_link(cluster, size)
     units = work.blocks + 1  # each block, plus the rest of the model
     seconds = passes * units * all_gather_seconds(payload / units, size, inside)
     sent = passes * ring_share(size) * payload
     copies, leaving = cluster.processes // size, sent if size > cluster.processes_per_node else 0.0
     if copies > 1:
         between = 2 * ring_share(copies) * payload / size
-        shared = divided(slowest(cluster), cluster.processes_per_node)
+        shared = divide_bandwidth(find_slowest_link(cluster), cluster.processes_per_node)
         seconds += ring_all_reduce_seconds(payload / size, copies, shared)
         sent, leaving = sent + between, leaving + between * cluster.processes_per_node
     ends = 2 * all_gather_seconds(work.unit_bytes, size, inside)
-    hidden = max(ends, exposed_seconds(seconds, work.overlap * work.compute_seconds))
+    hidden = max(ends, estimate_exposed_seconds(seconds, work.overlap * work.compute_seconds))
     return Cost(
         memory_bytes=_memory_bytes(work, sharding),
         sent_bytes=sent,
-        across_bytes=across(cluster, leaving),
+        across_bytes=estimate_leaving_bytes(cluster, leaving),
         communication_seconds=seconds,
         exposed_seconds=min(seconds, hidden) if work.overlap and not on_cpu else seconds,
         added_seconds=-ring_share(size) * work.update_seconds,

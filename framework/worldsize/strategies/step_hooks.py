@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from worldsize.core import ConfigError, Recipe
-from worldsize.optimizers.groups import named_by
+from worldsize.optimizers.groups import use_parameter_names
 
 
 @final
@@ -39,35 +39,35 @@ def enclose_steps(optimizer: Optimizer, enter: Callable[[], None], leave: Callab
     """Call ``enter`` right before and ``leave`` right after optimizer steps, inside other hooks."""
     depth = 0  # hooks run twice per step if both a class and its base class have hooked steps
 
-    def before() -> None:
+    def enter_outermost() -> None:
         nonlocal depth
         depth += 1
         if depth == 1:
             enter()
 
-    def after() -> None:
+    def leave_outermost() -> None:
         nonlocal depth
         depth -= 1
         if depth == 0:
             leave()
 
-    optimizer.register_step_pre_hook(StrategyHook(before))
-    last = optimizer.register_step_post_hook(StrategyHook(after))
+    optimizer.register_step_pre_hook(StrategyHook(enter_outermost))
+    last = optimizer.register_step_post_hook(StrategyHook(leave_outermost))
     hooks = optimizer._optimizer_step_post_hooks
     for key in [key for key in hooks if key != last.id]:  # earlier hooks run after it
         hooks[key] = hooks.pop(key)
 
 
 @contextmanager
-def without_recipe_hooks(optimizer: Optimizer) -> Iterator[None]:
+def disable_recipe_hooks(optimizer: Optimizer) -> Iterator[None]:
     """Disable the recipe's hooks within the context, e.g. for steps that only create state."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    with _without_recipes(before), _without_recipes(after):
+    with _disable_hooks(before), _disable_hooks(after):
         yield
 
 
 @contextmanager
-def _without_recipes(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
+def _disable_hooks(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
     kept = dict(hooks)
     for key, hook in kept.items():
         if not isinstance(hook, StrategyHook):
@@ -121,8 +121,10 @@ def refuse_mixing_hooks(recipe: Recipe, model: nn.Module) -> None:
     Raises:
         ConfigError: a hook mixes them in one operation.
     """
-    for name, tensor in _mixed_operands(recipe, model, list(model.parameters()), _beside):
-        buffers = [each for each, buffer in model.named_buffers() if _memory(buffer) == _memory(tensor)]
+    for name, tensor in _find_mixed_operands(recipe, model, list(model.parameters()), _select_others):
+        buffers = [
+            each for each, buffer in model.named_buffers() if _get_storage_key(buffer) == _get_storage_key(tensor)
+        ]
         described = f"the buffer {buffers[0]}" if buffers else f"a tensor {list(tensor.shape)} that is not made of them"
         raise ConfigError(
             f"the optimizer has a hook for each step, {name}, that computes with weights and {described} together. "
@@ -138,9 +140,9 @@ def refuse_hooks_on(tables: Mapping[str, Tensor], recipe: Recipe, model: nn.Modu
     Raises:
         ConfigError: a hook computes with one of them.
     """
-    names = {_memory(table): name for name, table in tables.items()}
-    for name, table in _mixed_operands(recipe, model, list(tables.values()), _itself):
-        table_name = names.get(_memory(table), "a table")
+    names = {_get_storage_key(table): name for name, table in tables.items()}
+    for name, table in _find_mixed_operands(recipe, model, list(tables.values()), _select_marked):
+        table_name = names.get(_get_storage_key(table), "a table")
         raise ConfigError(
             f"the optimizer has a hook for each step, {name}, that computes with {table_name}, "
             "whose rows are on servers. Leave it out, set sparse=False of that embedding, or use strategy=ddp."
@@ -150,20 +152,20 @@ def refuse_hooks_on(tables: Mapping[str, Tensor], recipe: Recipe, model: nn.Modu
 _Find = Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]  # takes the marked and other arguments
 
 
-def _beside(marked: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+def _select_others(marked: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     return [each for each in others if each.numel() != 1]  # scalars mix with any tensor
 
 
-def _itself(marked: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+def _select_marked(marked: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     return list(marked)
 
 
-def _mixed_operands(
+def _find_mixed_operands(
     recipe: Recipe, model: nn.Module, marked: Sequence[Tensor], find: _Find
 ) -> list[tuple[str, Tensor]]:
     """Try the recipe's hooks; return the operands that ``find`` selects, with hook names."""
     watch, operands = _Watch(marked, find), list[tuple[str, Tensor]]()
-    with torch.no_grad(), named_by(model), watch:
+    with torch.no_grad(), use_parameter_names(model), watch:
         for optimizer in recipe.optimizers(model).values():
             for hook in recipe_hooks(optimizer):
                 watch.operands = []
@@ -185,23 +187,23 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operands: list[Tensor] = []
         self._find = find
         self._marked: dict[int, Tensor] = {}  # kept alive, so that their memory is not reused
-        self._mark(marked)
+        self._mark_tensors(marked)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        marked = [tensor for tensor in tensors if _memory(tensor) in self._marked]
-        others = [tensor for tensor in tensors if _memory(tensor) not in self._marked]
+        marked = [tensor for tensor in tensors if _get_storage_key(tensor) in self._marked]
+        others = [tensor for tensor in tensors if _get_storage_key(tensor) not in self._marked]
         out = func(*args, **(kwargs or {}))
         if marked:
             self.operands += self._find(marked, others)
-            self._mark([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+            self._mark_tensors([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
         return out
 
-    def _mark(self, tensors: Sequence[Tensor]) -> None:
-        self._marked.update((_memory(tensor), tensor) for tensor in tensors)
+    def _mark_tensors(self, tensors: Sequence[Tensor]) -> None:
+        self._marked.update((_get_storage_key(tensor), tensor) for tensor in tensors)
 
 
-def _memory(tensor: Tensor) -> int:
+def _get_storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

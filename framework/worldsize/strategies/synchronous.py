@@ -17,7 +17,7 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from worldsize.collectives.per_rank import make_equal
-from worldsize.collectives.step_timer import backward, phase, time_buffers
+from worldsize.collectives.step_timer import backward, measure_phase, time_buffers
 from worldsize.core import (
     FeatureRecipe,
     MicroBatch,
@@ -73,71 +73,71 @@ class SynchronousReplica(ModelReplica):
         self._changes = ParameterChanges(self.model, hooks=divides) if divides or self.world.size > 1 else None
         self._features: GatheredFeatures | None = None
         if isinstance(recipe, FeatureRecipe) and context.logical_ranks > 1:
-            self._features = GatheredFeatures(recipe, self.model, self.world.device, self._call)
+            self._features = GatheredFeatures(recipe, self.model, self.world.device, self._run_action)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         self._check_saves()
         try:
-            losses, metrics = self._computed(micro_batches)
+            losses, metrics = self._compute_gradient(micro_batches)
         except BaseException:  # the gang may heal and repeat the step
             self.reducer.undo()
             raise
         self.reducer.commit()
         lr: float | None = self.optimizer.param_groups[0].get("lr")
-        with phase("update"):
-            norm, skipped, overflowed = self._stepped(self._parts, self._parameters)
+        with measure_phase("update"):
+            norm, skipped, overflowed = self._step_optimizers(self._parts, self._parameters)
             self.scaler.update()
         return StepResult(losses, lr, norm, skipped, metrics, overflowed=overflowed)
 
-    def _computed(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
+    def _compute_gradient(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
         """Compute the mean gradient into ``.grad``; return the losses and metrics of the step."""
         self.optimizer.zero_grad()
         try:
-            with self._watch.watching(), self._hooks.suspended():
+            with self._watch.watching(), self._hooks.suspend_hooks():
                 if self._features is not None:
-                    shape = StepShape.of(self._group, self.dealing, len(micro_batches), self._logical_ranks)
+                    shape = StepShape.from_group(self._group, self.dealing, len(micro_batches), self._logical_ranks)
                     with self._autocast():
-                        self._features.gather(micro_batches, shape, self._passes.dropped)
-                records = self._watch.reduce(partial(self.reducer.run, micro_batches, self._backward))
+                        self._features.gather_features(micro_batches, shape, self._passes.discard_pass)
+                records = self._watch.run_reducer(partial(self.reducer.run, micro_batches, self._backward))
             self._watch.end_step()
         finally:  # also if DDP fails because a parameter was frozen
             if self._changes is not None:
                 self._changes.check()
-        self._context.faults.at("step:reduced")
-        losses = self._weighed(self._parameters, records)
+        self._context.faults.report_point("step:reduced")
+        losses = self._weigh_gradients(self._parameters, records)
         self._hooks.run(self._parameters)
         metrics = step_metrics(records)
         self._context.before_update(losses, metrics)
         return losses, metrics
 
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
-        with self._passes.dropped(batch) if scale == 0 else nullcontext():
-            return self._pass(batch, scale)
+        with self._passes.discard_pass(batch) if scale == 0 else nullcontext():
+            return self._run_pass(batch, scale)
 
-    def _pass(self, batch: MicroBatch, scale: float) -> LossRecord:
-        self._context.faults.at("step:forward")
+    def _run_pass(self, batch: MicroBatch, scale: float) -> LossRecord:
+        self._context.faults.report_point("step:forward")
         seed_generators(batch.seed, self.world.device)
         with self._autocast():
-            compute = partial(self._loss, batch)
+            compute = partial(self._compute_loss, batch)
             loss, record = compute() if self._module is None else self._module(compute)
         self._agreed.check_form(record)
-        self._context.faults.at("step:backward")
-        scaled = self._scaled(loss, record, scale)
+        self._context.faults.report_point("step:backward")
+        scaled = self._scale_loss(loss, record, scale)
         if self._module is self._root:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
             backward(scaled)
-        self._context.faults.at("step:reduce")
+        self._context.faults.report_point("step:reduce")
         return record
 
-    def _loss(self, batch: MicroBatch) -> tuple[Tensor, LossRecord]:
+    def _compute_loss(self, batch: MicroBatch) -> tuple[Tensor, LossRecord]:
         """Return the scalar loss of a micro-batch and its record, as a tuple that DDP can search."""
         if self._features is not None:
-            return trainable(self._features.loss(batch))
+            return trainable(self._features.compute_loss(batch))
         return trainable(self.recipe.micro_batch_loss(self.model, batch))
 
 
-def replicated(
+def wrap_in_ddp(
     model: nn.Module, world: World, *, interruptible: bool = False, **options: Any
 ) -> DistributedDataParallel:
     """Wrap ``model`` so that its gradients are averaged over ``world.group`` during backward.
@@ -180,7 +180,7 @@ class RepeatedPasses:
         self._recipe, self._has_state = recipe, saves_state(recipe)
 
     @contextmanager
-    def dropped(self, batch: MicroBatch) -> Iterator[None]:
+    def discard_pass(self, batch: MicroBatch) -> Iterator[None]:
         """Restore the recipe's state after a pass of ``batch`` that is repeated in the same step."""
         start = deepcopy(self._recipe.state(batch.logical_rank)) if self._has_state else None
         try:
@@ -190,9 +190,11 @@ class RepeatedPasses:
                 self._recipe.load_state(batch.logical_rank, start)
 
 
-def alone(recipe: Recipe, model: nn.Module, context: RunContext, reduce: Reduction = "flat") -> ModelReplica:
+def create_local_replica(
+    recipe: Recipe, model: nn.Module, context: RunContext, reduce: Reduction = "flat"
+) -> ModelReplica:
     """Return a replica that trains ``model`` on the device of ``context.world``, in one process."""
     is_multi = recipe.has_several_updates
     sums = update_reducer(reduce, model, None) if is_multi else gradient_reducer(reduce, model, None)
     kind = MultiUpdateReplica if is_multi else SynchronousReplica
-    return kind(recipe, context, train_state=TrainState.of(recipe, model), reducer=sums, sums_alone=True)
+    return kind(recipe, context, train_state=TrainState.from_recipe(recipe, model), reducer=sums, sums_alone=True)

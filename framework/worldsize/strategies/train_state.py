@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from worldsize.collectives.per_rank import local, zeros_like
+from worldsize.collectives.per_rank import get_local_shard, zeros_like
 from worldsize.core import ONE_UPDATE, ConfigError, Recipe, StateDict
 from worldsize.errors import CheckpointError, neighbours
-from worldsize.moved import renamed
+from worldsize.moved import resolve_renamed
 from worldsize.optimizers.counters import attributes_kept, counters_kept
-from worldsize.optimizers.groups import all_parameters, optimizers_of
+from worldsize.optimizers.groups import all_parameters, create_optimizers
 from worldsize.optimizers.schedule_free import has_begun, is_schedule_free
 from worldsize.strategies.schedules import Schedule
-from worldsize.strategies.step_hooks import without_recipe_hooks
+from worldsize.strategies.step_hooks import disable_recipe_hooks
 from worldsize.world.processes import gpus_hidden
 
 
@@ -54,7 +54,7 @@ class OptimizerPart:
 
     def state(self) -> StateDict:
         """Return the unsharded optimizer state, keyed by parameter name."""
-        return named_state(self.model, self.optimizer) if self.sharded is None else self.sharded.state()
+        return collect_named_state(self.model, self.optimizer) if self.sharded is None else self.sharded.state()
 
     def load(self, state: StateDict) -> None:
         """Load what :meth:`state` returned."""
@@ -77,7 +77,7 @@ class TrainState:
     """Each optimizer with its schedule, keyed by the optimizer's name, in the recipe's order."""
 
     @staticmethod
-    def of(
+    def from_recipe(
         recipe: Recipe,
         model: nn.Module,
         optimizers: Mapping[str, Optimizer] | None = None,
@@ -91,8 +91,8 @@ class TrainState:
             optimizers: Its optimizers by name, if they already exist.
             sharded: The sharded state, by name, of optimizers that this rank holds only in part.
         """
-        optimizers = optimizers_of(recipe, model) if optimizers is None else optimizers
-        schedules = Schedule.of(recipe, optimizers)
+        optimizers = create_optimizers(recipe, model) if optimizers is None else optimizers
+        schedules = Schedule.create_schedules(recipe, optimizers)
         parts = {
             name: OptimizerPart(model, optimizer, schedules.get(name), sharded.get(name))
             for name, optimizer in optimizers.items()
@@ -137,7 +137,7 @@ class TrainState:
         """Load what :meth:`state` returned, and set the learning rates of the next step."""
         load_weights(self.model, state["model"])
         is_one = ONE_UPDATE in self.parts
-        optimizers = {ONE_UPDATE: state["optimizer"]} if is_one else self._divided(state["optimizer"])
+        optimizers = {ONE_UPDATE: state["optimizer"]} if is_one else self._split_state(state["optimizer"])
         schedules = {ONE_UPDATE: state["schedule"]} if is_one else state["schedule"]
         for name, part in self.parts.items():
             part.load(optimizers[name])
@@ -150,7 +150,7 @@ class TrainState:
                 part.schedule.load_state_dict(schedules[name])
                 part.schedule.set_rates()
 
-    def _divided(self, state: StateDict) -> Mapping[str, StateDict]:
+    def _split_state(self, state: StateDict) -> Mapping[str, StateDict]:
         """Split the saved state by optimizer."""
         divided, first = dict[str, StateDict](), 0
         for name, part in self.parts.items():
@@ -175,7 +175,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 def _share_memory(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
-    one, other = local(one), local(other)
+    one, other = get_local_shard(one), get_local_shard(other)
     if not (one.layout is other.layout is torch.strided):  # other layouts lack an address
         return False
     return one.data_ptr() == other.data_ptr() and (one.shape, one.stride(), one.dtype) == (
@@ -190,7 +190,7 @@ def extra_state(optimizer: Optimizer) -> StateDict:
     return {name: value for name, value in optimizer.state_dict().items() if name not in ("state", "param_groups")}
 
 
-def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
+def collect_named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
     """Return optimizer state by parameter name; initial state for parameters without a step.
 
     The entry ``extra`` holds :func:`extra_state`, if there is any.
@@ -199,9 +199,9 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
 
     fresh = not optimizer.state
     extra = deepcopy(extra_state(optimizer)) if fresh else extra_state(optimizer)  # the probe step may change it
-    with gpus_hidden(), without_recipe_hooks(optimizer):
+    with gpus_hidden(), disable_recipe_hooks(optimizer):
         if fresh:
-            _probe(optimizer)
+            _take_probe_step(optimizer)
         options = [{**group} for group in optimizer.param_groups]
         with attributes_kept(optimizer), _weights_kept(optimizer, () if optimizer.state else all_parameters(optimizer)):
             state: StateDict = {**get_optimizer_state_dict(model, optimizer)}
@@ -232,8 +232,8 @@ def _initial_states(model: nn.Module, optimizer: Optimizer, *, without: Set[str]
     if not late:
         return {}
     before, gradients = set(optimizer.state), [(each, each.grad) for each in all_parameters(optimizer)]
-    with gpus_hidden(), without_recipe_hooks(optimizer):
-        _probe(optimizer, only={id(each) for each in late.values()})
+    with gpus_hidden(), disable_recipe_hooks(optimizer):
+        _take_probe_step(optimizer, only={id(each) for each in late.values()})
         states: Any = get_optimizer_state_dict(model, optimizer)["state"]
     for each, gradient in gradients:
         each.grad = gradient
@@ -253,7 +253,7 @@ def _count_from_zero(states: Iterable[dict[str, Any]]) -> None:
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what :func:`named_state` returned; reset the optimizer if it had not stepped.
+    """Load what :func:`collect_named_state` returned; reset the optimizer if it had not stepped.
 
     Raises:
         CheckpointError: the state lacks an entry that the optimizer adds to its ``state_dict()``.
@@ -267,9 +267,9 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
             "Resume with the run's own optimizer, or leave its state out with checkpoint.ignore=[optimizer]."
         )
     fresh = not optimizer.state
-    with gpus_hidden(), without_recipe_hooks(optimizer):
+    with gpus_hidden(), disable_recipe_hooks(optimizer):
         if fresh:
-            _probe(optimizer)
+            _take_probe_step(optimizer)
         unprobed = () if optimizer.state else all_parameters(optimizer)
         with attributes_kept(optimizer), _weights_kept(optimizer, unprobed), _loads_caught(optimizer) as caught:
             set_optimizer_state_dict(model, optimizer, {name: state[name] for name in ("state", "param_groups")})
@@ -299,7 +299,7 @@ def _loads_caught(optimizer: Optimizer) -> Iterator[list[StateDict]]:
         own.update(before)
 
 
-def _probe(optimizer: Optimizer, only: Set[int] | None = None) -> None:
+def _take_probe_step(optimizer: Optimizer, only: Set[int] | None = None) -> None:
     """Take a step that does not change weights, to create all state entries with zero moments.
 
     ``only``: ids of the parameters to step, or None for all.
@@ -333,9 +333,9 @@ def _has_not_stepped(optimizer: Optimizer) -> bool:
     states = list(optimizer.state.values())
     if any(group.get("dampening") for group in optimizer.param_groups):  # not applied in the first step
         buffers = [buffer for state in states if (buffer := state.get("momentum_buffer")) is not None]
-        return not any(bool(torch.any(local(buffer) != 0)) for buffer in buffers)
+        return not any(bool(torch.any(get_local_shard(buffer) != 0)) for buffer in buffers)
     return bool(states) and all("step" in state and float(state["step"]) == 0 for state in states)
 
 
 def __getattr__(name: str) -> Any:
-    return renamed(__name__, name)
+    return resolve_renamed(__name__, name)

@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import Counter, Tree, sum_level
-from worldsize.collectives.step_timer import mark
+from worldsize.collectives.step_timer import mark_phase
 from worldsize.core import ConfigError, Dealing
 
 _END = -1  # event after the last collective of a step
@@ -48,7 +48,7 @@ def time_sharding(model: nn.Module, device: torch.device, *, copies: bool) -> No
             module.set_custom_all_gather(_TimedGather())
             module.set_custom_reduce_scatter(_TimedScatter(then_all_reduce=copies))
             if copies:
-                module.set_all_reduce_hook(lambda _: mark("compute"))  # called after the sum over copies
+                module.set_all_reduce_hook(lambda _: mark_phase("compute"))  # called after the sum over copies
 
 
 @final
@@ -59,7 +59,7 @@ class _TimedGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        work = start(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group)
+        work = start_collective(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group)
         if async_op:
             return work
         work.wait()
@@ -73,13 +73,13 @@ class _TimedScatter(ReduceScatter):
 
     def allocate(self, size: _Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._then_all_reduce:  # the all-reduce follows even for unsharded copies; its hook ends the phase
-            mark("communication")
+            mark_phase("communication")
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Work | None:
-        work = start(dist.reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group)
+        work = start_collective(dist.reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group)
         if async_op:
             return work
         work.wait()
@@ -110,7 +110,7 @@ class UnitOrder:
                 module.set_custom_all_gather(_CheckedGather(units[0]._all_gather_comm, self, 2 * number))
                 module.set_custom_reduce_scatter(_CheckedScatter(units[0]._reduce_scatter_comm, self, 2 * number + 1))
                 self._names.append(name.removeprefix("model.") or "the model")  # prefix from CallingRoot
-        model.register_forward_hook(self._after_loss)
+        model.register_forward_hook(self._check_loss_end)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class UnitOrder:
         before = self._count
         try:
             yield
-            self.check(_END)
+            self.check_event(_END)
             self._longest = max(self._longest, self._count - before)
             self._is_first = len(self._next) > max(_MOST, _STEPS * self._longest)  # the same on all ranks
             if self._is_first:
@@ -134,10 +134,10 @@ class UnitOrder:
         finally:
             self._is_open = False
 
-    def _after_loss(self, *_: object) -> None:
-        self.check(_LOSS)
+    def _check_loss_end(self, *_: object) -> None:
+        self.check_event(_LOSS)
 
-    def check(self, event: int) -> None:
+    def check_event(self, event: int) -> None:
         """Check that all ranks run ``event`` next: 2 × the unit's index, + 1 if it sums gradients.
 
         Raises:
@@ -147,17 +147,17 @@ class UnitOrder:
             return
         self._count += 1
         if self._next.get(self._sequence) != event:
-            if not (self._agrees_at_once(event) if self._is_first else self._agrees(event)):
-                raise self._differs(event)
+            if not (self._agrees_at_once(event) if self._is_first else self._wait_for_agreement(event)):
+                raise self._build_order_error(event)
             self._next[self._sequence] = event
         self._sequence = hash((self._sequence, event))
 
     def _agrees_at_once(self, event: int) -> bool:
         bounds = torch.tensor([event, -event], device=self._device)
-        start(dist.all_reduce, bounds, op=dist.ReduceOp.MAX, group=self._group).wait()
+        start_collective(dist.all_reduce, bounds, op=dist.ReduceOp.MAX, group=self._group).wait()
         return bool((bounds[0] == -bounds[1]).item())  # also true for fakes
 
-    def _agrees(self, event: int) -> bool:
+    def _wait_for_agreement(self, event: int) -> bool:
         """Wait until all ranks reach the same new event, using the store that created the groups."""
         store = dist.distributed_c10d._get_default_store()
         key = f"order/{self._group.group_name}/{self._count}/{event}"
@@ -176,7 +176,7 @@ class UnitOrder:
         timeout: timedelta = backend.options._timeout
         return timeout
 
-    def _differs(self, event: int) -> ConfigError:
+    def _build_order_error(self, event: int) -> ConfigError:
         if event in (_LOSS, _END):
             done = "has computed all its parts of the model when others compute one more"
         else:
@@ -200,7 +200,7 @@ class _CheckedGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        self._order.check(self._event)
+        self._order.check_event(self._event)
         return self._inner(output_tensor, input_tensor, group, async_op)
 
 
@@ -215,7 +215,7 @@ class _CheckedScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Work | None:
-        self._order.check(self._event)
+        self._order.check_event(self._event)
         return self._inner(output_tensor, input_tensor, group, op, async_op)
 
 
@@ -237,10 +237,10 @@ class OrderedScatters:
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
-    def begin(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
+    def begin_step(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
         """Begin a step with ``micro_batches`` (0: only discarded passes) in ``nodes`` tree nodes."""
         for scatter in self._scatters:
-            scatter.begin(nodes, micro_batches, logical_ranks=logical_ranks)
+            scatter.reset_sums(nodes, micro_batches, logical_ranks=logical_ranks)
 
     def end_pass(self, micro_batches: int) -> None:
         """Set the number of finished ``micro_batches``; units that skipped some will add zeros."""
@@ -270,7 +270,7 @@ class _OrderedScatter(ReduceScatter):
         self.done = 0
         """Number of computed micro-batches of the step, whether they used this unit or not."""
 
-    def begin(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
+    def reset_sums(self, nodes: int, micro_batches: int, *, logical_ranks: int) -> None:
         """Begin a step with ``micro_batches`` (0: only discarded passes) in ``nodes`` tree nodes."""
         self._nodes, self._leaves, self._logical_ranks = nodes, micro_batches // nodes, logical_ranks
         self._counter, self._sums, self._taken, self.done = Counter(), [], 0, 0
@@ -294,17 +294,17 @@ class _OrderedScatter(ReduceScatter):
         ranks = self._exchange.ranks
         leaf = self._exchange.sum_of_part([gradient], ranks) if self._sums_shards else gradient.clone()
         for _ in range(self.done - self._taken):  # earlier micro-batches that did not compute the unit
-            self._add(torch.zeros_like(leaf))
-        self._add(leaf)
+            self._add_leaf(torch.zeros_like(leaf))
+        self._add_leaf(leaf)
         if self._taken < self._nodes * self._leaves:
             output_tensor.zero_()
             return
         nodes, self._sums = self._sums, []
         all_nodes = Tree(self._logical_ranks, ranks).nodes
         part = nodes[0] if self._sums_shards else self._exchange.sum_of_part(nodes, all_nodes)
-        output_tensor.copy_(self._exchange.shard_of(part / self._logical_ranks)[: len(output_tensor)])
+        output_tensor.copy_(self._exchange.gather_shard(part / self._logical_ranks)[: len(output_tensor)])
 
-    def _add(self, leaf: Tensor) -> None:
+    def _add_leaf(self, leaf: Tensor) -> None:
         self._taken += 1
         self._counter.add([leaf])
         if self._taken % self._leaves:
@@ -341,13 +341,13 @@ class _Exchange:
             for copy, piece in enumerate(torch.split(row, size, dim=1)):
                 mine[copy, :, node, : piece.shape[1]] = piece
         theirs_pns = torch.empty_like(mine.flatten(0, 1))
-        start(dist.all_to_all_single, theirs_pns, mine.flatten(0, 1), group=self._group).wait()
+        start_collective(dist.all_to_all_single, theirs_pns, mine.flatten(0, 1), group=self._group).wait()
         return sum_level(theirs_pns.transpose(0, 1).flatten(0, 1)[:nodes].unbind())
 
-    def shard_of(self, part: Tensor) -> Tensor:
+    def gather_shard(self, part: Tensor) -> Tensor:
         """Gather this rank's shard, with padding at its end, from the parts on all copies."""
         if self._copies is None:
             return part
         shard = part.new_empty(self._copies.size() * len(part))
-        start(dist.all_gather_into_tensor, shard, part, group=self._copies).wait()
+        start_collective(dist.all_gather_into_tensor, shard, part, group=self._copies).wait()
         return shard

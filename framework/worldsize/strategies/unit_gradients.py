@@ -24,13 +24,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import Counter, Tree, reduce_ordered
 from worldsize.collectives.per_rank import zeros_like
-from worldsize.collectives.staged import finished
+from worldsize.collectives.staged import finish_reduction
 from worldsize.core import Dealing, Reduction
 from worldsize.strategies.gradient_reducer import Presence, PresenceExchange
-from worldsize.strategies.parameter_changes import hook_count, hooked, switched
+from worldsize.strategies.parameter_changes import build_freeze_error, build_hook_error, hook_count
 
 
 @final
@@ -49,12 +49,12 @@ class UnitGradients:
         for state in states:
             _complete_last(state, self._units)
 
-    def begin(self, *, counts: bool = True) -> None:
+    def begin_step(self, *, counts: bool = True) -> None:
         """Begin a step; ``counts``: whether gradients until the next call count and are completed."""
         for unit in self._units:
-            unit.begin(counts=counts)
+            unit.reset_unit(counts=counts)
 
-    def finish(self) -> None:
+    def remove_missing(self) -> None:
         """Remove gradients missing on all ranks, after all sums of a step; all ranks must call it."""
         if self._exchange is None:
             return
@@ -75,15 +75,15 @@ def _complete_last(state: Any, units: Sequence[_Unit]) -> None:
         for unit in units:
             unit.is_ending = True
         for unit in units:
-            unit.release()
+            unit.sum_held_gradients()
         end()
         for unit in units:
             unit.end_pass()
 
-    _replace(state, "_root_post_backward_final_callback", complete)
+    _replace_attribute(state, "_root_post_backward_final_callback", complete)
 
 
-def _replace(owner: Any, name: str, value: object) -> None:
+def _replace_attribute(owner: Any, name: str, value: object) -> None:
     """Replace an attribute of a torch object that does not provide a hook."""
     setattr(owner, name, value)
 
@@ -103,15 +103,15 @@ class _Unit:
         self._is_held = self._is_reached = self._counts = False
         self._present = [False] * len(group.fsdp_params)
         self._counts_calls = counts_calls
-        _replace(group, "post_backward", self._after_backward)
+        _replace_attribute(group, "post_backward", self._finish_backward)
         if counts_calls:
-            _replace(group, "_register_post_backward_hook", self._registered)
-            _replace(group, "post_forward", self._after_forward)
+            _replace_attribute(group, "_register_post_backward_hook", self._register_call)
+            _replace_attribute(group, "post_forward", self._finish_forward)
         self.device: torch.device = group.device
         self.is_ending = False
         """Whether the backward pass is ending, so that all gradients have arrived."""
 
-    def begin(self, *, counts: bool) -> None:
+    def reset_unit(self, *, counts: bool) -> None:
         """Begin a step, or passes whose gradients do not count."""
         self._counts = counts
         self._present = [not each.sharded_param.requires_grad for each in self._group.fsdp_params]
@@ -128,11 +128,11 @@ class _Unit:
         """The sharded parameters, as held by the optimizer."""
         return [each.sharded_param for each in self._group.fsdp_params]
 
-    def _after_forward(self, *args: Any) -> Any:
-        self._check()
+    def _finish_forward(self, *args: Any) -> Any:
+        self._check_parameters()
         return self._end_forward(*args)
 
-    def _check(self) -> None:
+    def _check_parameters(self) -> None:
         """Compare the gathered parameters, which the loss sees, with the sharded ones.
 
         Raises:
@@ -143,25 +143,27 @@ class _Unit:
             names = {each._param_fqn.removeprefix("model."): (each.sharded_param, gathered) for each, gathered in pairs}
             unfrozen = [name for name, (own, gathered) in names.items() if gathered.requires_grad > own.requires_grad]
             frozen = [name for name, (own, gathered) in names.items() if gathered.requires_grad < own.requires_grad]
-            raise switched(unfrozen, frozen)
+            raise build_freeze_error(unfrozen, frozen)
         if any(hook_count(gathered) for _, gathered in pairs):
-            raise hooked([each._param_fqn.removeprefix("model.") for each, gathered in pairs if hook_count(gathered)])
+            raise build_hook_error(
+                [each._param_fqn.removeprefix("model.") for each, gathered in pairs if hook_count(gathered)]
+            )
 
-    def release(self) -> None:
+    def sum_held_gradients(self) -> None:
         """Sum held gradients, if a later call of the unit did not get a backward pass."""
         if self._is_held:
-            self._after_backward()
+            self._finish_backward()
 
     def end_pass(self) -> None:
         """Reset the count of calls in this pass."""
         self._calls, self.is_ending = 0, False
 
-    def _registered(self, args: Any, kwargs: Any) -> Any:
+    def _register_call(self, args: Any, kwargs: Any) -> Any:
         made = self._register(args, kwargs)
         self._calls += made[0] is not args or made[1] is not kwargs  # unchanged if no input needs a gradient
         return made
 
-    def _after_backward(self, *_: object) -> None:
+    def _finish_backward(self, *_: object) -> None:
         if not self._counts:
             self._sum()
             return
@@ -171,17 +173,17 @@ class _Unit:
         if not self._group.reduce_grads:
             self._sum()
         elif self._calls:
-            self._hold()
+            self._hold_gradients()
         else:
             self._complete()
 
-    def _hold(self) -> None:
+    def _hold_gradients(self) -> None:
         self._is_held = True
-        _replace(self._group, "reduce_grads", False)
+        _replace_attribute(self._group, "reduce_grads", False)
         try:
             self._sum()
         finally:
-            _replace(self._group, "reduce_grads", True)
+            _replace_attribute(self._group, "reduce_grads", True)
 
     def _complete(self) -> None:
         """Sum gradients over ranks, with zeros for missing ones if the unit ran in this step."""
@@ -206,7 +208,7 @@ class ScalarGradients(ABC):
     """
 
     @abstractmethod
-    def begin(self, batches: int, logical_ranks: int) -> None:
+    def begin_step(self, batches: int, logical_ranks: int) -> None:
         """Begin a step of ``batches`` micro-batches on this rank, and ``logical_ranks`` in total."""
 
     @abstractmethod
@@ -214,7 +216,7 @@ class ScalarGradients(ABC):
         """Add the gradients after the backward pass of micro-batch ``batch``."""
 
     @abstractmethod
-    def finish(self) -> None:
+    def set_means(self) -> None:
         """Set ``.grad`` to the mean; all ranks must call it."""
 
 
@@ -230,11 +232,11 @@ def scalar_gradients(
 
 @final
 class _NoScalars(ScalarGradients):
-    def begin(self, batches: int, logical_ranks: int) -> None: ...
+    def begin_step(self, batches: int, logical_ranks: int) -> None: ...
 
     def add(self, batch: int) -> None: ...
 
-    def finish(self) -> None: ...
+    def set_means(self) -> None: ...
 
 
 _NO_SCALARS = _NoScalars()
@@ -245,18 +247,18 @@ class _FlatScalars(ScalarGradients):
     """Lets autograd accumulate micro-batches, with losses scaled to yield the mean."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-        self._tables, self._group = _by_dtype(parameters), group
+        self._tables, self._group = _group_by_dtype(parameters), group
 
-    def begin(self, batches: int, logical_ranks: int) -> None: ...
+    def begin_step(self, batches: int, logical_ranks: int) -> None: ...
 
     def add(self, batch: int) -> None: ...
 
-    def finish(self) -> None:
+    def set_means(self) -> None:
         for parameters in self._tables:
-            table_2n = _table(parameters)
-            start(dist.all_reduce, table_2n, group=self._group).wait()
+            table_2n = _build_gradient_table(parameters)
+            start_collective(dist.all_reduce, table_2n, group=self._group).wait()
             present = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
-            _set(parameters, table_2n, self._group.size(), present)
+            _set_gradients(parameters, table_2n, self._group.size(), present)
 
 
 @final
@@ -264,46 +266,46 @@ class _OrderedScalars(ScalarGradients):
     """Fixed-tree sums (:mod:`worldsize.collectives.ordered`): same bits at every world size."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup, dealing: Dealing) -> None:
-        self._tables, self._group, self._dealing = _by_dtype(parameters), group, dealing
+        self._tables, self._group, self._dealing = _group_by_dtype(parameters), group, dealing
         self._counters: list[Counter] = []
         self._presences: list[Presence] = []  # gradients of each table in this step
         self._node: dict[int, int] = {}  # tree node of each micro-batch on this rank
         self._logical_ranks = self._nodes = 1
 
-    def begin(self, batches: int, logical_ranks: int) -> None:
+    def begin_step(self, batches: int, logical_ranks: int) -> None:
         self._logical_ranks = self._nodes = logical_ranks
         if self._dealing == "block":
             self._node = {batch: batch for batch in range(batches)}
         else:
             tree, rank = Tree(logical_ranks, self._group.size()), self._group.rank()
             self._nodes = tree.nodes
-            self._node = {leaf: node for node in range(tree.nodes_of(rank)) for leaf in tree.leaves(node)}
+            self._node = {leaf: node for node in range(tree.count_nodes(rank)) for leaf in tree.list_leaves(node)}
         self._counters = [Counter() for _ in set(self._node.values())]
         self._presences = [Presence(parameters) for parameters in self._tables]
 
     def add(self, batch: int) -> None:
-        self._counters[self._node[batch]].add([_table(parameters) for parameters in self._tables])
+        self._counters[self._node[batch]].add([_build_gradient_table(parameters) for parameters in self._tables])
         for presence in self._presences:
-            presence.note()
+            presence.record_gradients()
         for parameter in chain.from_iterable(self._tables):
             parameter.grad = None
 
-    def finish(self) -> None:
+    def set_means(self) -> None:
         sums = [counter.waiting[0] for counter in self._counters]
         for parameters, presence, *rows in zip(self._tables, self._presences, *sums, strict=True):
             flat = [row.flatten() for row in rows]
-            total = finished(reduce_ordered(flat, self._group, self._dealing, nodes=self._nodes))
+            total = finish_reduction(reduce_ordered(flat, self._group, self._dealing, nodes=self._nodes))
             present = {*range(len(parameters))} - presence.absent
-            _set(parameters, total.view(2, -1), self._logical_ranks, present)
+            _set_gradients(parameters, total.view(2, -1), self._logical_ranks, present)
         self._counters = []
 
 
-def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _group_by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
     return [[each for each in parameters if each.dtype == dtype] for dtype in dtypes]
 
 
-def _table(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _build_gradient_table(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a table (2, n) of the gradients, and of 1 for existing or 0 for missing ones."""
     table_2n = parameters[0].new_zeros(2, len(parameters))
     for place, parameter in enumerate(parameters):
@@ -312,7 +314,7 @@ def _table(parameters: Sequence[nn.Parameter]) -> Tensor:
     return table_2n
 
 
-def _set(parameters: Sequence[nn.Parameter], total_2n: Tensor, divisor: int, present: Set[int]) -> None:
+def _set_gradients(parameters: Sequence[nn.Parameter], total_2n: Tensor, divisor: int, present: Set[int]) -> None:
     """Set the gradients that any micro-batch had, from the summed :func:`_table`.
 
     ``present``: indices of gradients that exist on this rank; checking others waits for a GPU.

@@ -24,15 +24,18 @@ from torch.utils._pytree import tree_leaves
 
 from worldsize.core import ConfigError, LossOutput, Recipe
 from worldsize.strategies.model_replica import CallingRoot
-from worldsize.strategies.wrapping import Wrap, scalars, units
+from worldsize.strategies.wrapping import Wrap, find_scalars, find_units
 
 
 def shard_units(
     recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], *, wrap: Wrap, least: int, **options: Any
 ) -> None:
     """Apply ``fully_shard`` with ``options`` to the units below ``roots``, then to ``roots``."""
-    mine, options["ignored_params"] = {part for root in roots for part in root.modules()}, scalars(model)
-    for module in (*(unit for unit in units(recipe, model, wrap, least) if unit in mine and unit not in roots), *roots):
+    mine, options["ignored_params"] = {part for root in roots for part in root.modules()}, find_scalars(model)
+    for module in (
+        *(unit for unit in find_units(recipe, model, wrap, least) if unit in mine and unit not in roots),
+        *roots,
+    ):
         if module in roots:
             fully_shard(module, **options)
             continue
@@ -63,7 +66,7 @@ def _part_repeated(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for index, value in enumerate(values):
         if isinstance(value, Tensor) and first.setdefault(id(value), index) != index:
             values[index], repeated = _Repeated(first[id(value)]), True
-    return _rebuilt(values, len(args), kwargs) if repeated else None
+    return _rebuild_arguments(values, len(args), kwargs) if repeated else None
 
 
 def _join_repeated(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
@@ -72,20 +75,20 @@ def _join_repeated(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not any(isinstance(value, _Repeated) for value in values):
         return None
     joined = [values[value.index] if isinstance(value, _Repeated) else value for value in values]
-    return _rebuilt(joined, len(args), kwargs)
+    return _rebuild_arguments(joined, len(args), kwargs)
 
 
-def _rebuilt(values: Sequence[Any], count: int, kwargs: Mapping[str, Any]) -> _Arguments:
+def _rebuild_arguments(values: Sequence[Any], count: int, kwargs: Mapping[str, Any]) -> _Arguments:
     return tuple(values[:count]), dict(zip(kwargs, values[count:], strict=True))
 
 
 def detach_shards() -> None:
     """Make all DTensors in this process detach through their shards from now on."""
     with suppress(AttributeError):  # other torch versions lack the table
-        DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.detach.default] = _detached
+        DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.detach.default] = _detach_shard
 
 
-def _detached(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> DTensor:
+def _detach_shard(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> DTensor:
     tensor = cast("DTensor", args[0])
     return DTensor(tensor._local_tensor.detach(), tensor._spec, requires_grad=False)
 
@@ -112,19 +115,19 @@ def guard_units(root: CallingRoot, *, remedy: str, names_uses: bool) -> None:
     gathered = {id(getattr(place.module, place.param_name)) for place in places}
     named = [pair for pair in model.named_parameters() if isinstance(pair[1], DTensor) and id(pair[1]) not in gathered]
     if named:
-        root.guard(_Guard(units, dict(named), remedy=remedy, names_uses=names_uses).call)
+        root.set_guard(_Guard(units, dict(named), remedy=remedy, names_uses=names_uses).run_guarded)
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the floating-point inputs of ``model`` to ``dtype``, as FSDP does."""
 
-    def cast(tensor: Tensor) -> Tensor:
+    def cast_tensor(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def convert(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
+    def cast_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _apply_to_tensors(cast_tensor, args), _apply_to_tensors(cast_tensor, kwargs)
 
-    model.register_forward_pre_hook(convert, prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(cast_arguments, prepend=True, with_kwargs=True)
 
 
 @final
@@ -143,34 +146,34 @@ class _Guard:
                 if own in divided and parameter.requires_grad:
                     self._watch_gradient(own, parameter)
 
-    def call(self, action: Callable[[], Any]) -> Any:
+    def run_guarded(self, action: Callable[[], Any]) -> Any:
         uses, self._uses = self._uses, None
         self._is_in_loss = True
         try:
             with uses or nullcontext():
                 returned = action()
-            if any(isinstance(each, DTensor) and each.requires_grad for each in _tensors(returned)):
-                raise self._refusal(uses.last if uses else "")  # backward would mix DTensors and plain tensors
+            if any(isinstance(each, DTensor) and each.requires_grad for each in _flatten_result(returned)):
+                raise self._build_use_error(uses.last if uses else "")  # backward would mix DTensors and plain tensors
             return returned
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
-            raise self._refusal(uses.last if uses else "") from error
+            raise self._build_use_error(uses.last if uses else "") from error
         finally:
             self._is_in_loss = False
 
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
         """Refuse gradients from autograd; FSDP sets the gradients of shards directly."""
 
-        def refuse(_: Any) -> None:
-            raise self._refusal(name)
+        def refuse_gradient(_: Any) -> None:
+            raise self._build_use_error(name)
 
         leaf = get_gradient_edge(parameter).node
-        leaf.register_prehook(refuse)
+        leaf.register_prehook(refuse_gradient)
         self._leaves.append(leaf)
 
     def _watch_outputs(self, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-        def refuse(_: Tensor) -> None:
+        def refuse_derivative(_: Tensor) -> None:
             if self._is_in_loss:
                 raise ConfigError(
                     f"the loss takes a derivative through {name}, whose parameters are not gathered any more when the "
@@ -179,16 +182,16 @@ class _Guard:
 
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
+                tensor.register_hook(refuse_derivative)  # type: ignore[no-untyped-call]
 
-    def _refusal(self, name: str) -> ConfigError:
+    def _build_use_error(self, name: str) -> ConfigError:
         return ConfigError(
             f"the loss computes with {name or 'a parameter'} outside the forward pass of its module, where each rank "
             f"has a part of it. {self._remedy}"
         )
 
 
-def _tensors(returned: Any) -> list[Any]:
+def _flatten_result(returned: Any) -> list[Any]:
     """Return the tensors in a loss's result."""
     return tree_leaves([each.loss if isinstance(each, LossOutput) else each for each in tree_leaves(returned)])
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Recipe, Update, World
 from worldsize.errors import neighbours
 from worldsize.seeds import GeneratorStates, seed_generators
@@ -74,13 +74,13 @@ class UpdatePass:
             self._states.restore(self._device)
         updates = self._updates
         self._flags.restore()
-        yielded = call(lambda: _next_of(updates))
+        yielded = call(lambda: _get_next_update(updates))
         self._flags = ModelFlags(self._flags.model)
-        self._states = GeneratorStates.of(self._device)  # others also use the generators meanwhile
+        self._states = GeneratorStates.from_device(self._device)  # others also use the generators meanwhile
         if isinstance(yielded, _End):
             self.update, self._loss, self._returned = (), None, yielded.returned
         else:
-            self.update, self._loss = self._checked(yielded)
+            self.update, self._loss = self._parse_update(yielded)
 
     def close(self) -> None:
         """Close the generator, running its ``finally`` blocks."""
@@ -99,19 +99,19 @@ class UpdatePass:
         loss, record = differentiable(yielded)
         if loss.ndim:
             raise ConfigError(
-                f"{self._kind}.updates yielded a loss of shape {list(loss.shape)} for {_listed(self.update)}, not a "
-                "scalar. "
+                f"{self._kind}.updates yielded a loss of shape {list(loss.shape)} for {_format_names(self.update)}, "
+                "not a scalar. "
                 "Yield its mean(), or (its sum(), its weight)."
             )
         if not loss.requires_grad:
             raise ConfigError(
-                f"{self._kind}.updates yielded a loss for {_listed(self.update)} that depends on no trained parameter. "
-                "Compute it with the model, outside torch.no_grad() and without detach()."
+                f"{self._kind}.updates yielded a loss for {_format_names(self.update)} that depends on no trained "
+                "parameter. Compute it with the model, outside torch.no_grad() and without detach()."
             )
         return loss, record
 
     def _refuse_twice(self, yielded: Loss) -> None:
-        loss, names = LossOutput.of(yielded).loss, _listed(self.update)
+        loss, names = LossOutput.from_loss(yielded).loss, _format_names(self.update)
         tensor = loss[0] if isinstance(loss, tuple) else loss
         if self._taken is not None and self._taken[0]() is tensor:
             raise ConfigError(
@@ -130,8 +130,8 @@ class UpdatePass:
         returned, self._returned = self._returned, None
         if not isinstance(returned, Mapping | None):
             raise ConfigError(
-                f"{self._kind}.updates returned {_described(returned)} at its end. Return metrics by their names, each "
-                "as (sum, count), or nothing."
+                f"{self._kind}.updates returned {_format_type(returned)} at its end. Return metrics by their names, "
+                "each as (sum, count), or nothing."
             )
         return differentiable(LossOutput(torch.zeros((), device=self._device), returned or {}))[1]
 
@@ -163,7 +163,7 @@ class UpdatePass:
             dtype=torch.float64,
         )
         rows = mine.new_empty(world.size * len(mine))
-        start(dist.all_gather_into_tensor, rows, mine, group=world.group).wait()
+        start_collective(dist.all_gather_into_tensor, rows, mine, group=world.group).wait()
         updates = [tuple(compress(known, row)) for row in rows.view(world.size, -1)[:, : len(known)].tolist()]
         (key, *first), *others = rows.view(world.size, -1)[:, len(known) :].tolist()
         for rank, (other_key, *theirs) in enumerate(others, 1):
@@ -191,32 +191,32 @@ class UpdatePass:
 
     def _metrics_key(self) -> int:
         """Return a checksum of the names of the current metrics."""
-        said = self._returned if self._loss is None else LossOutput.of(self._loss).metrics
+        said = self._returned if self._loss is None else LossOutput.from_loss(self._loss).metrics
         return zlib.crc32("\n".join(sorted(map(str, said))).encode()) if isinstance(said, Mapping) else 0
 
     def _generator(self) -> Iterator[Update]:
         updates: Any = self._recipe.micro_batch_updates(self._flags.model, self._batch)
         if not hasattr(updates, "__next__"):
             raise ConfigError(
-                f"{self._kind}.updates returned {_described(updates)}, no generator. Write it with "
+                f"{self._kind}.updates returned {_format_type(updates)}, no generator. Write it with "
                 "`yield name_of_optimizer, loss` at each update."
             )
         generator: Iterator[Update] = updates
         return generator
 
-    def _checked(self, yielded: Any) -> tuple[tuple[str, ...], Loss]:
+    def _parse_update(self, yielded: Any) -> tuple[tuple[str, ...], Loss]:
         """Return the names of the update's optimizers in the recipe's order, and its loss."""
         match yielded:
             case (str() as name, Tensor() | (Tensor(), _) | LossOutput() as loss):
-                return self._ordered([name]), loss
+                return self._order_names([name]), loss
             case ([str(), *_] as names, Tensor() | (Tensor(), _) | LossOutput() as loss):
-                return self._ordered(names), loss
+                return self._order_names(names), loss
         raise ConfigError(
-            f"{self._kind}.updates yielded {_described(yielded)}. Yield the name of an optimizer and a loss: "
+            f"{self._kind}.updates yielded {_format_type(yielded)}. Yield the name of an optimizer and a loss: "
             "`yield name_of_optimizer, loss`."
         )
 
-    def _ordered(self, names: Sequence[str]) -> tuple[str, ...]:
+    def _order_names(self, names: Sequence[str]) -> tuple[str, ...]:
         for name in names:
             if name not in self._names:
                 raise ConfigError(f"{self._kind}.updates: no optimizer {name!r}{neighbours(str(name), self._names)}")
@@ -237,25 +237,25 @@ def updates_differ(
         has: Optimizers of the next update of ``other``; empty if it has ended.
     """
     return ConfigError(
-        f"{kind}.updates: in step {step} {one} {_next(its)} where {other} {_next(has)}. "
+        f"{kind}.updates: in step {step} {one} {_format_next_update(its)} where {other} {_format_next_update(has)}. "
         "The sequence of updates may depend on the step alone, not on data or random numbers."
     )
 
 
-def _next_of(updates: Iterator[Update]) -> Update | _End:
+def _get_next_update(updates: Iterator[Update]) -> Update | _End:
     try:
         return next(updates)
     except StopIteration as end:
         return _End(end.value)
 
 
-def _described(value: object) -> str:
+def _format_type(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _next(names: Sequence[str]) -> str:
-    return f"updates {_listed(names)}" if names else "ends"
+def _format_next_update(names: Sequence[str]) -> str:
+    return f"updates {_format_names(names)}" if names else "ends"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return " and ".join(map(repr, names))

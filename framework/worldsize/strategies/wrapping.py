@@ -15,7 +15,7 @@ Wrap = Literal["auto", "blocks", "size", "none"]
 _READ_PARTS = (nn.MultiheadAttention,)  # use parameters of submodules without calling their forward
 
 
-def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.Module]:
+def find_units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.Module]:
     """Return the units: the recipe's blocks, or modules with at least ``least`` parameters.
 
     Children come first. With ``wrap="none"`` there are no units: the model is gathered as a whole. A module that shares
@@ -29,22 +29,22 @@ def units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.M
     blocks = list(dict.fromkeys(recipe.blocks(model)))
     if wrap == "blocks" and not blocks:
         raise ConfigError(f"{type(recipe).__name__} lacks blocks. Define Recipe.blocks, or set strategy.wrap=size.")
-    return _unshared(blocks if blocks and wrap != "size" else by_size(model, least), model)
+    return _filter_unshared(blocks if blocks and wrap != "size" else find_units_by_size(model, least), model)
 
 
-def by_size(model: nn.Module, least: int) -> list[nn.Module]:
+def find_units_by_size(model: nn.Module, least: int) -> list[nn.Module]:
     """Return the smallest modules with at least ``least`` parameters, excluding inner units."""
     chosen: list[nn.Module] = []
     for child in model.children():
-        _collect(child, least, chosen)
+        _collect_units(child, least, chosen)
     return chosen
 
 
-def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
+def _collect_units(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
     """Append units of ``module`` to ``chosen``; return the number of parameters outside units."""
     own = sum(parameter.numel() for parameter in module.parameters(recurse=isinstance(module, _READ_PARTS)))
     parts: Iterable[nn.Module] = () if isinstance(module, _READ_PARTS) else module.children()
-    left = own + sum(_collect(child, least, chosen) for child in parts)
+    left = own + sum(_collect_units(child, least, chosen) for child in parts)
     has_forward = type(module).forward is not nn.Module.forward  # false for a ModuleList or ParameterDict
     if left < least or not has_forward or module in chosen:
         return left
@@ -52,7 +52,7 @@ def _collect(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
     return 0
 
 
-def _unshared(chosen: list[nn.Module], model: nn.Module) -> list[nn.Module]:
+def _filter_unshared(chosen: list[nn.Module], model: nn.Module) -> list[nn.Module]:
     """Return the modules of ``chosen`` that do not share parameters with the rest of ``model``."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
@@ -67,28 +67,29 @@ def _unshared(chosen: list[nn.Module], model: nn.Module) -> list[nn.Module]:
     return [unit for unit in chosen if is_apart(unit)]
 
 
-def scalars(model: nn.Module) -> set[nn.Parameter]:
+def find_scalars(model: nn.Module) -> set[nn.Parameter]:
     """Return the scalar parameters, which cannot be sharded and are on every rank."""
     return {parameter for parameter in model.parameters() if parameter.ndim == 0}
 
 
 def refuse_mixed_dtypes(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> None:
     """Raise ConfigError if trained parameters of a unit, or of the rest, have several dtypes."""
-    taken = scalars(model)
-    for unit in (*units(recipe, model, wrap, least), model):
+    taken = find_scalars(model)
+    for unit in (*find_units(recipe, model, wrap, least), model):
         trained = [pair for pair in unit.named_parameters() if pair[1].requires_grad and pair[1] not in taken]
         taken.update(parameter for _, parameter in trained)
         for name, other in trained[1:]:
             first, parameter = trained[0]
             if other.dtype != parameter.dtype:
                 raise ConfigError(
-                    f"{first} is {_dtype(parameter)} and {name} is {_dtype(other)}: parameters that are gathered "
+                    f"{first} is {_format_dtype(parameter)} and {name} is {_format_dtype(other)}: parameters that "
+                    "are gathered "
                     "together need one dtype. Make them equal, make each kind a block in Recipe.blocks, or use "
                     "strategy=ddp."
                 )
 
 
-def _dtype(tensor: Tensor) -> str:
+def _format_dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -17,10 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from worldsize.collectives.cluster_cost import across, all_gather_all_seconds, all_reduce_seconds, ring_share
-from worldsize.collectives.cost import bucketed_exposed_seconds
-from worldsize.collectives.group import start
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.cluster_cost import (
+    all_gather_all_seconds,
+    all_reduce_seconds,
+    estimate_leaving_bytes,
+    ring_share,
+)
+from worldsize.collectives.cost import estimate_bucketed_exposure
+from worldsize.collectives.group import start_collective
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import (
     Cluster,
     Cost,
@@ -34,7 +39,7 @@ from worldsize.core import (
     World,
 )
 from worldsize.core.limits import MEBIBYTES
-from worldsize.optimizers.groups import all_parameters, optimizers_of
+from worldsize.optimizers.groups import all_parameters, create_optimizers
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.model_replica import CAPABILITIES
 from worldsize.strategies.multi_update import refuse_healing_updates, whole_multi_update
@@ -42,7 +47,7 @@ from worldsize.strategies.optimizer_checks import refuse_divided_state, refuse_j
 from worldsize.strategies.reducers import gradient_reducer, interruptible_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_states
 from worldsize.strategies.step_hooks import enclose_steps
-from worldsize.strategies.synchronous import SynchronousReplica, alone, replicated
+from worldsize.strategies.synchronous import SynchronousReplica, create_local_replica, wrap_in_ddp
 from worldsize.strategies.train_state import TrainState
 
 
@@ -76,7 +81,7 @@ class ZeRO(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        return _cost(work, cluster, bucket_mb=self.bucket_mb)
+        return _estimate_cost(work, cluster, bucket_mb=self.bucket_mb)
 
     @property
     def schedules_by_metric(self) -> bool:
@@ -86,13 +91,13 @@ class ZeRO(Strategy):
         world = context.world
         model = recipe.model().to(world.device)
         if world.size == 1:
-            return alone(recipe, model, context, self.reduce)
-        train_state = _sharded(recipe, model, world)
+            return create_local_replica(recipe, model, context, self.reduce)
+        train_state = _create_sharded_state(recipe, model, world)
         if recipe.has_several_updates:
             return whole_multi_update(recipe, context, train_state, self.reduce, self.bucket_mb)
         options = {"bucket_cap_mb": self.bucket_mb, "find_unused_parameters": self.find_unused_parameters}
         heals = self.on_failure == "heal"
-        module = replicated(model, world, interruptible=heals, **options)
+        module = wrap_in_ddp(model, world, interruptible=heals, **options)
         logical_ranks = context.logical_ranks if heals else None  # None: the same number on each process
         if heals:
             sums = interruptible_reducer(self.reduce, module, world, logical_ranks)
@@ -103,31 +108,31 @@ class ZeRO(Strategy):
         )
 
 
-def _sharded(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
+def _create_sharded_state(recipe: Recipe, model: nn.Module, world: World) -> TrainState:
     full = meta_states(recipe, model)  # before the real optimizers, since a recipe may keep the ones it made last
-    optimizers = optimizers_of(recipe, model)
-    parts = {name: _owned_state(model, each, world, full[name]) for name, each in optimizers.items()}
-    return TrainState.of(recipe, model, optimizers, parts)
+    optimizers = create_optimizers(recipe, model)
+    parts = {name: _create_owned_state(model, each, world, full[name]) for name, each in optimizers.items()}
+    return TrainState.from_recipe(recipe, model, optimizers, parts)
 
 
-def _owned_state(model: nn.Module, optimizer: Optimizer, world: World, full: StateDict) -> ShardedOptimizerState:
+def _create_owned_state(model: nn.Module, optimizer: Optimizer, world: World, full: StateDict) -> ShardedOptimizerState:
     """Restrict the steps of ``optimizer`` to this rank's parameters, and return its state."""
     steps = OwnedSteps(optimizer, world)
-    steps.begin()
-    return ShardedOptimizerState(model, optimizer, full, steps.restricted)
+    steps.restrict_steps()
+    return ShardedOptimizerState(model, optimizer, full, steps.restrict_groups)
 
 
-def _cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:
+def _estimate_cost(work: Workload, cluster: Cluster, *, bucket_mb: float) -> Cost:
     """Return the cost of a DDP step plus broadcasting the updated parameters."""
     payload, ranks = work.parameter_bytes, cluster.processes
     sent = 3 * ring_share(ranks) * payload
     gathered = all_gather_all_seconds(payload, cluster)
     seconds = partial(all_reduce_seconds, cluster=cluster)
-    exposed = bucketed_exposed_seconds(payload, bucket_mb * 2**20, work.overlap * work.compute_seconds, seconds)
+    exposed = estimate_bucketed_exposure(payload, bucket_mb * 2**20, work.overlap * work.compute_seconds, seconds)
     return Cost(
         memory_bytes=2 * payload + work.optimizer_bytes / ranks + work.activation_bytes,
         sent_bytes=sent,
-        across_bytes=across(cluster, sent),
+        across_bytes=estimate_leaving_bytes(cluster, sent),
         communication_seconds=seconds(payload) + gathered,
         exposed_seconds=exposed + gathered if work.overlap else None,
         added_seconds=-ring_share(ranks) * work.update_seconds,
@@ -148,17 +153,17 @@ class OwnedSteps:
 
     def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._optimizer, self._world = optimizer, world
-        self._owners = owners([group["params"] for group in optimizer.param_groups], world.size)
+        self._owners = assign_owners([group["params"] for group in optimizer.param_groups], world.size)
         self._whole: list[list[Tensor]] | None = None  # the complete groups, while they are restricted
         self._gradients: list[tuple[Tensor, Tensor]] = []  # gradients of other ranks' parameters, during a step
         self._alone = False  # whether steps skip the broadcast
 
-    def begin(self) -> None:
+    def restrict_steps(self) -> None:
         """Restrict every step from now on."""
-        enclose_steps(self._optimizer, self._enter, self._leave)
+        enclose_steps(self._optimizer, self._restrict_step, self._complete_step)
 
     @contextmanager
-    def restricted(self) -> Iterator[None]:
+    def restrict_groups(self) -> Iterator[None]:
         """Restrict the groups to this rank's parameters, and skip broadcasts, within the context."""
         self._restrict()
         self._alone = True
@@ -168,23 +173,23 @@ class OwnedSteps:
             self._alone = False
             self._complete()
 
-    def _enter(self) -> None:
+    def _restrict_step(self) -> None:
         if self._alone:
             return
-        others = [each for each in all_parameters(self._optimizer) if not self._owns(each)]
+        others = [each for each in all_parameters(self._optimizer) if not self._is_owner(each)]
         self._gradients = [(each, each.grad) for each in others if each.grad is not None]
         for each, _ in self._gradients:
             each.grad = None
         self._restrict()
 
-    def _leave(self) -> None:
+    def _complete_step(self) -> None:
         if self._alone:
             return
         self._complete()
         for each, gradient in self._gradients:
             each.grad = gradient
         self._gradients = []
-        with phase("communication"):
+        with measure_phase("communication"):
             self._exchange()
 
     def _exchange(self) -> None:
@@ -198,7 +203,7 @@ class OwnedSteps:
         flights = []
         for (owner, _), parts in messages.items():
             sent = parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
-            work = start(dist.broadcast, sent, group=self._world.group, group_src=owner)
+            work = start_collective(dist.broadcast, sent, group=self._world.group, group_src=owner)
             flights.append((work, sent, parts))
         for work, sent, parts in flights:
             work.wait()
@@ -206,7 +211,7 @@ class OwnedSteps:
                 received = torch.split(sent, [part.numel() for part in parts])
                 torch._foreach_copy_(parts, [own.view(part.shape) for own, part in zip(received, parts, strict=True)])
 
-    def _owns(self, parameter: Tensor) -> bool:
+    def _is_owner(self, parameter: Tensor) -> bool:
         """Return whether this rank updates ``parameter``; all ranks update parameters added later."""
         return self._owners.get(id(parameter), self._world.rank) == self._world.rank
 
@@ -214,7 +219,7 @@ class OwnedSteps:
         groups = self._optimizer.param_groups
         self._whole = [group["params"] for group in groups]
         for group in groups:
-            group["params"] = [each for each in group["params"] if self._owns(each)]
+            group["params"] = [each for each in group["params"] if self._is_owner(each)]
 
     def _complete(self) -> None:
         assert self._whole is not None
@@ -223,7 +228,7 @@ class OwnedSteps:
         self._whole = None
 
 
-def owners(groups: Iterable[Iterable[Tensor]], ranks: int) -> dict[int, int]:
+def assign_owners(groups: Iterable[Iterable[Tensor]], ranks: int) -> dict[int, int]:
     """Assign each parameter, keyed by id, to a rank: largest first, to the least loaded rank."""
     loads, owned = [(0, rank) for rank in range(ranks)], dict[int, int]()
     for group in groups:

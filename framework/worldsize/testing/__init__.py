@@ -6,9 +6,9 @@ Names are imported lazily: they need torch, which other tools in this package do
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from worldsize.testing.port import PortConfig, composed, same_losses
+    from worldsize.testing.port import PortConfig, compose_recipe, same_losses
 
-__all__ = ["PortConfig", "composed", "same_losses"]
+__all__ = ["PortConfig", "compose_recipe", "same_losses"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from worldsize.checkpoint.load import newest, read_tensors
+from worldsize.checkpoint.load import find_newest, read_tensors
 from worldsize.core import ConfigError, Recipe, RunContext, Strategy
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.testing.cases import CASES
@@ -28,11 +28,11 @@ from worldsize.testing.interrupted import (
     REMEMBERED_STEPS,
     CountingChain,
     Remembered,
-    changed_by_interruption,
+    find_interruption_changes,
     remembering_loop,
     train_healing,
 )
-from worldsize.testing.loops import REMEDY, Case, faults, largest_difference, outcomes, refused_early
+from worldsize.testing.loops import REMEDY, Case, find_early_refusal, find_faults, largest_difference, outcomes
 from worldsize.testing.recipes import AveragedChain, TwoPlayers
 from worldsize.testing.runs import LOOPBACK, children, listening
 from worldsize.testing.training import (
@@ -40,13 +40,13 @@ from worldsize.testing.training import (
     CHAIN,
     STEPS,
     Trained,
-    cluster_of,
     cluster_with,
+    create_cluster,
     reference,
     run_in_roles,
     train,
 )
-from worldsize.world.roles import heals
+from worldsize.world.roles import can_heal
 
 _Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # plus the processes and ports still open afterward
 _ended: dict[tuple[type, int], list[_Ended]] = {}
@@ -95,7 +95,7 @@ class StrategyContract:
         """
         return run_in_roles(self.strategy, body, size, local_size=self.local_size)
 
-    def _ended(self, size: int) -> list[_Ended]:
+    def _train_once(self, size: int) -> list[_Ended]:
         """Return the outcome on each rank; training runs once for all tests in this process."""
         key, recipe = (type(self), size), recipe_for(self.strategy)
         if key not in _ended:
@@ -104,7 +104,7 @@ class StrategyContract:
             )
         return _ended[key]
 
-    def _saved(self, folders: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    def _save_checkpoints(self, folders: pytest.TempPathFactory) -> tuple[Path, Trained]:
         """Return checkpoints of 4 steps at the largest size, and the outcome; see :meth:`_ended`."""
         if type(self) not in _saved:
             folder, size, recipe = folders.mktemp("saved"), self.sizes[-1], recipe_for(self.strategy)
@@ -116,7 +116,7 @@ class StrategyContract:
         """Compare loss and test error with plain PyTorch at all sizes, also of averaged weights."""
         compare = _comparison(type(self))
         expected = reference(recipe_for(self.strategy))
-        for rank, (actual, *_) in enumerate(self._ended(size)):
+        for rank, (actual, *_) in enumerate(self._train_once(size)):
             if not self.loss_differs:
                 compare("loss", actual.losses[-1], expected.losses[-1], self.tolerance)
                 compare("test error", actual.error, expected.error, self.tolerance)
@@ -133,7 +133,7 @@ class StrategyContract:
         """Compare 7 steps with 4 steps, a checkpoint and 3 more steps, at the largest size."""
         size, recipe = self.sizes[-1], recipe_for(self.strategy)
         straight = self.run(size, lambda context: train(self.strategy, context, 7, recipe=recipe))[0]
-        folder, _ = self._saved(tmp_path_factory)
+        folder, _ = self._save_checkpoints(tmp_path_factory)
         resumed = self.run(
             size, lambda context: train(self.strategy, context, 7, folder, perturbed=True, recipe=recipe)
         )[0]
@@ -142,8 +142,8 @@ class StrategyContract:
 
     def test_its_checkpoint_holds_the_plain_model(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         """Compare saved weights by name with those in memory, 4 steps, at the largest size."""
-        folder, saved = self._saved(tmp_path_factory)
-        checkpoint = newest(folder, ALONE)
+        folder, saved = self._save_checkpoints(tmp_path_factory)
+        checkpoint = find_newest(folder, ALONE)
         assert checkpoint is not None
         assert_same(read_tensors(checkpoint, "model"), saved.model)
         recipe_for(self.strategy).model().load_state_dict(dict(saved.model))
@@ -152,21 +152,21 @@ class StrategyContract:
         """Resume from this strategy under each of ``partners`` and vice versa, at the smallest size."""
         size = self.sizes[0]
 
-        def trained(strategy: Strategy, folder: Path, *, save: bool) -> Trained:
-            def body(context: RunContext) -> Trained:
+        def train_strategy(strategy: Strategy, folder: Path, *, save: bool) -> Trained:
+            def run_training(context: RunContext) -> Trained:
                 return train(strategy, context, 4, folder, save=save)
 
             if strategy is self.strategy:
-                results = self.run(size, body)
+                results = self.run(size, run_training)
             else:
-                results = run_in_roles(strategy, body, size, local_size=self.local_size)
+                results = run_in_roles(strategy, run_training, size, local_size=self.local_size)
             result: Trained = results[0]
             return result
 
         for number, partner in enumerate(self.partners):
             for first, then in ((self.strategy, partner), (partner, self.strategy)):
                 folder = tmp_path / f"{number}_{type(first).__name__}"
-                saved, loaded = trained(first, folder, save=True), trained(then, folder, save=False)
+                saved, loaded = train_strategy(first, folder, save=True), train_strategy(then, folder, save=False)
                 assert_same(loaded.model, saved.model)
 
     def test_it_trains_what_a_plain_loop_trains_or_refuses_it(self) -> None:
@@ -175,7 +175,7 @@ class StrategyContract:
         If ``tolerance`` is above 0.001 or the loss differs by design, weights are not compared.
         """
         ended = outcomes(self.strategy, self.cases, self.sizes[0], local_size=self.local_size)
-        wrong = faults(self.cases, ended, exact=self.tolerance <= 1e-3 and not self.loss_differs)
+        wrong = find_faults(self.cases, ended, exact=self.tolerance <= 1e-3 and not self.loss_differs)
         assert not wrong, "\n".join(wrong)
         refused = {name for name, outcome in ended.items() if outcome.refusal}
         assert self.refuses is None or refused == set(self.refuses), f"refused: {sorted(refused)}"
@@ -185,7 +185,7 @@ class StrategyContract:
         if self.impossible is None:  # all world sizes are supported
             return
         with pytest.raises(ConfigError, match=rf"\b{self.impossible}\b"):
-            self.strategy.roles(cluster_of(self.impossible))
+            self.strategy.roles(create_cluster(self.impossible))
 
     def test_several_updates_a_step_are_those_of_one_process(self, tmp_path: Path) -> None:
         """Compare :class:`~worldsize.testing.recipes.TwoPlayers` with plain PyTorch, and resume.
@@ -205,16 +205,16 @@ class StrategyContract:
             assert "a hook for each step" in str(refusal)  # noqa: PT017
             recipe = TwoPlayers(clips=False)
 
-        def trained(steps: int, **options: Any) -> list[Trained]:
+        def train_recipe(steps: int, **options: Any) -> list[Trained]:
             return self.run(
                 size, lambda context: train(self.strategy, context, steps, recipe=recipe, **options), recipe
             )
 
-        straight = trained(STEPS)
+        straight = train_recipe(STEPS)
         for each in straight if not self.loss_differs else ():
             _comparison(type(self))("loss", each.losses[-1], reference(recipe).losses[-1], self.tolerance)
-        trained(7, folder=tmp_path, save=True)
-        resumed = trained(STEPS, folder=tmp_path, perturbed=True)[0]
+        train_recipe(7, folder=tmp_path, save=True)
+        resumed = train_recipe(STEPS, folder=tmp_path, perturbed=True)[0]
         assert resumed.losses == straight[0].losses[7:]
         assert_same(resumed.model, straight[0].model)
 
@@ -245,12 +245,12 @@ class StrategyContract:
 
     def test_a_step_that_ends_before_its_update_changes_nothing(self) -> None:
         """Interrupt a step, and check that the unchanged state lets survivors repeat it."""
-        if not heals(self.strategy.roles(cluster_with(self.strategy, self.sizes[-1]))) or self.strategy.shards_state:
+        if not can_heal(self.strategy.roles(cluster_with(self.strategy, self.sizes[-1]))) or self.strategy.shards_state:
             pytest.skip("no survivor of this strategy repeats a step with its own state")
         recipes = (CountingChain(), CountingChain(whole_numbers=True))
         for size, totals in ((1, (1, 3)), (2, (4,))):
             cases = [(recipe, total) for recipe in recipes for total in totals]
-            interrupted = partial(changed_by_interruption, self.strategy, cases=cases)
+            interrupted = partial(find_interruption_changes, self.strategy, cases=cases)
             assert self.run(size, interrupted) == [[]] * size
 
     def test_values_that_a_recipe_keeps_outlast_restarts_and_healing(self, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ class StrategyContract:
 
         Strategies without support for recipe state must refuse the recipe before any process starts, with a remedy.
         """
-        if refusal := refused_early(self.strategy, Remembered()):
+        if refusal := find_early_refusal(self.strategy, Remembered()):
             assert REMEDY.search(refusal), refusal
             return
         size = self.sizes[0]
@@ -268,17 +268,17 @@ class StrategyContract:
         last: dict[str, Any] = {"steps": REMEMBERED_STEPS}
         parts = [last, {"steps": REMEMBERED_STEPS // 2, "folder": tmp_path, "save": True}, {**last, "folder": tmp_path}]
 
-        def body(context: RunContext, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Tensor]]:
+        def train_parts(context: RunContext, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Tensor]]:
             own = replace(context, logical_ranks=total)
             return [train(self.strategy, own, recipe=Remembered(), **options).model for options in parts]
 
         gangs = [[options] for options in parts] if any(role.serves for role in roles.values()) else [parts]
-        ended = [self.run(size, partial(body, parts=each), Remembered())[0] for each in gangs]
+        ended = [self.run(size, partial(train_parts, parts=each), Remembered())[0] for each in gangs]
         straight, _, resumed = [weights for each in ended for weights in each]
         if self.tolerance <= 1e-3 and not self.loss_differs:
             assert largest_difference(straight, remembering_loop(total)) <= 2e-5
         assert_same(resumed, straight)
-        if heals(roles):
+        if can_heal(roles):
             repeated = partial(train_healing, self.strategy, logical_ranks=total)
             healed = self.run(size, repeated, Remembered())
             for point, weights in healed[0].items():
@@ -286,7 +286,7 @@ class StrategyContract:
 
     def test_nothing_is_left_behind(self) -> None:
         """Expect no child processes and no listening ports after training."""
-        for _, processes, ports in self._ended(self.sizes[0]):
+        for _, processes, ports in self._train_once(self.sizes[0]):
             assert not processes, f"processes {sorted(processes)} were left"
             shown = sorted(ports.values())
             assert all(host in LOOPBACK for host, _ in shown), f"{shown}: open to more than this machine"

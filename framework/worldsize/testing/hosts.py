@@ -33,7 +33,7 @@ Host h*
 """
 
 
-def missing() -> str | None:
+def find_missing_requirements() -> str | None:
     """Return why this machine cannot run such hosts, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
@@ -45,12 +45,12 @@ def _executable(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
-def _limit(space: str, device: str, rate: str) -> None:
+def _limit_rate(space: str, device: str, rate: str) -> None:
     limit = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-    _do("tc", "-n", space, "qdisc", "replace", "dev", device, *limit)
+    _run_command("tc", "-n", space, "qdisc", "replace", "dev", device, *limit)
 
 
-def _do(*words: str) -> None:
+def _run_command(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=20)
 
 
@@ -75,7 +75,7 @@ class Hosts:
         """The ssh command that reaches the hosts by name, as a list of arguments."""
         return ["ssh", "-F", str(self.folder / "ssh_config")]
 
-    def on(self, host: int, words: Sequence[str]) -> list[str]:
+    def wrap_command(self, host: int, words: Sequence[str]) -> list[str]:
         """Return the command that runs ``words`` on a host."""
         named = ("unshare", "--uts", "sh", "-c", f'hostname h{host}; exec "$@"', "sh")
         return ["ip", "netns", "exec", f"{self.name}h{host}", *named, *words]
@@ -86,38 +86,38 @@ class Hosts:
         racks = [f"{self.name}sw{rack or ''}" for rack in range(self.racks)]
         return [*racks, f"{self.name}core"] if self.racks > 1 else racks
 
-    def switch(self, host: int) -> str:
+    def find_switch(self, host: int) -> str:
         """Return the namespace of the switch that a host is connected to."""
         return self.switches[(host - 1) * self.racks // self.count]
 
-    def link(self, host: int, state: str) -> None:
+    def set_link(self, host: int, state: str) -> None:
         """Disconnect ("down") or connect ("up") a host's link."""
-        _do("ip", "-n", self.switch(host), "link", "set", f"p{host}", state)
+        _run_command("ip", "-n", self.find_switch(host), "link", "set", f"p{host}", state)
 
-    def shape(self, rate: str, host: int | None = None) -> None:
+    def shape_links(self, rate: str, host: int | None = None) -> None:
         """Limit one or all host links in both directions; ``rate`` as for tc, e.g. "200mbit"."""
         for each in [host] if host else range(1, self.count + 1):
-            _limit(f"{self.name}h{each}", "eth0", rate)
-            _limit(self.switch(each), f"p{each}", rate)
+            _limit_rate(f"{self.name}h{each}", "eth0", rate)
+            _limit_rate(self.find_switch(each), f"p{each}", rate)
 
     def shape_uplinks(self, rate: str) -> None:
         """Limit the rate of each rack's uplink, in both directions."""
         for rack in range(self.racks):
-            _limit(self.switches[rack], "uplink", rate)
-            _limit(self.switches[-1], f"r{rack}", rate)
+            _limit_rate(self.switches[rack], "uplink", rate)
+            _limit_rate(self.switches[-1], f"r{rack}", rate)
 
-    def crossed(self, rack: int) -> int:
+    def count_uplink_bytes(self, rack: int) -> int:
         """Return the bytes sent so far on the uplink of a rack, counted from 0, including headers."""
         counter = ["ip", "netns", "exec", self.switches[rack], "cat", "/sys/class/net/uplink/statistics/tx_bytes"]
         return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
 
-    def ip(self, host: int, *words: str) -> None:
+    def run_ip(self, host: int, *words: str) -> None:
         """Run ``ip`` with ``words`` on a host, e.g. to drop packets to a port."""
-        _do("ip", "-n", f"{self.name}h{host}", *words)
+        _run_command("ip", "-n", f"{self.name}h{host}", *words)
 
-    def sent(self, host: int) -> int:
+    def count_sent_bytes(self, host: int) -> int:
         """Return the bytes sent so far by a host, including headers, from its interface's counter."""
-        counter = self.on(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
+        counter = self.wrap_command(host, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
         return int(subprocess.run(counter, capture_output=True, text=True, check=True).stdout)
 
     def processes(self, text: str, host: int | None = None) -> list[int]:
@@ -131,7 +131,7 @@ class Hosts:
                         pids.append(pid)
         return pids
 
-    def kill(self, host: int) -> None:
+    def kill_host(self, host: int) -> None:
         """Kill all processes of a host."""
         listed = subprocess.run(["ip", "netns", "pids", f"{self.name}h{host}"], capture_output=True, text=True)
         for pid in map(int, listed.stdout.split()):
@@ -140,43 +140,47 @@ class Hosts:
 
 
 @contextmanager
-def running(folder: Path, *, name: str, count: int, racks: int = 1) -> Iterator[Hosts]:
+def run_hosts(folder: Path, *, name: str, count: int, racks: int = 1) -> Iterator[Hosts]:
     """Run ``count`` hosts in ``racks`` racks within the context. Requires root.
 
     ``name``: prefix of their network namespaces.
     """
     hosts = Hosts(folder, name, count, racks)
     try:
-        _connect(hosts)
+        _connect_hosts(hosts)
         _serve_ssh(hosts)
         yield hosts
     finally:
         for host in range(1, count + 1):
-            hosts.kill(host)
-            _forget(f"{name}h{host}")
+            hosts.kill_host(host)
+            _delete_namespace(f"{name}h{host}")
         for switch in hosts.switches:
-            _forget(switch)
+            _delete_namespace(switch)
 
 
-def _connect(hosts: Hosts) -> None:
+def _connect_hosts(hosts: Hosts) -> None:
     for switch in hosts.switches:
-        _do("ip", "netns", "add", switch)
-        _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _do("ip", "-n", switch, "link", "set", "bridge", "up")
+        _run_command("ip", "netns", "add", switch)
+        _run_command("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run_command("ip", "-n", switch, "link", "set", "bridge", "up")
     for number, rack in enumerate(hosts.switches[:-1]):
         core = hosts.switches[-1]
-        _do("ip", "-n", rack, "link", "add", "uplink", "type", "veth", "peer", "name", f"r{number}", "netns", core)
-        _do("ip", "-n", rack, "link", "set", "uplink", "master", "bridge", "up")
-        _do("ip", "-n", core, "link", "set", f"r{number}", "master", "bridge", "up")
+        _run_command(
+            "ip", "-n", rack, "link", "add", "uplink", "type", "veth", "peer", "name", f"r{number}", "netns", core
+        )
+        _run_command("ip", "-n", rack, "link", "set", "uplink", "master", "bridge", "up")
+        _run_command("ip", "-n", core, "link", "set", f"r{number}", "master", "bridge", "up")
     known = "".join(f"10.77.0.{host} h{host}\n" for host in range(1, hosts.count + 1))
     for host in range(1, hosts.count + 1):
-        space, switch = f"{hosts.name}h{host}", hosts.switch(host)
-        _do("ip", "netns", "add", space)
-        _do("ip", "-n", space, "link", "set", "lo", "up")
-        _do("ip", "-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{host}", "netns", switch)
-        _do("ip", "-n", switch, "link", "set", f"p{host}", "master", "bridge", "up")
-        _do("ip", "-n", space, "addr", "add", f"10.77.0.{host}/24", "dev", "eth0")
-        _do("ip", "-n", space, "link", "set", "eth0", "up")
+        space, switch = f"{hosts.name}h{host}", hosts.find_switch(host)
+        _run_command("ip", "netns", "add", space)
+        _run_command("ip", "-n", space, "link", "set", "lo", "up")
+        _run_command(
+            "ip", "-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{host}", "netns", switch
+        )
+        _run_command("ip", "-n", switch, "link", "set", f"p{host}", "master", "bridge", "up")
+        _run_command("ip", "-n", space, "addr", "add", f"10.77.0.{host}/24", "dev", "eth0")
+        _run_command("ip", "-n", space, "link", "set", "eth0", "up")
         own = Path("/etc/netns", space)  # mounted over /etc by `ip netns exec`
         own.mkdir(parents=True)
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
@@ -187,7 +191,7 @@ def _connect(hosts: Hosts) -> None:
 def _serve_ssh(hosts: Hosts) -> None:
     folder = hosts.folder
     for name in ("key", "host_key"):
-        _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
+        _run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
     (folder / "ssh_config").write_text(_SSH.format(folder=folder))
     Path("/run/sshd").mkdir(exist_ok=True)
     options: dict[str, Any] = {
@@ -201,18 +205,20 @@ def _serve_ssh(hosts: Hosts) -> None:
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     sshd = str(_executable("sshd"))
     for host in range(1, hosts.count + 1):
-        _do(*hosts.on(host, [sshd, "-f", "/dev/null", "-o", f"ListenAddress=10.77.0.{host}", *words]))
+        _run_command(
+            *hosts.wrap_command(host, [sshd, "-f", "/dev/null", "-o", f"ListenAddress=10.77.0.{host}", *words])
+        )
 
 
-def _forget(space: str) -> None:
+def _delete_namespace(space: str) -> None:
     deadline = time.monotonic() + 5
     while subprocess.run(["ip", "netns", "del", space], capture_output=True).returncode and time.monotonic() < deadline:
         time.sleep(0.05)
     shutil.rmtree(Path("/etc/netns", space), ignore_errors=True)
 
 
-def _asked_for(options: argparse.Namespace, folder: Path) -> AbstractContextManager[Hosts]:
-    return running(folder, name=f"ws{os.getpid()}", count=options.count, racks=options.racks)
+def _run_from_options(options: argparse.Namespace, folder: Path) -> AbstractContextManager[Hosts]:
+    return run_hosts(folder, name=f"ws{os.getpid()}", count=options.count, racks=options.racks)
 
 
 def main() -> None:
@@ -224,14 +230,14 @@ def main() -> None:
     parser.add_argument("--rate", help="of every link, both ways, e.g. 200mbit (default: as fast as it goes)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what host 1 runs")
     options = parser.parse_args()
-    if why := missing():
+    if why := find_missing_requirements():
         sys.exit(why)
-    with temporary_folder() as folder, _asked_for(options, folder) as hosts:
+    with temporary_folder() as folder, _run_from_options(options, folder) as hosts:
         if options.uplink:
             hosts.shape_uplinks(options.uplink)
         if options.rate:
-            hosts.shape(options.rate)
-        done = subprocess.run(hosts.on(1, options.command), check=False)
+            hosts.shape_links(options.rate)
+        done = subprocess.run(hosts.wrap_command(1, options.command), check=False)
     sys.exit(done.returncode)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from worldsize.config.search_path import make_importable, roots
+from worldsize.config.search_path import list_search_roots, make_importable
 
 if TYPE_CHECKING:
     import pytest
@@ -24,7 +24,7 @@ def import_plugins(project: Path | None = None) -> None:
         project: Folder of the project; by default, the working directory.
     """
     own = [] if project is None else [project.resolve()]
-    make_importable([*own, *roots()])
+    make_importable([*own, *list_search_roots()])
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:

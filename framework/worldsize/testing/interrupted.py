@@ -10,16 +10,16 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.checkpoint.manifest_tree import join_tensors, split_tensors
 from worldsize.collectives.gather_full import gather_full
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import BufferRule, FaultPoints, MicroBatch, Recipe, Replica, RunContext, Strategy, TensorStyle
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.fit import TrainingProgress
 from worldsize.testing.loops import Loop
 from worldsize.testing.recipes import Chain
-from worldsize.testing.training import ALONE, BATCH, SEED, cluster_of
+from worldsize.testing.training import ALONE, BATCH, SEED, create_cluster
 from worldsize.worker.step_memory import SharedStep, StepMemory
 
 _IN_PASSES = ("step:forward", "step:backward", "step:reduce")
@@ -70,46 +70,48 @@ class FailurePoint(FaultPoints):
     point: str
     _left: int = 0
 
-    def begin(self, batches: int) -> None:
+    def arm_failure(self, batches: int) -> None:
         """Interrupt the next step of ``batches`` micro-batches, in its second one if possible."""
         self._left = 2 if batches > 1 and self.point in _IN_PASSES else 1
 
-    def enter(self, step: int) -> None: ...
+    def report_step(self, step: int) -> None: ...
 
-    def at(self, point: str) -> None:
+    def report_point(self, point: str) -> None:
         if point == self.point and self._left > 0:
             self._left -= 1
             if self._left == 0:
                 raise InterruptedError(point)
 
-    def before_update(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
-        self.at("before the update")
+    def interrupt_update(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
+        self.report_point("before the update")
 
 
-def changed_by_interruption(strategy: Strategy, context: RunContext, cases: Sequence[tuple[Recipe, int]]) -> list[str]:
+def find_interruption_changes(
+    strategy: Strategy, context: RunContext, cases: Sequence[tuple[Recipe, int]]
+) -> list[str]:
     """Interrupt steps of each (recipe, logical ranks) case; return changed tensors' names.
 
     All ranks must call it with the same cases and own equally many logical ranks.
     """
-    return [each for recipe, total in cases for each in _changed(strategy, context, recipe, total)]
+    return [each for recipe, total in cases for each in _find_case_changes(strategy, context, recipe, total)]
 
 
-def _changed(strategy: Strategy, context: RunContext, recipe: Recipe, logical_ranks: int) -> list[str]:
+def _find_case_changes(strategy: Strategy, context: RunContext, recipe: Recipe, logical_ranks: int) -> list[str]:
     """Interrupt step 2 of a new replica at each of ``POINTS``, and once after a load."""
     changed = []
     for point, loads in [*((each, False) for each in POINTS), ("step:reduce", True)]:
         faults = FailurePoint(point)
-        own = replace(context, faults=faults, before_update=faults.before_update, logical_ranks=logical_ranks)
+        own = replace(context, faults=faults, before_update=faults.interrupt_update, logical_ranks=logical_ranks)
         replica = strategy.replica(recipe, own)
-        first, second = _batches(recipe, context, logical_ranks, replica)
+        first, second = _draw_batches(recipe, context, logical_ranks, replica)
         replica.step(first)
         if loads:
             replica.load(replica.state())
-        before = {name: tensor.clone() for name, tensor in split(replica.state())[0].items()}
-        faults.begin(1 if loads else len(second))
+        before = {name: tensor.clone() for name, tensor in split_tensors(replica.state())[0].items()}
+        faults.arm_failure(1 if loads else len(second))
         if _completes(lambda: replica.step(second)):  # noqa: B023 - called immediately
             changed.append(f"{point}: it is not reached")
-        after = split(replica.state())[0]
+        after = split_tensors(replica.state())[0]
         changed += [
             f"{point}{' after a load' * loads}: {name}" for name in before if not torch.equal(before[name], after[name])
         ]
@@ -124,9 +126,9 @@ def _completes(action: Callable[[], object]) -> bool:
     return True
 
 
-def _batches(recipe: Recipe, context: RunContext, logical_ranks: int, replica: Replica) -> list[list[MicroBatch]]:
+def _draw_batches(recipe: Recipe, context: RunContext, logical_ranks: int, replica: Replica) -> list[list[MicroBatch]]:
     world = context.world
-    own = logical_ranks_of(world.rank, world.size, logical_ranks, replica.dealing)
+    own = assign_logical_ranks(world.rank, world.size, logical_ranks, replica.dealing)
     drawn = micro_batches(recipe.data("train"), Order(3, 24, logical_ranks, own), world.device)
     return [next(drawn), next(drawn)]
 
@@ -201,26 +203,26 @@ class _Survivor:
 
     def __init__(self, strategy: Strategy, context: RunContext, point: str) -> None:
         self._strategy, self._recipe, self._faults = strategy, Remembered(), FailurePoint(point)
-        self._context = replace(context, faults=self._faults, before_update=self._before_update)
-        self._replica = self._made()
-        world, parts = context.world, strategy.data_parallel(cluster_of(context.world.size))
+        self._context = replace(context, faults=self._faults, before_update=self._share_step)
+        self._replica = self._create_replica()
+        world, parts = context.world, strategy.data_parallel(create_cluster(context.world.size))
         part, total = strategy.data_rank(world), context.logical_ranks
-        self._order = Order(SEED, BATCH, total, logical_ranks_of(part, parts, total, self._replica.dealing))
+        self._order = Order(SEED, BATCH, total, assign_logical_ranks(part, parts, total, self._replica.dealing))
         self._memory = StepMemory(self._recipe, world, replace(world, rank=part, size=parts), self._order)
         self._shared: SharedStep | None = None
 
     def train(self) -> Mapping[str, Tensor]:
         """Train, and return the final weights."""
         world = self._context.world
-        done, state = self._memory.begin(TrainingProgress()), _Copy(self._replica)
+        done, state = self._memory.restore_or_share(TrainingProgress()), _Copy(self._replica)
         drawn = micro_batches(self._recipe.data("train"), self._order, world.device)
         for step, batches in enumerate(islice(drawn, REMEMBERED_STEPS), 1):
             if step == _REPEATED:
                 self._interrupt(batches)
                 state = state if self._strategy.shards_state else _Copy(self._replica)
-                self._replica = self._made()  # a gang creates new replicas when its members change
+                self._replica = self._create_replica()  # a gang creates new replicas when its members change
                 state.load_into(self._replica)
-                done = self._memory.begin(done)
+                done = self._memory.restore_or_share(done)
             self._replica.step(batches)
             self._memory.check_shared()
             done, state = TrainingProgress(step, shared=self._shared), _Copy(self._replica)
@@ -228,20 +230,20 @@ class _Survivor:
         self._replica.close(complete=True)
         return {name: tensor.clone() for name, tensor in weights.items()}
 
-    def _made(self) -> Replica:
+    def _create_replica(self) -> Replica:
         return self._strategy.replica(self._recipe, self._context)
 
     def _interrupt(self, batches: Sequence[MicroBatch]) -> None:
-        self._faults.begin(len(batches))
+        self._faults.arm_failure(len(batches))
         try:
             self._replica.step(batches)
         except InterruptedError:
             return
         raise AssertionError(f"{self._faults.point} is not reached")
 
-    def _before_update(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
-        self._shared = self._memory.share({})
-        self._faults.before_update(losses, metrics)
+    def _share_step(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
+        self._shared = self._memory.share_step({})
+        self._faults.interrupt_update(losses, metrics)
 
 
 @final
@@ -249,12 +251,12 @@ class _Copy:
     """A copy of a replica's state, like the in-memory copies that gang members keep for peers."""
 
     def __init__(self, replica: Replica) -> None:
-        tensors, self._values = split(replica.state())
-        self._parts = {name: local(tensor).clone() for name, tensor in tensors.items()}
+        tensors, self._values = split_tensors(replica.state())
+        self._parts = {name: get_local_shard(tensor).clone() for name, tensor in tensors.items()}
 
     def load_into(self, replica: Replica) -> None:
         """Load the copy into a new replica with the same shards."""
-        tensors, _ = split(replica.state())
+        tensors, _ = split_tensors(replica.state())
         for name, tensor in tensors.items():
-            local(tensor).copy_(self._parts[name])
-        replica.load(join(self._values, tensors))
+            get_local_shard(tensor).copy_(self._parts[name])
+        replica.load(join_tensors(self._values, tensors))

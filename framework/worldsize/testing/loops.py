@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from worldsize.core import Batch, ConfigError, Numerics, Recipe, RunContext, Strategy
-from worldsize.data.batches import collate_of, fetch
+from worldsize.data.batches import fetch_batch, get_collate_fn
 from worldsize.data.order import Order
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.testing.recipes import ByMetric
@@ -52,11 +52,12 @@ class Case:
     apart: bool = False
     tolerance: float = 2e-5
 
-    def expected(self) -> Mapping[str, Tensor]:
+    def train_reference(self) -> Mapping[str, Tensor]:
         """Return the weights by name, in model shapes, after training with the reference."""
         data, order = self.recipe.data("train"), Order(SEED, BATCH, 1, (0,))
         batches = [
-            fetch(data, order.indices(step, 0, len(data)), collate_of(self.recipe)) for step in range(1, self.steps + 1)
+            fetch_batch(data, order.compute_indices(step, 0, len(data)), get_collate_fn(self.recipe))
+            for step in range(1, self.steps + 1)
         ]
         return (self.reference or plain_loop)(self, batches)
 
@@ -88,16 +89,16 @@ def plain_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
             schedule.step()
         elif isinstance(recipe, ByMetric) and step % recipe.evaluate_every == 0:
             advance: Any = schedule
-            advance.step(_evaluated(recipe, model))
+            advance.step(_evaluate_metric(recipe, model))
     return model.state_dict()
 
 
-def _evaluated(recipe: Recipe, model: nn.Module) -> float:
+def _evaluate_metric(recipe: Recipe, model: nn.Module) -> float:
     """Return the recipe's only metric on the test data."""
     data, modes = recipe.data("test"), [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad():
-        batch = fetch(data, torch.arange(len(data)), collate_of(recipe))
+        batch = fetch_batch(data, torch.arange(len(data)), get_collate_fn(recipe))
         ((total, count),) = recipe.evaluate(model, batch).values()
     for module, was_training in modes:
         module.training = was_training
@@ -124,18 +125,18 @@ def outcomes(
     ended = {
         case.name: CaseOutcome(refusal=refusal)
         for case in cases
-        if (refusal := refused_early(strategy, case.recipe, case.numerics))
+        if (refusal := find_early_refusal(strategy, case.recipe, case.numerics))
     }
     left = [case for case in cases if case.name not in ended]
     serves = set(strategy.roles(cluster)) != {"worker"}
     together = [] if serves else [case for case in left if not case.apart]
     gangs = [together] if together else []
     for gang in [*gangs, *([case] for case in left if case not in together)]:
-        ended |= _trained(strategy, gang, size, local_size, total)
+        ended |= _train_cases(strategy, gang, size, local_size, total)
     return ended
 
 
-def refused_early(strategy: Strategy, recipe: Recipe, numerics: Numerics | None = None) -> str:
+def find_early_refusal(strategy: Strategy, recipe: Recipe, numerics: Numerics | None = None) -> str:
     """Return the message if ``recipe`` is refused before any process starts, else ""."""
     metric = "error" if isinstance(recipe, ByMetric) else None
     try:
@@ -146,18 +147,18 @@ def refused_early(strategy: Strategy, recipe: Recipe, numerics: Numerics | None 
     return ""
 
 
-def _trained(
+def _train_cases(
     strategy: Strategy, cases: Sequence[Case], size: int, local_size: int | None, logical_ranks: int
 ) -> dict[str, CaseOutcome]:
     serves = any(role.serves for role in strategy.roles(cluster_with(strategy, size)).values())
 
-    def body(context: RunContext) -> dict[str, CaseOutcome]:
+    def run_cases(context: RunContext) -> dict[str, CaseOutcome]:
         return {
-            case.name: _outcome(strategy, case, context, logical_ranks, apart=case.apart or serves) for case in cases
+            case.name: _run_case(strategy, case, context, logical_ranks, apart=case.apart or serves) for case in cases
         }
 
     try:
-        ended: dict[str, CaseOutcome] = run_in_roles(strategy, body, size, local_size=local_size)[0]
+        ended: dict[str, CaseOutcome] = run_in_roles(strategy, run_cases, size, local_size=local_size)[0]
     except RuntimeError as failure:  # if only one rank refuses, its process exits too
         (refusal, *_) = [*re.findall(r"^(?:worldsize\.\S*)?ConfigError: (.*)", str(failure), re.MULTILINE), ""]
         if len(cases) > 1 or not refusal:
@@ -166,7 +167,7 @@ def _trained(
     return ended
 
 
-def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int, *, apart: bool) -> CaseOutcome:
+def _run_case(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int, *, apart: bool) -> CaseOutcome:
     """Train ``case``. If ``apart``, a refusal raises, since others would wait."""
     run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
     try:
@@ -178,7 +179,7 @@ def _outcome(strategy: Strategy, case: Case, context: RunContext, logical_ranks:
     return CaseOutcome(trained.model)
 
 
-def faults(cases: Sequence[Case], ended: Mapping[str, CaseOutcome], *, exact: bool = True) -> list[str]:
+def find_faults(cases: Sequence[Case], ended: Mapping[str, CaseOutcome], *, exact: bool = True) -> list[str]:
     """Return a message for each case neither trained like the loop nor refused with a remedy.
 
     ``exact``: whether to compare weights with the plain loop; otherwise a case need only end.
@@ -189,7 +190,7 @@ def faults(cases: Sequence[Case], ended: Mapping[str, CaseOutcome], *, exact: bo
         if outcome.refusal:
             if not REMEDY.search(outcome.refusal):
                 lines.append(f"{case.name}: refused without a remedy: {outcome.refusal.splitlines()[0]}")
-        elif exact and (difference := largest_difference(outcome.weights, case.expected())) > case.tolerance:
+        elif exact and (difference := largest_difference(outcome.weights, case.train_reference())) > case.tolerance:
             lines.append(f"{case.name}: {difference:.1e} from the plain loop")
     return lines
 
@@ -206,12 +207,12 @@ def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tens
 class Loop(Recipe):
     """Base of recipes with weights and data from formulas; subclasses vary model or loss."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         """Create the model, inputs (batch, 4), outputs (batch, 1); :meth:`model` sets weights."""
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def model(self) -> nn.Module:
-        model = self.net()
+        model = self.build_net()
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters(), 1):
                 values = torch.sin(torch.arange(parameter.numel(), device=parameter.device) * 0.7 + number)

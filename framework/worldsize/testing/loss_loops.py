@@ -70,7 +70,7 @@ class _Towers(nn.Module):
 class Contrast(FeatureRecipe, Loop):
     """Contrasts each input with the targets of all samples in the step."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return _Towers()
 
     def features(self, model: nn.Module, batch: Any) -> Sequence[Tensor]:
@@ -93,16 +93,16 @@ class Contrast(FeatureRecipe, Loop):
         return {"error": (self.loss(model, batch) * len(batch[0]), torch.tensor(len(batch[0])))}
 
 
-def _nothing(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+def _train_nothing(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
     """Return no weights, since no strategy should be able to train the case."""
     return {}
 
 
 LOSS_CASES: Sequence[Case] = (
-    Case("constant-loss", ConstantLoss(), reference=_nothing, apart=True),
+    Case("constant-loss", ConstantLoss(), reference=_train_nothing, apart=True),
     Case("contrast", Contrast()),
     Case("exchanging-loss", Exchanging(), apart=True),
-    Case("changing-form", ChangingForm(), reference=_nothing, apart=True),
+    Case("changing-form", ChangingForm(), reference=_train_nothing, apart=True),
 )
 
 
@@ -116,7 +116,7 @@ class Experts(Loop):
     Weight decay distinguishes a zero gradient from a missing one.
     """
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return _ExpertNet()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -140,14 +140,14 @@ class Unfreezing(Loop):
     trains_first: bool = False
 
     def model(self) -> nn.Module:
-        return self._switched(super().model(), trains=self.trains_first)
+        return self._set_trainable(super().model(), trains=self.trains_first)
 
     def loss_at(self, model: nn.Module, batch: Any, step: int) -> Tensor:
         if step == 4:
-            self._switched(model, trains=not self.trains_first)
+            self._set_trainable(model, trains=not self.trains_first)
         return self.loss(model, batch)
 
-    def _switched(self, model: nn.Module, *, trains: bool) -> nn.Module:
+    def _set_trainable(self, model: nn.Module, *, trains: bool) -> nn.Module:
         for name, parameter in model.named_parameters():
             if name.removeprefix("module.").startswith("0."):
                 parameter.requires_grad_(trains)
@@ -164,23 +164,23 @@ class Hooked(Loop):
     def model(self) -> nn.Module:
         model = super().model()
         if self.from_step == 0:
-            self._hook(model)
+            self._register_hooks(model)
         return model
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         optimizer = super().optimizer(model)
         steps = []
 
-        def count(*_: object) -> None:
+        def count_step(*_: object) -> None:
             steps.append(1)
             if len(steps) == self.from_step:
-                self._hook(model)
+                self._register_hooks(model)
 
         if self.from_step:
-            optimizer.register_step_post_hook(count)
+            optimizer.register_step_post_hook(count_step)
         return optimizer
 
-    def _hook(self, model: nn.Module) -> None:
+    def _register_hooks(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             if self.accumulated:
                 parameter.register_post_accumulate_grad_hook(_clip_accumulated)  # type: ignore[no-untyped-call]

@@ -38,7 +38,7 @@ class Head(nn.Module):
 class Methods(Loop):
     """Calls methods and submodules of the model, and reads one of its attributes."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return Head()
 
     def loss(self, model: Any, batch: Any) -> Tensor:
@@ -64,15 +64,15 @@ class Penalty(Loop):
     first: bool = False
     """Whether to compute the penalty before the forward pass."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return Head()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        penalty = self._penalty(model) if self.first else torch.zeros(())
+        penalty = self._compute_penalty(model) if self.first else torch.zeros(())
         loss = F.mse_loss(model(batch[0]), batch[1])
-        return loss + 0.5 * (penalty if self.first else self._penalty(model))
+        return loss + 0.5 * (penalty if self.first else self._compute_penalty(model))
 
-    def _penalty(self, model: nn.Module) -> Tensor:
+    def _compute_penalty(self, model: nn.Module) -> Tensor:
         chosen = [each for name, each in model.named_parameters() if name.startswith(self.only)]
         return torch.stack([(each - torch.full(each.shape, 0.05)).square().sum() for each in chosen]).sum()
 
@@ -103,7 +103,7 @@ class Temperature(nn.Module):
 class Scalars(Loop):
     """Trains zero-dimensional parameters with SGD and momentum."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return Temperature()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -129,7 +129,7 @@ class TiedEmbedding(nn.Module):
 class TiedWeights(Loop):
     """Predicts tokens with tied weights."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return TiedEmbedding()
 
     def data(self, split: str) -> TensorDataset:
@@ -170,7 +170,7 @@ class Repeated(nn.Module):
 class RepeatedPart(Loop):
     """Trains a model that calls a submodule several times."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return Repeated()
 
 
@@ -193,7 +193,7 @@ class Attention(nn.Module):
 class Transformer(Loop):
     """Trains torch's own attention, whose kernels read the parameters of its submodules."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return Attention()
 
 
@@ -236,7 +236,7 @@ class Spectrum(nn.Module):
 class Complex(Loop):
     """Trains a complex parameter."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return Spectrum()
 
     def model(self) -> nn.Module:
@@ -268,7 +268,7 @@ class _Held:
 class NotCopied(Loop):
     """Trains a model that cannot be deep-copied."""
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return Uncopied()
 
 

@@ -26,7 +26,7 @@ from typing import Any, final
 import torch
 
 from worldsize.config.compose import compose_only
-from worldsize.config.composed import has_own_batches, settings_of
+from worldsize.config.composed import build_settings, has_own_batches
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -40,27 +40,27 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.batches import collate_of
-from worldsize.data.loader import drawn
+from worldsize.data.batches import get_collate_fn
+from worldsize.data.loader import load_micro_batch
 from worldsize.loop.averaging import AveragedReplica
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.seeds import derive_seed, seed_generators
-from worldsize.testing.port_causes import first_different, loss_causes, shown_difference, weight_difference
+from worldsize.testing.port_causes import first_different, format_loss_difference, loss_causes, weight_difference
 from worldsize.testing.port_runs import (
     PortConfig,
     Reference,
     Trained,
-    context_of,
-    mean_of,
+    average_losses,
+    create_run_context,
+    gather_weights,
+    load_steps,
     recipe_trained,
     reference_trained,
-    steps_of,
-    weights_of,
 )
-from worldsize.testing.worlds import gathered, run_in_worlds
+from worldsize.testing.worlds import gather_losses, run_in_worlds
 from worldsize.world.scratch import temporary_folder
 
-__all__ = ["PortConfig", "Reference", "composed", "same_losses"]
+__all__ = ["PortConfig", "Reference", "compose_recipe", "same_losses"]
 
 
 def same_losses(
@@ -96,7 +96,7 @@ def same_losses(
     if strategy is None:
         trained = recipe_trained(recipe, config)
     else:
-        trained = trained_in_processes(recipe, config, strategy, processes)
+        trained = train_in_processes(recipe, config, strategy, processes)
     told = _difference(trained, expected, tolerance)
     if told is None:
         return
@@ -117,13 +117,13 @@ def same_losses(
 def _difference(trained: Trained, expected: Trained, tolerance: float) -> str | None:
     """Describe the first difference in the losses, else in the weights, or return None."""
     if (step := first_different(trained.losses, expected.losses, tolerance)) is not None:
-        return shown_difference(step, trained.losses[step - 1], expected.losses[step - 1], tolerance)
+        return format_loss_difference(step, trained.losses[step - 1], expected.losses[step - 1], tolerance)
     if not expected.weights:
         return None
     return weight_difference(trained.weights, expected.weights, tolerance)
 
 
-def composed(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
+def compose_recipe(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
     """Build the recipe that ``train.py`` would train with ``overrides``, and its PortConfig.
 
     A step is one micro-batch unless ``logical_ranks`` is set, regardless of the cluster's processes. A test can thus
@@ -140,7 +140,7 @@ def composed(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
     """
     cfg = compose_only(overrides)
     own_batches = has_own_batches(cfg)
-    settings = settings_of(cfg)
+    settings = build_settings(cfg)
     training = settings.training
     micro_batches = settings.config.get("logical_ranks") or 1
     config = PortConfig(
@@ -156,7 +156,7 @@ def composed(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig]:
     return settings.recipe, config
 
 
-def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy, processes: int) -> Trained:
+def train_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy, processes: int) -> Trained:
     """Train ``recipe`` under ``strategy`` on ``processes`` local processes.
 
     Raises:
@@ -184,7 +184,7 @@ def trained_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy,
         folder.mkdir(parents=True)
         strategy.prepare(folder)
         part = _Part(recipe, config, strategy, parts, roles, folder)
-        ended = run_in_worlds(part.play, processes, roles=roles)
+        ended = run_in_worlds(part.run_role, processes, roles=roles)
     return next(trained for trained in ended if trained is not None)
 
 
@@ -204,43 +204,43 @@ class _Part:
         self._recipe, self._config, self._strategy = recipe, config, strategy
         self._parts, self._roles, self._folder = parts, roles, folder
 
-    def play(self, world: World) -> Trained | None:
+    def run_role(self, world: World) -> Trained | None:
         """Train or serve, according to this process's role; return None if it only serves."""
-        return self._serve(world) if self._roles[world.role].serves else self._train(world)
+        return self._run_server(world) if self._roles[world.role].serves else self._run_worker(world)
 
-    def _train(self, world: World) -> Trained:
+    def _run_worker(self, world: World) -> Trained:
         """Train as one of several ranks, and gather the losses after each step."""
-        config = self._seeded(world)
-        replica = self._strategy.replica(self._recipe, self._context(world, config))
+        config = self._seed_weights(world)
+        replica = self._strategy.replica(self._recipe, self._create_context(world, config))
         if config.average:
             replica = AveragedReplica(replica, config.average)
         order = config.order(self._strategy.data_rank(world), self._parts, replica.dealing)
-        steps = steps_of(self._recipe, config, order)
-        losses = [mean_of(gathered(replica.step(step).losses, world)) for step in steps]
-        trained = Trained(losses, weights_of(replica, world))
+        steps = load_steps(self._recipe, config, order)
+        losses = [average_losses(gather_losses(replica.step(step).losses, world)) for step in steps]
+        trained = Trained(losses, gather_weights(replica, world))
         replica.close(complete=True)
         return trained
 
-    def _serve(self, world: World) -> Trained | None:
+    def _run_server(self, world: World) -> Trained | None:
         """Serve, and lead if the strategy requires it; return None if this process does not lead."""
-        config = self._seeded(world)
-        replica = self._strategy.serve(self._recipe, self._context(world, config))
+        config = self._seed_weights(world)
+        replica = self._strategy.serve(self._recipe, self._create_context(world, config))
         if replica is None:
             return None
-        losses = [mean_of(replica.step([]).losses) for _ in range(config.steps)]
-        trained = Trained(losses, weights_of(replica, replace(world, rank=0, size=1)))
+        losses = [average_losses(replica.step([]).losses) for _ in range(config.steps)]
+        trained = Trained(losses, gather_weights(replica, replace(world, rank=0, size=1)))
         replica.close(complete=True)
         return trained
 
-    def _context(self, world: World, config: PortConfig) -> RunContext:
+    def _create_context(self, world: World, config: PortConfig) -> RunContext:
         return replace(
-            context_of(world, config),
+            create_run_context(world, config),
             workers=self._roles["worker"].processes,
             rendezvous=Rendezvous(self._folder),
             data=_Drawn(self._recipe, config),
         )
 
-    def _seeded(self, world: World) -> PortConfig:
+    def _seed_weights(self, world: World) -> PortConfig:
         """Seed the initial weights, and return the configuration for this process's device."""
         seed_generators(derive_seed(self._config.seed, "init"), world.device)
         return replace(self._config, device=world.device)
@@ -259,7 +259,7 @@ class _Drawn(DataSource):
 
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
         order, device = self._config.order(), self._config.device
-        return drawn(self._data, order, device, step, logical_rank, collate_of(self._recipe))
+        return load_micro_batch(self._data, order, device, step, logical_rank, get_collate_fn(self._recipe))
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         return []  # nothing is evaluated

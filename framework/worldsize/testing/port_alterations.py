@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from worldsize.core import LossOutput, MicroBatch, Recipe
-from worldsize.data.batches import collate_of, fetch, is_iterable
-from worldsize.optimizers.groups import optimizer_of
+from worldsize.data.batches import fetch_batch, get_collate_fn, is_iterable
+from worldsize.optimizers.groups import create_optimizer
 from worldsize.seeds import seed_generators
 from worldsize.strategies.model_replica import autocast
-from worldsize.testing.port_runs import PortConfig, initial_model, steps_of
+from worldsize.testing.port_runs import PortConfig, initial_model, load_steps
 
 _DROPOUTS = (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
 
@@ -74,18 +74,18 @@ class Alteration:
     shuffled: bool = True
 
 
-def altered_losses(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
+def train_with_alteration(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
     """Train ``recipe`` in a plain loop with one alteration, and yield the loss of each step."""
     if alteration.full_batch:
         config = replace(config, micro_batches=1)
     model = initial_model(recipe, config)
-    optimizer = optimizer_of(recipe, model)
+    optimizer = create_optimizer(recipe, model)
     alteration.groups(model, optimizer)
     schedule = recipe.schedule(optimizer)
     if schedule is not None and alteration.schedule == "next":
-        _advance(schedule)
+        _advance_schedule(schedule)
     limit = config.numerics.clip_norm if alteration.clip == "recipe" else alteration.clip
-    steps = steps_of(recipe, config) if alteration.shuffled else _in_order(recipe, config)
+    steps = load_steps(recipe, config) if alteration.shuffled else _fetch_in_order(recipe, config)
     for number, step in enumerate(steps, 1):
         if alteration.zero_grad:
             optimizer.zero_grad()
@@ -94,10 +94,10 @@ def altered_losses(recipe: Recipe, config: PortConfig, alteration: Alteration) -
             nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
         if schedule is not None and alteration.schedule != "first" and (alteration.schedule, number) != ("previous", 1):
-            _advance(schedule)
+            _advance_schedule(schedule)
 
 
-def _advance(schedule: Any) -> None:
+def _advance_schedule(schedule: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ignore torch's warning that the optimizer must step first
         schedule.step()
@@ -113,7 +113,7 @@ def _backward(
         seed_generators(batch.seed, config.device)
         without: AbstractContextManager[Any] = nullcontext() if alteration.dropout else NoDropout()
         with without, autocast(config.device, config.numerics.precision):
-            loss = LossOutput.of(recipe.micro_batch_loss(model, batch)).loss
+            loss = LossOutput.from_loss(recipe.micro_batch_loss(model, batch)).loss
             total, weight = loss if isinstance(loss, tuple) else (loss, torch.ones(()))
             if alteration.mean == "means":
                 total, weight = total / weight, torch.ones(())
@@ -127,13 +127,13 @@ def _backward(
     return sum(sums) / sum(weights)
 
 
-def _in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
+def _fetch_in_order(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
     """Yield the micro-batches of each step in the order of the data set's samples."""
-    data, order, collate = recipe.data("train"), config.order(), collate_of(recipe)
+    data, order, collate = recipe.data("train"), config.order(), get_collate_fn(recipe)
     for step in range(1, config.steps + 1):
         places = [torch.tensor(order.positions(step, rank)) % len(data) for rank in order.mine]
         yield [
-            MicroBatch(fetch(data, indices, collate), order.step_seed(step, rank), step, rank)
+            MicroBatch(fetch_batch(data, indices, collate), order.step_seed(step, rank), step, rank)
             for rank, indices in zip(order.mine, places, strict=True)
         ]
 
@@ -142,20 +142,20 @@ def alterations(recipe: Recipe, config: PortConfig) -> list[Alteration]:
     """List possible alterations, the most frequent mistakes first."""
     several = config.micro_batches > 1
     return [
-        *(_of_data(recipe)),
-        *(_of_means() if several else ()),
+        *(_list_data_alterations(recipe)),
+        *(_list_mean_alterations() if several else ()),
         Alteration(
             "the reference trains without dropout: is its model in evaluation mode, or has it another rate of dropout?",
             dropout=False,
         ),
-        *_of_schedule(recipe, config),
-        *_of_clipping(config),
+        *_list_schedule_alterations(recipe, config),
+        *_list_clipping_alterations(config),
         Alteration("the reference does not set gradients to zero before each step.", zero_grad=False),
-        *_of_groups(),
+        *_list_group_alterations(),
     ]
 
 
-def _of_data(recipe: Recipe) -> list[Alteration]:
+def _list_data_alterations(recipe: Recipe) -> list[Alteration]:
     if is_iterable(recipe.data("train")):
         return []
     return [
@@ -167,7 +167,7 @@ def _of_data(recipe: Recipe) -> list[Alteration]:
     ]
 
 
-def _of_means() -> list[Alteration]:
+def _list_mean_alterations() -> list[Alteration]:
     return [
         Alteration(
             "a mean of means against a mean over all: the reference averages the means of its micro-batches, and "
@@ -187,8 +187,8 @@ def _of_means() -> list[Alteration]:
     ]
 
 
-def _of_schedule(recipe: Recipe, config: PortConfig) -> list[Alteration]:
-    if recipe.schedule(optimizer_of(recipe, initial_model(recipe, config))) is None:
+def _list_schedule_alterations(recipe: Recipe, config: PortConfig) -> list[Alteration]:
+    if recipe.schedule(create_optimizer(recipe, initial_model(recipe, config))) is None:
         return []
     told = "the learning-rate schedule: "
     return [
@@ -206,28 +206,28 @@ def _of_schedule(recipe: Recipe, config: PortConfig) -> list[Alteration]:
     ]
 
 
-def _of_clipping(config: PortConfig) -> list[Alteration]:
+def _list_clipping_alterations(config: PortConfig) -> list[Alteration]:
     if config.numerics.clip_norm is None:
         return [Alteration("the reference clips its gradient to a norm of 1: set clip_norm=1.", clip=1.0)]
     told = f"the reference does not clip its gradient, and the recipe to a norm of {config.numerics.clip_norm}."
     return [Alteration(told, clip=None)]
 
 
-def _of_groups() -> list[Alteration]:
+def _list_group_alterations() -> list[Alteration]:
     told = "the weight decay of parameter groups: the reference "
     return [
         Alteration(told + "decays biases and norms like all other weights.", groups=_decay_all),
         Alteration(told + "does not decay biases and norms, parameters of one dimension.", groups=_decay_matrices),
-        Alteration(told + "decays nothing.", groups=lambda _, optimizer: _set(optimizer, "weight_decay", 0.0)),
+        Alteration(told + "decays nothing.", groups=lambda _, optimizer: _set_option(optimizer, "weight_decay", 0.0)),
         Alteration(
             told + "decays by 0.01, which is the default of torch.optim.AdamW.",
-            groups=lambda _, optimizer: _set(optimizer, "weight_decay", 0.01),
+            groups=lambda _, optimizer: _set_option(optimizer, "weight_decay", 0.01),
         ),
-        *_of_arguments(),
+        *_list_argument_alterations(),
     ]
 
 
-def _of_arguments() -> list[Alteration]:
+def _list_argument_alterations() -> list[Alteration]:
     usual = {
         "momentum": (0.0, 0.9),
         "nesterov": (True, False),
@@ -238,21 +238,21 @@ def _of_arguments() -> list[Alteration]:
     return [
         Alteration(
             f"an argument of the optimizer: the reference has {name}={value}.",
-            groups=lambda _, optimizer, name=name, value=value: _set(optimizer, name, value),  # type: ignore[misc]
+            groups=lambda _, optimizer, name=name, value=value: _set_option(optimizer, name, value),  # type: ignore[misc]
         )
         for name, values in usual.items()
         for value in values
     ]
 
 
-def _set(optimizer: Optimizer, name: str, value: Any) -> None:
+def _set_option(optimizer: Optimizer, name: str, value: Any) -> None:
     for group in optimizer.param_groups:
         if name in group:
             group[name] = value
 
 
 def _decay_all(_: nn.Module, optimizer: Optimizer) -> None:
-    _set(optimizer, "weight_decay", max(group.get("weight_decay", 0.0) for group in optimizer.param_groups))
+    _set_option(optimizer, "weight_decay", max(group.get("weight_decay", 0.0) for group in optimizer.param_groups))
 
 
 def _decay_matrices(_: nn.Module, optimizer: Optimizer) -> None:
@@ -276,11 +276,11 @@ def explaining(
         expected: Losses of the reference.
         tolerance: Tolerance of the comparison; an explanation may be off by up to a hundredth of the difference.
     """
-    allowed = max(tolerance, worst(losses, expected) / 100)
+    allowed = max(tolerance, find_worst_difference(losses, expected) / 100)
     explained: dict[str, float] = {}
     for alteration in alterations(recipe, config):
         off = 0.0
-        for number, loss in zip(count(), _tried(recipe, config, alteration), strict=False):
+        for number, loss in zip(count(), _try_alteration(recipe, config, alteration), strict=False):
             off = max(off, relative(loss, expected[number]))
             if off > allowed:
                 break
@@ -289,10 +289,10 @@ def explaining(
     return min(explained, key=lambda cause: explained[cause]) if explained else None
 
 
-def _tried(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
+def _try_alteration(recipe: Recipe, config: PortConfig, alteration: Alteration) -> Iterator[float]:
     """Yield the losses of an alteration, or NaN if it does not apply to the recipe."""
     try:
-        yield from altered_losses(recipe, config, alteration)
+        yield from train_with_alteration(recipe, config, alteration)
     except (ValueError, RuntimeError, KeyError, TypeError):
         yield float("nan")
 
@@ -303,6 +303,6 @@ def relative(loss: float, expected: float) -> float:
     return difference if difference == difference else float("inf")
 
 
-def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
+def find_worst_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest difference between two series of losses; see :func:`relative`."""
     return max(map(relative, losses, expected))

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import MicroBatch, Recipe
-from worldsize.testing.port_alterations import NoDropout, explaining, relative, worst
+from worldsize.testing.port_alterations import NoDropout, explaining, find_worst_difference, relative
 from worldsize.testing.port_runs import (
     PortConfig,
     Reference,
     Trained,
     initial_model,
+    load_steps,
     recipe_trained,
     reference_trained,
-    steps_of,
 )
 from worldsize.testing.port_updates import different_update, update_causes
 
@@ -31,7 +31,7 @@ def first_different(losses: Sequence[float], expected: Sequence[float], toleranc
     return next((step for step, (loss, other) in pairs if relative(loss, other) > tolerance), None)
 
 
-def shown_difference(step: int, loss: float, expected: float, tolerance: float) -> str:
+def format_loss_difference(step: int, loss: float, expected: float, tolerance: float) -> str:
     """Describe from which ``step`` on the losses differ, and by how much."""
     before = {1: "", 2: " The losses of step 1 are the same."}.get(
         step, f" Those of steps 1 to {step - 1} are the same."
@@ -48,14 +48,18 @@ def weight_difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tens
 
     If names differ, tensors are compared in order, provided that their shapes match.
     """
-    pairs = paired(weights, expected)
+    pairs = pair_tensors(weights, expected)
     if pairs is None:
         missing, more = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
         return (
             "the losses are the same, but the models have other tensors. Only the recipe's has "
             f"{', '.join(missing) or 'none'}; only the reference's has {', '.join(more) or 'none'}."
         )
-    different = [(name, off) for name, ours, theirs in pairs if (off := _largest(ours, theirs, tolerance)) is not None]
+    different = [
+        (name, off)
+        for name, ours, theirs in pairs
+        if (off := _find_largest_difference(ours, theirs, tolerance)) is not None
+    ]
     if not different:
         return None
     name, off = different[0]
@@ -66,7 +70,9 @@ def weight_difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tens
     )
 
 
-def paired(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]] | None:
+def pair_tensors(
+    weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> list[tuple[str, Tensor, Tensor]] | None:
     """Pair the tensors of two models by name, else by order if shapes match, else None."""
     if weights.keys() == expected.keys():
         return [(name, tensor, expected[name]) for name, tensor in weights.items()]
@@ -77,7 +83,7 @@ def paired(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> lis
     return [(f"{name} ({other})", ours, theirs) for (name, ours), (other, theirs) in both]
 
 
-def _largest(ours: Tensor, theirs: Tensor, tolerance: float) -> float | None:
+def _find_largest_difference(ours: Tensor, theirs: Tensor, tolerance: float) -> float | None:
     """Return the largest difference of two tensors, or None if within ``tolerance``."""
     if ours.shape != theirs.shape:
         return float("inf")
@@ -109,7 +115,7 @@ def loss_causes(
     step = first_different(trained.losses, expected.losses, tolerance)
     several = recipe.has_several_updates  # alterations assume one update per step
     if several and (step is None or (step > 1 and callable(reference))):
-        return [_of_updates(config.steps if step is None else step - 1)]
+        return [_explain_updates(config.steps if step is None else step - 1)]
     if step is None:
         return update_causes(recipe, reference, config, config.steps + 1) if callable(reference) else []
     if callable(reference) and expected.taken and (told := _wrong_batches(expected.taken, config)):
@@ -119,14 +125,14 @@ def loss_causes(
         where = different_update(recipe, reference, config, step - 1) if callable(reference) and step > 1 else None
         told = f"Cause: {cause} So altered, the recipe computes the reference's losses."
         return [told] if where is None else [where, told]
-    if told := _scaled(trained.losses, expected.losses, config):
+    if told := _explain_scaled_loss(trained.losses, expected.losses, config):
         return [f"Cause: {told}"]
     if not callable(reference):
-        return [_unexplained(step)]
-    if worst(trained.losses, expected.losses) < _ROUNDING:
+        return [_explain_missing_loop(step)]
+    if find_worst_difference(trained.losses, expected.losses) < _ROUNDING:
         return ["Cause: rounding, most likely: a sum in another order. If that is meant, say a larger tolerance."]
     if step == 1:
-        return [f"Cause: {_of_first_loss(recipe, reference, config, trained, expected)}"]
+        return [f"Cause: {_explain_first_loss(recipe, reference, config, trained, expected)}"]
     return update_causes(recipe, reference, config, step)
 
 
@@ -146,7 +152,7 @@ def _wrong_batches(taken: Sequence[int], config: PortConfig) -> str | None:
     return None
 
 
-def _scaled(losses: Sequence[float], expected: Sequence[float], config: PortConfig) -> str | None:
+def _explain_scaled_loss(losses: Sequence[float], expected: Sequence[float], config: PortConfig) -> str | None:
     """Return the cause if the losses are a constant multiple of the recipe's, else None."""
     if len(losses) < 2 or 0.0 in losses:
         return None
@@ -161,13 +167,13 @@ def _scaled(losses: Sequence[float], expected: Sequence[float], config: PortConf
     )
 
 
-def _of_first_loss(
+def _explain_first_loss(
     recipe: Recipe, reference: Reference, config: PortConfig, trained: Trained, expected: Trained
 ) -> str:
     """Return why losses differ in step 1: weights, batch, dropout, or the loss itself."""
     one = replace(config, steps=1)
     ours, theirs = trained.losses[0], expected.losses[0]
-    if reference_trained(recipe, reference, one, model=perturbed(recipe, one)).losses[0] == theirs:
+    if reference_trained(recipe, reference, one, model=build_perturbed_model(recipe, one)).losses[0] == theirs:
         return (
             "the initial weights: the reference does not start from the model that it is handed. If it builds one of "
             "its own, let it copy them: own.load_state_dict(model.state_dict())."
@@ -191,7 +197,7 @@ def _of_first_loss(
     )
 
 
-def perturbed(recipe: Recipe, config: PortConfig) -> nn.Module:
+def build_perturbed_model(recipe: Recipe, config: PortConfig) -> nn.Module:
     """Build the recipe's model with different initial weights."""
     model = initial_model(recipe, config)
     with torch.no_grad():
@@ -203,19 +209,19 @@ def perturbed(recipe: Recipe, config: PortConfig) -> nn.Module:
 def other_batches(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatch]]:
     """Yield the micro-batches of later steps, with the random seeds of the first steps."""
     order = config.order()
-    later = islice(steps_of(recipe, replace(config, steps=2 * config.steps)), config.steps, None)
+    later = islice(load_steps(recipe, replace(config, steps=2 * config.steps)), config.steps, None)
     for number, step in enumerate(later, 1):
         yield [replace(batch, seed=order.step_seed(number, rank)) for rank, batch in enumerate(step)]
 
 
-def _of_updates(step: int) -> str:
+def _explain_updates(step: int) -> str:
     return (
         f"Cause: an update of step {step} or of one before: which optimizers step, in which order, with which options, "
         "and which losses their gradients are of. Compare Recipe.updates and Recipe.optimizers with the program's loop."
     )
 
 
-def _unexplained(step: int) -> str:
+def _explain_missing_loop(step: int) -> str:
     if step == 1:
         return (
             "The loss of step 1 depends on the initial weights, the batch, dropout and the loss itself. Hand over the "

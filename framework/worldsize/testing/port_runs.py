@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Batch, Dealing, MicroBatch, Numerics, Recipe, Replica, RunContext, World
 from worldsize.core.sections import WeightAverage
-from worldsize.data.batches import collate_of
+from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.averaging import AveragedReplica
 from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.optimizer_checks import refuse_closures
 from worldsize.strategies.schedules import check_metric
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.train_state import TrainState
 
 Reference = Callable[[nn.Module, Iterator[Batch]], Iterable[Any]]  # yields losses, and may return a model
@@ -49,7 +49,7 @@ class PortConfig:
 
     def order(self, rank: int = 0, size: int = 1, dealing: Dealing = "cyclic") -> Order:
         """Return the order of samples for process ``rank`` of ``size``."""
-        mine = logical_ranks_of(rank, size, self.micro_batches, dealing)
+        mine = assign_logical_ranks(rank, size, self.micro_batches, dealing)
         return Order(self.seed, self.batch_size, self.micro_batches, mine, self.length_balanced)
 
 
@@ -75,7 +75,7 @@ def initial_model(recipe: Recipe, config: PortConfig) -> nn.Module:
     return recipe.model().to(config.device)
 
 
-def steps_of(recipe: Recipe, config: PortConfig, order: Order | None = None) -> Iterator[list[MicroBatch]]:
+def load_steps(recipe: Recipe, config: PortConfig, order: Order | None = None) -> Iterator[list[MicroBatch]]:
     """Yield this process's micro-batches of each step.
 
     Args:
@@ -84,7 +84,7 @@ def steps_of(recipe: Recipe, config: PortConfig, order: Order | None = None) -> 
         order: The order of samples for this process. None for a single process.
     """
     order, data = order or config.order(), recipe.data("train")
-    return islice(micro_batches(data, order, config.device, collate=collate_of(recipe)), config.steps)
+    return islice(micro_batches(data, order, config.device, collate=get_collate_fn(recipe)), config.steps)
 
 
 def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
@@ -93,41 +93,41 @@ def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
     Raises:
         ConfigError: a plain loop cannot train it.
     """
-    unused = TrainState.of(recipe, initial_model(recipe, config))
+    unused = TrainState.from_recipe(recipe, initial_model(recipe, config))
     check_metric(unused.schedules, None, metric=None)
     for optimizer in unused.optimizers:
         refuse_closures(optimizer)
     model = initial_model(recipe, config)
-    context = context_of(World.alone(config.device), config)
-    replica: Replica = alone(recipe, model, context)
+    context = create_run_context(World.create_single(config.device), config)
+    replica: Replica = create_local_replica(recipe, model, context)
     if config.average:
         replica = AveragedReplica(replica, config.average)
-    losses = [mean_of(replica.step(step).losses) for step in steps_of(recipe, config)]
-    return Trained(losses, weights_of(replica, context.world))
+    losses = [average_losses(replica.step(step).losses) for step in load_steps(recipe, config)]
+    return Trained(losses, gather_weights(replica, context.world))
 
 
-def context_of(world: World, config: PortConfig) -> RunContext:
+def create_run_context(world: World, config: PortConfig) -> RunContext:
     """Return the context of a process that trains alone or with others."""
     return RunContext(
         world, config.numerics, config.seed, config.steps, workers=world.size, logical_ranks=config.micro_batches
     )
 
 
-def weights_of(replica: Replica, world: World) -> dict[str, Tensor]:
+def gather_weights(replica: Replica, world: World) -> dict[str, Tensor]:
     """Return full weights, then averages ``ema/<name>``, in model order and shapes, on rank 0."""
     state = replica.state()
     averages = state.get("ema", {}).get("weights", {})
     sharded = {**state["model"], **{f"ema/{name}": average for name, average in averages.items()}}
     full = gather_full(sharded, world)
-    return copied({name: full[name] for name in sharded if name in full})
+    return copy_to_cpu({name: full[name] for name in sharded if name in full})
 
 
-def mean_of(losses: Sequence[Tensor] | Sequence[float]) -> float:
+def average_losses(losses: Sequence[Tensor] | Sequence[float]) -> float:
     """Return the mean of a step's losses, each a scalar."""
     return math.fsum(map(float, losses)) / len(losses)
 
 
-def copied(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copy the tensors of a state_dict to the CPU, with unchanged shapes."""
     return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -175,7 +175,7 @@ def reference_trained(
         logged = Trained([float(loss) for loss in islice(reference, config.steps)], {})
         _check_length(logged.losses, config, 0)
         return logged
-    batches = Batches(steps or steps_of(recipe, config), config.device)
+    batches = Batches(steps or load_steps(recipe, config), config.device)
     start = initial_model(recipe, config) if model is None else model
     seed_generators(derive_seed(config.seed, "init"), config.device)  # the program may build its model again
     yielded, losses, taken = iter(reference(start, batches)), [], []
@@ -192,7 +192,7 @@ def reference_trained(
         taken.append(batches.taken)
     _check_length(losses, config, batches.taken)
     state = returned.state_dict() if isinstance(returned, nn.Module) else returned or {}
-    return Trained(losses, copied(state), taken)
+    return Trained(losses, copy_to_cpu(state), taken)
 
 
 def _check_length(losses: Sequence[float], config: PortConfig, taken: int) -> None:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from worldsize.core import Recipe
-from worldsize.testing.port_runs import PortConfig, Reference, copied, initial_model, recipe_trained, reference_trained
+from worldsize.testing.port_runs import (
+    PortConfig,
+    Reference,
+    copy_to_cpu,
+    initial_model,
+    recipe_trained,
+    reference_trained,
+)
 
 _SAME = 1e-3  # maximum relative difference of updates considered equal, in float32
 _FITS = 0.05  # maximum fraction of a difference that an explanation may leave unexplained
@@ -36,7 +43,9 @@ class _Update:
     @property
     def differs(self) -> bool:
         """Whether the two updates differ."""
-        return _norm(self.ours - self.theirs) > _SAME * max(_norm(self.ours), _norm(self.theirs))
+        return _compute_norm(self.ours - self.theirs) > _SAME * max(
+            _compute_norm(self.ours), _compute_norm(self.theirs)
+        )
 
     @property
     def factor(self) -> float | None:
@@ -50,7 +59,7 @@ class _Update:
         return fit if fit is not None and abs(fit) < 1 else None
 
 
-def _norm(tensor: Tensor) -> float:
+def _compute_norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
@@ -60,12 +69,12 @@ def _multiple(tensor: Tensor, of: Tensor) -> float | None:
     if square == 0.0:
         return None
     multiple = float((tensor * of).sum()) / square
-    return multiple if _norm(tensor - multiple * of) <= _FITS * _norm(tensor) else None
+    return multiple if _compute_norm(tensor - multiple * of) <= _FITS * _compute_norm(tensor) else None
 
 
 def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> list[str]:
     """Explain the update before ``step``, the first step with a different loss."""
-    updates = _updates(recipe, reference, config, step - 1)
+    updates = _compute_updates(recipe, reference, config, step - 1)
     where = f"The update of step {step - 1} differs"
     if updates is None:
         return [f"{where}. Let the reference return its model at its end, which is then compared after that step."]
@@ -75,7 +84,7 @@ def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step
             f"After step {step - 1} the weights are the same: what makes the loss of step {step} another is its batch, "
             "the dropout in it, or what the program does between two steps."
         ]
-    return [f"{where} {_where(updates, different)}.", f"Cause: {_explained(different)}"]
+    return [f"{where} {_format_differing_tensors(updates, different)}.", f"Cause: {_explain_difference(different)}"]
 
 
 def different_update(recipe: Recipe, reference: Reference, config: PortConfig, step: int) -> str | None:
@@ -83,18 +92,18 @@ def different_update(recipe: Recipe, reference: Reference, config: PortConfig, s
 
     Returns None if all updates agree, or the reference does not return a model.
     """
-    updates = _updates(recipe, reference, config, step) or []
+    updates = _compute_updates(recipe, reference, config, step) or []
     different = [update for update in updates if update.differs]
-    return f"The update of step {step} differs {_where(updates, different)}." if different else None
+    return f"The update of step {step} differs {_format_differing_tensors(updates, different)}." if different else None
 
 
-def _updates(recipe: Recipe, reference: Reference, config: PortConfig, last: int) -> list[_Update] | None:
+def _compute_updates(recipe: Recipe, reference: Reference, config: PortConfig, last: int) -> list[_Update] | None:
     """Return update ``last`` of each tensor, or None without matching reference weights."""
     until = replace(config, steps=last)
     theirs = reference_trained(recipe, reference, until).weights
     ours = recipe_trained(recipe, until).weights
     if last == 1:
-        before: Mapping[str, Tensor] = copied(initial_model(recipe, config).state_dict())
+        before: Mapping[str, Tensor] = copy_to_cpu(initial_model(recipe, config).state_dict())
     else:
         before = recipe_trained(recipe, replace(config, steps=last - 1)).weights
     if [tensor.shape for tensor in theirs.values()] != [tensor.shape for tensor in ours.values()]:
@@ -109,7 +118,7 @@ def _updates(recipe: Recipe, reference: Reference, config: PortConfig, last: int
     ]
 
 
-def _where(updates: Sequence[_Update], different: Sequence[_Update]) -> str:
+def _format_differing_tensors(updates: Sequence[_Update], different: Sequence[_Update]) -> str:
     first = different[0]
     largest = float((first.ours - first.theirs).abs().max())
     if len(different) == len(updates):
@@ -119,19 +128,19 @@ def _where(updates: Sequence[_Update], different: Sequence[_Update]) -> str:
     return f"in {len(different)} of {len(updates)} tensors: {shown} (the first by up to {largest:.1e})"
 
 
-def _explained(different: Sequence[_Update]) -> str:
-    if still := [update.name for update in different if _norm(update.theirs) == 0.0]:
+def _explain_difference(different: Sequence[_Update]) -> str:
+    if still := [update.name for update in different if _compute_norm(update.theirs) == 0.0]:
         return f"the reference does not train {', '.join(still)}: frozen there, or left out of the optimizer's groups."
-    if moved := [update.name for update in different if _norm(update.ours) == 0.0]:
+    if moved := [update.name for update in different if _compute_norm(update.ours) == 0.0]:
         return f"the recipe does not train {', '.join(moved)}: frozen, or left out of its optimizer's groups."
     factors = [update.factor for update in different]
-    if (factor := _common(factors)) is not None:
+    if (factor := _find_common_value(factors)) is not None:
         return (
             f"the size of the update: the reference's is {factor:.6g} times the recipe's. Compare the learning rate of "
             "these parameters, and whether the loss is divided by the number of micro-batches."
         )
-    decays = [update.decay for update in different if _norm(update.before) > 0.0]
-    if (decay := _common(decays)) is not None:
+    decays = [update.decay for update in different if _compute_norm(update.before) > 0.0]
+    if (decay := _find_common_value(decays)) is not None:
         side, other = ("reference", "recipe") if decay > 0 else ("recipe", "reference")
         return (
             f"weight decay: the {side} takes {abs(decay):.3g} of these weights away that the {other} leaves. Compare "
@@ -143,7 +152,7 @@ def _explained(different: Sequence[_Update]) -> str:
     )
 
 
-def _common(values: Sequence[float | None]) -> float | None:
+def _find_common_value(values: Sequence[float | None]) -> float | None:
     """Return the common value of ``values``, up to rounding, or None if they differ."""
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values) or known[0] == 0.0:

@@ -89,11 +89,11 @@ class AveragedChain(Chain):
         optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
         averaged = [module for module in model.modules() if isinstance(module, _AveragedLinear)]
 
-        def average(*_: object) -> None:
+        def update_average(*_: object) -> None:
             for module in averaged:
                 module.average.lerp_(module.weight.detach(), 0.1)
 
-        optimizer.register_step_post_hook(average)
+        optimizer.register_step_post_hook(update_average)
         return optimizer
 
 
@@ -116,7 +116,7 @@ class TwoPlayers(MultiUpdateRecipe):
         return nn.ModuleDict({"player": player, "critic": critic, "observer": nn.Linear(7, 3)})
 
     def optimizers(self, model: nn.Module) -> Mapping[str, Optimizer]:
-        player, critic = self._players(model)
+        player, critic = self._get_players(model)
         optimizers: dict[str, Optimizer] = {
             "critic": torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.9)),
             "player": torch.optim.SGD(player.parameters(), lr=0.02, momentum=0.5),
@@ -124,12 +124,12 @@ class TwoPlayers(MultiUpdateRecipe):
         }
         clipped = list(critic.parameters())
 
-        def clip(*_: object) -> None:
+        def clip_critic(*_: object) -> None:
             for parameter in clipped:
                 parameter.detach().clamp_(-0.4, 0.4)
 
         if self.clips:
-            optimizers["critic"].register_step_post_hook(clip)
+            optimizers["critic"].register_step_post_hook(clip_critic)
         return optimizers
 
     def schedules(self, optimizers: Mapping[str, Optimizer]) -> Mapping[str, LRScheduler]:
@@ -139,7 +139,7 @@ class TwoPlayers(MultiUpdateRecipe):
         return Chain().data(split)
 
     def updates(self, model: nn.Module, batch: Any, step: int) -> Iterable[Update]:
-        player, critic = self._players(model)
+        player, critic = self._get_players(model)
         inputs, targets = batch
         made = player(inputs)
         for _ in range(2 if step % 3 == 0 else 1):
@@ -152,14 +152,14 @@ class TwoPlayers(MultiUpdateRecipe):
             yield "observer", (self._observer(model)(inputs) - made.detach()).square().mean()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        player, _ = self._players(model)
+        player, _ = self._get_players(model)
         inputs, targets = batch
         return {"error": ((player(inputs) - targets).abs().double().sum(), torch.tensor(targets.numel()))}
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        return (*self._players(model), self._observer(model))
+        return (*self._get_players(model), self._observer(model))
 
-    def _players(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    def _get_players(self, model: nn.Module) -> tuple[nn.Module, nn.Module]:
         assert isinstance(model, nn.ModuleDict)
         return model["player"], model["critic"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worldsize.moved import renamed
+from worldsize.moved import resolve_renamed
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,15 @@ def listening(*, of_all: bool = False) -> dict[str, tuple[str, int]]:
     """
     tables = [Path(f"/proc/self/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table]
-    own = _sockets()
+    own = _list_sockets()
     return {
-        line[9]: _address(line[1]) for line in lines if line[3] == _LISTEN and (of_all or f"socket:[{line[9]}]" in own)
+        line[9]: _parse_address(line[1])
+        for line in lines
+        if line[3] == _LISTEN and (of_all or f"socket:[{line[9]}]" in own)
     }
 
 
-def _sockets() -> set[str]:
+def _list_sockets() -> set[str]:
     targets = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -88,7 +90,7 @@ def _sockets() -> set[str]:
     return targets
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     """Parse an address such as "0100007F:1F90": 32-bit words in host byte order, and a port."""
     host, _, port = text.partition(":")
     words = [bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8)]
@@ -97,4 +99,4 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def __getattr__(name: str) -> Any:
-    return renamed(__name__, name)
+    return resolve_renamed(__name__, name)

@@ -46,7 +46,7 @@ class _Counting(nn.Module):
 class _Counters(Loop):
     declares: bool = True
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return _Counting()
 
     def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
@@ -67,7 +67,7 @@ class _Taught(nn.Module):
         return output
 
     @torch.no_grad()
-    def follow(self, how: str) -> None:
+    def update_teacher(self, how: str) -> None:
         for weight, average in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
             if how == "assigned":
                 average.data = average.data * 0.9 + weight.data * 0.1
@@ -84,7 +84,7 @@ class _Teacher(Loop):
     how: str = "in place"
     in_loss: bool = False
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return _Taught()
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -92,18 +92,18 @@ class _Teacher(Loop):
         if not self.in_loss:
             follow = [module for module in model.modules() if isinstance(module, _Taught)]
 
-            def hook(*_: object) -> None:
+            def update_teachers(*_: object) -> None:
                 for each in follow:
-                    each.follow(self.how)
+                    each.update_teacher(self.how)
 
-            optimizer.register_step_post_hook(hook)
+            optimizer.register_step_post_hook(update_teachers)
         return optimizer
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if self.in_loss:
             for module in model.modules():
                 if isinstance(module, _Taught):
-                    module.follow(self.how)
+                    module.update_teacher(self.how)
         return super().loss(model, batch)
 
 
@@ -132,11 +132,11 @@ class _Rows(nn.Module):
 
 @dataclass(frozen=True)
 class _Bounded(Loop):
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return _Rows()
 
 
-def _evaluated_loop(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+def _train_and_evaluate(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
     """Train in a plain loop, then evaluate once, since lookups in evaluation shorten rows, too."""
     recipe = case.recipe
     model = recipe.model()
@@ -159,5 +159,5 @@ STATES: Sequence[Case] = (
     Case("teacher-data-in-the-loss", _Teacher(how="data", in_loss=True)),
     Case("teacher-assigned-in-the-loss", _Teacher(how="assigned", in_loss=True)),
     Case("clipped-in-the-loss", _Clipped()),
-    Case("bounded-rows", _Bounded(), reference=_evaluated_loop),
+    Case("bounded-rows", _Bounded(), reference=_train_and_evaluate),
 )

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from worldsize.checkpoint.format import Retention
-from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.checkpoint.save import Saver
 from worldsize.collectives.gather_full import gather_full
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import (
     Batch,
     CheckpointSource,
@@ -37,15 +37,15 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.batches import Collate, collate_of, fetch
-from worldsize.data.loader import drawn, evaluation_batches, micro_batches
-from worldsize.data.order import Order, logical_ranks_of
+from worldsize.data.batches import Collate, fetch_batch, get_collate_fn
+from worldsize.data.loader import evaluation_batches, load_micro_batch, micro_batches
+from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.faults import Heap
-from worldsize.optimizers.groups import optimizers_of
+from worldsize.optimizers.groups import create_optimizers
 from worldsize.strategies.loss_record import mean_loss
-from worldsize.testing.port_runs import mean_of
+from worldsize.testing.port_runs import average_losses
 from worldsize.testing.recipes import ByMetric, Chain
-from worldsize.testing.worlds import gathered, run_in_worlds
+from worldsize.testing.worlds import gather_losses, run_in_worlds
 from worldsize.worker.step_memory import StepMemory, writes_states
 from worldsize.world.roles import role_ranks
 from worldsize.world.scratch import temporary_folder
@@ -58,10 +58,10 @@ def plain_step(recipe: Recipe, model: nn.Module) -> Step:
 
     The function's arguments are a batch and the number of the step, from 1.
     """
-    optimizers = optimizers_of(recipe, model)
+    optimizers = create_optimizers(recipe, model)
     schedules = recipe.schedules(optimizers)
 
-    def step(batch: Batch, number: int) -> float:
+    def train_step(batch: Batch, number: int) -> float:
         total = 0.0
         for names, loss in recipe.micro_batch_updates(model, MicroBatch(batch, SEED, number)):
             model.zero_grad()
@@ -73,7 +73,7 @@ def plain_step(recipe: Recipe, model: nn.Module) -> Step:
             total += float(mean_loss(loss).detach())
         return total
 
-    return step
+    return train_step
 
 
 def evaluate(
@@ -88,7 +88,7 @@ def evaluate(
 STEPS, BATCH, SEED = 20, 24, 3
 _TESTED = 5  # samples per evaluation batch
 CHAIN = Chain()
-ALONE = World.alone(torch.device("cpu"))
+ALONE = World.create_single(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def train(
         recipe: Recipe to train; a :class:`~worldsize.testing.recipes.ByMetric` is also evaluated during training.
     """
     heap, world = Heap(), context.world
-    disturb = heap.perturb if perturbed else _nothing
+    disturb = heap.perturb if perturbed else _skip_perturbation
     disturb()
     workers = context.workers if context.rendezvous else world.size
     cluster = cluster_with(strategy, workers)
@@ -138,7 +138,7 @@ def train(
     parts = strategy.data_parallel(cluster)
     total = max(context.logical_ranks, parts * strategy.default_micro_batches)
     replica = (
-        _served(strategy, recipe, context, total, folder=folder, disturb=disturb)
+        _run_server(strategy, recipe, context, total, folder=folder, disturb=disturb)
         if serves
         else strategy.replica(recipe, context)
     )
@@ -149,38 +149,40 @@ def train(
     writes = not serves and writes_states(strategy, world)
     world = replace(world, rank=0, size=1) if serves else world
     part_of_world = replace(world, rank=part, size=1 if serves else parts)
-    order = Order(SEED, BATCH, total, logical_ranks_of(part, parts, total, replica.dealing))
+    order = Order(SEED, BATCH, total, assign_logical_ranks(part, parts, total, replica.dealing))
     memory = StepMemory(recipe, world, part_of_world, order)
-    first = _resumed(replica, memory, world, folder)
-    before = _held(replica)
+    first = _load_newest_checkpoint(replica, memory, world, folder)
+    before = _clone_local_weights(replica)
     batches = (
         repeat([])  # a process that leads does not load data
         if serves
-        else micro_batches(recipe.data("train"), order, world.device, first=first, collate=collate_of(recipe))
+        else micro_batches(recipe.data("train"), order, world.device, first=first, collate=get_collate_fn(recipe))
     )
     evaluated = partial(
-        evaluate, replica, recipe.data("test"), part_of_world, batch_size=_TESTED, collate=collate_of(recipe)
+        evaluate, replica, recipe.data("test"), part_of_world, batch_size=_TESTED, collate=get_collate_fn(recipe)
     )
     losses = []
     for step in range(first + 1, steps + 1):
         disturb()
-        losses.append(mean_of(gathered(replica.step(next(batches)).losses, world)))
+        losses.append(average_losses(gather_losses(replica.step(next(batches)).losses, world)))
         if isinstance(recipe, ByMetric) and step % recipe.evaluate_every == 0:
             (value,) = evaluated().values()
             replica.advance_schedules(value, step=step)
     if save and folder is not None:
-        _save(replica, world, folder, steps, streams=memory.states() if writes else {})
+        _save_checkpoint(replica, world, folder, steps, streams=memory.collect_states() if writes else {})
     (error,) = evaluated().values()
-    moved = first == steps or any(not torch.equal(now, old) for now, old in zip(_held(replica), before, strict=True))
+    moved = first == steps or any(
+        not torch.equal(now, old) for now, old in zip(_clone_local_weights(replica), before, strict=True)
+    )
     model = gather_full(replica.state()["model"], world)
     replica.close(complete=True)
     return Trained(losses, error, {name: tensor.clone() for name, tensor in model.items()}, moved)
 
 
-def _nothing() -> None: ...
+def _skip_perturbation() -> None: ...
 
 
-def _served(
+def _run_server(
     strategy: Strategy,
     recipe: Recipe,
     context: RunContext,
@@ -216,11 +218,13 @@ class _Data(DataSource):
 
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
         self.disturb()
-        return drawn(self._train, self.order, ALONE.device, step, logical_rank, collate_of(self.recipe))
+        return load_micro_batch(self._train, self.order, ALONE.device, step, logical_rank, get_collate_fn(self.recipe))
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         world = replace(ALONE, rank=part, size=parts)
-        return evaluation_batches(self.recipe.data(split), world, batch_size=_TESTED, collate=collate_of(self.recipe))
+        return evaluation_batches(
+            self.recipe.data(split), world, batch_size=_TESTED, collate=get_collate_fn(self.recipe)
+        )
 
 
 @final
@@ -231,32 +235,32 @@ class _Checkpoints(CheckpointSource):
     folder: Path | None
 
     def restore(self, state: Callable[[], StateDict]) -> tuple[StateDict, int] | None:
-        checkpoint = newest(self.folder, ALONE) if self.folder else None
-        return (load(checkpoint, state()), checkpoint.step) if checkpoint else None
+        checkpoint = find_newest(self.folder, ALONE) if self.folder else None
+        return (load_checkpoint(checkpoint, state()), checkpoint.step) if checkpoint else None
 
 
-def _resumed(replica: Replica, memory: StepMemory, world: World, folder: Path | None) -> int:
-    checkpoint = newest(folder, world) if folder else None
+def _load_newest_checkpoint(replica: Replica, memory: StepMemory, world: World, folder: Path | None) -> int:
+    checkpoint = find_newest(folder, world) if folder else None
     if checkpoint is None:
         return 0
-    replica.load(load(checkpoint, replica.state()))
+    replica.load(load_checkpoint(checkpoint, replica.state()))
     memory.resume(checkpoint)
     return checkpoint.step
 
 
-def _save(replica: Replica, world: World, folder: Path, step: int, *, streams: Mapping[str, Tensor]) -> None:
+def _save_checkpoint(replica: Replica, world: World, folder: Path, step: int, *, streams: Mapping[str, Tensor]) -> None:
     saver = Saver(folder, world, world.groups.get(f"checkpoint/{world.role}"), keep=Retention())
     saver.save(replica.state(), step=step, facts={"metrics": {}}, streams=streams)
     saver.finish()
     saver.close()
 
 
-def _held(replica: Replica) -> list[Tensor]:
+def _clone_local_weights(replica: Replica) -> list[Tensor]:
     tensors = [tensor for tensor in replica.state()["model"].values() if not tensor.is_meta]
-    return [local(tensor).clone() for tensor in tensors]
+    return [get_local_shard(tensor).clone() for tensor in tensors]
 
 
-def cluster_of(size: int, nodes: int = 1) -> Cluster:
+def create_cluster(size: int, nodes: int = 1) -> Cluster:
     """Return a cluster of ``size`` CPU processes."""
     return Cluster("test", nodes, size, "cpu", "gloo")
 
@@ -265,8 +269,8 @@ def cluster_with(strategy: Strategy, workers: int) -> Cluster:
     """Return the smallest cluster with ``workers`` training processes, besides servers."""
     for size in range(workers, 2 * workers + 9):
         with suppress(ConfigError):
-            if strategy.roles(cluster_of(size))["worker"].processes == workers:
-                return cluster_of(size)
+            if strategy.roles(create_cluster(size))["worker"].processes == workers:
+                return create_cluster(size)
     raise ValueError(f"{strategy} does not fit any cluster with {workers} workers")
 
 
@@ -298,11 +302,13 @@ def reference(recipe: Recipe = CHAIN) -> Trained:
     model, data, order = recipe.model(), recipe.data("train"), Order(SEED, BATCH, 1, (0,))
     losses, step = [], plain_step(recipe, model)
     for number in range(1, STEPS + 1):
-        losses.append(step(fetch(data, order.indices(number, 0, len(data)), collate_of(recipe)), number))
+        losses.append(
+            step(fetch_batch(data, order.compute_indices(number, 0, len(data)), get_collate_fn(recipe)), number)
+        )
     with torch.no_grad():
         test = recipe.data("test")
         ((total, count),) = recipe.evaluate(
-            model.eval(), fetch(test, torch.arange(len(test)), collate_of(recipe))
+            model.eval(), fetch_batch(test, torch.arange(len(test)), get_collate_fn(recipe))
         ).values()
     error = float(total / count)
     return Trained(losses, error, model.state_dict(), moved=True)

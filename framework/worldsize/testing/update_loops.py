@@ -47,7 +47,7 @@ class SharedLoss(MultiUpdateRecipe):
         return Loop().evaluate(model, batch)
 
 
-def shared_loss(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
+def train_shared_loss(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
     """Train with one backward pass per step, joint clipping, and a step of both optimizers.
 
     ``batches``: inputs (batch, 4) and targets (batch, 1) of each step.
@@ -77,13 +77,13 @@ class ByRank(Loop):
         return torch.cat([inputs, torch.ones(1, 4)]), targets
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        total, weight = self._sums(model, batch, adds=True)
+        total, weight = self._compute_loss_sum(model, batch, adds=True)
         return total / weight
 
     def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
-        return self._sums(model, batch.data, adds=batch.logical_rank == 0)
+        return self._compute_loss_sum(model, batch.data, adds=batch.logical_rank == 0)
 
-    def _sums(self, model: nn.Module, batch: Batch, *, adds: bool) -> tuple[Tensor, Tensor]:
+    def _compute_loss_sum(self, model: nn.Module, batch: Batch, *, adds: bool) -> tuple[Tensor, Tensor]:
         inputs, targets = batch
         *_, last = outputs = model(inputs)
         total = (outputs[:-1] - targets).square().sum()
@@ -101,7 +101,7 @@ class Plateau(Loop, ByMetric):
     One module of the model stays in evaluation mode.
     """
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9).eval(), nn.Tanh(), nn.Linear(8, 1))
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
@@ -139,7 +139,7 @@ class _EpochSchedule:
 
 
 UPDATES: Sequence[Case] = (
-    Case("shared-loss", SharedLoss(), numerics=Numerics(clip_norm=0.5), reference=shared_loss),
+    Case("shared-loss", SharedLoss(), numerics=Numerics(clip_norm=0.5), reference=train_shared_loss),
     Case("loss-by-logical-rank", ByRank()),
     Case("plateau", Plateau(), steps=9),
     Case("closures", Closures()),

@@ -50,7 +50,9 @@ def run_in_worlds(
                 Placement(rank, size, rank % (local_size or size), local_size or size, f"file://{meeting}/store")
                 for rank in range(size)
             ]
-            started = [_start(body, placement, cluster, roles or {"worker": Role(size)}) for placement in placements]
+            started = [
+                _start_process(body, placement, cluster, roles or {"worker": Role(size)}) for placement in placements
+            ]
         try:
             return _receive_all([connection for _, connection in started], timeout)
         finally:
@@ -59,7 +61,7 @@ def run_in_worlds(
                 process.join()
 
 
-def gathered(losses: Iterable[Tensor], world: World) -> list[float]:
+def gather_losses(losses: Iterable[Tensor], world: World) -> list[float]:
     """Return the losses of all ranks, scalars, in rank order."""
     mine = list(map(float, losses))
     by_rank: list[Any] = [mine] * world.size
@@ -68,18 +70,18 @@ def gathered(losses: Iterable[Tensor], world: World) -> list[float]:
     return [loss for rank in by_rank for loss in rank]
 
 
-def _start(
+def _start_process(
     body: Callable[[World], T], placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
 ) -> tuple[BaseProcess, Connection[bytes, bytes]]:
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_body, args=(body, placement, cluster, roles, sender))
+    process = context.Process(target=_run_process, args=(body, placement, cluster, roles, sender))
     process.start()
     sender.close()
     return process, receiver
 
 
-def _body(
+def _run_process(
     body: Callable[[World], T],
     placement: Placement,
     cluster: Cluster,
@@ -90,14 +92,14 @@ def _body(
     try:
         with open_world(placement, cluster, roles) as world:
             try:
-                _answer(sender, succeeded=True, result=body(world))
+                _send_result(sender, succeeded=True, result=body(world))
             except BaseException:  # answer before its connections close, which makes other processes fail
-                _answer(sender, succeeded=False, result=traceback.format_exc())
+                _send_result(sender, succeeded=False, result=traceback.format_exc())
     except BaseException:
-        _answer(sender, succeeded=False, result=traceback.format_exc())
+        _send_result(sender, succeeded=False, result=traceback.format_exc())
 
 
-def _answer(sender: Connection[bytes, bytes], *, succeeded: bool, result: object) -> None:
+def _send_result(sender: Connection[bytes, bytes], *, succeeded: bool, result: object) -> None:
     # pickled by value: the connection's own pickler would share tensors with an exiting process
     sender.send_bytes(pickle.dumps((succeeded, result)))
 
@@ -114,7 +116,7 @@ def _receive_all(connections: Sequence[Connection[bytes, bytes]], timeout: float
         for connection in answered:
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
-            succeeded, result = _receive(connection)
+            succeeded, result = _receive_result(connection)
             if succeeded:
                 results[rank] = result
             else:
@@ -124,7 +126,7 @@ def _receive_all(connections: Sequence[Connection[bytes, bytes]], timeout: float
     return [results[rank] for rank in range(len(connections))]
 
 
-def _receive(connection: Connection[bytes, bytes]) -> tuple[bool, Any]:
+def _receive_result(connection: Connection[bytes, bytes]) -> tuple[bool, Any]:
     try:
         succeeded, result = pickle.loads(connection.recv_bytes())
     except EOFError:

@@ -71,7 +71,7 @@ class Checkpointing:
 
     def begin_step(self) -> None:
         """Emit the event of the save in flight if it has ended; raise the same errors as :meth:`save`."""
-        self._take(self._saver.ended)
+        self._record_ended_saves(self._saver.poll_events)
         if self._interval:
             self._interval.begin_step(in_flight=self._saver.is_writing)
 
@@ -79,19 +79,19 @@ class Checkpointing:
         """Return whether a save is due after ``step``, in addition to the configured ones."""
         return self._interval is not None and self._interval.is_due(step)
 
-    def uncounted(self) -> AbstractContextManager[None]:
+    def exclude_duration(self) -> AbstractContextManager[None]:
         """Return a context that excludes its duration from that of the step, such as for an evaluation."""
-        return self._interval.uncounted() if self._interval else nullcontext()
+        return self._interval.exclude_step_time() if self._interval else nullcontext()
 
     def finish(self) -> None:
         """Wait for the save in flight and emit its event; raise the same errors as :meth:`save`."""
-        self._take(self._saver.finish)
+        self._record_ended_saves(self._saver.finish)
 
     def close(self) -> None:
         """Stop the saver's thread."""
         self._saver.close()
 
-    def wishes(self, *, stop: bool = False) -> Wishes:
+    def collect_wishes(self, *, stop: bool = False) -> Wishes:
         """Return this rank's requests: stop if requested or after a failed save, and save if a save is overdue."""
         failed = self._on_failure == "stop" and bool(self._failures)
         return Wishes(stop or failed, save=self._interval is not None and self._interval.is_overdue())
@@ -102,26 +102,26 @@ class Checkpointing:
         This is the case if it stops because of a failed save, or if no save of this attempt succeeded. With the exit
         code for a restart, the run would otherwise restart endlessly while the disk is full.
         """
-        if self.wishes().stop:
+        if self.collect_wishes().stop:
             first = self._failures[0]
             raise SaveFailedError(first.step, first.reason, first.newest)
         if self._in_a_row and not self._has_saved:
-            last = _described(self._failures[-1])
+            last = _format_failure(self._failures[-1])
             raise CheckpointError(f"the run was stopped on request, but nothing of this attempt is saved: {last}")
 
     def check_end(self, step: int) -> None:
         """Raise CheckpointError if the save of ``step``, the run's last step, failed and the trained model is lost."""
         if self._in_a_row and (last := self._failures[-1]).step == step != last.newest:
             raise CheckpointError(
-                f"training has ended, but its last checkpoint is missing: {_described(last)} Then worldsize resume "
-                "repeats the steps since the checkpoint before it."
+                f"training has ended, but its last checkpoint is missing: {_format_failure(last)} Then worldsize "
+                "resume repeats the steps since the checkpoint before it."
             )
 
-    def failed_saves(self) -> list[dict[str, Any]]:
+    def list_failed_saves(self) -> list[dict[str, Any]]:
         """List the failed saves of this attempt, for the result."""
         return [{"step": failure.step, "reason": failure.reason} for failure in self._failures]
 
-    def _take(self, ended: Callable[[], list[CheckpointSaved]]) -> None:
+    def _record_ended_saves(self, ended: Callable[[], list[CheckpointSaved]]) -> None:
         try:
             events = ended()
         except SaveFailedError as error:
@@ -137,7 +137,7 @@ class Checkpointing:
                 self._emit(event)
 
 
-def _described(failure: CheckpointFailed) -> str:
+def _format_failure(failure: CheckpointFailed) -> str:
     return str(SaveFailedError(failure.step, failure.reason, failure.newest))
 
 

@@ -13,8 +13,8 @@ from typing import Any, final
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from worldsize.checkpoint.format import Checkpoint, read
-from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.format import Checkpoint, read_checkpoint
+from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.checkpoint.save import Saver
 from worldsize.config.settings import Settings
 from worldsize.core import (
@@ -33,27 +33,29 @@ from worldsize.core import (
     StopFlag,
     World,
 )
-from worldsize.data.batches import collate_of, is_iterable
+from worldsize.data.batches import get_collate_fn, is_iterable
 from worldsize.data.data_wait import Patience
-from worldsize.data.loader import drawn
+from worldsize.data.loader import load_micro_batch
 from worldsize.loop.before_update import BeforeUpdate
 from worldsize.observe.events import EventLog
 from worldsize.observe.health.files import AlertNews
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing, UnitTimes
 from worldsize.record.metrics import MetricsFile
-from worldsize.record.run_directory import RunDirectory, private
-from worldsize.record.run_record import view
+from worldsize.record.run_directory import RunDirectory, create_private_folder
+from worldsize.record.run_record import read_run
 from worldsize.seeds import derive_seed, seed_generators
 from worldsize.worker.evaluation import EvaluationData
 from worldsize.world.environments import Placement
 from worldsize.world.processes import Heartbeat, Preemption
-from worldsize.world.roles import role_of
+from worldsize.world.roles import find_role
 from worldsize.world.scratch import socket_folder
-from worldsize.world.world import gang_of
+from worldsize.world.world import list_gang_ranks
 
 
-def context_of(settings: Settings, run: RunDirectory, world: World, placement: Placement, stop: StopFlag) -> RunContext:
+def create_run_context(
+    settings: Settings, run: RunDirectory, world: World, placement: Placement, stop: StopFlag
+) -> RunContext:
     """Return the context of the process described by ``world``."""
     breakdown = settings.observe.step_breakdown
     times = _UnitTiming(run, world, every=settings.training.log_every if breakdown else None)
@@ -76,7 +78,9 @@ def context_of(settings: Settings, run: RunDirectory, world: World, placement: P
 
 def _rendezvous(timeout: float, run: RunDirectory, placement: Placement) -> Rendezvous:
     sockets = placement.heartbeat.parent if placement.heartbeat else socket_folder()
-    return Rendezvous(private(run.servers(placement.attempt)), placement.address, timeout, sockets)
+    return Rendezvous(
+        create_private_folder(run.get_servers_folder(placement.attempt)), placement.address, timeout, sockets
+    )
 
 
 @final
@@ -90,14 +94,16 @@ class _RunCheckpoints(CheckpointSource):
         checkpoint = self._checkpoint()
         if checkpoint is None:
             initial = self._settings.initial
-            return (initial.loaded(self._settings.recipe, state()), 0) if initial else None
-        self._settings.faults.at("load:begin")
-        return load(checkpoint, state(), ignore=self._settings.checkpoint.ignored(checkpoint.step)), checkpoint.step
+            return (initial.load_into(self._settings.recipe, state()), 0) if initial else None
+        self._settings.faults.report_point("load:begin")
+        return load_checkpoint(
+            checkpoint, state(), ignore=self._settings.checkpoint.list_ignored_parts(checkpoint.step)
+        ), checkpoint.step
 
     def _checkpoint(self) -> Checkpoint | None:
         if (path := self._settings.run.evaluates) is not None:
-            return read(path)
-        return newest(self._run.checkpoints, self._alone, allow_older=self._settings.checkpoint.allow_older)
+            return read_checkpoint(path)
+        return find_newest(self._run.checkpoints, self._alone, allow_older=self._settings.checkpoint.allow_older)
 
 
 @final
@@ -113,9 +119,9 @@ class _UnitTiming(StepTiming):
             return None
         return UnitTimes(Timing(self._run, rank=self._world.rank), self._world.device, every=self._every)
 
-    def drawing(self) -> AbstractContextManager[None]:
+    def time_data_wait(self) -> AbstractContextManager[None]:
         """Time the wait for data in this block."""
-        return self._times.drawing() if self._times else nullcontext()
+        return self._times.measure_data_wait() if self._times else nullcontext()
 
     def measured(self, step: int) -> AbstractContextManager[None]:
         return self._times.measured(step) if self._times else nullcontext()
@@ -130,7 +136,7 @@ class _RunData(DataSource):
 
     def __init__(self, settings: Settings, world: World, heartbeat: Path | None, times: _UnitTiming) -> None:
         self._settings, self._world, self._heartbeat, self._times = settings, world, heartbeat, times
-        self._order, self._collate = settings.order(0, 1), collate_of(settings.recipe)
+        self._order, self._collate = settings.create_order(0, 1), get_collate_fn(settings.recipe)
         self._evaluation = EvaluationData(settings.recipe, settings.training, settings.evaluation.batches)
 
     @cached_property
@@ -142,7 +148,7 @@ class _RunData(DataSource):
         return Heartbeat(self._heartbeat, 0) if self._heartbeat else None
 
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
-        self._settings.faults.enter(step)
+        self._settings.faults.report_step(step)
         if self._beats:
             self._beats.step(step - 1)
         if is_iterable(self._train):
@@ -150,12 +156,12 @@ class _RunData(DataSource):
                 "this strategy draws samples by their index; the recipe's training data are a stream. "
                 "Return data with an index, or choose a different strategy."
             )
-        with self._times.drawing():
-            return drawn(self._train, self._order, self._world.device, step, logical_rank, self._collate)
+        with self._times.time_data_wait():
+            return load_micro_batch(self._train, self._order, self._world.device, step, logical_rank, self._collate)
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
-        self._settings.faults.at("evaluate:begin")
-        return self._evaluation.batches(split, step, replace(self._world, rank=part, size=parts, groups={}))
+        self._settings.faults.report_point("evaluate:begin")
+        return self._evaluation.load_batches(split, step, replace(self._world, rank=part, size=parts, groups={}))
 
 
 @final
@@ -188,19 +194,19 @@ class ProcessResources:
         """The evaluation data."""
         return EvaluationData(self.settings.recipe, self.settings.training, self.settings.evaluation.batches)
 
-    def build(self, world: World) -> None:
+    def build_datasets(self, world: World) -> None:
         """Build the datasets now, so that a gang does not have to wait while a new member builds its own."""
         seed_generators(derive_seed(self.settings.training.seed, "data"), world.device)  # the data may be shuffled
         assert self.train is not None
-        self.evaluation.build(self.settings.evaluation.splits)
+        self.evaluation.build_splits(self.settings.evaluation.splits)
 
-    def saver(self, world: World, group: ProcessGroup | None) -> Saver:
+    def get_saver(self, world: World, group: ProcessGroup | None) -> Saver:
         """Return the checkpoint writer for the ranks of ``world``, which use ``group`` only for this purpose.
 
         The writer has the same thread in all memberships, so that an interrupted save ends before the next one starts.
         """
         if self._saver is not None:
-            self._saver = self._saver.regrouped(world, group)
+            self._saver = self._saver.regroup_ranks(world, group)
             return self._saver
         self._saver = Saver(
             self.run.checkpoints,
@@ -209,11 +215,11 @@ class ProcessResources:
             keep=self.settings.checkpoint.keep,
             finite=self.settings.numerics.nonfinite == "stop",
             owner=self.run.manifest,
-            at=self.settings.faults.at,
+            at=self.settings.faults.report_point,
         )
         return self._saver
 
-    def beats(self, first: int) -> Heartbeat | None:
+    def get_heartbeat(self, first: int) -> Heartbeat | None:
         """Return the heartbeat of this process, which started after step ``first``."""
         if self._beats is None and self._heartbeat is not None:
             self._beats = Heartbeat(self._heartbeat, first)
@@ -244,22 +250,22 @@ class ProcessResources:
 _ENDING = 2.0  # seconds that a process needs to exit if it does not wait for anything
 
 
-def listeners_of(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
+def create_listeners(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
     """Create the listeners of a process: every training process writes its timing, and the first logs global events.
 
     If all processes serve, the run's first process leads and logs. In a healing gang the first member logs, which may
     not be the first process.
     """
-    role, rank = role_of(global_rank, settings.roles)
+    role, rank = find_role(global_rank, settings.roles)
     own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
-    if settings.heals or global_rank != (gang_of(settings.roles) or [0])[0]:
+    if settings.heals or global_rank != (list_gang_ranks(settings.roles) or [0])[0]:
         return own
     return [*own, *global_listeners(settings, run, preemption)]
 
 
 def global_listeners(settings: Settings, run: RunDirectory, preemption: Preemption) -> list[Listener]:
     """Create the listeners of the whole run."""
-    manifest = view(run.path).manifest  # the manifest's configuration does not contain secrets
+    manifest = read_run(run.path).manifest  # the manifest's configuration does not contain secrets
     facts = {"run_id": run.id, "folder": run.path, "config": manifest["config"], "manifest": manifest}
     makers = {
         name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
@@ -268,7 +274,7 @@ def global_listeners(settings: Settings, run: RunDirectory, preemption: Preempti
         makers,
         grace=lambda: max(1.0, preemption.seconds_left(settings.launcher.save_grace) - _ENDING),
         lock=run.listener_lock,
-        alerts=AlertNews(run.events).new,
+        alerts=AlertNews(run.events).read_alerts,
     )
     return [MetricsFile(run.metrics), EventLog(run.events), loggers]
 
@@ -286,7 +292,7 @@ class StopVote:
         self._size, self._key = world.size, f"stop_vote/{world.role}"
         self._voted = -1  # last step at which this rank voted
 
-    def passes(self, step: int) -> bool:
+    def vote_to_stop(self, step: int) -> bool:
         """Vote to stop after ``step``; return whether all ranks did so in time, with the same result on all ranks."""
         if self._size == 1:
             return True
@@ -309,11 +315,11 @@ class StopVote:
         return decision == _STOP
 
 
-def patience_of(timeout: float, world: World, preemption: Preemption, *, heals: bool) -> Patience:
+def create_patience(timeout: float, world: World, preemption: Preemption, *, heals: bool) -> Patience:
     """Return the limits on waits for data, without voting in healing gangs, which do not share a store."""
     vote = None if heals else StopVote(world)
 
-    def stops(step: int) -> bool:
-        return vote is not None and preemption.is_wanted() and vote.passes(step)
+    def should_stop(step: int) -> bool:
+        return vote is not None and preemption.is_wanted() and vote.vote_to_stop(step)
 
-    return Patience(timeout, speaks=world.rank == 0, stops=stops)
+    return Patience(timeout, speaks=world.rank == 0, stops=should_stop)

@@ -11,15 +11,15 @@ from typing import Any, final
 
 import torch
 
-from worldsize.checkpoint.format import read
-from worldsize.checkpoint.load import load
+from worldsize.checkpoint.format import read_checkpoint
+from worldsize.checkpoint.load import load_checkpoint
 from worldsize.config.schema import TrainingConfig
 from worldsize.config.settings import Settings
-from worldsize.core import EvaluationBatch, EvaluationBatches, Recipe, Replica, World, metric_key, split_of
-from worldsize.data.batches import collate_of, is_iterable
+from worldsize.core import EvaluationBatch, EvaluationBatches, Recipe, Replica, World, metric_key, parse_metric_key
+from worldsize.data.batches import get_collate_fn, is_iterable
 from worldsize.data.loader import evaluation_batches
 from worldsize.loop.averaging import evaluate_all
-from worldsize.loop.early_stopping import value_of
+from worldsize.loop.early_stopping import get_metric_value
 from worldsize.record.run_directory import RunDirectory
 from worldsize.record.run_record import write_result
 from worldsize.seeds import derive_seed, keep_generators, seed_generators
@@ -33,31 +33,31 @@ class EvaluationData:
         self._recipe, self._training, self._batches = recipe, training, batches
         self._datasets: dict[str, Any] = {}
 
-    def build(self, splits: Sequence[str]) -> None:
+    def build_splits(self, splits: Sequence[str]) -> None:
         """Build the data of ``splits`` now instead of at the first evaluation."""
         for split in splits:
             if split not in self._datasets:
                 self._datasets[split] = self._recipe.data(split)
 
-    def batches(self, split: str, step: int, part: World) -> Iterator[EvaluationBatch]:
+    def load_batches(self, split: str, step: int, part: World) -> Iterator[EvaluationBatch]:
         """Yield the batches of the process with the rank and size of ``part``."""
-        self.build([split])
+        self.build_splits([split])
         return evaluation_batches(
             self._datasets[split],
             part,
             batch_size=self._training.evaluate_batch_size,
-            collate=collate_of(self._recipe),
+            collate=get_collate_fn(self._recipe),
             drawn=self._batches,
             seed=derive_seed(self._training.seed, f"evaluation/{split}", step),
         )
 
     def first_batch(self, split: str, part: World) -> Iterator[EvaluationBatch]:
         """Yield this process's first batch."""
-        return islice(self.batches(split, 0, part), 1)
+        return islice(self.load_batches(split, 0, part), 1)
 
     def is_stream(self, split: str) -> bool:
         """Return whether the data of ``split`` can only be read in order."""
-        self.build([split])
+        self.build_splits([split])
         return is_iterable(self._datasets[split])
 
 
@@ -79,13 +79,13 @@ def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, p
             metrics |= {metric_key(split, name): value for name, value in own.items()}
     followed = {"schedule_metric": settings.training.schedule_metric}
     if best := settings.checkpoint.keep.best:
-        followed["checkpoint.keep.best"] = metric_key(*split_of(best))
+        followed["checkpoint.keep.best"] = metric_key(*parse_metric_key(best))
     if rule := settings.early_stopping:
         followed["early_stopping.metric"] = rule.metric
     for key, name in followed.items():
         is_average = settings.average is not None and str(name).startswith("ema/")  # no average exists yet
         if name is not None and len(tried) == len(splits) and not is_average:
-            value_of(metrics, name, key=key)
+            get_metric_value(metrics, name, key=key)
 
 
 def evaluate_splits(
@@ -93,14 +93,14 @@ def evaluate_splits(
 ) -> Mapping[str, float]:
     """Evaluate ``replica``, and its average if any, on all ``splits``; return metrics keyed by :func:`metric_key`."""
 
-    def evaluated() -> Mapping[str, float]:
+    def evaluate_each_split() -> Mapping[str, float]:
         metrics: dict[str, float] = {}
         for split in splits:
-            own = replica.evaluate(EvaluationBatches(partial(data.batches, split, step, part), split, step))
+            own = replica.evaluate(EvaluationBatches(partial(data.load_batches, split, step, part), split, step))
             metrics |= {metric_key(split, name): value for name, value in own.items()}
         return metrics
 
-    return evaluate_all(replica, evaluated)
+    return evaluate_all(replica, evaluate_each_split)
 
 
 def advance_schedules(replica: Replica, training: TrainingConfig, metrics: Mapping[str, float], *, step: int) -> None:
@@ -109,7 +109,7 @@ def advance_schedules(replica: Replica, training: TrainingConfig, metrics: Mappi
     The evaluation at the end of a run may not be regular, since a longer run would not have it.
     """
     if training.schedule_metric is not None and step % training.evaluate_every == 0:
-        value = value_of(metrics, training.schedule_metric, key="schedule_metric")
+        value = get_metric_value(metrics, training.schedule_metric, key="schedule_metric")
         replica.advance_schedules(value, step=step)
 
 
@@ -117,9 +117,9 @@ def evaluate_alone(settings: Settings, run: RunDirectory, world: World, replica:
     """Load the checkpoint in ``path`` and evaluate it instead of training; the first rank writes the result."""
     leads = settings.roles[world.role].serves
     part = replace(world, rank=0, size=1) if leads else settings.data_part(world)
-    checkpoint = read(path)
+    checkpoint = read_checkpoint(path)
     if replica.step_reached is None:
-        replica.load(load(checkpoint, replica.state()))
+        replica.load(load_checkpoint(checkpoint, replica.state()))
     splits = settings.evaluation.splits
     seed_generators(derive_seed(settings.training.seed, "data"), world.device)  # as for the datasets in training
     data = EvaluationData(settings.recipe, settings.training, settings.evaluation.batches)

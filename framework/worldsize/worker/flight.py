@@ -54,10 +54,10 @@ def hangs_watched(
     watch = _HangWatch(log, asked, attempt, timeout, counts=counts)
     watch.start()
     try:
-        yield watch.begin
+        yield watch.ignore_past_collectives
     finally:
         watch.ended.set()
-        watch.count(until=time.monotonic() + _SETTLES)
+        watch.write_counts(until=time.monotonic() + _SETTLES)
 
 
 @final
@@ -66,18 +66,18 @@ class _HangWatch(threading.Thread):
         super().__init__(name="hang watch", daemon=True)
         self.ended = threading.Event()
         self._log, self._asked = log, asked
-        self._asked_before = self._asked_at()  # requests from before the start of this process do not count
+        self._asked_before = self._read_request_time()  # requests from before the start of this process do not count
         self._attempt, self._timeout = attempt, timeout
         self._since = 0  # time in ns when the process joined its gang
         self._told = 0  # time in ns of its last record; earlier waits belong to the recorded hang
         self._counted = collectives_file(log) if counts else None
         self._main = threading.main_thread().ident
 
-    def begin(self) -> None:
+    def ignore_past_collectives(self) -> None:
         """Ignore the collectives that this process has started so far, since their gang is gone."""
         self._since = time.time_ns()
 
-    def count(self, *, until: float = 0.0) -> None:
+    def write_counts(self, *, until: float = 0.0) -> None:
         """Write the numbers of this process's collectives once, if requested and if it is in a group.
 
         ``until``: monotonic time until which to wait for torch's threads to record completed collectives.
@@ -85,9 +85,11 @@ class _HangWatch(threading.Thread):
         path, self._counted = self._counted, None  # only once, since a failed collective would count as completed later
         if path is not None and dist.is_initialized():
             with suppress(OSError, KeyError, ValueError):
-                while any(begun != ended for begun, ended in _counts().values()) and time.monotonic() < until:
+                while (
+                    any(begun != ended for begun, ended in _count_collectives().values()) and time.monotonic() < until
+                ):
                     time.sleep(_SETTLES / 20)
-                path.write_text(json.dumps(_counts()))
+                path.write_text(json.dumps(_count_collectives()))
 
     def run(self) -> None:
         pause = min(max(self._timeout / _POLLS, _QUICKEST), _SLOWEST)
@@ -97,71 +99,73 @@ class _HangWatch(threading.Thread):
                 entries = _collectives()
                 waiting = [each for each in entries if not each["retired"] and each["time_created_ns"] > self._since]
                 is_asked = self._is_asked()
-                if is_asked or self._hangs(waiting):
+                if is_asked or self._is_hung(waiting):
                     if not is_asked:
-                        self._ask()
+                        self._request_records()
                     keep_flight_file(self._log)
-                    flight_file(self._log).write_text(json.dumps(self._record(entries, waiting)))
-                    self.count()  # now, since it may be killed during the hang
+                    flight_file(self._log).write_text(json.dumps(self._build_record(entries, waiting)))
+                    self.write_counts()  # now, since it may be killed during the hang
                     self._told, records = time.time_ns(), records + 1
 
     def _is_asked(self) -> bool:
         """Return whether a new request arrived since the last call, ignoring further requests for the same hang."""
-        before, self._asked_before = self._asked_before, self._asked_at()
+        before, self._asked_before = self._asked_before, self._read_request_time()
         return self._asked_before != before and time.time_ns() - self._told > _SHARE / 2 * self._timeout * 1e9
 
-    def _hangs(self, waiting: Sequence[Mapping[str, Any]]) -> bool:
+    def _is_hung(self, waiting: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether this process has been waiting too long for a collective or a message.
 
         Collectives and messages in its last record do not count.
         """
-        now, awaited = time.time_ns(), PEER_WAIT.open()
+        now, awaited = time.time_ns(), PEER_WAIT.get_open_wait()
         begun = [each["time_created_ns"] for each in waiting]
         begun += [now - int(awaited[1] * 1e9)] if awaited else []
         oldest = min((each for each in begun if each > self._told), default=now)
         return (now - oldest) / 1e9 > _SHARE * self._timeout
 
-    def _ask(self) -> None:
+    def _request_records(self) -> None:
         """Request a record from all processes; if waiting for a message, log it, since the run may continue."""
         self._asked.touch()
-        if awaited := PEER_WAIT.open():
+        if awaited := PEER_WAIT.get_open_wait():
             text = "this process has waited for %s for %.3g s; see *.flight.json beside each process's log"
             _logger.warning(text, *awaited)
 
-    def _asked_at(self) -> int:
+    def _read_request_time(self) -> int:
         """Return the time of the last request in ns; 0 if there is none."""
         with suppress(OSError):
             return self._asked.stat().st_mtime_ns
         return 0
 
-    def _record(self, entries: Sequence[Mapping[str, Any]], waiting: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        awaited = PEER_WAIT.open()
+    def _build_record(
+        self, entries: Sequence[Mapping[str, Any]], waiting: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        awaited = PEER_WAIT.get_open_wait()
         frames = sys._current_frames()
         return {
             "attempt": self._attempt,
-            "waiting": [_plain(each) for each in waiting],
+            "waiting": [_format_entry(each) for each in waiting],
             "awaited": {"what": awaited[0], "seconds": awaited[1]} if awaited else None,
-            "last": _plain(entries[-1]) if entries else None,
-            "stack": _lines(frames.get(self._main or 0)),
-            "threads": {str(ident): _lines(frame) for ident, frame in frames.items()},
+            "last": _format_entry(entries[-1]) if entries else None,
+            "stack": _format_stack(frames.get(self._main or 0)),
+            "threads": {str(ident): _format_stack(frame) for ident, frame in frames.items()},
         }
 
 
 def _collectives() -> list[Mapping[str, Any]]:
     """Return the entries of the flight recorder, oldest first; empty if the process is not in a group."""
     try:
-        entries: list[Mapping[str, Any]] = _recorded().get("entries", []) if dist.is_initialized() else []
+        entries: list[Mapping[str, Any]] = _read_flight_recorder().get("entries", []) if dist.is_initialized() else []
     except ValueError:  # the group was destroyed in between, because the membership changed
         return []
     return entries
 
 
-def _counts() -> dict[str, list[int]]:
+def _count_collectives() -> dict[str, list[int]]:
     """Return the numbers of collectives that this process has started and completed in each group.
 
     They do not rely on torch's last completed collective, since its threads may record completions out of order.
     """
-    record = _recorded()
+    record = _read_flight_recorder()
     pending = {
         str(each["pg_id"]): int(each["collective_seq_id"])
         for each in reversed(record.get("entries", []))  # the dict retains the oldest entry per group
@@ -171,7 +175,7 @@ def _counts() -> dict[str, list[int]]:
     return {group: [last, pending.get(group, last + 1) - 1] for group, last in begun.items()}
 
 
-def _recorded() -> Mapping[str, Any]:
+def _read_flight_recorder() -> Mapping[str, Any]:
     dump = _distributed_c10d._dump_fr_trace_json
     if "nccl" in backend_names(dist.get_backend()):
         dump = _distributed_c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
@@ -179,7 +183,7 @@ def _recorded() -> Mapping[str, Any]:
     return record
 
 
-def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _format_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": entry["profiling_name"],
         "number": entry["collective_seq_id"] or entry["p2p_seq_id"],
@@ -189,6 +193,6 @@ def _plain(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lines(frame: Any) -> list[str]:
+def _format_stack(frame: Any) -> list[str]:
     stack = traceback.extract_stack(frame) if frame is not None else []
     return [f"{each.filename}, line {each.lineno}, in {each.name}" for each in stack]

@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from worldsize.core import Cluster, World
 from worldsize.devices import synchronize
 from worldsize.observe.transport import Transport
-from worldsize.plan.doctor.findings import ONE_HOST, units, write_facts
+from worldsize.plan.doctor.findings import ONE_HOST, count_unit_ranks, write_facts
 from worldsize.world.environments import Placement
-from worldsize.world.world import device_of
+from worldsize.world.world import select_device
 
 _FIRST, _COPIED = 1 << 20, 1 << 26  # bytes per trial message, and per copy
 _GATHERED = 1 << 25  # maximum bytes per ring message, about one DDP bucket
@@ -64,22 +64,24 @@ class Edge:
 
 def introduce(placement: Placement, cluster: Cluster, findings: Path) -> None:
     """Write this process's device to the findings, before waiting for other processes."""
-    device = device_of(placement, cluster)
+    device = select_device(placement, cluster)
     write_facts(
-        findings, f"rank_{placement.rank:05d}", {**_who(placement), "device": _identity(device), "joined": False}
+        findings,
+        f"rank_{placement.rank:05d}",
+        {**_describe_process(placement), "device": _identity(device), "joined": False},
     )
 
 
-def probe(
+def measure_cluster(
     world: World, placement: Placement, cluster: Cluster, transport: Transport, findings: Path, *, pairs: bool
 ) -> int:
     """Measure together with all other processes, and return the exit code; the first process writes the result."""
-    who = {**_who(placement), "device": _identity(world.device), "transport": transport, "joined": True}
+    who = {**_describe_process(placement), "device": _identity(world.device), "transport": transport, "joined": True}
     write_facts(findings, f"rank_{world.rank:05d}", who)
-    own = [_copies(world)]
-    for tier, turns in schedule(units(cluster), world.rank, pairs=pairs):
-        own += _measure(world, tier, turns, _SHARED if tier in _uplinks(cluster.tiers) else _THOROUGH)
-    rings = _rings(world)
+    own = [_measure_copy(world)]
+    for tier, turns in schedule(count_unit_ranks(cluster), world.rank, pairs=pairs):
+        own += _measure_edges(world, tier, turns, _SHARED if tier in _list_uplink_tiers(cluster.tiers) else _THOROUGH)
+    rings = _measure_rings(world)
     gathered: list[Any] | None = [None] * world.size if world.rank == 0 else None  # only rank 0 needs all pairs
     if world.size > 1:
         dist.gather_object([asdict(edge) for edge in own], gathered)
@@ -96,16 +98,16 @@ def network_edges(world: World, per_node: int, distance: int) -> list[dict[str, 
     This takes one or two seconds, or longer if a link has less than 20 Mbit/s.
     """
     node, place = divmod(world.rank, per_node)
-    edges = ring(world.size // per_node, node, distance)
+    edges = plan_ring(world.size // per_node, node, distance)
     turns = [edge and (edge[0] * per_node + place, edge[1] * per_node + place) for edge in edges]
-    own = [asdict(edge) for edge in _measure(world, "network", turns, _SHORT)]
+    own = [asdict(edge) for edge in _measure_edges(world, "network", turns, _SHORT)]
     gathered: list[Any] = [own] * world.size
     if world.size > 1:
         dist.all_gather_object(gathered, own)
     return list(chain.from_iterable(gathered))
 
 
-def _who(placement: Placement) -> dict[str, Any]:
+def _describe_process(placement: Placement) -> dict[str, Any]:
     return {"rank": placement.rank, "node": placement.node_rank, "host": socket.gethostname()}
 
 
@@ -114,16 +116,16 @@ def _identity(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def _measure(world: World, tier: str, turns: Iterable[Turn], effort: Effort) -> list[Edge]:
+def _measure_edges(world: World, tier: str, turns: Iterable[Turn], effort: Effort) -> list[Edge]:
     """Measure this rank's edges while the other ranks, which have equally many turns, measure theirs."""
     edges_measured = []
     for turn in turns:
         if world.size > 1:
             dist.barrier()
         if turn is not None and world.rank == turn[0]:
-            edges_measured.append(_sent(world, tier, turn[1], effort))
+            edges_measured.append(_measure_send(world, tier, turn[1], effort))
         elif turn is not None:
-            _echo(world, turn[0], effort.repeats)
+            _echo_messages(world, turn[0], effort.repeats)
     return edges_measured
 
 
@@ -142,7 +144,7 @@ def schedule(sizes: Mapping[str, int], rank: int, *, pairs: bool) -> list[tuple[
     (node, per_node), *_ = sizes.items()
     below, tiers = 1, list[tuple[str, list[Turn]]]()
     for tier, unit in sizes.items():
-        plan = tournament if pairs and tier != node else ring
+        plan = tournament if pairs and tier != node else plan_ring
         edges = plan(unit // below, rank % unit // below)
         first = rank // unit * unit + rank % below
         turns = [edge and (first + edge[0] * below, first + edge[1] * below) for edge in edges]
@@ -153,12 +155,12 @@ def schedule(sizes: Mapping[str, int], rank: int, *, pairs: bool) -> list[tuple[
     return tiers
 
 
-def _uplinks(tiers: Mapping[str, int]) -> list[str]:
+def _list_uplink_tiers(tiers: Mapping[str, int]) -> list[str]:
     """Return the tiers, above the innermost tier between nodes, whose links are shared by several nodes."""
     return [*tiers, "network"][1:]
 
 
-def ring(members: int, own: int, distance: int = 1) -> list[Turn]:
+def plan_ring(members: int, own: int, distance: int = 1) -> list[Turn]:
     """Return the turns of member ``own`` in a ring in which each member sends to the one ``distance`` after it."""
     common = math.gcd(members, distance)
     length = members // common  # the ring splits into ``common`` rings of this length
@@ -188,47 +190,49 @@ def tournament(members: int, own: int) -> list[Turn]:
     return turns
 
 
-def _copies(world: World) -> Edge:
+def _measure_copy(world: World) -> Edge:
     source, target = (torch.zeros(_COPIED // 4, device=world.device) for _ in range(2))
     few = target[:1]
-    seconds = min(_timed(world, lambda: target.copy_(source)) for _ in range(_REPEATS + 1))
-    latency = statistics.median(_timed(world, lambda: few.add_(1)) for _ in range(_MESSAGES))
+    seconds = min(_measure_time(world, lambda: target.copy_(source)) for _ in range(_REPEATS + 1))
+    latency = statistics.median(_measure_time(world, lambda: few.add_(1)) for _ in range(_MESSAGES))
     return Edge("device", world.rank, world.rank, 2 * _COPIED, seconds, latency)
 
 
-def _sent(world: World, tier: str, target: int, effort: Effort) -> Edge:
+def _measure_send(world: World, tier: str, target: int, effort: Effort) -> Edge:
     few, answer = (torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(2))
 
-    def send(payload: Tensor) -> None:
+    def send_payload(payload: Tensor) -> None:
         dist.send(payload, target)
         dist.recv(answer, target)
 
-    send(few)  # establishes the connection
-    latency = statistics.median(_timed(world, lambda: send(few)) for _ in range(_MESSAGES)) / 2
-    first = _timed(world, lambda: send(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device)))
+    send_payload(few)  # establishes the connection
+    latency = statistics.median(_measure_time(world, lambda: send_payload(few)) for _ in range(_MESSAGES)) / 2
+    first = _measure_time(world, lambda: send_payload(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device)))
     size = int(min(max(_SECONDS * _FIRST / first, _FIRST), effort.largest))
-    send(few.fill_(size))
+    send_payload(few.fill_(size))
     payload = torch.zeros(size, dtype=torch.uint8, device=world.device)
-    seconds = effort.of_times([_timed(world, lambda: send(payload)) for _ in range(effort.repeats)]) - latency
+    seconds = (
+        effort.of_times([_measure_time(world, lambda: send_payload(payload)) for _ in range(effort.repeats)]) - latency
+    )
     return Edge(tier, world.rank, target, size, seconds, latency)
 
 
-def _echo(world: World, source: int, repeats: int) -> None:
+def _echo_messages(world: World, source: int, repeats: int) -> None:
     """Answer the messages of :func:`_sent`."""
     few = torch.zeros(1, dtype=torch.int64, device=world.device)
 
-    def hear(payload: Tensor, times: int) -> None:
+    def echo_payload(payload: Tensor, times: int) -> None:
         for _ in range(times):
             dist.recv(payload, source)
             dist.send(few, source)
 
-    hear(few, 1 + _MESSAGES)
-    hear(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device), 1)
-    hear(few, 1)
-    hear(torch.zeros(int(few), dtype=torch.uint8, device=world.device), repeats)
+    echo_payload(few, 1 + _MESSAGES)
+    echo_payload(torch.zeros(_FIRST, dtype=torch.uint8, device=world.device), 1)
+    echo_payload(few, 1)
+    echo_payload(torch.zeros(int(few), dtype=torch.uint8, device=world.device), repeats)
 
 
-def _rings(world: World) -> dict[str, dict[str, float]]:
+def _measure_rings(world: World) -> dict[str, dict[str, float]]:
     """Measure the bandwidth of a link on each tier while all rings of the tier are busy.
 
     The tiers are the rings inside nodes, and one ring over all ranks with one edge out of each node. With intermediate
@@ -244,59 +248,59 @@ def _rings(world: World) -> dict[str, dict[str, float]]:
     for tier, ring in rings.items():
         if ring.size() == 1:
             continue
-        rates[tier] = _ring(world, ring, everyone)
+        rates[tier] = _measure_ring(world, ring, everyone)
         if tier in between:
             rates[tier]["bandwidth"] *= ranks
         if tier != "node":
             parts = ranks * (ring.size() - (1 if tier in between else ranks))
-            rates[tier]["incast"] = _incast(world, ring, parts, rates[tier]["bandwidth"])
+            rates[tier]["incast"] = _measure_incast(world, ring, parts, rates[tier]["bandwidth"])
         ranks *= ring.size()
     return rates
 
 
-def _ring(world: World, ring: ProcessGroup, everyone: ProcessGroup) -> dict[str, float]:
+def _measure_ring(world: World, ring: ProcessGroup, everyone: ProcessGroup) -> dict[str, float]:
     """Measure the rounds of an all-gather: their duration for a few bytes, and their bandwidth for many.
 
     Both are means, since a step also waits for slow rounds, and are taken from the slowest of the concurrent rings.
     """
     rounds = ring.size() - 1
 
-    def seconds(size: int, times: int) -> float:
-        part, full = _bytes(world, size), _bytes(world, size * ring.size())
-        return _mean(world, partial(dist.all_gather_into_tensor, full, part, group=ring), times) / rounds
+    def time_all_gather(size: int, times: int) -> float:
+        part, full = _allocate_bytes(world, size), _allocate_bytes(world, size * ring.size())
+        return _measure_mean_time(world, partial(dist.all_gather_into_tensor, full, part, group=ring), times) / rounds
 
-    gap = seconds(8, _GATHERS)
-    first = torch.tensor(seconds(_FIRST // ring.size(), _REPEATS), device=world.device)
+    gap = time_all_gather(8, _GATHERS)
+    first = torch.tensor(time_all_gather(_FIRST // ring.size(), _REPEATS), device=world.device)
     dist.all_reduce(first, group=ring)
     dist.all_reduce(first, dist.ReduceOp.MAX, group=everyone)  # all must send the same number of bytes
     size = int(min(_GATHER_SECONDS * _FIRST / (rounds * float(first)), _GATHERED / ring.size()))
-    slowest = torch.tensor([-gap, size / seconds(size, _REPEATS)], dtype=torch.float64, device=world.device)
+    slowest = torch.tensor([-gap, size / time_all_gather(size, _REPEATS)], dtype=torch.float64, device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MIN, group=everyone)
     return {"gap": -float(slowest[0]), "bandwidth": float(slowest[1])}
 
 
-def _incast(world: World, group: ProcessGroup, parts: int, bandwidth: float) -> float:
+def _measure_incast(world: World, group: ProcessGroup, parts: int, bandwidth: float) -> float:
     """Measure the fraction of ``bandwidth`` that remains in an all-to-all.
 
     At full bandwidth, the all-to-all takes :data:`_GATHER_SECONDS`. ``parts``: number of messages that leave a node or
     rack, including those of concurrent groups.
     """
     part = int(min(_GATHER_SECONDS * bandwidth / parts, _GATHERED / group.size()))
-    theirs, mine = (_bytes(world, part * group.size()) for _ in range(2))
-    seconds = _mean(world, partial(dist.all_to_all_single, theirs, mine, group=group), _REPEATS)
+    theirs, mine = (_allocate_bytes(world, part * group.size()) for _ in range(2))
+    seconds = _measure_mean_time(world, partial(dist.all_to_all_single, theirs, mine, group=group), _REPEATS)
     return min(1.0, parts * part / bandwidth / seconds)
 
 
-def _bytes(world: World, size: int) -> Tensor:
+def _allocate_bytes(world: World, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=world.device)
 
 
-def _mean(world: World, action: Callable[[], Any], times: int) -> float:
+def _measure_mean_time(world: World, action: Callable[[], Any], times: int) -> float:
     action()  # establishes the connection
-    return statistics.fmean(_timed(world, action) for _ in range(times))
+    return statistics.fmean(_measure_time(world, action) for _ in range(times))
 
 
-def _timed(world: World, action: Callable[[], Any]) -> float:
+def _measure_time(world: World, action: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     action()
     synchronize(world.device)

@@ -34,21 +34,21 @@ from worldsize.healing.membership import MembershipChannel, is_from_gone_peer
 from worldsize.loop.averaging import AveragedReplica
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
-from worldsize.observe.transport import audit, listen_to_nccl, nccl_log, transport_warning, write
+from worldsize.observe.transport import detect_transport, listen_to_nccl, nccl_log, transport_warning, write_transport
 from worldsize.record.redaction import Scrubber, process_scrubber
-from worldsize.record.run_directory import RunDirectory, make_folder_of, writing
-from worldsize.record.run_record import opened
+from worldsize.record.run_directory import RunDirectory, create_parent_folders, wrap_write_errors
+from worldsize.record.run_record import open_record
 from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.deferred.model import state_follows
-from worldsize.strict_json import LARGEST, parse
-from worldsize.worker.context import ProcessResources, context_of, listeners_of
+from worldsize.strict_json import LARGEST, parse_strict_json
+from worldsize.worker.context import ProcessResources, create_listeners, create_run_context
 from worldsize.worker.evaluation import evaluate_alone
 from worldsize.worker.flight import hangs_watched
-from worldsize.worker.probe import introduce, probe
+from worldsize.worker.probe import introduce, measure_cluster
 from worldsize.worker.training import Training
 from worldsize.world.environments import Placement, placement
 from worldsize.world.processes import PIPE, Preemption, ask_the_driver, leave_hangups, name_process
-from worldsize.world.roles import role_of
+from worldsize.world.roles import find_role
 from worldsize.world.world import check_size, open_world
 
 _logger = logging.getLogger(__name__)
@@ -71,37 +71,39 @@ def main() -> None:
         sys.exit(f"{error}")
     try:
         if not place.rank and not watched:
-            sys.exit(_recorded(run, place))
+            sys.exit(_run_and_record(run, place))
         if watched:
             leave_hangups()
-        sys.exit(play(run, place, _inherited_channel(OmegaConf.select(config, "cluster.timeout"))))
+        sys.exit(run_role(run, place, _open_inherited_channel(OmegaConf.select(config, "cluster.timeout"))))
     except Exception as error:
         if is_from_gone_peer(error):
-            sys.exit(f"rank {place.rank} lost its peers: {_summary(error)}. Look for the rank that failed first.")
+            sys.exit(
+                f"rank {place.rank} lost its peers: {_summarize_error(error)}. Look for the rank that failed first."
+            )
         if isinstance(error, WorldsizeError) and not (place.rank or watched):
             sys.exit(f"{error}")
         raise
 
 
-def _inherited_channel(timeout: float) -> MembershipChannel | None:
+def _open_inherited_channel(timeout: float) -> MembershipChannel | None:
     """Return the channel of a healing gang, if this process had one before it was re-executed for CUDA."""
     if (descriptor := os.environ.pop(PIPE, None)) is None:
         return None
     os.set_inheritable(int(descriptor), False)
-    return MembershipChannel.of(Connection(int(descriptor)), timeout)
+    return MembershipChannel.from_pipe(Connection(int(descriptor)), timeout)
 
 
-def _recorded(run: RunDirectory, place: Placement) -> int:
+def _run_and_record(run: RunDirectory, place: Placement) -> int:
     """Run the first rank of a run without a launching process, and record this attempt.
 
     Raises:
         WorldsizeError: the record cannot be opened or written.
     """
-    with writing(run), opened(run) as record:
+    with wrap_write_errors(run), open_record(run) as record:
         record.begin_attempt([], world_size=place.world_size)
         begun, outcome = time.time_ns(), Outcome("failed", 1)
         try:
-            code = play(run, place)
+            code = run_role(run, place)
             outcome = Outcome("preempted" if code else "completed", code)
         except BaseException:
             outcome = replace(outcome, failure=_first_failure(run, begun))
@@ -116,14 +118,14 @@ def _first_failure(run: RunDirectory, begun: int) -> Failure | None:
     failures = list[tuple[bool, Failure]]()
     for file in (run.path / "logs").rglob("*.error.json"):
         with suppress(OSError, ValueError, KeyError):
-            error = parse(read_regular(file, at_most=LARGEST))
+            error = parse_strict_json(read_regular(file, at_most=LARGEST))
             role, _, rank = file.name.removesuffix(".error.json").rpartition("_")
             left = Failure(role, int(rank), error["traceback"], 1, time_ns=error["time_ns"], host=error["host"])
             failures += [("lost_peer" in error, left)] if left.time_ns >= begun else []
     return min(failures, key=lambda each: (each[0], each[1].time_ns))[1] if failures else None
 
 
-def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | None = None) -> int:
+def run_role(run: RunDirectory, placement: Placement, channel: MembershipChannel | None = None) -> int:
     """Run this process's role until the run ends; return the exit code.
 
     Errors are also written next to the process's log. ``channel`` announces the members of a healing gang.
@@ -135,19 +137,21 @@ def play(run: RunDirectory, placement: Placement, channel: MembershipChannel | N
         settings = read_settings(run)
         check_size(placement, settings.roles)
         if settings.run.examine:
-            return _examine(settings, run, placement)
+            return _examine_cluster(settings, run, placement)
         if settings.run.evaluates is not None:  # signals end an evaluation
-            return _play(ProcessResources(settings, run, placement.heartbeat, [], Preemption([])), placement, None)
+            return _run_in_world(
+                ProcessResources(settings, run, placement.heartbeat, [], Preemption([])), placement, None
+            )
         preemption = Preemption(settings.checkpoint.signals)
         name_process(placement.rank)
         with _health_watched(settings, run, placement):
-            listeners = listeners_of(settings, run, placement.rank, preemption)
+            listeners = create_listeners(settings, run, placement.rank, preemption)
             resources = ProcessResources(settings, run, placement.heartbeat, listeners, preemption)
-            return _play(resources, placement, channel)
+            return _run_in_world(resources, placement, channel)
     except BaseException as error:
         _write_error(run, _error_file(run, placement, settings), error, clean)
         for listener in listeners:  # only after writing the error, since a logger may be slow
-            listener(RunFailed(clean.text(f"{type(error).__name__}: {error}")))
+            listener(RunFailed(clean.scrub_text(f"{type(error).__name__}: {error}")))
         raise
 
 
@@ -162,8 +166,8 @@ def _health_watched(settings: Settings, run: RunDirectory, placement: Placement)
 def _error_file(run: RunDirectory, placement: Placement, settings: Settings | None) -> Path:
     with suppress(ConfigError):
         if settings is not None:
-            return run.error(*role_of(placement.rank, settings.roles))
-    return run.error("process", placement.rank)  # its role is unknown
+            return run.get_error_file(*find_role(placement.rank, settings.roles))
+    return run.get_error_file("process", placement.rank)  # its role is unknown
 
 
 def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scrubber) -> None:
@@ -174,39 +178,41 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scr
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     cause |= {"host": socket.gethostname(), "is_own": isinstance(error, DataWaitError)}
     if is_from_gone_peer(error):
-        cause["lost_peer"] = _summary(error)
+        cause["lost_peer"] = _summarize_error(error)
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process reports that
-        make_folder_of(path, run)
-        path.write_text(json.dumps(clean.tree(cause)))
+        create_parent_folders(path, run)
+        path.write_text(json.dumps(clean.scrub_tree(cause)))
 
 
-def _summary(error: BaseException) -> str:
+def _summarize_error(error: BaseException) -> str:
     """Return an error's type and message in one line, without gloo's advice."""
     message = str(error).partition(" This is typically caused by")[0].strip()
     return f"{type(error).__name__}: {' '.join(message.split())}".rstrip(".")
 
 
-def _play(resources: ProcessResources, placement: Placement, channel: MembershipChannel | None) -> int:
+def _run_in_world(resources: ProcessResources, placement: Placement, channel: MembershipChannel | None) -> int:
     settings, run = resources.settings, resources.run
     settings.determinism.apply(settings.cluster.device)
-    _listen(settings.cluster.backend, run, placement)
+    _enable_nccl_log(settings.cluster.backend, run, placement)
     with open_world(placement, settings.cluster, settings.roles) as world, ExitStack() as stack:
         seed_generators(derive_seed(settings.training.seed, "init"), world.device)
-        settings.faults.begin(world.global_rank, placement.attempt + placement.starts)
+        settings.faults.select_faults(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
-            return _heal(resources, world, placement, channel)
-        _audit(settings, run, world, placement, resources.listeners)
+            return _run_healing_member(resources, world, placement, channel)
+        _audit_transport(settings, run, world, placement, resources.listeners)
         stack.enter_context(_hangs_watched(settings, run, placement))
         state, context = _beginning(settings, run, world)
         with context:
-            replica = _replica(settings, context_of(settings, run, world, placement, resources.preemption))
+            replica = _create_replica(
+                settings, create_run_context(settings, run, world, placement, resources.preemption)
+            )
         if replica is None:
             return 0
         if settings.run.evaluates is not None:
             evaluate_alone(settings, run, world, replica, settings.run.evaluates)
             return 0
         if not resources.listeners:  # this process replaces a failed leader
-            resources.listeners = listeners_of(settings, run, 0, resources.preemption)
+            resources.listeners = create_listeners(settings, run, 0, resources.preemption)
         return Training(resources, settings, world, replica, state, GangHooks()).run()
 
 
@@ -216,21 +222,23 @@ def _beginning(settings: Settings, run: RunDirectory, world: World) -> tuple[Loo
         return LoopState(), state_follows()
     if settings.roles[world.role].serves:  # a server loads its own state
         return LoopState(), nullcontext()
-    return LoopState().begin(settings, run, world)
+    return LoopState().find_checkpoint(settings, run, world)
 
 
 def _hangs_watched(
     settings: Settings, run: RunDirectory, placement: Placement
 ) -> AbstractContextManager[Callable[[], None]]:
     log, asked, cluster = (
-        run.log(*role_of(placement.rank, settings.roles)),
-        run.hang(placement.attempt),
+        run.get_log_file(*find_role(placement.rank, settings.roles)),
+        run.get_hang_file(placement.attempt),
         settings.cluster,
     )
     return hangs_watched(log, asked, attempt=placement.attempt, timeout=cluster.timeout, counts=cluster.debug)
 
 
-def _heal(resources: ProcessResources, world: World, placement: Placement, channel: MembershipChannel | None) -> int:
+def _run_healing_member(
+    resources: ProcessResources, world: World, placement: Placement, channel: MembershipChannel | None
+) -> int:
     """Train in a healing gang, which continues without failed members."""
     if channel is None:
         raise ConfigError(
@@ -243,52 +251,54 @@ def _heal(resources: ProcessResources, world: World, placement: Placement, chann
         joined()
         if world.rank == 0:
             resources.log_run()
-        _audit(settings, run, world, placement, resources.listeners)
+        _audit_transport(settings, run, world, placement, resources.listeners)
         seed_generators(derive_seed(settings.training.seed, "init"), world.device)
-        context = context_of(settings, run, world, placement, resources.preemption)
+        context = create_run_context(settings, run, world, placement, resources.preemption)
         context = replace(context, before_update=resources.before_update, making_groups=lambda: connections)
-        replica = _replica(settings, context)
+        replica = _create_replica(settings, context)
         assert replica is not None
         return replica
 
     with _hangs_watched(resources.settings, run, placement) as joined:
-        resources.build(world)
+        resources.build_datasets(world)
         settings, train = resources.settings, partial(Training, resources)
         member = HealingMember(settings, run, placement, channel, make_replica, train, emit=resources.emit)
         return member.run(world)
 
 
-def _examine(settings: Settings, run: RunDirectory, placement: Placement) -> int:
+def _examine_cluster(settings: Settings, run: RunDirectory, placement: Placement) -> int:
     """Join the run as usual, but measure instead of training."""
     Preemption([])  # signals end the examination
     introduce(placement, settings.cluster, run.findings)
-    _listen(settings.cluster.backend, run, placement)
+    _enable_nccl_log(settings.cluster.backend, run, placement)
     with open_world(placement, settings.cluster, settings.roles) as world:
-        transport = audit(world, settings.cluster, os.environ, _nccl_log(run, placement))
-        return probe(world, placement, settings.cluster, transport, run.findings, pairs=settings.run.examine == "pairs")
+        transport = detect_transport(world, settings.cluster, os.environ, _nccl_log(run, placement))
+        return measure_cluster(
+            world, placement, settings.cluster, transport, run.findings, pairs=settings.run.examine == "pairs"
+        )
 
 
-def _listen(backend: str, run: RunDirectory, placement: Placement) -> None:
+def _enable_nccl_log(backend: str, run: RunDirectory, placement: Placement) -> None:
     if "nccl" in backend_names(backend) and "NCCL_DEBUG" not in os.environ:
         log = _nccl_log(run, placement)
-        make_folder_of(log, run)
-        os.environ.update(listen_to_nccl(log.parent, attempt=_attempt(placement)))
+        create_parent_folders(log, run)
+        os.environ.update(listen_to_nccl(log.parent, attempt=_get_attempt(placement)))
 
 
 def _nccl_log(run: RunDirectory, placement: Placement) -> Path:
     host = socket.gethostname()
     # NCCL names the file after the host up to its first dot
     return nccl_log(
-        run.nccl_logs(host), host=host.partition(".")[0], process=str(os.getpid()), attempt=_attempt(placement)
+        run.nccl_logs(host), host=host.partition(".")[0], process=str(os.getpid()), attempt=_get_attempt(placement)
     )
 
 
-def _attempt(placement: Placement) -> int | None:
+def _get_attempt(placement: Placement) -> int | None:
     """Return the number of the attempt; None under torchrun, srun and mpirun."""
     return placement.attempt if placement.heartbeat is not None else None
 
 
-def _audit(
+def _audit_transport(
     settings: Settings, run: RunDirectory, world: World, placement: Placement, listeners: Sequence[Listener]
 ) -> None:
     """Determine the gang's transport; the first rank records it, and warns if it is not the declared transport.
@@ -297,16 +307,16 @@ def _audit(
     """
     if world.size < 2 or settings.roles[world.role].serves:
         return
-    transport = audit(world, settings.cluster, os.environ, _nccl_log(run, placement))
+    transport = detect_transport(world, settings.cluster, os.environ, _nccl_log(run, placement))
     if world.rank == 0:
-        write(run.transport, transport)
+        write_transport(run.transport, transport)
         if reason := transport_warning(transport, settings.cluster):
             _logger.warning("%s", reason)
             for listener in listeners:
                 listener(TransportFellBack(reason, transport.get("ranks", {}), transport["interface"]))
 
 
-def _replica(settings: Settings, context: RunContext) -> Replica | None:
+def _create_replica(settings: Settings, context: RunContext) -> Replica | None:
     """Return the replica that this process trains; in a server, serve until the end and return None."""
     serves = settings.roles[context.world.role].serves
     if serves:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from worldsize.core import Cluster, Emit, SaveIntervalChanged
-from worldsize.plan.finish import chosen_seconds, longest_seconds, mtbf_seconds
+from worldsize.plan.finish import choose_save_interval, longest_seconds, mtbf_seconds
 from worldsize.record.attempt import Attempt
 from worldsize.record.run_directory import RunDirectory
-from worldsize.record.run_record import view
+from worldsize.record.run_record import read_run
 
 _FIRST = 10  # steps before the first save, if the run has failed or its failure rate is declared
 _NEVER = 2**62  # the same for other runs, which save once a save is overdue
@@ -69,23 +69,23 @@ class SaveInterval:
         self._newest = (int(facts.get("newest", step)), self._clock() - float(facts.get("since", 0.0)))
         if facts:
             self.steps = self._told = int(facts["steps"])
-            self._costs.recall(float(facts["save_seconds"]), float(facts["step_seconds"]))
-        self._choose(step)
+            self._costs.restore_costs(float(facts["save_seconds"]), float(facts["step_seconds"]))
+        self._choose_interval(step)
         self._complete = (*self._newest, self.steps)
 
-    def handed_on(self) -> dict[str, Any]:
+    def export_facts(self) -> dict[str, Any]:
         """Return the facts for the next membership: the newest save, the interval and the costs so far.
 
         A save in flight does not count, since it may be lost with a member and then is due again.
         """
         newest, saved_at, steps = self._complete
-        cost, step_seconds = self._costs.mean(), self._costs.step_seconds
+        cost, step_seconds = self._costs.compute_mean_cost(), self._costs.step_seconds
         times = {"since": self._clock() - saved_at, "save_seconds": cost, "step_seconds": step_seconds}
         return {"newest": newest, "steps": steps, **times}
 
     def facts(self) -> dict[str, Any]:
         """Return the interval, the mean cost of a save and the seconds per step; empty until all are known."""
-        cost, step_seconds = self._costs.mean(), self._costs.step_seconds
+        cost, step_seconds = self._costs.compute_mean_cost(), self._costs.step_seconds
         return (
             {"steps": self.steps, "save_seconds": cost, "step_seconds": step_seconds} if cost and step_seconds else {}
         )
@@ -96,21 +96,21 @@ class SaveInterval:
 
     def is_overdue(self) -> bool:
         """Return whether the next save is overdue on this rank; the run saves once it is overdue on all ranks."""
-        return self._clock() - self._newest[1] >= longest_seconds(self._costs.mean())
+        return self._clock() - self._newest[1] >= longest_seconds(self._costs.compute_mean_cost())
 
     def begin_step(self, *, in_flight: bool) -> None:
         """Record the duration of the previous step, and whether a save is in flight during the next one."""
         self._costs.begin_step(in_flight=in_flight)
 
-    def uncounted(self) -> AbstractContextManager[None]:
+    def exclude_step_time(self) -> AbstractContextManager[None]:
         """Return a context that excludes its duration from that of the step, such as for an evaluation."""
-        return self._costs.uncounted()
+        return self._costs.exclude_time()
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Measure how long the save of ``step`` delays training."""
         began = self._clock()
-        with self._costs.saving():
+        with self._costs.measure_save():
             yield
         self._newest = (step, began)
 
@@ -123,11 +123,11 @@ class SaveInterval:
         """Choose, together with all ranks, the number of steps from the save of ``step`` to the next save."""
         self._costs.end_interval()
         self.steps *= _GROWTH
-        self._choose(step)
+        self._choose_interval(step)
 
-    def _choose(self, step: int) -> None:
+    def _choose_interval(self, step: int) -> None:
         """Choose the best interval, together with all ranks, up to the current number of steps."""
-        mine = (self._costs.mean(), self._costs.step_seconds, self._failures, self._clock() - self._start)
+        mine = (self._costs.compute_mean_cost(), self._costs.step_seconds, self._failures, self._clock() - self._start)
         figures = torch.tensor(mine, dtype=torch.float64)
         if self._group is not None:
             dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=self._group)
@@ -136,7 +136,7 @@ class SaveInterval:
             self.steps = min(self.steps, _FIRST) if failures else self.steps
             return
         mtbf = self._mtbf(int(failures), seconds)
-        chosen = chosen_seconds(cost, mtbf, is_expected=self._declared or failures > 0)
+        chosen = choose_save_interval(cost, mtbf, is_expected=self._declared or failures > 0)
         self.steps = max(1, min(self.steps, round(chosen / step_seconds)))
         if not 1 / _CHANGED < self.steps / self._told < _CHANGED:
             self._told = self.steps
@@ -145,7 +145,7 @@ class SaveInterval:
 
 def save_interval(cluster: Cluster, run: RunDirectory, group: ProcessGroup | None, *, emit: Emit) -> SaveInterval:
     """Return the save interval of an attempt, based on the earlier attempts in the record."""
-    attempts = view(run.path).attempts
+    attempts = read_run(run.path).attempts
     return SaveInterval(
         group,
         lambda failures, seconds: mtbf_seconds(cluster.mtbf_hours, cluster.nodes, failures=failures, seconds=seconds),
@@ -175,13 +175,13 @@ class _SaveCosts:
         self._began: float | None = None  # start time of the step in progress; None before the first step
         self._is_warm = False  # whether the first step, which is slower than others, has ended
 
-    def recall(self, save_seconds: float, step_seconds: float) -> None:
+    def restore_costs(self, save_seconds: float, step_seconds: float) -> None:
         """Start with the measurements of an earlier attempt."""
         if save_seconds:
             self._saves.append(save_seconds)
         self.step_seconds = step_seconds
 
-    def mean(self) -> float:
+    def compute_mean_cost(self) -> float:
         """Return the mean cost of the newest saves, in seconds; 0 before the first save."""
         return sum(self._saves) / len(self._saves) if self._saves else 0.0
 
@@ -195,7 +195,7 @@ class _SaveCosts:
         self._began, self._in_flight = now, in_flight
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def exclude_time(self) -> Iterator[None]:
         began = self._clock()
         try:
             yield
@@ -204,21 +204,21 @@ class _SaveCosts:
                 self._began += self._clock() - began
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def measure_save(self) -> Iterator[None]:
         began = self._clock()
-        with self.uncounted():
+        with self.exclude_time():
             yield
         self._saves.append(self._clock() - began)
 
     def end_interval(self) -> None:
         """Use the steps since the last save as the new baseline."""
         if self._quiet.number:
-            self.step_seconds = self._quiet.mean()
+            self.step_seconds = self._quiet.compute_mean()
             self._quiet = _Steps()
 
     def _count_slower_steps(self) -> None:
         """Add the slowdown of steps during the newest save to its cost."""
-        usual = self._quiet.mean() if self._quiet.number else self.step_seconds
+        usual = self._quiet.compute_mean() if self._quiet.number else self.step_seconds
         if usual and self._saves:
             self._saves[-1] += max(0.0, self._busy.seconds - self._busy.number * usual)
         self._busy = _Steps()
@@ -232,5 +232,5 @@ class _Steps:
     def add(self, seconds: float) -> None:
         self.number, self.seconds = self.number + 1, self.seconds + seconds
 
-    def mean(self) -> float:
+    def compute_mean(self) -> float:
         return self.seconds / self.number

@@ -7,9 +7,9 @@ from typing import final
 
 from worldsize.core import Emit, Event, RunStarted, StepDone, Straggling, World
 from worldsize.observe.stragglers import Straggler, Stragglers, slow_link_search
-from worldsize.plan.doctor.findings import measured
+from worldsize.plan.doctor.findings import aggregate_links
 from worldsize.worker.probe import network_edges
-from worldsize.world.world import places
+from worldsize.world.world import publish_place
 
 
 @final
@@ -32,7 +32,7 @@ class SlowHostWatch:
     ) -> None:
         self._health, self._first = health, world.global_rank - world.rank
         self._world, self._peers, self._emit, self._exclude = world, peers, emit, exclude
-        self._place_of = places(world)
+        self._place_of = publish_place(world)
         self._stragglers = Stragglers(peers)
         self._links = slow_link_search(world)
 
@@ -41,17 +41,17 @@ class SlowHostWatch:
             case RunStarted(first=first):
                 self._stragglers = Stragglers(self._peers, first)
             case StepDone(step=step, splits=splits) if splits:
-                self._report(step, self._stragglers.judge(step, splits))
+                self._report_stragglers(step, self._stragglers.find_stragglers(step, splits))
 
     def measure_links(self, done: StepDone) -> None:
         """Measure the links between hosts, together with all other ranks, if waits are unusually long."""
         if self._links and self._links.is_due(done):
             edges = network_edges(self._world, self._links.per_node, self._links.distance)
-            slow = self._links.judge(measured(edges, self._links.per_node)["network"])
+            slow = self._links.find_slow_hosts(aggregate_links(edges, self._links.per_node)["network"])
             if self._world.rank == 0:
-                self._report(done.step, slow)
+                self._report_stragglers(done.step, slow)
 
-    def _report(self, step: int, stragglers: Iterable[Straggler]) -> None:
+    def _report_stragglers(self, step: int, stragglers: Iterable[Straggler]) -> None:
         for slow in stragglers:
             host, device = self._place_of(slow.rank)
             health = self._health(host, self._first + slow.rank)

@@ -16,9 +16,9 @@ from worldsize.collectives.exact import gather_tensors
 from worldsize.config.shape import check_resumes
 from worldsize.core import ConfigError, Recipe, Strategy, World, saves_state
 from worldsize.data.order import Order
-from worldsize.data.stream_state import decode, encode
+from worldsize.data.stream_state import decode_state, encode_state
 from worldsize.loop.fit import TrainingProgress
-from worldsize.loop.training_metrics import by_logical_rank
+from worldsize.loop.training_metrics import gather_by_logical_rank
 
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class StepMemory:
     def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
         """Gather all processes' sums of training metrics (logical ranks, 2); every rank must call it."""
         ranks, parts = self.order.logical_ranks, self._part.size
-        return by_logical_rank(sums, self.order.mine, self._world, logical_ranks=ranks, parts=parts)
+        return gather_by_logical_rank(sums, self.order.mine, self._world, logical_ranks=ranks, parts=parts)
 
     def own_metrics(self, by_rank: Mapping[str, list[list[float]]]) -> dict[str, Tensor]:
         """Return this process's sums, float64 (logical ranks, 2), from the result of :meth:`metrics_of_all`."""
@@ -69,40 +69,40 @@ class StepMemory:
         fits = all(len(pairs) == self.order.logical_ranks for pairs in rows.values())  # otherwise, sums restart at 0
         return {name: pairs[mine].to(self._world.device) for name, pairs in rows.items()} if fits else {}
 
-    def share(self, sums: Mapping[str, Tensor]) -> SharedStep:
+    def share_step(self, sums: Mapping[str, Tensor]) -> SharedStep:
         """Gather the values of the step that all processes store; every rank must call it.
 
         ``sums``: this process's sums of training metrics, float64 (logical ranks, 2) by name.
         """
-        self._shared = self._encoded()
-        states = {(rank,): _tensor(state) for rank, state in self._shared.items()}
+        self._shared = self._encode_states()
+        states = {(rank,): _convert_to_tensor(state) for rank, state in self._shared.items()}
         gathered = gather_tensors(states, self._world) if self.has_state else {}
         recipe = {rank: state.numpy().tobytes() for (rank,), state in gathered.items()}
         return SharedStep(self.metrics_of_all(sums), recipe)
 
     def check_shared(self) -> None:
         """Raise ConfigError if the recipe's state has changed since :meth:`share`, since the change could be lost."""
-        if self._shared and self._encoded() != self._shared:
+        if self._shared and self._encode_states() != self._shared:
             raise ConfigError(
                 f"{self._kind} has changed its state after the losses of a step, in a hook of the optimizer or in "
                 "evaluate, and strategy.on_failure=heal continues from the shared state. Change it only in "
                 "micro_batch_loss, or set strategy.on_failure=restart."
             )
 
-    def begin(self, first: TrainingProgress) -> TrainingProgress:
+    def restore_or_share(self, first: TrainingProgress) -> TrainingProgress:
         """Restore the shared values of the last step, or share them for the first time; every rank must call it.
 
         Returns ``first`` with the sums of this process, float64 (logical ranks, 2) by name.
         """
         shared: SharedStep | None = first.shared
         if shared is None:
-            return replace(first, shared=self.share(first.metrics))
-        self._load({rank: shared.recipe[rank] for rank in self.order.mine} if shared.recipe else {})
+            return replace(first, shared=self.share_step(first.metrics))
+        self._load_states({rank: shared.recipe[rank] for rank in self.order.mine} if shared.recipe else {})
         return replace(first, metrics=self.own_metrics(shared.metrics))
 
-    def states(self) -> dict[str, Tensor]:
+    def collect_states(self) -> dict[str, Tensor]:
         """Return the recipe's states for this process's logical ranks, uint8 (bytes,) each, for a checkpoint."""
-        return {f"{RECIPE_STATES}/{rank}": _tensor(state) for rank, state in self._encoded().items()}
+        return {f"{RECIPE_STATES}/{rank}": _convert_to_tensor(state) for rank, state in self._encode_states().items()}
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore the recipe's state from a checkpoint, which may come from any number of processes.
@@ -125,17 +125,17 @@ class StepMemory:
                 f"again with --ignore {RECIPE_STATES}."
             )
         tensors = read_tensors(checkpoint, RECIPE_STATES, only=set(map(str, self.order.mine)))
-        self._load({int(rank): tensor.numpy().tobytes() for rank, tensor in tensors.items()})
+        self._load_states({int(rank): tensor.numpy().tobytes() for rank, tensor in tensors.items()})
 
-    def _encoded(self) -> dict[int, bytes]:
+    def _encode_states(self) -> dict[int, bytes]:
         if not self.has_state:
             return {}
-        return {rank: encode(self._recipe.state(rank), self._kind) for rank in self.order.mine}
+        return {rank: encode_state(self._recipe.state(rank), self._kind) for rank in self.order.mine}
 
-    def _load(self, states: Mapping[int, bytes]) -> None:
+    def _load_states(self, states: Mapping[int, bytes]) -> None:
         self._shared = None
         for rank, state in states.items():
-            self._recipe.load_state(rank, decode(state, self._kind))
+            self._recipe.load_state(rank, decode_state(state, self._kind))
 
 
 def writes_states(strategy: Strategy, world: World) -> bool:
@@ -144,5 +144,5 @@ def writes_states(strategy: Strategy, world: World) -> bool:
     return all(strategy.data_rank(replace(world, rank=rank)) != part for rank in range(world.rank))
 
 
-def _tensor(state: bytes) -> Tensor:
+def _convert_to_tensor(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

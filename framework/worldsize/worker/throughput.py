@@ -16,44 +16,44 @@ from worldsize.config.learning_rate import update_samples
 from worldsize.config.settings import Settings
 from worldsize.core import Event, Loss, LossOutput, MicroBatch, Recipe, StepDone, World
 from worldsize.data.batches import map_tensors, to_device
-from worldsize.optimizers.groups import optimizers_of, parameters_of
+from worldsize.optimizers.groups import create_optimizers, get_trainable_parameters
 from worldsize.seeds import keep_generators
 
 _logger = logging.getLogger(__name__)
 _META = torch.device("meta")
 
 
-def counted_flops(recipe: Recipe, batch: MicroBatch) -> int:
+def count_flops(recipe: Recipe, batch: MicroBatch) -> int:
     """Return the FLOPs of the model's forward and backward passes over ``batch``; a multiply-add counts as two.
 
     For a recipe with several updates, it is the total over the updates of the batch's step, each with the gradients
     that its optimizer needs. The passes run eagerly on the meta device, so the run's weights, buffers and random
     generators do not change. Recomputation by the strategy, such as activation checkpointing, does not count.
     """
-    batch = _on_meta(batch)
+    batch = _move_to_meta(batch)
     with keep_generators(), torch.device("meta"), FlopCounterMode(display=False) as counter:
         model = recipe.model()
         if recipe.has_several_updates:
-            optimizers = optimizers_of(recipe, model)
+            optimizers = create_optimizers(recipe, model)
             for name, loss in recipe.micro_batch_updates(model, batch):
                 names = (name,) if isinstance(name, str) else name
-                trained = [parameter for each in names for parameter in parameters_of(optimizers[each])]
-                torch.autograd.grad(_scalar(loss), trained, retain_graph=True, allow_unused=True)
+                trained = [parameter for each in names for parameter in get_trainable_parameters(optimizers[each])]
+                torch.autograd.grad(_extract_loss(loss), trained, retain_graph=True, allow_unused=True)
         else:
-            _scalar(recipe.micro_batch_loss(model, batch)).backward()  # type: ignore[no-untyped-call]
+            _extract_loss(recipe.micro_batch_loss(model, batch)).backward()  # type: ignore[no-untyped-call]
     return int(counter.get_total_flops())
 
 
-def _scalar(loss: Loss) -> torch.Tensor:
-    value = LossOutput.of(loss).loss
+def _extract_loss(loss: Loss) -> torch.Tensor:
+    value = LossOutput.from_loss(loss).loss
     return value[0] if isinstance(value, tuple) else value
 
 
-def _on_meta(batch: MicroBatch) -> MicroBatch:
-    def on_meta(own: Any) -> Any:
+def _move_to_meta(batch: MicroBatch) -> MicroBatch:
+    def move_object(own: Any) -> Any:
         return to_device(copy.copy(own), _META) if callable(getattr(own, "to", None)) else own
 
-    return replace(batch, data=map_tensors(batch.data, lambda tensor: tensor.to(_META), on_meta))
+    return replace(batch, data=map_tensors(batch.data, lambda tensor: tensor.to(_META), move_object))
 
 
 @final
@@ -70,7 +70,7 @@ class Throughput:
         self._tokens = settings.recipe.tokens_per_sample()
         peak = None
         if world.rank == 0:
-            peak = settings.cluster.peak_flops or _known_peak(settings.numerics.precision, world.device)
+            peak = settings.cluster.peak_flops or _find_peak_flops(settings.numerics.precision, world.device)
         self._peak = peak * settings.cluster.processes if peak else None
         self._first: MicroBatch | None = None  # on the meta device
         self._flops: float | None = None  # per sample
@@ -79,23 +79,23 @@ class Throughput:
         """Yield ``batches``, and record the shapes of the first batch, for counting its FLOPs later."""
         for step in batches:
             if self._peak is not None and self._first is None and step:
-                self._first = _on_meta(step[0])
+                self._first = _move_to_meta(step[0])
             yield step
 
-    def _count(self, batch: MicroBatch) -> None:
+    def _record_flops(self, batch: MicroBatch) -> None:
         try:
-            self._flops = counted_flops(self._recipe, batch) / self._samples
+            self._flops = count_flops(self._recipe, batch) / self._samples
         except Exception as error:  # any exception, since recipes are user code and may need real values
             _logger.warning("the operations of the model could not be counted, so that no MFU is shown: %s", error)
             self._peak = None
 
-    def told(self, event: Event) -> Event:
+    def add_throughput(self, event: Event) -> Event:
         """Return ``event``; if it is a logged step, add the throughput and the samples per update if known."""
         if not isinstance(event, StepDone):
             return event
         rate, mfu, size = event.samples_per_second, None, self._tokens
         if self._peak is not None and self._flops is None and self._first is not None:
-            self._count(self._first)  # here between two steps, it does not count as waiting for data
+            self._record_flops(self._first)  # here between two steps, it does not count as waiting for data
         if self._flops and self._peak:
             mfu = rate * self._flops / self._peak
         return replace(
@@ -108,7 +108,7 @@ class Throughput:
         )
 
 
-def _known_peak(precision: Any, device: torch.device) -> float | None:
+def _find_peak_flops(precision: Any, device: torch.device) -> float | None:
     """Return the peak operations per second of one process's device; None if unknown."""
     if device.type != "cuda":
         return None

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from worldsize.checkpoint.format import RECIPE_STATES, STREAMS, Checkpoint
-from worldsize.checkpoint.load import load, newest
+from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
 from worldsize.core import ConfigError, Event, Listener, MicroBatch, Replica, RunEnded, RunStarted, StepDone, World
-from worldsize.data.batches import collate_of, is_iterable
+from worldsize.data.batches import get_collate_fn, is_iterable
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import epoch_length
 from worldsize.data.streams import TrainingStream
@@ -28,14 +28,14 @@ from worldsize.data.worker_loader import AutoWorkers
 from worldsize.healing.loop_state import GangHooks, LoopState
 from worldsize.loop.fit import LoopCallbacks, TrainingProgress, fit
 from worldsize.observe.health.files import why_host_is_slow
-from worldsize.observe.timing import peak_device_bytes, traced
+from worldsize.observe.timing import peak_device_bytes, trace_steps
 from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.record.metrics import evaluations, last_step, metrics_digest
-from worldsize.record.run_directory import make_folder_of
+from worldsize.record.run_directory import create_parent_folders
 from worldsize.record.run_record import write_result
 from worldsize.seeds import derive_seed, seed_generators
 from worldsize.worker.checkpointing import Checkpointing, History
-from worldsize.worker.context import ProcessResources, patience_of
+from worldsize.worker.context import ProcessResources, create_patience
 from worldsize.worker.evaluation import advance_schedules, evaluate_splits, try_evaluation
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
@@ -70,45 +70,47 @@ class Training:
         self._settings, self._run, self._replica = settings, run, replica
         self._world = world = replace(world, rank=0, size=1) if self._leads else world
         self._part = part = world if self._leads else settings.data_part(world)
-        order = settings.order(part.rank, part.size, replica.dealing)
+        order = settings.create_order(part.rank, part.size, replica.dealing)
         self._memory = StepMemory(settings.recipe, world, part, order, exact=settings.determinism.exact_mode)
         self._preemption = resources.preemption
         self._history = History(run.metrics)
         self._watch: SlowHostWatch | None = None
         if settings.observe.step_breakdown and world.size > 1:
-            exclude = self._exclude if settings.excludes_slow else None
+            exclude = self._exclude_host if settings.excludes_slow else None
             health = partial(why_host_is_slow, run, per_node=settings.cluster.processes_per_node)
-            self._watch = SlowHostWatch(world, settings.peers(), emit=self._emit, exclude=exclude, health=health)
+            self._watch = SlowHostWatch(
+                world, settings.list_peer_groups(), emit=self._emit_events, exclude=exclude, health=health
+            )
         self._own: list[Listener] = [self._history, *([self._watch] if self._watch else [])]
         group = world.groups.get(f"checkpoint/{world.role}")
         is_auto, on_failure = settings.checkpoint.every == "auto", settings.checkpoint.on_failure
-        self._interval = save_interval(settings.cluster, run, group, emit=self._emit) if is_auto else None
+        self._interval = save_interval(settings.cluster, run, group, emit=self._emit_events) if is_auto else None
         self._checkpoints = Checkpointing(
-            resources.saver(world, group), emit=self._emit, on_failure=on_failure, interval=self._interval
+            resources.get_saver(world, group), emit=self._emit_events, on_failure=on_failure, interval=self._interval
         )
 
     @property
     def state(self) -> LoopState:
         """The state with which to continue in a different membership."""
-        return replace(self._state, saves=self._interval.handed_on() if self._interval else {})
+        return replace(self._state, saves=self._interval.export_facts() if self._interval else {})
 
     def run(self) -> int:
         """Train to the end, or until a request to stop; return the exit code."""
         steps, replica, saves = self._settings.training.steps, self._replica, self._state.saves
-        first, checkpoint = (self._state.progress, None) if self._state.progress else self._resume()
+        first, checkpoint = (self._state.progress, None) if self._state.progress else self._load_checkpoint()
         if self._settings.heals:
-            first = self._memory.begin(first)
-        self._note(first)
+            first = self._memory.restore_or_share(first)
+        self._record_progress(first)
         self._hooks.copy(first)
         log = self._state.log
-        self._resources.tell_started(RunStarted(self._run.id, steps, *log.known(first)), passing=self._own)
+        self._resources.tell_started(RunStarted(self._run.id, steps, *log.get_last_logged(first)), passing=self._own)
         if log.missing and log.missing.step > last_step(self._run.metrics):
-            self._emit(log.missing)
+            self._emit_events(log.missing)
             self._state = replace(self._state, log=replace(self._state.log, step=log.missing.step))
-        self._recall(first)
+        self._broadcast_evaluations(first)
         self._checkpoints.resume(first.step, checkpoint.facts if checkpoint else {"save_interval": saves})
-        beats = self._resources.beats(first.step)
-        last = self._fit(first, checkpoint, beats)
+        beats = self._resources.get_heartbeat(first.step)
+        last = self._run_loop(first, checkpoint, beats)
         if beats:
             beats.step(last.step)
         self._checkpoints.finish()
@@ -116,21 +118,21 @@ class Training:
             self._checkpoints.check_stop()
             self._hooks.finish()
             self._checkpoints.close()
-            self._emit(RunEnded(last.step, "preempted"))
+            self._emit_events(RunEnded(last.step, "preempted"))
             replica.close(complete=False)
             return PREEMPTED
         self._checkpoints.check_end(last.step)
-        if summary := use_full(replica.state()["model"], self._world, partial(self._result, last=last)) or {}:
+        if summary := use_full(replica.state()["model"], self._world, partial(self._collect_result, last=last)) or {}:
             write_result(self._run, summary)
         if self._settings.heals and self._world.group is not None:
             dist.barrier(group=self._world.group)  # until here, others replace a failed process
         self._hooks.finish()
         self._checkpoints.close()  # not earlier, since the replacement of a failed process may save again
-        self._emit(RunEnded(last.step, "completed", summary))
+        self._emit_events(RunEnded(last.step, "completed", summary))
         replica.close(complete=True)
         return 0
 
-    def _recall(self, first: TrainingProgress) -> None:
+    def _broadcast_evaluations(self, first: TrainingProgress) -> None:
         """Broadcast the recorded evaluations from the first rank if early stopping depends on them."""
         if self._settings.early_stopping and first.step:
             done = first.step if first.evaluated else first.step - 1  # later evaluations are repeated
@@ -141,9 +143,9 @@ class Training:
 
     def _ends_early(self) -> str | None:
         rule = self._settings.early_stopping
-        return rule.reason(self._history.evaluations) if rule else None
+        return rule.find_stop_reason(self._history.evaluations) if rule else None
 
-    def _emit(self, *events: Event) -> None:
+    def _emit_events(self, *events: Event) -> None:
         for event in events:
             is_new = self._state.log.is_new(event)
             if isinstance(event, StepDone) and is_new:
@@ -151,78 +153,86 @@ class Training:
             for listener in [*(self._resources.listeners if is_new else ()), *self._own]:
                 listener(event)
 
-    def _note(self, progress: TrainingProgress) -> None:
+    def _record_progress(self, progress: TrainingProgress) -> None:
         self._state = replace(self._state, progress=progress)
 
-    def _exclude(self, host: str) -> None:
+    def _exclude_host(self, host: str) -> None:
         """Save and stop, so that the run continues without ``host``."""
         with self._run.excluded.open("a") as file:
             file.write(f"{host}\n")
-        self._preemption.want()
+        self._preemption.request_stop()
 
-    def _resume(self) -> tuple[TrainingProgress, Checkpoint | None]:
+    def _load_checkpoint(self) -> tuple[TrainingProgress, Checkpoint | None]:
         """Load the initial checkpoint, if any; return the progress and the checkpoint."""
         settings, replica, checkpoint = self._settings, self._replica, self._state.checkpoint
         if self._leads:  # not earlier, since the servers may have continued meanwhile
-            checkpoint = newest(self._run.checkpoints, self._world, allow_older=settings.checkpoint.allow_older)
+            checkpoint = find_newest(self._run.checkpoints, self._world, allow_older=settings.checkpoint.allow_older)
         facts: Mapping[str, Any] = checkpoint.facts if checkpoint else {"skipped": 0}
         step, metrics = replica.step_reached, self._memory.own_metrics(facts.get("training_metrics", {}))
         if step and (checkpoint is None or step != checkpoint.step):  # a server took over and continued
             return TrainingProgress(step, facts["skipped"], evaluated=not settings.loop.evaluates(step)), checkpoint
         if checkpoint is None:
             if settings.initial and step is None:
-                replica.load(settings.initial.loaded(settings.recipe, replica.state()))
+                replica.load(settings.initial.load_into(settings.recipe, replica.state()))
             return TrainingProgress(), None
         if step is None:
-            settings.faults.at("load:begin")
-            replica.load(load(checkpoint, replica.state(), ignore=settings.checkpoint.ignored(checkpoint.step)))
-        if RECIPE_STATES not in settings.checkpoint.ignored(checkpoint.step):
+            settings.faults.report_point("load:begin")
+            replica.load(
+                load_checkpoint(
+                    checkpoint, replica.state(), ignore=settings.checkpoint.list_ignored_parts(checkpoint.step)
+                )
+            )
+        if RECIPE_STATES not in settings.checkpoint.list_ignored_parts(checkpoint.step):
             self._memory.resume(checkpoint)
         first = TrainingProgress(checkpoint.step, facts["skipped"], facts.get("evaluated", True), metrics=metrics)
         return first, checkpoint
 
-    def _fit(
+    def _run_loop(
         self, first: TrainingProgress, checkpoint: Checkpoint | None, heartbeat: Heartbeat | None
     ) -> TrainingProgress:
         settings, world, part = self._settings, self._world, self._part
-        batches, streams, examine_data = self._data(first.step, checkpoint)
+        batches, streams, examine_data = self._load_data(first.step, checkpoint)
         is_drawn = not self._leads and not is_iterable(self._resources.train)
         epoch_samples = epoch_length(self._resources.train) if is_drawn else None
         throughput = Throughput(settings, world, epoch_samples=epoch_samples)
         data, splits = self._resources.evaluation, settings.evaluation.splits
         if not self._leads:
-            data.build(splits)
+            data.build_splits(splits)
             if first.step == 0:
                 try_evaluation(self._replica, data, settings, part)
 
         def evaluation(step: int) -> Mapping[str, float]:
-            settings.faults.at("evaluate:begin")
-            with self._checkpoints.uncounted():
+            settings.faults.report_point("evaluate:begin")
+            with self._checkpoints.exclude_duration():
                 metrics = evaluate_splits(self._replica, data, splits, step=step, part=part)
             advance_schedules(self._replica, settings.training, metrics, step=step)
             return metrics
 
         callbacks = LoopCallbacks(
             evaluate=evaluation,
-            emit=lambda *events: self._emit(*map(throughput.told, events)),
-            save=partial(self._save, streams),
+            emit=lambda *events: self._emit_events(*map(throughput.add_throughput, events)),
+            save=partial(self._save_checkpoint, streams),
             save_is_due=self._checkpoints.is_due,
             ends_early=self._ends_early,
-            wishes=lambda: self._checkpoints.wishes(stop=self._preemption.is_wanted()),
-            at=settings.faults.at,
-            progressed=self._note,
+            wishes=lambda: self._checkpoints.collect_wishes(stop=self._preemption.is_wanted()),
+            at=settings.faults.report_point,
+            progressed=self._record_progress,
             logged=self._hooks.copy,
-            examine=partial(_each, [self._watch.measure_links if self._watch else _ignore, examine_data]),
-            share=self._memory.share if settings.heals else None,
+            examine=partial(
+                _run_examinations, [self._watch.measure_links if self._watch else _skip_examination, examine_data]
+            ),
+            share=self._memory.share_step if settings.heals else None,
             before_update=self._resources.before_update,
         )
         timer = StepTimer(world.device) if settings.observe.step_breakdown else None
-        watched = settings.faults.within(self._watched(throughput.counting(batches), first.step, heartbeat), first.step)
+        watched = settings.faults.inject_into_steps(
+            self._watch_steps(throughput.counting(batches), first.step, heartbeat), first.step
+        )
         if span := settings.observe.profile.steps:
-            trace = self._run.profile(world.rank)
-            make_folder_of(trace, self._run)
-            watched = traced(watched, trace, first=first.step, span=(span[0], span[1]), device=world.device)
-        with closing(watched), timer.opened() if timer else nullcontext():
+            trace = self._run.get_profile_file(world.rank)
+            create_parent_folders(trace, self._run)
+            watched = trace_steps(watched, trace, first=first.step, span=(span[0], span[1]), device=world.device)
+        with closing(watched), timer.record_phases() if timer else nullcontext():
             return fit(
                 self._replica,
                 watched,
@@ -233,7 +243,7 @@ class Training:
                 timer=timer,
             )
 
-    def _data(
+    def _load_data(
         self, first: int, checkpoint: Checkpoint | None
     ) -> tuple[Iterable[list[MicroBatch]], _StreamStates, _Examination]:
         """Return the batches of the steps after ``first``, their stream's states, and its checks.
@@ -241,8 +251,8 @@ class Training:
         For a leading process the batches are empty.
         """
         if self._leads:
-            return repeat([]), _no_states, _ignore
-        settings, world, states, examine = self._settings, self._world, _no_states, _ignore
+            return repeat([]), _no_states, _skip_examination
+        settings, world, states, examine = self._settings, self._world, _no_states, _skip_examination
         seed_generators(derive_seed(settings.training.seed, "data"), world.device)  # the dataset may be shuffled
         train = self._resources.train
         if is_iterable(train):
@@ -251,19 +261,19 @@ class Training:
                     "strategy.on_failure=heal: the training data are a stream, whose position is lost with a process. "
                     "Return data with an index, or set strategy.on_failure=restart."
                 )
-            if checkpoint and STREAMS in settings.checkpoint.ignored(checkpoint.step):
+            if checkpoint and STREAMS in settings.checkpoint.list_ignored_parts(checkpoint.step):
                 checkpoint = None
             train = TrainingStream(train, checkpoint=checkpoint, speaks=world.rank == 0)
-            examine = UnevenStreams(train, world).examine
+            examine = UnevenStreams(train, world).compare_passes
             if self._writes_states:
-                states = train.states
+                states = train.collect_states
         workers: int | AutoWorkers | str = settings.training.data_workers
         if not isinstance(workers, int):
             workers = AutoWorkers(
-                threads_per_process(settings.cluster.processes_per_node), tell=self._emit, rank=world.rank
+                threads_per_process(settings.cluster.processes_per_node), tell=self._emit_events, rank=world.rank
             )
-        collate = collate_of(settings.recipe)
-        patience = patience_of(settings.cluster.timeout, world, self._preemption, heals=settings.heals)
+        collate = get_collate_fn(settings.recipe)
+        patience = create_patience(settings.cluster.timeout, world, self._preemption, heals=settings.heals)
         batches = micro_batches(
             train, self._memory.order, world.device, first=first, workers=workers, collate=collate, patience=patience
         )
@@ -273,7 +283,9 @@ class Training:
     def _writes_states(self) -> bool:
         return not self._leads and writes_states(self._settings.strategy, self._world)
 
-    def _watched(self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None) -> Iterator[Any]:
+    def _watch_steps(
+        self, batches: Iterable[list[MicroBatch]], first: int, heartbeat: Heartbeat | None
+    ) -> Iterator[Any]:
         """Yield each step's data; before each step, send a heartbeat and check whether a save has ended."""
         for done, step in enumerate(batches, first):
             if heartbeat:
@@ -283,7 +295,7 @@ class Training:
             self._memory.check_shared()
             yield step
 
-    def _save(self, streams: _StreamStates, progress: TrainingProgress) -> None:
+    def _save_checkpoint(self, streams: _StreamStates, progress: TrainingProgress) -> None:
         facts = {
             "strategy": type(self._settings.strategy).__name__,
             "logical_ranks": self._settings.logical_ranks,
@@ -294,13 +306,13 @@ class Training:
             "training_metrics": self._memory.metrics_of_all(progress.metrics),
         }
         states = streams(progress.step) | (
-            self._memory.states() if self._memory.has_state and self._writes_states else {}
+            self._memory.collect_states() if self._memory.has_state and self._writes_states else {}
         )
         self._checkpoints.save(self._replica.state(), step=progress.step, facts=facts, streams=states)
         if not progress.evaluated:
             self._checkpoints.finish()  # before the evaluation, which may fail
 
-    def _result(self, model: Mapping[str, Tensor], *, last: TrainingProgress) -> dict[str, Any]:
+    def _collect_result(self, model: Mapping[str, Tensor], *, last: TrainingProgress) -> dict[str, Any]:
         tensors, batch_size = tensor_digests(model), self._settings.training.batch_size
         seconds, steps = time.perf_counter() - self._history.started, last.step - self._history.first
         return {
@@ -319,7 +331,7 @@ class Training:
             "exit_reason": "completed",
             **({"compiled": compiled} if (compiled := self._history.compiled) else {}),
             **({"stopped_early": last.stopped_early} if last.stopped_early else {}),
-            **({"failed_saves": failed} if (failed := self._checkpoints.failed_saves()) else {}),
+            **({"failed_saves": failed} if (failed := self._checkpoints.list_failed_saves()) else {}),
         }
 
 
@@ -327,9 +339,9 @@ def _no_states(step: int) -> dict[str, Tensor]:
     return {}
 
 
-def _ignore(done: StepDone) -> None: ...
+def _skip_examination(done: StepDone) -> None: ...
 
 
-def _each(examinations: Iterable[_Examination], done: StepDone) -> None:
+def _run_examinations(examinations: Iterable[_Examination], done: StepDone) -> None:
     for examine in examinations:
         examine(done)

@@ -21,9 +21,9 @@ class UnevenStreams:
     def __init__(self, stream: TrainingStream, world: World) -> None:
         self._stream, self._world, self._ended = stream, world, False
 
-    def examine(self, done: StepDone) -> None:
+    def compare_passes(self, done: StepDone) -> None:
         """Compare the numbers of passes on all ranks, and warn on rank 0; every rank must call it."""
-        passes = None if self._ended else self._stream.passes(done.step)
+        passes = None if self._ended else self._stream.count_passes(done.step)
         if passes is None:  # on all ranks or none
             return
         fewest, most = start_all_gather(torch.tensor(passes, device=self._world.device), self._world)().unbind(1)

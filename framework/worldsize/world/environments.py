@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from worldsize.errors import ConfigError, neighbours
-from worldsize.world.topology import Topology, address_towards, expanded
+from worldsize.world.topology import Topology, address_towards, expand_hosts
 
 Environ = Mapping[str, str]
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -83,7 +83,7 @@ class Node:
         return range(1, self.count - len(self.absent))
 
 
-def port_of(name: str, attempt: int = 1) -> int:
+def derive_port(name: str, attempt: int = 1) -> int:
     """Derive a port from the run's name and attempt, identical on all nodes."""
     return _FIRST_PORT + zlib.crc32(f"{name}/{attempt}".encode()) % _PORTS
 
@@ -108,12 +108,12 @@ def placement(environ: Environ, kind: str = "auto") -> Placement:
     return _KINDS[kind][1](environ)
 
 
-def _alone(environ: Environ) -> Placement:
+def _place_alone(environ: Environ) -> Placement:
     return Placement(rank=0, world_size=1, local_rank=0, local_world_size=1, store="env://")
 
 
 def _torchrun(environ: Environ) -> Placement:
-    numbers = _numbers(environ, _TORCHRUN)
+    numbers = _read_numbers(environ, _TORCHRUN)
     agents, tasks = environ.get("GROUP_WORLD_SIZE"), environ.get("SLURM_NTASKS")
     if "SLURM_STEP_ID" in environ and agents is not None and tasks is not None and agents != tasks:
         raise ConfigError(
@@ -121,37 +121,39 @@ def _torchrun(environ: Environ) -> Placement:
             f"(GROUP_WORLD_SIZE): the run would be started more than once. Give torchrun --nnodes={tasks} and a "
             "--rdzv-endpoint, or set cluster.environment=torchrun if this is meant."
         )
-    attempt = _number(environ, "WORLDSIZE_ATTEMPT") if "WORLDSIZE_ATTEMPT" in environ else 1
+    attempt = _read_number(environ, "WORLDSIZE_ATTEMPT") if "WORLDSIZE_ATTEMPT" in environ else 1
     beat = Path(environ["WORLDSIZE_HEARTBEAT"]) if "WORLDSIZE_HEARTBEAT" in environ else None
-    starts = _number(environ, "WORLDSIZE_STARTS") if "WORLDSIZE_STARTS" in environ else 0
+    starts = _read_number(environ, "WORLDSIZE_STARTS") if "WORLDSIZE_STARTS" in environ else 0
     address = environ.get("WORLDSIZE_ADDRESS") or address_towards(environ.get("MASTER_ADDR", "127.0.0.1"))
-    return _placed(numbers, environ.get("WORLDSIZE_STORE", "env://"), attempt, beat, starts, address)
+    return _create_placement(numbers, environ.get("WORLDSIZE_STORE", "env://"), attempt, beat, starts, address)
 
 
-def _openmpi(environ: Environ) -> Placement:
-    return _placed(_numbers(environ, _OPENMPI), _store(environ, environ.get("PMIX_NAMESPACE", "openmpi")))
+def _read_openmpi(environ: Environ) -> Placement:
+    return _create_placement(
+        _read_numbers(environ, _OPENMPI), _choose_store(environ, environ.get("PMIX_NAMESPACE", "openmpi"))
+    )
 
 
-def _slurm(environ: Environ) -> Placement:
-    numbers = _numbers(environ, _SLURM)
+def _read_slurm(environ: Environ) -> Placement:
+    numbers = _read_numbers(environ, _SLURM)
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(numbers[1])
-    spread = _expanded_counts(counts)
+    spread = _expand_counts(counts)
     if len(set(spread)) > 1:
         raise ConfigError(f"Slurm spreads the tasks unevenly over the nodes: {spread}. Set --ntasks-per-node.")
-    return _placed([*numbers, spread[0]], _store(environ, environ.get("SLURM_JOB_ID", "slurm")))
+    return _create_placement([*numbers, spread[0]], _choose_store(environ, environ.get("SLURM_JOB_ID", "slurm")))
 
 
 _KINDS: Mapping[str, tuple[Callable[[Environ], bool], Callable[[Environ], Placement]]] = {
     "torchrun": (lambda environ: any(name in environ for name in _TORCHRUN), _torchrun),
-    "openmpi": (lambda environ: _OPENMPI[0] in environ, _openmpi),
+    "openmpi": (lambda environ: _OPENMPI[0] in environ, _read_openmpi),
     # inside an srun step; SLURM_PROCID alone is not enough, since a job's batch script has it, too
-    "slurm": (lambda environ: "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ, _slurm),
-    "alone": (lambda environ: True, _alone),
+    "slurm": (lambda environ: "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ, _read_slurm),
+    "alone": (lambda environ: True, _place_alone),
 }
 ENVIRONMENTS = tuple(_KINDS)  # allowed values for ``cluster.environment``, in addition to "auto"
 
 
-def _placed(numbers: list[int], store: str, *rest: Any) -> Placement:
+def _create_placement(numbers: list[int], store: str, *rest: Any) -> Placement:
     rank, size, local_rank, local_size = numbers
     if not 0 <= rank < size or not 0 <= local_rank < local_size or size % local_size:
         raise ConfigError(
@@ -161,19 +163,19 @@ def _placed(numbers: list[int], store: str, *rest: Any) -> Placement:
     return Placement(rank, size, local_rank, local_size, store, *rest)
 
 
-def _store(environ: Environ, job: str) -> str:
+def _choose_store(environ: Environ, job: str) -> str:
     """Return the rendezvous; by default, the first host at a port derived from the job."""
     if "WORLDSIZE_STORE" in environ:
         return environ["WORLDSIZE_STORE"]
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         return "env://"
-    return f"tcp://{_first_of_slurm(environ) or '127.0.0.1'}:{port_of(job)}"
+    return f"tcp://{_first_of_slurm(environ) or '127.0.0.1'}:{derive_port(job)}"
 
 
 # ---------------------------------------------------------------- one host
 
 
-def node(
+def read_node(
     environ: Environ,
     topology: Topology | None = None,
     tiers: Mapping[str, int] | None = None,
@@ -190,34 +192,34 @@ def node(
     """
     if "WORLDSIZE_NODES" in environ:
         own = "WORLDSIZE_NODE_RANK" if "WORLDSIZE_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
-        rank, count = _numbers(environ, (own, "WORLDSIZE_NODES"))
+        rank, count = _read_numbers(environ, (own, "WORLDSIZE_NODES"))
         rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # for hosts in a job of their own that counts from 0
         absent = tuple(filter(None, environ.get("WORLDSIZE_ABSENT", "").split(",")))
         if len(absent) >= count:
             raise ConfigError(f"WORLDSIZE_ABSENT names {len(absent)} of {count} nodes, and one must be there.")
-        return replace(_noded(rank, count, environ.get("WORLDSIZE_FIRST")), absent=absent)
+        return replace(_create_node(rank, count, environ.get("WORLDSIZE_FIRST")), absent=absent)
     if "SKYPILOT_NODE_RANK" in environ:
-        rank, count = _numbers(environ, ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"))
+        rank, count = _read_numbers(environ, ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"))
         hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
         if len(hosts) != count:
             raise ConfigError(f"SKYPILOT_NUM_NODES={count}, but SKYPILOT_NODE_IPS names {len(hosts)} hosts: {hosts}.")
-        return _noded(rank, count, hosts[0])
+        return _create_node(rank, count, hosts[0])
     if "SLURM_STEP_ID" in environ and "SLURM_NODEID" in environ:
-        rank, count, tasks = _numbers(environ, ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
+        rank, count, tasks = _read_numbers(environ, ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
         if tasks != count:
             raise ConfigError(
                 f"srun has started {tasks} tasks on {count} nodes; one a node starts the others. "
                 "Set --ntasks-per-node=1."
             )
         if topology is not None and count > 1:
-            hosts = topology.ordered(expanded(environ["SLURM_STEP_NODELIST"]))
-            topology.check(hosts[: count - spare_nodes], tiers or {})
-            return _noded(hosts.index(host_name(environ)), count, hosts[0])
-        return _noded(rank, count, _first_of_slurm(environ))
+            hosts = topology.order_hosts(expand_hosts(environ["SLURM_STEP_NODELIST"]))
+            topology.check_tiers(hosts[: count - spare_nodes], tiers or {})
+            return _create_node(hosts.index(host_name(environ)), count, hosts[0])
+        return _create_node(rank, count, _first_of_slurm(environ))
     return Node()
 
 
-def _noded(rank: int, count: int, first: str | None) -> Node:
+def _create_node(rank: int, count: int, first: str | None) -> Node:
     if not 0 <= rank < count:
         raise ConfigError(f"node {rank} of {count} is impossible. Start agents with a launcher.")
     if count > 1 and not first:
@@ -236,7 +238,7 @@ def first_host(names: str) -> str:
     return "".join(part or "" for part in host.groups()) if host else names
 
 
-def _expanded_counts(text: str) -> list[int]:
+def _expand_counts(text: str) -> list[int]:
     """Expand Slurm's task counts: "2(x3),1" becomes [2, 2, 2, 1]."""
     pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in pairs for _ in range(int(times or 1))]
@@ -251,7 +253,7 @@ _JOB = {
 }
 
 
-def job_of(environ: Environ) -> dict[str, Any] | None:
+def read_job(environ: Environ) -> dict[str, Any] | None:
     """Describe this process's scheduler job for the manifest; None without a scheduler."""
     if "SKYPILOT_TASK_ID" in environ:  # unchanged after a recovery
         return {"scheduler": "skypilot", "id": environ["SKYPILOT_TASK_ID"]}
@@ -269,12 +271,12 @@ def host_name(environ: Environ) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def lost_first(environ: Environ) -> str | None:
+def read_lost_first(environ: Environ) -> str | None:
     """Return the first host of the previous attempt if it was lost and replaced as the leader."""
     return environ.get("WORLDSIZE_LOST_FIRST") or None
 
 
-def image_of(environ: Environ) -> str | None:
+def read_image_name(environ: Environ) -> str | None:
     """Return the name of this process's container image, if its launcher has set it."""
     return environ.get("WORLDSIZE_IMAGE") or None
 
@@ -287,7 +289,7 @@ def meeting_name(run_id: str, environ: Environ) -> str:
     return run_id + environ.get("SLURM_RESTART_COUNT", "")
 
 
-def _numbers(environ: Environ, names: tuple[str, ...]) -> list[int]:
+def _read_numbers(environ: Environ, names: tuple[str, ...]) -> list[int]:
     missing = [name for name in names if name not in environ]
     if missing:
         present = [name for name in names if name in environ]
@@ -295,10 +297,10 @@ def _numbers(environ: Environ, names: tuple[str, ...]) -> list[int]:
             f"{', '.join(present) or 'no variables'} are set but {', '.join(missing)} are not. "
             "Start workers with torchrun or a launcher, or unset them all."
         )
-    return [_number(environ, name) for name in names]
+    return [_read_number(environ, name) for name in names]
 
 
-def _number(environ: Environ, name: str) -> int:
+def _read_number(environ: Environ, name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:

@@ -47,11 +47,18 @@ class Pin:
     def describe(self) -> dict[str, Any]:
         """Return the pin as plain values."""
         near = {"adapters": list(self.adapters)} if self.adapters else {}
-        return {"cores": shortened(self.cores), "numa": self.numa, **({"gpu": self.gpu} if self.gpu else {}), **near}
+        return {
+            "cores": format_ranges(self.cores),
+            "numa": self.numa,
+            **({"gpu": self.gpu} if self.gpu else {}),
+            **near,
+        }
 
     def __str__(self) -> str:
         near = " and ".join(filter(None, (self.gpu and f"GPU {self.gpu}", ", ".join(self.adapters))))
-        return f"cores {shortened(self.cores)}, memory of NUMA node {self.numa}" + (f", near {near}" if near else "")
+        return f"cores {format_ranges(self.cores)}, memory of NUMA node {self.numa}" + (
+            f", near {near}" if near else ""
+        )
 
 
 @final
@@ -62,7 +69,7 @@ class Pins:
     processes: tuple[Pin, ...] = ()
     reason: str = ""
 
-    def of(self, local_rank: int) -> Pin | None:
+    def get_pin(self, local_rank: int) -> Pin | None:
         """Return the pin of a process; None if not pinned, such as one that joined later."""
         return self.processes[local_rank] if local_rank < len(self.processes) else None
 
@@ -99,10 +106,10 @@ def plan_pins(
         return Pins(reason=reason)
     if reason := _too_few(gpus, processes):
         raise ConfigError(f"cluster.pin={pinning}: {reason}. Set cluster.pin=none, or start fewer processes.")
-    homes = _homes(machine, nodes, processes, gpus)
+    homes = _assign_numa_nodes(machine, nodes, processes, gpus)
     cores = [nodes[home] for home in homes]
     if pinning == "exclusive":
-        cores = _shares(machine, nodes, homes)
+        cores = _split_cores(machine, nodes, homes)
     near = {node: tuple(name for name, at in machine.adapters.items() if at == node) for node in nodes}
     addresses = [*gpus] if gpus else [None] * processes
     return Pins(tuple(Pin(own, home, gpu, near[home]) for own, home, gpu in zip(cores, homes, addresses, strict=True)))
@@ -113,7 +120,7 @@ def _why_not(
 ) -> str:
     """Return the reason why "auto" does not pin the processes; empty if it pins them."""
     if usable < machine.cores:
-        return f"this process is bound to cores {shortened(usable)} of {shortened(machine.cores)} already"
+        return f"this process is bound to cores {format_ranges(usable)} of {format_ranges(machine.cores)} already"
     if len(nodes) == 1:
         return "the machine has one NUMA node, so no memory is nearer than other memory"
     if reason := _too_few(gpus, processes):
@@ -129,7 +136,9 @@ def _too_few(gpus: Sequence[str], processes: int) -> str:
     return f"{processes} processes see {len(gpus)} GPUs here" if 0 < len(gpus) < processes else ""
 
 
-def _homes(machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]) -> list[int]:
+def _assign_numa_nodes(
+    machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: int, gpus: Sequence[str]
+) -> list[int]:
     """Return each process's NUMA node: its GPU's, or one shared by neighboring ranks."""
     order = sorted(nodes)
     spread = [order[rank * len(order) // processes] for rank in range(processes)]
@@ -137,7 +146,7 @@ def _homes(machine: MachineTopology, nodes: Mapping[int, Set[int]], processes: i
     return [home if home in nodes else other for home, other in zip(known, spread, strict=True)]  # type: ignore[misc]
 
 
-def _shares(
+def _split_cores(
     machine: MachineTopology, nodes: Mapping[int, frozenset[int]], homes: Sequence[int]
 ) -> list[frozenset[int]]:
     """Split the physical cores of each NUMA node among its processes, in rank order."""
@@ -199,11 +208,11 @@ def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launch
         return None
     if not has_launcher and usable < machine.cores:
         text = "cluster.pin=%s: this process stays on cores %s, as bound by its parent process"
-        _logger.info(text, cluster.pin, shortened(usable))
+        _logger.info(text, cluster.pin, format_ranges(usable))
         return None
     gpus = cuda_gpus(processes) if cluster.device == "cuda" else []
     pins = plan_pins(cluster.pin, machine, usable=usable, processes=processes, gpus=gpus)
-    if pin := pins.of(local_rank):
+    if pin := pins.get_pin(local_rank):
         apply_pin(pin)
     return pin
 
@@ -286,16 +295,16 @@ def read_topology(root: Path = Path("/")) -> MachineTopology:
     If the kernel does not report NUMA nodes, as in some containers, all processors form one node.
     """
     system, devices = root / "sys/devices/system", root / "sys/bus/pci/devices"
-    cores = frozenset(listed(_text(system / "cpu/online")))
+    cores = frozenset(parse_ranges(_read_text(system / "cpu/online")))
     numa = {
-        int(folder.name.removeprefix("node")): cores & frozenset(listed(_text(folder / "cpulist")))
+        int(folder.name.removeprefix("node")): cores & frozenset(parse_ranges(_read_text(folder / "cpulist")))
         for folder in sorted((system / "node").glob("node[0-9]*"))
     }
-    siblings = {core: _text(system / f"cpu/cpu{core}/topology/thread_siblings_list") for core in cores}
+    siblings = {core: _read_text(system / f"cpu/cpu{core}/topology/thread_siblings_list") for core in cores}
     gpus = {
         folder.name: _numa_node(folder)
         for folder in sorted(devices.glob("*"))
-        if _text(folder / "vendor") == _NVIDIA and _text(folder / "class").startswith(_DISPLAYS)
+        if _read_text(folder / "vendor") == _NVIDIA and _read_text(folder / "class").startswith(_DISPLAYS)
     }
     adapters = {
         folder.name: _numa_node(folder / "device") for folder in sorted((root / "sys/class/infiniband").glob("*"))
@@ -303,13 +312,13 @@ def read_topology(root: Path = Path("/")) -> MachineTopology:
     return MachineTopology(
         cores,
         {node: own for node, own in numa.items() if own} or {0: cores},
-        {core: min(listed(text), default=core) for core, text in siblings.items()},
+        {core: min(parse_ranges(text), default=core) for core, text in siblings.items()},
         gpus,
         adapters,
     )
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     with suppress(OSError):
         return path.read_text().strip()
     return ""
@@ -317,17 +326,17 @@ def _text(path: Path) -> str:
 
 def _numa_node(device: Path) -> int | None:
     """Return a PCI device's NUMA node; None if unknown (-1 in the kernel)."""
-    text = _text(device / "numa_node")
+    text = _read_text(device / "numa_node")
     return int(text) if re.fullmatch(r"\d+", text, re.ASCII) else None
 
 
-def listed(text: str) -> list[int]:
+def parse_ranges(text: str) -> list[int]:
     """Expand the kernel's list format: "0-3,8" becomes [0, 1, 2, 3, 8]."""
     spans = re.findall(r"(\d+)(?:-(\d+))?", text)
     return [number for first, last in spans for number in range(int(first), int(last or first) + 1)]
 
 
-def shortened(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Format numbers in the kernel's list format, such as "0-3,8"."""
     spans: list[list[int]] = []
     for number in sorted(numbers):

@@ -51,7 +51,7 @@ def _note_askers() -> None:
 
     asked = {name: getattr(torch._C, name) for name in _ASK if hasattr(torch._C, name)}  # CUDA builds only
     for name, ask in asked.items():
-        setattr(torch._C, name, partial(_noted, ask, asked))
+        setattr(torch._C, name, partial(_record_caller, ask, asked))
     if _COUNTS in asked:
         counts = partial(_count_in_child, os.getpid(), asked[_COUNTS], getattr(torch._C, _COUNTS))
         setattr(torch._C, _COUNTS, counts)
@@ -82,7 +82,7 @@ def _child_count(ask: Callable[[], object], visible: tuple[str | None, ...]) -> 
     return int(count) if count else None
 
 
-def _noted(ask: Callable[[], object], asked: Mapping[str, Callable[[], object]]) -> object:
+def _record_caller(ask: Callable[[], object], asked: Mapping[str, Callable[[], object]]) -> object:
     """Record the caller, restore torch's original functions, and call ``ask``."""
     import torch
 
@@ -190,18 +190,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _SAME = 1.0  # seconds in which a repeated signal is a duplicate (sent by the scheduler and forwarded by the launcher)
 
 
-def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+def filter_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Return ``numbers``, without SIGHUP if this process ignores it, as under nohup."""
     return [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
 def leave_hangups() -> None:
     """Ignore SIGHUP with an empty handler (SIG_IGN means nohup); the launcher handles it."""
-    for number in handled([signal.SIGHUP]):
-        signal.signal(number, _leave)
+    for number in filter_signals([signal.SIGHUP]):
+        signal.signal(number, _ignore_signal)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Handle a signal by doing nothing."""
 
 
@@ -211,8 +211,8 @@ class Preemption:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._since: dict[int, float] = {}
-        for number in handled(signal.Signals[name] for name in names):
-            signal.signal(number, self._note)
+        for number in filter_signals(signal.Signals[name] for name in names):
+            signal.signal(number, self._record_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocked them until now
 
     def is_wanted(self) -> bool:
@@ -223,11 +223,11 @@ class Preemption:
         """Return how many of the ``grace`` seconds since this process's first signal are left."""
         return grace - (time.monotonic() - min(self._since.values())) if self._since else grace
 
-    def want(self) -> None:
+    def request_stop(self) -> None:
         """Request preemption, as if a signal had been received."""
         self._since.setdefault(0, time.monotonic())
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _record_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP and self._since:
             return  # a shutdown may send SIGHUP after other signals
         if time.monotonic() - self._since.setdefault(number, time.monotonic()) > _SAME:

@@ -16,17 +16,17 @@ def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
     return ranks
 
 
-def heals(roles: Mapping[str, Role]) -> bool:
+def can_heal(roles: Mapping[str, Role]) -> bool:
     """Return whether the remaining processes of a gang continue after some of its processes die."""
     return any(role.restart == "heal" for role in roles.values())
 
 
-def block_of(roles: Mapping[str, Role]) -> int:
+def get_block_size(roles: Mapping[str, Role]) -> int:
     """Return the number of processes per data shard; healing gangs have a multiple of it."""
     return max(role.block for role in roles.values())
 
 
-def together_of(roles: Mapping[str, Role]) -> int:
+def get_host_block_size(roles: Mapping[str, Role]) -> int:
     """Return how many processes of a block must share a host."""
     return max(role.together for role in roles.values())
 
@@ -36,28 +36,28 @@ def whole_blocks(processes: int | None, block: int) -> int:
     return -(-(processes or 1) // block) * block
 
 
-def fewest(roles: Mapping[str, Role]) -> int:
+def get_min_processes(roles: Mapping[str, Role]) -> int:
     """Return the minimum number of processes of a healing gang, in whole blocks."""
     healing = [role for role in roles.values() if role.restart == "heal"]
     return max(whole_blocks(role.min_processes, role.block) for role in healing)
 
 
-def place_of(global_rank: int, plan: Plan) -> tuple[int, int]:
+def locate_rank(global_rank: int, plan: Plan) -> tuple[int, int]:
     """Return the node and the local rank of a process.
 
     Initial and spare ranks are numbered node by node. Ranks that join later are assigned to the nodes round-robin, in
-    groups that must share a host (see :func:`together_of`); if the gang does not heal, all go to the first node.
-    """
+    groups that must share a host (see :func:`get_host_block_size`); if the gang does not heal, all go to the first
+    node."""
     cluster, per_node = plan.cluster, plan.cluster.processes_per_node
     later = global_rank - cluster.all_nodes * per_node
     if later < 0:
         return global_rank // per_node, global_rank % per_node
-    together, nodes = together_of(plan.roles), cluster.all_nodes if heals(plan.roles) else 1
+    together, nodes = get_host_block_size(plan.roles), cluster.all_nodes if can_heal(plan.roles) else 1
     turn, node = divmod(later // together, nodes)
     return node, per_node + turn * together + later % together
 
 
-def role_of(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
+def find_role(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
     """Return a process's role and its rank in that role.
 
     A rank beyond the plan joined the last role later. Raises ConfigError if that role cannot grow.

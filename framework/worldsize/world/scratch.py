@@ -37,7 +37,7 @@ def private_folder(parent: Path | None = None, *, prefix: str = PREFIX) -> Path:
         ConfigError: the disk with the temporary directory is full.
     """
     pid = os.getpid()
-    name = f"{prefix}{_process_space()}_{pid}_{_start_of(pid)}_"
+    name = f"{prefix}{_process_space()}_{pid}_{_read_start_time(pid)}_"
     if parent is None and is_full(Path(tempfile.gettempdir())):
         raise ConfigError(
             f"{tempfile.gettempdir()}, the folder for temporary files, is full. Set TMPDIR to one with free space."
@@ -90,7 +90,7 @@ def temporary_folder() -> Iterator[Path]:
 
 def leftovers(parent: Path | None = None, *, prefix: str = PREFIX) -> list[Path]:
     """List this user's private folders left by processes that ran on this host and have exited."""
-    if _start_of(os.getpid()) is None:  # processes are invisible here
+    if _read_start_time(os.getpid()) is None:  # processes are invisible here
         return []
     with suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         return [Path(entry.path) for entry in entries if _is_leftover(entry, prefix)]
@@ -102,7 +102,7 @@ def _is_leftover(entry: os.DirEntry[str], prefix: str) -> bool:
     if not named or named[1] != _process_space():
         return False
     is_own = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-    return is_own and _start_of(int(named[2])) != int(named[3])
+    return is_own and _read_start_time(int(named[2])) != int(named[3])
 
 
 def _remove_own(folder: Path, pid: int) -> None:
@@ -121,7 +121,7 @@ def _process_space() -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
 
 
-def _start_of(pid: int) -> int | None:
+def _read_start_time(pid: int) -> int | None:
     """Return a process's start in clock ticks since boot (0 if not on Linux); None if dead."""
     if sys.platform != "linux":
         try:

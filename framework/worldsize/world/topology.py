@@ -55,39 +55,41 @@ class Topology:
         try:
             text = read_regular(path, at_most=_LARGEST_FILE).decode()
             if path.suffix in (".yaml", ".yml"):
-                return Topology(dict(_of_tree(yaml.safe_load(text), ())), is_spread)
-            return Topology(dict(_of_slurm(text)), is_spread)
+                return Topology(dict(_parse_tree(yaml.safe_load(text), ())), is_spread)
+            return Topology(dict(_parse_slurm(text)), is_spread)
         except OSError as error:
             raise ConfigError(f"cluster.topology={path} cannot be read: {error.strerror}.") from error
         except (ValueError, yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"cluster.topology={path}: {error}") from error
 
-    def ordered(self, hosts: Sequence[str]) -> list[str]:
+    def order_hosts(self, hosts: Sequence[str]) -> list[str]:
         """Return ``hosts`` by switch, or round-robin if ``is_spread``; the first stays first.
 
         Raises:
             ConfigError: a host is not in the tree.
         """
         if self.is_spread:
-            return self._in_turn(hosts, 0)
+            return self._interleave_hosts(hosts, 0)
         places: dict[tuple[str, ...], int] = {}
         for host in hosts:
-            for depth in range(len(self._path(host)) + 1):
-                places.setdefault(self._path(host)[:depth], len(places))
-        return sorted(hosts, key=lambda host: [places[self._path(host)[:n]] for n in range(len(self._path(host)) + 1)])
+            for depth in range(len(self._find_path(host)) + 1):
+                places.setdefault(self._find_path(host)[:depth], len(places))
+        return sorted(
+            hosts, key=lambda host: [places[self._find_path(host)[:n]] for n in range(len(self._find_path(host)) + 1)]
+        )
 
-    def _in_turn(self, hosts: Sequence[str], depth: int) -> list[str]:
+    def _interleave_hosts(self, hosts: Sequence[str], depth: int) -> list[str]:
         """Order hosts round-robin over the switches at ``depth``, recursively."""
         below: dict[str | None, list[str]] = {}
         for host in hosts:
-            path = self._path(host)
+            path = self._find_path(host)
             below.setdefault(path[depth] if depth < len(path) else None, []).append(host)
         if below.keys() == {None}:
             return list(hosts)
-        parts = [each if switch is None else self._in_turn(each, depth + 1) for switch, each in below.items()]
+        parts = [each if switch is None else self._interleave_hosts(each, depth + 1) for switch, each in below.items()]
         return [host for turn in zip_longest(*parts) for host in turn if host is not None]
 
-    def sizes(self, hosts: Sequence[str]) -> list[int]:
+    def count_hosts_per_switch(self, hosts: Sequence[str]) -> list[int]:
         """Return the ``hosts`` per switch at each level that divides them, innermost first.
 
         A level is omitted if one switch has all hosts, if each switch has one host, or if the counts differ.
@@ -96,16 +98,16 @@ class Topology:
             ConfigError: a host is not in the tree.
         """
         several = []
-        for level in range(min(len(self._path(host)) for host in hosts)):
-            counts = Counter(self._path(host)[: len(self._path(host)) - level] for host in hosts)
+        for level in range(min(len(self._find_path(host)) for host in hosts)):
+            counts = Counter(self._find_path(host)[: len(self._find_path(host)) - level] for host in hosts)
             are_equal = len({*counts.values()}) == 1
             if are_equal and 1 < len(counts) < len(hosts):
                 several.append(len(hosts) // len(counts))
         return sorted({*several})
 
-    def check(self, hosts: Sequence[str], tiers: Mapping[str, int]) -> None:
+    def check_tiers(self, hosts: Sequence[str], tiers: Mapping[str, int]) -> None:
         """Raise ConfigError unless ``hosts`` form these ``tiers`` (numbers of hosts by name)."""
-        sizes, around = self.sizes(hosts), self._hosts_around(hosts)
+        sizes, around = self.count_hosts_per_switch(hosts), self._hosts_around(hosts)
         fitting = {name for name, count in tiers.items() if count in sizes or (around and around <= count)}
         if missing := [f"{name}={count}" for name, count in tiers.items() if name not in fitting]:
             raise ConfigError(
@@ -115,11 +117,11 @@ class Topology:
 
     def _hosts_around(self, hosts: Sequence[str]) -> int | None:
         """Count the hosts below the innermost switch of all ``hosts``; None without one."""
-        paths = [self._path(host) for host in hosts]
+        paths = [self._find_path(host) for host in hosts]
         depth = sum(1 for _ in takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False)))
         return sum(path[:depth] == paths[0][:depth] for path in self.paths.values()) if depth else None
 
-    def _path(self, host: str) -> tuple[str, ...]:
+    def _find_path(self, host: str) -> tuple[str, ...]:
         name = host.rpartition("@")[2]
         if name not in self.paths:
             raise ConfigError(f"cluster.topology lacks a switch above the host {name}. Add it, or leave it out.")
@@ -132,7 +134,7 @@ def tier_names() -> Iterator[str]:
     yield from (f"tier{number}" for number in count(len(TIERS) + 1))
 
 
-def expanded(hosts: str) -> list[str]:
+def expand_hosts(hosts: str) -> list[str]:
     """Expand a Slurm host list, such as "gpu[03-05,7],cpu1", to host names.
 
     Raises:
@@ -143,14 +145,14 @@ def expanded(hosts: str) -> list[str]:
         if word in "[]":
             raise ValueError(f"{hosts!r} has an unmatched bracket")
         pieces = _PART.split(word)
-        choices = [list(_range(piece)) if odd % 2 else [piece] for odd, piece in enumerate(pieces)]
+        choices = [list(_expand_range(piece)) if odd % 2 else [piece] for odd, piece in enumerate(pieces)]
         if len(names) + math.prod(map(len, choices)) > _MOST_HOSTS:
             raise ValueError(f"{hosts[:80]!r} has more than {_MOST_HOSTS:,} hosts")
         names.extend("".join(parts) for parts in product(*choices))
     return names
 
 
-def _range(text: str) -> Iterator[str]:
+def _expand_range(text: str) -> Iterator[str]:
     """Yield the numbers in a list such as "03-05,7", zero-padded as written."""
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
@@ -160,19 +162,21 @@ def _range(text: str) -> Iterator[str]:
         yield from (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
 
 
-def _of_tree(node: Any, above: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _parse_tree(node: Any, above: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
     if isinstance(node, dict) and node:
-        yield from _once(chain.from_iterable(_of_tree(below, (*above, str(name))) for name, below in node.items()))
+        yield from _check_unique(
+            chain.from_iterable(_parse_tree(below, (*above, str(name))) for name, below in node.items())
+        )
     elif above and isinstance(node, str | list):
         listed = [node] if isinstance(node, str) else node
-        yield from _once((host, above) for each in listed for host in expanded(str(each)))
+        yield from _check_unique((host, above) for each in listed for host in expand_hosts(str(each)))
     else:
         raise ValueError(
             f"{'/'.join(above) or 'the file'} has {type(node).__name__}, and should have switches or hosts."
         )
 
 
-def _once(hosts: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _check_unique(hosts: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     known: set[str] = set()
     for host, path in hosts:
         if host in known:
@@ -181,7 +185,7 @@ def _once(hosts: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, t
         yield host, path
 
 
-def _of_slurm(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _parse_slurm(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield hosts and their switches from topology.conf, a switch or block per line."""
     above: dict[str, str] = {}
     hosts: dict[str, list[str]] = {}
@@ -190,8 +194,8 @@ def _of_slurm(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         name = values.get("switchname") or values.get("blockname")
         if name is None:
             continue
-        hosts[name] = expanded(values.get("nodes", ""))
-        for below in expanded(values.get("switches", "")):
+        hosts[name] = expand_hosts(values.get("nodes", ""))
+        for below in expand_hosts(values.get("switches", "")):
             if below in above:
                 raise ValueError(f"the switch {below} is below both {above[below]} and {name}, and a tree has one way.")
             above[below] = name
@@ -199,7 +203,7 @@ def _of_slurm(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         raise ValueError("no line names a switch and its hosts, as SwitchName=s1 Nodes=node[1-4].")
     if unknown := sorted(above.keys() - hosts.keys()):
         raise ValueError(f"the switch {unknown[0]} is below {above[unknown[0]]}, and no line describes it.")
-    yield from _once((host, _ancestors(name, above)) for name, names in hosts.items() for host in names)
+    yield from _check_unique((host, _ancestors(name, above)) for name, names in hosts.items() for host in names)
 
 
 def _ancestors(name: str, above: Mapping[str, str]) -> tuple[str, ...]:
@@ -225,9 +229,9 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the name of the interface with this IPv4 address; None if there is none."""
-    return next((name for _, name in socket.if_nameindex() if _address(name) == address), None)
+    return next((name for _, name in socket.if_nameindex() if _read_address(name) == address), None)
 
 
 def missing_interfaces(named: str, backend: str) -> list[str]:
@@ -243,11 +247,11 @@ def missing_interfaces(named: str, backend: str) -> list[str]:
         return []
     sign = "=" if named.startswith("=") else ""
     return [
-        each for each in named.removeprefix("=").split(",") if not any(_allows(sign + each, name) for name in there)
+        each for each in named.removeprefix("=").split(",") if not any(_is_allowed(sign + each, name) for name in there)
     ]
 
 
-def _address(interface: str) -> str | None:
+def _read_address(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:
@@ -259,10 +263,12 @@ def _address(interface: str) -> str | None:
 def interfaces() -> dict[str, dict[str, Any]]:
     """Return address and speed (bit/s, None if unknown) of each interface with IPv4."""
     named = [name for _, name in socket.if_nameindex()]
-    return {name: {"address": address, "speed": _speed(name)} for name in named if (address := _address(name))}
+    return {
+        name: {"address": address, "speed": _read_speed(name)} for name in named if (address := _read_address(name))
+    }
 
 
-def _speed(interface: str) -> float | None:
+def _read_speed(interface: str) -> float | None:
     try:
         speed = int(Path("/sys/class/net", interface, "speed").read_text())
     except (OSError, ValueError):  # the interface is down, or virtual
@@ -285,11 +291,11 @@ def variables(backend: str, interface: str | None, hca: str | None = None) -> di
 
 def _first_of_nccl(named: str) -> str | None:
     """Return the first interface with IPv4 that an NCCL list allows; None without one."""
-    allowed = [name for name in interfaces() if _allows(named, name)]
+    allowed = [name for name in interfaces() if _is_allowed(named, name)]
     return named if named in allowed else next(iter(allowed), None)
 
 
-def _allows(named: str, name: str) -> bool:
+def _is_allowed(named: str, name: str) -> bool:
     """Return whether the list ``named``, in NCCL's syntax, allows the interface ``name``."""
     listed = named.lstrip("^=").split(",")
     is_listed = name in listed if "=" in named[:2] else name.startswith(tuple(listed))

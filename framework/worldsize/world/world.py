@@ -17,7 +17,7 @@ from worldsize.core import Cluster, ConfigError, Role, World
 from worldsize.devices import device_count
 from worldsize.world.environments import Placement, host_name
 from worldsize.world.pinning import pin_process
-from worldsize.world.roles import heals, role_of, role_ranks
+from worldsize.world.roles import can_heal, find_role, role_ranks
 
 # Up to this many ranks, gloo connects all pairs when a group is created, at the cost of a store message per pair. In a
 # larger initial gang, it connects two ranks when they first communicate.
@@ -35,19 +35,19 @@ def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]
     """
     check_size(placement, roles)
     _let_torch_record(debug=cluster.debug)
-    device, threads = device_of(placement, cluster), threads_per_process(placement.local_world_size)
+    device, threads = select_device(placement, cluster), threads_per_process(placement.local_world_size)
     has_launcher = placement.heartbeat is not None  # launched by worldsize
     pin = pin_process(
         cluster, local_rank=placement.local_rank, processes=placement.local_world_size, has_launcher=has_launcher
     )
     torch.set_num_threads(cluster.threads or min(threads, len(pin.cores) if pin else threads))
-    gang = gang_of(roles)
+    gang = list_gang_ranks(roles)
     if len(gang) > _ALL_CONNECTED:  # before any thread reads the environment
         os.environ.setdefault(_CONNECTS_LATE, "1")
     # a healing gang is joined later, when its members are known
-    if len(gang) > 1 and placement.rank in gang and not heals(roles):
-        _join(placement, cluster, device, gang)
-    yield world_of(placement, cluster, roles, device)
+    if len(gang) > 1 and placement.rank in gang and not can_heal(roles):
+        _init_process_group(placement, cluster, device, gang)
+    yield create_world(placement, cluster, roles, device)
     # not after an error: this could wait forever for peers, and the error would not be raised
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -58,7 +58,7 @@ def connects_late() -> bool:
     return os.environ.get(_CONNECTS_LATE, "0").lower() in {"1", "y", "yes", "t", "true"}
 
 
-def world_of(
+def create_world(
     placement: Placement,
     cluster: Cluster,
     roles: Mapping[str, Role],
@@ -72,13 +72,13 @@ def world_of(
     ``host_backend`` is the backend of the groups in which ranks coordinate on the host, such as for checkpoints.
     """
     timeout = timedelta(seconds=cluster.timeout)
-    groups = _groups(placement, roles, timeout, host_backend, device) if dist.is_initialized() else {}
+    groups = _create_groups(placement, roles, timeout, host_backend, device) if dist.is_initialized() else {}
     if "node" in groups and cluster.tiers:
         groups |= _tier_groups(placement, cluster.tiers, timeout)
-    return _world(placement, device, roles, groups)
+    return _build_world(placement, device, roles, groups)
 
 
-def gang_of(roles: Mapping[str, Role]) -> list[int]:
+def list_gang_ranks(roles: Mapping[str, Role]) -> list[int]:
     """Return the global ranks of the training processes, which form process groups."""
     ranks = role_ranks(roles)
     return [rank for name, role in roles.items() if not role.serves for rank in ranks[name]]
@@ -99,7 +99,7 @@ def threads_per_process(local_world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
-def device_of(placement: Placement, cluster: Cluster) -> torch.device:
+def select_device(placement: Placement, cluster: Cluster) -> torch.device:
     """Return this process's device; an accelerator (by local rank) becomes the current one."""
     if cluster.device == "cpu":
         return torch.device("cpu")
@@ -123,7 +123,7 @@ def _let_torch_record(*, debug: bool) -> None:
         os.environ.setdefault(name, "0")  # the dump is a pickle; see worker/flight.py
 
 
-def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
+def _init_process_group(placement: Placement, cluster: Cluster, device: torch.device, gang: Sequence[int]) -> None:
     dist.init_process_group(
         cluster.backend,
         init_method=placement.store,
@@ -134,10 +134,10 @@ def _join(placement: Placement, cluster: Cluster, device: torch.device, gang: Se
     )
 
 
-def _world(
+def _build_world(
     placement: Placement, device: torch.device, roles: Mapping[str, Role], groups: Mapping[str, ProcessGroup]
 ) -> World:
-    role, rank = role_of(placement.rank, roles)
+    role, rank = find_role(placement.rank, roles)
     return World(
         role=role,
         rank=rank,
@@ -151,15 +151,15 @@ def _world(
     )
 
 
-def _groups(
+def _create_groups(
     placement: Placement, roles: Mapping[str, Role], timeout: timedelta, host_backend: str, device: torch.device
 ) -> dict[str, ProcessGroup]:
     # every rank must create each of these groups, even if it is not a member
     training = role_ranks({name: role for name, role in roles.items() if not role.serves})
     everyone = range(sum(len(members) for members in training.values()))
-    groups = {"all": _group(everyone, everyone, timeout)}
+    groups = {"all": _create_group(everyone, everyone, timeout)}
     for name, members in training.items():
-        groups[name] = _group(members, everyone, timeout)
+        groups[name] = _create_group(members, everyone, timeout)
         # a separate group, since a thread writes checkpoints while training uses the role's group
         own = dist.new_group(list(members), timeout, backend=host_backend)
         groups[f"checkpoint/{name}"] = cast("ProcessGroup", own)
@@ -193,7 +193,7 @@ def _tier_groups(placement: Placement, tiers: Mapping[str, int], timeout: timede
     return groups
 
 
-def _group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
+def _create_group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD
     return cast("ProcessGroup", dist.new_group(list(members), timeout))  # a placeholder on non-members
@@ -209,7 +209,7 @@ def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGr
     return cast("ProcessGroup", dist.new_group(list(members), timeout, use_local_synchronization=True))
 
 
-def places(world: World) -> Callable[[int], tuple[str, str]]:
+def publish_place(world: World) -> Callable[[int], tuple[str, str]]:
     """Publish this rank's host and device; all ranks of the role must call this.
 
     Returns:
@@ -222,8 +222,8 @@ def places(world: World) -> Callable[[int], tuple[str, str]]:
     store, key = dist.distributed_c10d._get_default_store(), f"place/{world.role}"
     store.set(f"{key}/{world.rank}", json.dumps(mine))
 
-    def place(rank: int) -> tuple[str, str]:
+    def wait_for_place(rank: int) -> tuple[str, str]:
         host, device = json.loads(store.get(f"{key}/{rank}"))
         return host, device
 
-    return place
+    return wait_for_place

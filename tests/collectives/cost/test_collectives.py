@@ -9,20 +9,20 @@ import pytest
 
 from worldsize.collectives.cluster_cost import (
     all_reduce_seconds,
-    by_node_bytes,
-    by_node_seconds,
-    served_seconds,
-    slowest,
-    spanned,
+    estimate_hierarchical_bytes,
+    estimate_hierarchical_seconds,
+    estimate_push_seconds,
+    find_limiting_link,
+    find_slowest_link,
 )
 from worldsize.collectives.cost import (
     all_gather_seconds,
     all_to_all_seconds,
     bubble_share,
-    bucketed_exposed_seconds,
     compute_seconds_for,
     efficiency,
-    exposed_seconds,
+    estimate_bucketed_exposure,
+    estimate_exposed_seconds,
     hierarchical_all_reduce_seconds,
     reduce_scatter_seconds,
     ring_all_reduce_seconds,
@@ -76,14 +76,14 @@ def test_three_tiers_send_over_each_link_what_is_left_for_it() -> None:
     inside = 2 * (1e-6 + PAYLOAD / 2 / 300e9)
     rack = 2 * 3 * (5e-6 + PAYLOAD / 2 / 4 / (12.5e9 / 2))
     uplink = 2 * (20e-6 + PAYLOAD / 8 / 2 / (1e9 / 8))
-    assert by_node_seconds(PAYLOAD, cluster) == pytest.approx(inside + rack + uplink)
+    assert estimate_hierarchical_seconds(PAYLOAD, cluster) == pytest.approx(inside + rack + uplink)
     without = replace(cluster, tiers={})
     two = hierarchical_all_reduce_seconds(PAYLOAD, 8, 2, NODE, links["network"], shared=True)
-    assert by_node_seconds(PAYLOAD, without) == pytest.approx(two)
-    assert slowest(cluster) == links["network"]
+    assert estimate_hierarchical_seconds(PAYLOAD, without) == pytest.approx(two)
+    assert find_slowest_link(cluster) == links["network"]
     assert all_reduce_seconds(PAYLOAD, cluster) == ring_all_reduce_seconds(PAYLOAD, 16, links["network"])
-    assert [spanned(cluster, ranks) for ranks in (2, 8, 4, 16)] == [NODE, NETWORK, NETWORK, links["network"]]
-    sent, leaving = by_node_bytes(PAYLOAD, cluster)
+    assert [find_limiting_link(cluster, ranks) for ranks in (2, 8, 4, 16)] == [NODE, NETWORK, NETWORK, links["network"]]
+    sent, leaving = estimate_hierarchical_bytes(PAYLOAD, cluster)
     assert sent == pytest.approx(PAYLOAD * (1 + 3 / 4 + 1 / 8))
     assert leaving == pytest.approx(PAYLOAD * (3 / 2 + 1 / 4))
 
@@ -92,12 +92,12 @@ def test_the_uplink_of_a_rack_carries_what_its_clients_send_to_servers_elsewhere
     links = {"node": NODE, "rack": Link(1e9, 0.0), "network": Link(1e8, 0.0)}
     cluster = Cluster("test", 4, 8, "cpu", "gloo", links=links, tiers={"rack": 2})
     # servers 0 and 1 are on the first node: of 6 clients, 4 are in the other rack, and send 1e8 bytes each
-    assert served_seconds(1e8, range(2, 8), [0, 1], cluster) == pytest.approx(4 * 1e8 / 1e8)
+    assert estimate_push_seconds(1e8, range(2, 8), [0, 1], cluster) == pytest.approx(4 * 1e8 / 1e8)
     # a server in each rack: those 4 send half of their bytes over the uplink of their rack
-    assert served_seconds(1e8, [2, 3, 4, 5, 6, 7], [0, 4], cluster) == pytest.approx(4 * 0.5e8 / 1e8)
+    assert estimate_push_seconds(1e8, [2, 3, 4, 5, 6, 7], [0, 4], cluster) == pytest.approx(4 * 0.5e8 / 1e8)
     # the node with a server serves all 6 clients; with a faster uplink, its own link is the slowest
     fast = replace(cluster, links={**links, "network": Link(1e10, 0.0)})
-    assert served_seconds(1e8, range(2, 8), [0, 1], fast) == pytest.approx(6 * 1e8 / 1e9)
+    assert estimate_push_seconds(1e8, range(2, 8), [0, 1], fast) == pytest.approx(6 * 1e8 / 1e9)
 
 
 def test_a_reduce_scatter_and_an_all_gather_take_the_time_of_an_all_reduce() -> None:
@@ -120,7 +120,7 @@ def test_servers_compare_with_a_ring_of_four_as_in_the_paper(servers: int, of_ri
     """Jiang et al. compare one direction of servers, max(M/B, nM/kB), with a whole ring, 2 (n − 1) M / n B."""
     link = Link(1e9, 0.0)
     cluster = Cluster("test", 1, 8, "cpu", "gloo", links={"node": link})
-    one_way = served_seconds(1e8, range(4), range(servers), cluster)
+    one_way = estimate_push_seconds(1e8, range(4), range(servers), cluster)
     assert ring_all_reduce_seconds(1e8, 4, link) / one_way == pytest.approx(of_ring)
 
 
@@ -139,12 +139,12 @@ def test_messages_of_an_all_to_all_share_the_link_of_their_node() -> None:
 
 def test_the_last_bucket_does_not_overlap_with_the_backward_pass() -> None:
     seconds = partial(ring_all_reduce_seconds, ranks=8, link=Link(1e9, 0.0))  # 1.75 ns a byte
-    assert bucketed_exposed_seconds(1e8, 25e6, 10.0, seconds) == pytest.approx(seconds(25e6))
-    assert bucketed_exposed_seconds(1e8, 25e6, 0.0, seconds) == pytest.approx(seconds(1e8))
+    assert estimate_bucketed_exposure(1e8, 25e6, 10.0, seconds) == pytest.approx(seconds(25e6))
+    assert estimate_bucketed_exposure(1e8, 25e6, 0.0, seconds) == pytest.approx(seconds(1e8))
     # buckets are ready at 25, 50, 75 and 100 ms, and take 43.75 ms each, one after the other
-    assert bucketed_exposed_seconds(1e8, 25e6, 0.1, seconds) == pytest.approx(0.025 + 4 * 0.04375 - 0.1)
+    assert estimate_bucketed_exposure(1e8, 25e6, 0.1, seconds) == pytest.approx(0.025 + 4 * 0.04375 - 0.1)
 
 
 def test_only_communication_that_outlasts_compute_is_exposed() -> None:
-    assert exposed_seconds(0.3, 0.2) == pytest.approx(0.1)
-    assert exposed_seconds(0.1, 0.2) == 0
+    assert estimate_exposed_seconds(0.3, 0.2) == pytest.approx(0.1)
+    assert estimate_exposed_seconds(0.1, 0.2) == 0

@@ -21,7 +21,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from worldsize.cli import prepare as command
 from worldsize.data.preparation import Preparation
-from worldsize.data.texts import TextFormat, Tokenizer, dtype_of
+from worldsize.data.texts import TextFormat, Tokenizer, choose_token_dtype
 from worldsize.errors import ConfigError, WorldsizeError
 
 SMALL = 4000  # bytes of text in a shard
@@ -81,7 +81,9 @@ def read(folder: Path) -> list[list[int]]:
 def test_shards_have_the_tokens_of_a_plain_loop_and_a_manifest_that_describes_them(
     corpus: Path, rows: Mapping[str, Sequence[str]], tokenizer: Path, tmp_path: Path
 ) -> None:
-    made = Preparation([corpus], Tokenizer(str(tokenizer), end="<end>"), shard_bytes=SMALL).write(tmp_path, processes=1)
+    made = Preparation([corpus], Tokenizer(str(tokenizer), end="<end>"), shard_bytes=SMALL).write_shards(
+        tmp_path, processes=1
+    )
     library = Library.from_file(str(tokenizer))
     library.no_truncation()
     library.no_padding()
@@ -104,7 +106,7 @@ def test_shards_have_the_tokens_of_a_plain_loop_and_a_manifest_that_describes_th
 def test_bytes_are_tokens_and_documents_without_text_are_left_out(
     corpus: Path, rows: Mapping[str, Sequence[str]], tmp_path: Path
 ) -> None:
-    made = Preparation([corpus], Tokenizer("bytes"), shard_bytes=SMALL).write(tmp_path, processes=1)
+    made = Preparation([corpus], Tokenizer("bytes"), shard_bytes=SMALL).write_shards(tmp_path, processes=1)
     documents = [each for name in sorted(rows) for each in rows[name]]
     assert read(tmp_path) == [list(each.encode()) for each in documents if each]
     assert made["empty"] == documents.count("")
@@ -113,7 +115,7 @@ def test_bytes_are_tokens_and_documents_without_text_are_left_out(
 
 def test_a_folder_made_by_three_processes_is_that_of_one(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     preparation = Preparation([corpus], Tokenizer(str(tokenizer)), shard_bytes=SMALL)
-    first, second = (preparation.write(tmp_path / str(count), processes=count) for count in (1, 3))
+    first, second = (preparation.write_shards(tmp_path / str(count), processes=count) for count in (1, 3))
     assert first == second
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
@@ -141,7 +143,7 @@ def killed(preparation: Preparation, folder: Path, *, after: int) -> bool:
         os.setpgid(0, 0)
         Path.replace = counted  # type: ignore[assignment,method-assign]
         try:
-            preparation.write(folder, processes=1)
+            preparation.write_shards(folder, processes=1)
         finally:
             os._exit(0)
     return os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -151,14 +153,14 @@ def test_a_preparation_that_is_killed_at_any_point_goes_on_and_ends_with_the_sam
     corpus: Path, tmp_path: Path
 ) -> None:
     preparation = Preparation([corpus], Tokenizer("bytes"), shard_bytes=16_000)
-    expected = preparation.write(tmp_path / "whole", processes=1)
+    expected = preparation.write_shards(tmp_path / "whole", processes=1)
     kills = 0
     for after in range(250):
         folder = tmp_path / str(after)
         if not killed(preparation, folder, after=after):
             break
         kills += 1
-        preparation.write(folder, processes=2)
+        preparation.write_shards(folder, processes=2)
         assert contents(folder) == contents(tmp_path / "whole")
     # the request and the manifest; per shard, three files of its piece, two of them moved into place
     assert kills == 2 + 5 * len(expected["shards"])
@@ -170,23 +172,23 @@ def test_finished_pieces_are_not_made_again(corpus: Path, tmp_path: Path, monkey
     finished = [path.stat().st_size for path in (tmp_path / ".pieces").glob("piece_*.json")]
     assert len(finished) == 2
     shown: list[tuple[int, int]] = []
-    preparation.write(tmp_path, processes=1, progress=lambda done, total: shown.append((done, total)))
+    preparation.write_shards(tmp_path, processes=1, progress=lambda done, total: shown.append((done, total)))
     assert 0 < shown[0][0] < shown[0][1]
     assert shown[-1][0] == shown[-1][1]
 
 
 def test_a_folder_with_other_shards_or_files_is_left_as_it_is(corpus: Path, tokenizer: Path, tmp_path: Path) -> None:
     plain = Preparation([corpus], Tokenizer("bytes"))
-    made = plain.write(tmp_path / "a", processes=1)
-    assert plain.write(tmp_path / "a", processes=1) == made
+    made = plain.write_shards(tmp_path / "a", processes=1)
+    assert plain.write_shards(tmp_path / "a", processes=1) == made
     before = contents(tmp_path / "a")
     with pytest.raises(ConfigError, match="has token shards that differ in tokenizer; nothing was changed"):
-        Preparation([corpus], Tokenizer(str(tokenizer))).write(tmp_path / "a", processes=1)
+        Preparation([corpus], Tokenizer(str(tokenizer))).write_shards(tmp_path / "a", processes=1)
     with pytest.raises(ConfigError, match="differ in inputs"):
-        Preparation([corpus / "b"], Tokenizer("bytes")).write(tmp_path / "a", processes=1)
+        Preparation([corpus / "b"], Tokenizer("bytes")).write_shards(tmp_path / "a", processes=1)
     assert contents(tmp_path / "a") == before
     with pytest.raises(ConfigError, match="has other files"):
-        plain.write(corpus, processes=1)
+        plain.write_shards(corpus, processes=1)
 
 
 BAD = {
@@ -207,9 +209,9 @@ def test_what_cannot_be_read_is_named_with_file_and_byte_or_left_out_and_counted
     path.write_bytes(data)
     stops = Preparation([path], Tokenizer("bytes"))
     with pytest.raises(WorldsizeError, match="or leave such documents out with --on-error skip") as stopped:
-        stops.write(tmp_path / "out", processes=1)
+        stops.write_shards(tmp_path / "out", processes=1)
     assert f"{path}, {why}" in str(stopped.value)
-    made = Preparation([path], Tokenizer("bytes"), on_error="skip").write(tmp_path / "out", processes=1)
+    made = Preparation([path], Tokenizer("bytes"), on_error="skip").write_shards(tmp_path / "out", processes=1)
     assert (made["documents"], made["skipped"]) == (1, 1)
     assert made["bad"][0].startswith(f"{path}, {why}")
 
@@ -220,11 +222,11 @@ def test_a_column_of_parquet_is_read_by_row_groups(tmp_path: Path) -> None:
     rows = [*texts(30, 4), None, "last"]
     parquet.write_table(arrow.table({"body": rows}), tmp_path / "rows.parquet", row_group_size=7)
     preparation = Preparation([tmp_path / "rows.parquet"], Tokenizer("bytes"), TextFormat("body"), 1000, "skip")
-    made = preparation.write(tmp_path / "out", processes=2)
+    made = preparation.write_shards(tmp_path / "out", processes=2)
     assert read(tmp_path / "out") == [list(each.encode()) for each in rows if each]
     assert (made["skipped"], made["bad"]) == (1, [f"{tmp_path}/rows.parquet, row 30: field 'body' is null"])
     with pytest.raises(WorldsizeError, match="no column 'boy'; did you mean 'body'"):
-        Preparation([tmp_path / "rows.parquet"], Tokenizer("bytes"), TextFormat("boy")).write(
+        Preparation([tmp_path / "rows.parquet"], Tokenizer("bytes"), TextFormat("boy")).write_shards(
             tmp_path / "x", processes=1
         )
 
@@ -233,14 +235,14 @@ def test_each_line_of_a_text_file_can_be_a_document(tmp_path: Path) -> None:
     lines = [f"line {number} äöü" for number in range(300)]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     preparation = Preparation([tmp_path / "lines.txt"], Tokenizer("bytes"), TextFormat(documents="line"), 100)
-    preparation.write(tmp_path / "out", processes=2)
+    preparation.write_shards(tmp_path / "out", processes=2)
     assert read(tmp_path / "out") == [list(line.encode()) for line in lines]
 
 
 @pytest.mark.parametrize(("vocabulary", "name"), [(1, "uint8"), (256, "uint8"), (257, "uint16"), (1 << 16, "uint16")])
 def test_the_smallest_type_holds_the_vocabulary(vocabulary: int, name: str) -> None:
-    assert dtype_of(vocabulary).name == name
-    assert dtype_of((1 << 16) + 1).name == "uint32"
+    assert choose_token_dtype(vocabulary).name == name
+    assert choose_token_dtype((1 << 16) + 1).name == "uint32"
 
 
 def test_the_command_says_what_it_made_and_refuses_with_a_remedy(

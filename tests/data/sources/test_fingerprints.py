@@ -80,7 +80,7 @@ def test_many_files_have_the_fingerprint_of_each_in_turn(tmp_path: Path, cache: 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text("some text that is long enough")
-    Preparation([tmp_path / "text.txt"], Tokenizer("bytes")).write(tmp_path / "out", processes=1)
+    Preparation([tmp_path / "text.txt"], Tokenizer("bytes")).write_shards(tmp_path / "out", processes=1)
     return tmp_path / "out"
 
 

@@ -136,7 +136,7 @@ def test_a_manifest_with_odd_shards_is_refused(shard: Any, tmp_path: Path) -> No
 def test_two_prepared_folders_in_one_pattern_are_known_as_such(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     for name in "12":
-        Preparation([tmp_path / "text.txt"], Tokenizer("bytes")).write(tmp_path / name, processes=1)
+        Preparation([tmp_path / "text.txt"], Tokenizer("bytes")).write_shards(tmp_path / name, processes=1)
     both = source("tokens", str(tmp_path / "{1..2}"), tmp_path)
     assert len(both.fingerprint()["tokenizers"]) == 2
 
@@ -172,7 +172,7 @@ def test_a_description_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\nbad\n{"text": "two"}\n')
-    preparation(tmp_path, "skip").write(tmp_path / "out", processes=1)
+    preparation(tmp_path, "skip").write_shards(tmp_path / "out", processes=1)
     return tmp_path / "out"
 
 
@@ -198,13 +198,13 @@ def test_a_prepared_folder_that_is_damaged_is_no_success(
 ) -> None:
     spoil(prepared)
     with pytest.raises(ConfigError, match=message):
-        preparation(tmp_path, "skip").write(prepared, processes=1)
+        preparation(tmp_path, "skip").write_shards(prepared, processes=1)
 
 
 def test_what_was_left_out_before_stops_a_preparation_that_leaves_out_nothing(prepared: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prepared with --on-error skip, leaving out 1 documents"):
-        preparation(tmp_path, "stop").write(prepared, processes=1)
-    assert preparation(tmp_path, "skip").write(prepared, processes=1)["skipped"] == 1
+        preparation(tmp_path, "stop").write_shards(prepared, processes=1)
+    assert preparation(tmp_path, "skip").write_shards(prepared, processes=1)["skipped"] == 1
 
 
 def test_pieces_that_leave_out_documents_are_made_anew_by_one_that_stops(
@@ -215,16 +215,16 @@ def test_pieces_that_leave_out_documents_are_made_anew_by_one_that_stops(
 
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\nbad\n')
     with monkeypatch.context() as patched:
-        patched.setattr("worldsize.data.preparation._sealed", stop)
+        patched.setattr("worldsize.data.preparation._finalize_shards", stop)
         with pytest.raises(KeyboardInterrupt):
-            preparation(tmp_path, "skip").write(tmp_path / "out", processes=1)
+            preparation(tmp_path, "skip").write_shards(tmp_path / "out", processes=1)
     with pytest.raises(WorldsizeError, match="byte 16: the line is not JSON.*--on-error skip"):
-        preparation(tmp_path, "stop").write(tmp_path / "out", processes=1)
+        preparation(tmp_path, "stop").write_shards(tmp_path / "out", processes=1)
     next((tmp_path / "out" / ".pieces").glob("piece_*")).write_text("{")  # it is rebuilt
-    assert preparation(tmp_path, "skip").write(tmp_path / "out", processes=1)["documents"] == 1
+    assert preparation(tmp_path, "skip").write_shards(tmp_path / "out", processes=1)["documents"] == 1
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(ConfigError, match="text.jsonl cannot be created: File exists. Choose a different folder"):
-        preparation(tmp_path, "stop").write(tmp_path / "text.jsonl", processes=1)
+        preparation(tmp_path, "stop").write_shards(tmp_path / "text.jsonl", processes=1)

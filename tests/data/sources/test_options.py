@@ -22,7 +22,7 @@ from worldsize.core import ConfigError
 from worldsize.data.source import Transformed
 from worldsize.data.sources.arrow import Parquet
 from worldsize.data.sources.images import FORMATS as FORMATS_OF_IMAGES
-from worldsize.data.sources.images import ImageFolder, image
+from worldsize.data.sources.images import ImageFolder, decode_image
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.data.sources.webdataset import WebDataset
 from worldsize.data.storage.byte_files import SampleError
@@ -251,4 +251,4 @@ def test_images_reach_the_decoders_of_formats_that_are_allowed_and_no_others(nam
 def test_the_usual_formats_of_images_are_decoded(kind: str) -> None:
     written = io.BytesIO()
     Image.new("RGB", (3, 2)).save(written, kind)
-    assert image(written.getvalue()).size == (3, 2)
+    assert decode_image(written.getvalue()).size == (3, 2)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.range_server import served
 from worldsize.data.sources.json_lines import JsonLines
-from worldsize.data.storage.byte_files import COUNTS, LocalFile, SampleError, without_secrets
+from worldsize.data.storage.byte_files import COUNTS, LocalFile, SampleError, strip_secrets
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.listing import open_files
 from worldsize.errors import ConfigError
@@ -76,7 +76,7 @@ def test_bytes_are_read_as_they_are_wherever_blocks_end(tmp_path: Path, cache: C
         here, there = LocalFile(tmp_path / "file"), open_files(f"{server.url}/file", cache)[0]
         for start, stop in ((0, 10), (4090, 4100), (0, len(data)), (8192, 12288), (12388, 12388), (12380, 12388)):
             assert here.read(start, stop) == there.read(start, stop) == data[start:stop]
-        assert here.digest() == there.digest()
+        assert here.compute_digest() == there.compute_digest()
         for file in (here, there):
             with pytest.raises(
                 SampleError, match=f"{file.name}, byte 12388: the file ends here, and 200 bytes from 12300"
@@ -173,7 +173,7 @@ def test_what_may_not_be_read_is_named(tmp_path: Path, cache: Cache, monkeypatch
     ],
 )
 def test_secrets_are_left_out_of_urls(url: str, shown: str) -> None:
-    assert without_secrets(url) == shown
+    assert strip_secrets(url) == shown
 
 
 def test_no_message_fingerprint_index_or_name_of_a_block_has_what_is_secret_in_a_url(

@@ -20,7 +20,7 @@ from tests.data.formats import FORMATS, SAMPLES, opened
 from tests.support.small_disk import fill, mounted
 from worldsize.data.storage.byte_files import ByteFile, LocalFile
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.index import indexed
+from worldsize.data.storage.index import open_index
 from worldsize.errors import WorldsizeError
 
 FORK = multiprocessing.get_context("fork")
@@ -59,7 +59,7 @@ def paths(tmp_path: Path) -> list[Path]:
 
 
 def made(paths: list[Path], scan: Any, *, kind: str = "bytes-1") -> Mapping[str, Any]:
-    return indexed(kind, [LocalFile(path) for path in paths], Cache(str(paths[0].parent / "cache")), scan)
+    return open_index(kind, [LocalFile(path) for path in paths], Cache(str(paths[0].parent / "cache")), scan)
 
 
 def test_an_index_has_the_rows_of_all_files_in_turn_and_is_mapped_from_disk(paths: list[Path], scan: Scan) -> None:
@@ -166,7 +166,7 @@ def test_an_index_that_finds_no_room_is_an_error_with_a_remedy(paths: list[Path]
         fill(disk)
         message = f"the index of {paths[0]} cannot be written: No space left.*Make room in {disk}/index, or set the"
         with pytest.raises(WorldsizeError, match=message):
-            indexed("bytes-1", [LocalFile(paths[0])], Cache(str(disk)), scan)
+            open_index("bytes-1", [LocalFile(paths[0])], Cache(str(disk)), scan)
 
 
 def test_a_cache_that_one_may_not_write_to_is_an_error_with_a_remedy(

@@ -15,7 +15,7 @@ import pytest
 
 from worldsize.data.storage.byte_files import ByteFile, LocalFile
 from worldsize.data.storage.cache import Cache
-from worldsize.data.storage.index import indexed
+from worldsize.data.storage.index import open_index
 
 FORK = multiprocessing.get_context("fork")
 ROWS = 10_000  # of one byte each, in an index of four more
@@ -50,29 +50,29 @@ def used(cache: Cache, *, before: float) -> None:
 
 def test_the_index_unused_for_longest_goes_when_there_are_too_many(files: list[ByteFile], cache: Cache) -> None:
     for number, file in enumerate(files[:2]):
-        indexed("bytes", [file], cache, scan)
+        open_index("bytes", [file], cache, scan)
         used(cache, before=100 - number)
-    indexed("bytes", [files[0]], cache, scan)  # it is used again
-    indexed("bytes", [files[2]], cache, scan)
+    open_index("bytes", [files[0]], cache, scan)  # it is used again
+    open_index("bytes", [files[2]], cache, scan)
     assert kept(cache) == {0, 2}
-    indexed("bytes", [files[3]], Cache(cache.folder, capacity=0), scan)
+    open_index("bytes", [files[3]], Cache(cache.folder, capacity=0), scan)
     assert kept(cache) == {3}
 
 
 def test_an_index_in_use_stays(files: list[ByteFile], cache: Cache) -> None:
-    mine = indexed("bytes", [files[0]], cache, scan)
+    mine = open_index("bytes", [files[0]], cache, scan)
     used(cache, before=100)
     for file in files[1:]:
-        indexed("bytes", [file], cache, scan)
+        open_index("bytes", [file], cache, scan)
     assert kept(cache) == {0, 3}
     assert mine["value"].tolist() == [0] * ROWS
     del mine
-    indexed("bytes", [files[1]], Cache(cache.folder, capacity=0), scan)
+    open_index("bytes", [files[1]], Cache(cache.folder, capacity=0), scan)
     assert kept(cache) == {1}
 
 
 def _use(file: ByteFile, cache: Cache, begun: Event, ended: Event) -> None:
-    index = indexed("bytes", [file], cache, scan)
+    index = open_index("bytes", [file], cache, scan)
     begun.set()
     ended.wait(60)
     assert index["value"].sum() == ROWS
@@ -84,17 +84,17 @@ def test_an_index_that_another_process_uses_stays_until_it_ends(files: list[Byte
     process.start()
     assert begun.wait(60)
     none = Cache(cache.folder, capacity=0)
-    indexed("bytes", [files[2]], none, scan)
+    open_index("bytes", [files[2]], none, scan)
     assert kept(cache) == {1, 2}
     ended.set()
     process.join()
-    indexed("bytes", [files[3]], none, scan)
+    open_index("bytes", [files[3]], none, scan)
     assert (process.exitcode, kept(cache)) == (0, {3})
 
 
 def test_what_a_killed_process_left_is_removed(files: list[ByteFile], cache: Cache) -> None:
-    left = cache.made("index") / ".abc.1234"
+    left = cache.create_folder("index") / ".abc.1234"
     left.mkdir()
     (left / "value").write_bytes(bytes(ROWS))
-    indexed("bytes", [files[0]], cache, scan)
+    open_index("bytes", [files[0]], cache, scan)
     assert not left.exists()

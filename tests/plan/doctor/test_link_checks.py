@@ -12,35 +12,35 @@ from tests.plan.doctor.facts import GIGABIT, cluster, edge, findings, host, rank
 from worldsize.core import Link
 from worldsize.plan.doctor import link_checks
 from worldsize.plan.doctor.evaluate import evaluate
-from worldsize.plan.doctor.findings import measured
-from worldsize.plan.doctor.link_checks import checks, pairs, slow, tiers
+from worldsize.plan.doctor.findings import aggregate_links
+from worldsize.plan.doctor.link_checks import check_links, find_slow_links, list_pairs, summarize_tiers
 
 SLOW = 50e6 / 8  # 50 Mbit/s
 
 
 def bad(edges: list[dict[str, Any]], **changes: Any) -> list[Any]:
-    return [check for check in checks(findings(edges=edges, **changes), cluster(network=GIGABIT)) if not check.ok]
+    return [check for check in check_links(findings(edges=edges, **changes), cluster(network=GIGABIT)) if not check.ok]
 
 
 def test_ranks_of_a_node_share_its_link_and_the_slowest_link_bounds_a_tier() -> None:
     edges = [edge("network", 0, 2, 3e7, 1e-4), edge("network", 1, 3, 4e7, 3e-4), edge("network", 2, 0, 1e8, 2e-4)]
     edges += [edge("network", 3, 1, 1e8, 2e-4), edge("node", 0, 1, 5e9), edge("node", 1, 0, 4e9)]
-    links = measured(edges, per_node=2)
+    links = aggregate_links(edges, per_node=2)
     assert links["network"][0, 1].bandwidth == pytest.approx(7e7)
     assert links["network"][1, 0].bandwidth == pytest.approx(2e8)
     assert links["node"][0, 0].bandwidth == pytest.approx(4e9)
-    assert tiers(links, {})["network"].bandwidth == pytest.approx(7e7)
-    assert tiers(links, {})["network"].latency == pytest.approx(2e-4)
+    assert summarize_tiers(links, {})["network"].bandwidth == pytest.approx(7e7)
+    assert summarize_tiers(links, {})["network"].latency == pytest.approx(2e-4)
     rings = {"network": {"bandwidth": 6e7, "gap": 1e-3, "incast": 0.7}}
-    assert replace(tiers(links, rings)["network"], latency=0) == Link(6e7, 0, gap=1e-3, incast=0.7)
-    assert tiers(links, rings)["node"].bandwidth == pytest.approx(4e9)
+    assert replace(summarize_tiers(links, rings)["network"], latency=0) == Link(6e7, 0, gap=1e-3, incast=0.7)
+    assert summarize_tiers(links, rings)["node"].bandwidth == pytest.approx(4e9)
 
 
 @pytest.mark.parametrize("node", range(4))
 def test_one_slow_link_in_a_ring_is_named_by_its_host_and_interface_with_alternatives(node: int) -> None:
     there = {**host(node)["interfaces"], "ib0": {"address": "10.9.0.9"}}
     changed = host(node, interfaces=there)
-    results = checks(findings(changed, edges=ring({node: SLOW})), cluster(network=GIGABIT))
+    results = check_links(findings(changed, edges=ring({node: SLOW})), cluster(network=GIGABIT))
     (check,) = [check for check in results if not check.ok]
     assert (check.check, check.host) == ("network link", f"h{node + 1}")
     assert check.detail == "6.25 MB/s over eth0, cluster.links.network declares 125 MB/s"
@@ -60,10 +60,10 @@ def test_links_that_are_slow_everywhere_are_reported_once() -> None:
 
 def test_a_single_slow_direction_between_two_hosts_is_blamed_on_neither() -> None:
     links = {ends: Link(1e8, 1e-4) for ends in [(0, 1), (1, 2), (2, 3), (3, 0)]}
-    slow_links = slow({**links, (1, 2): Link(1e6, 1e-4)}, 5e7)
+    slow_links = find_slow_links({**links, (1, 2): Link(1e6, 1e-4)}, 5e7)
     assert (slow_links.nodes, slow_links.links) == ([], [(1, 2)])
     two = {(0, 1): Link(1e6, 1e-4), (1, 0): Link(1e8, 1e-4)}
-    assert slow(two, 5e7).links == [(0, 1)]
+    assert find_slow_links(two, 5e7).links == [(0, 1)]
 
 
 def test_a_slow_link_inside_a_node_names_its_host_and_only_gpus_are_judged() -> None:
@@ -71,10 +71,10 @@ def test_a_slow_link_inside_a_node_names_its_host_and_only_gpus_are_judged() -> 
     edges[4] = edge("node", 4, 5, 1e8)
     edges += [edge("device", number, number, 1e9 if number == 7 else 2e12) for number in range(8)]
     facts = findings(edges=edges)
-    failed = [check for check in checks(facts, cluster("cuda", node=1e9, device=2e12)) if not check.ok]
+    failed = [check for check in check_links(facts, cluster("cuda", node=1e9, device=2e12)) if not check.ok]
     assert [(check.check, check.host) for check in failed] == [("node link", "h3"), ("device link", "h4")]
     assert "cluster.links.node.bandwidth=1e+08" in failed[0].remedy
-    unjudged = [*checks(facts, cluster(node=1e9, device=2e12))]
+    unjudged = [*check_links(facts, cluster(node=1e9, device=2e12))]
     assert all(check.ok for check in unjudged)
     assert [check.detail for check in unjudged if (check.check, check.host) == ("node link", "h3")] == [
         "100 MB/s, 100 µs (not judged)"
@@ -85,14 +85,14 @@ def test_plain_sockets_where_a_fabric_is_declared_fail_the_check() -> None:
     transport = {"backend": "nccl", "transports": ["shm", "socket"], "interface": "eth0"}
     ranks = [rank(number, transport=transport) for number in range(8)]
     failed = [
-        check for check in checks(findings(ranks=ranks, edges=[]), cluster("cuda", network=12.5e9)) if not check.ok
+        check for check in check_links(findings(ranks=ranks, edges=[]), cluster("cuda", network=12.5e9)) if not check.ok
     ]
     assert [check.host for check in failed] == ["h1", "h2", "h3", "h4"]
     assert "plain sockets on eth0" in failed[0].detail
 
 
 def test_the_report_has_the_links_and_pairs_that_plan_reads() -> None:
-    written = evaluate(findings(), cluster(network=GIGABIT), needed_bytes=0).as_json()
+    written = evaluate(findings(), cluster(network=GIGABIT), needed_bytes=0).to_json()
     assert written["schema"] == 1
     network = {"bandwidth": pytest.approx(GIGABIT), "latency": pytest.approx(1e-4), "gap": 0.0, "incast": 1.0}
     assert written["links"]["network"] == network
@@ -104,7 +104,7 @@ def test_the_report_has_the_links_and_pairs_that_plan_reads() -> None:
     ]
     assert {*written["checks"][0]} == {"check", "host", "ok", "detail", "remedy"}
     assert [entry["host"] for entry in written["hosts"]] == ["h1", "h2", "h3", "h4"]
-    assert pairs(measured([], 2), findings()) == []
+    assert list_pairs(aggregate_links([], 2), findings()) == []
 
 
 def in_racks(uplink: float, one_host: float) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def test_the_uplink_of_a_rack_is_shared_by_its_hosts_and_told_from_the_links_ins
 
 def test_a_slow_uplink_and_a_slow_rack_are_named_by_their_hosts() -> None:
     racks = replace(cluster(rack=GIGABIT, network=4e7), tiers={"rack": 2})
-    (uplinks,) = [check for check in checks(findings(edges=in_racks(1e7, 1e7)), racks) if not check.ok]
+    (uplinks,) = [check for check in check_links(findings(edges=in_racks(1e7, 1e7)), racks) if not check.ok]
     assert (uplinks.check, uplinks.host) == ("network link", "h1, h2, h3, h4")
     assert "between all groups of 2 hosts, cluster.links.network declares 40 MB/s" in uplinks.detail
     assert uplinks.remedy.startswith("Look at the uplink of the switch that joins these hosts")
@@ -143,7 +143,7 @@ def test_a_slow_uplink_and_a_slow_rack_are_named_by_their_hosts() -> None:
         {**each, "size": each["size"] / 4} if each["tier"] == "rack" and each["source"] >= 4 else each
         for each in in_racks(4e7, 4e7)
     ]
-    failed = [check for check in checks(findings(edges=edges), racks) if not check.ok]
+    failed = [check for check in check_links(findings(edges=edges), racks) if not check.ok]
     assert [(check.check, check.host) for check in failed] == [("rack link", "h3"), ("rack link", "h4")]
     assert "cluster.tiers.rack.bandwidth=3.1e+07" in failed[0].remedy
 
@@ -168,9 +168,9 @@ def test_the_links_between_each_two_hosts_are_not_looked_through_for_each_host(m
     for nodes in (10, 40):
         both_ways = permutations(range(nodes), 2)
         edges = [edge("network", 2 * one, 2 * two, 1e6 if 7 in (one, two) else 1e9) for one, two in both_ways]
-        links = Counted(measured(edges, 2)["network"])
-        monkeypatch.setattr(link_checks, "measured", lambda *_: {"network": links})  # noqa: B023
-        found = list(checks(findings(edges=edges), cluster(network=GIGABIT)))
+        links = Counted(aggregate_links(edges, 2)["network"])
+        monkeypatch.setattr(link_checks, "aggregate_links", lambda *_: {"network": links})  # noqa: B023
+        found = list(check_links(findings(edges=edges), cluster(network=GIGABIT)))
         assert [check.host for check in found if not check.ok and "link" in check.check] == ["node 7"]
         looks.append(links.looks)
     assert looks[0] == looks[1] < 10

@@ -16,9 +16,9 @@ def bad(checks: Iterable[Check]) -> list[Check]:
 
 def test_a_host_that_reports_nothing_is_named_as_its_launcher_knows_it() -> None:
     by_node = {node: host(node) for node in (0, 1, 3)}
-    (check,) = bad(hosts.answers(Findings(4, by_node, names=["a", "b", "c", "d"])))
+    (check,) = bad(hosts.check_answers(Findings(4, by_node, names=["a", "b", "c", "d"])))
     assert check.host == "c"
-    (check,) = bad(hosts.answers(Findings(4, by_node)))
+    (check,) = bad(hosts.check_answers(Findings(4, by_node)))
     assert check.host == "node 2"
 
 
@@ -26,25 +26,25 @@ def test_a_blocked_port_is_named_and_hides_nothing_else() -> None:
     came = [host(node) for node in (0, 1, 3)]
     blocked = host(2, unreached="timed out", data=["train.txt: gone"])
     facts = findings(blocked, meeting={"hosts": came, "skipped": "only 3 of 4 hosts have met"})
-    (check,) = bad(hosts.meeting(facts))
+    (check,) = bad(hosts.check_rendezvous(facts))
     assert (check.check, check.host) == ("rendezvous", "h3")
     assert check.detail == "port 23456 of h1 does not answer h3: timed out"
     assert "Open TCP port 23456 of h1 to h3" in check.remedy
     (check,) = bad(hosts.collective(facts))
     assert check.detail == "not tried: only 3 of 4 hosts have met"
-    assert not bad(hosts.answers(facts))
+    assert not bad(hosts.check_answers(facts))
 
 
 def test_a_port_that_is_taken_is_blamed_on_the_first_host() -> None:
     first = host(0, refused="port 23456 at h1 cannot be opened: in use")
-    (check,) = bad(hosts.meeting(findings(first)))
+    (check,) = bad(hosts.check_rendezvous(findings(first)))
     assert check.host == "h1"
     assert "Free port 23456" in check.remedy
 
 
 def test_a_host_name_that_does_not_resolve_is_named() -> None:
     lost = {"name": "h1", "port": 23456, "address": None, "error": "Name or service not known"}
-    checks = bad(hosts.meeting(findings(host(1, first=lost))))
+    checks = bad(hosts.check_rendezvous(findings(host(1, first=lost))))
     assert [(check.check, check.host) for check in checks] == [("resolves", "h2")]
 
 

@@ -20,10 +20,10 @@ REPORT = Report(
 
 
 def test_a_report_is_found_behind_the_names_that_launchers_put_before_lines() -> None:
-    line = REPORT.as_line()
+    line = REPORT.format_log_line()
     for log in (f"[pod/x-0/worldsize] {line}\n[pod/x-1/worldsize] over", f"(worldsize, pid=12) {line}\n✓ Job finished"):
         assert report_in(log) == REPORT
-    assert report_in(f"{REPORT.as_line()[:-20]}\n") is None
+    assert report_in(f"{REPORT.format_log_line()[:-20]}\n") is None
     assert report_in(f"{line}\nworldsize doctor found: [1, 2]\nworldsize doctor found: {{}}") == REPORT
     assert report_in("") is None
 
@@ -42,7 +42,7 @@ def test_a_report_is_found_behind_the_names_that_launchers_put_before_lines() ->
     ],
 )
 def test_a_report_of_wrong_types_is_refused(part: str, wrong: Any) -> None:
-    facts = REPORT.as_json()
+    facts = REPORT.to_json()
     assert Report.from_json(facts) == REPORT
     with pytest.raises(ValueError, match=r"wrong type|not a report of worldsize doctor"):
         Report.from_json({**facts, part: [*facts[part], wrong]})
@@ -51,7 +51,7 @@ def test_a_report_of_wrong_types_is_refused(part: str, wrong: Any) -> None:
 @pytest.mark.parametrize("ok", [True, False])
 def test_names_that_look_like_markup_or_steer_a_terminal_are_shown_as_they_are(ok: bool) -> None:
     console = Console(file=io.StringIO(), width=120)
-    console.print(Report([Check("x[/red]", "h[/]", ok, "[bold]a\x1b[31m", "do[/] it")]).table())
+    console.print(Report([Check("x[/red]", "h[/]", ok, "[bold]a\x1b[31m", "do[/] it")]).build_table())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(text in shown for text in ("x[/red]", "h[/]", r"[bold]a\x1b[31m"))
     assert "do[/] it" in shown

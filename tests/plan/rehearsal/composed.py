@@ -12,12 +12,12 @@ import torch
 from omegaconf import DictConfig
 
 from worldsize.config.compose import compose_and_call
-from worldsize.config.composed import settings_of
+from worldsize.config.composed import build_settings
 from worldsize.config.settings import Settings
 from worldsize.core import World
 from worldsize.plan.rehearsal.calls import CallRecorder
 from worldsize.plan.rehearsal.memory import MemoryRecorder, Peak
-from worldsize.plan.rehearsal.rank import Recorders, RehearsedPart, data_of, take_part
+from worldsize.plan.rehearsal.rank import Recorders, RehearsedPart, load_splits, take_part
 from worldsize.testing.worlds import run_in_worlds
 
 
@@ -32,7 +32,7 @@ def _composed(work: Callable[..., Any], options: tuple[str, ...], given: tuple[A
     results: list[Any] = []
 
     def task(cfg: DictConfig) -> None:
-        results.append(work(settings_of(cfg), *given))
+        results.append(work(build_settings(cfg), *given))
 
     compose_and_call(task, ["logger=none", "cluster.threads=1", *options])
     return results[0]
@@ -54,13 +54,18 @@ class Real:
 
 def really(settings: Settings, part: RehearsedPart, ranks: int) -> list[Real]:
     """Train in real processes, and evaluate."""
-    data = data_of(settings, part)
+    data = load_splits(settings, part)
 
     def body(world: World) -> Real:
         calls, memory = CallRecorder(), MemoryRecorder()
         with memory.recording(), calls:
             take_part(settings, world, part, data, Recorders(calls, memory))
         log = memory.log
-        return Real([call.described for call in calls.calls], log.building_peak(), log.peak(), log.evaluation_peak())
+        return Real(
+            [call.described for call in calls.calls],
+            log.building_peak(),
+            log.compute_training_peak(),
+            log.evaluation_peak(),
+        )
 
     return run_in_worlds(body, ranks, local_size=ranks // settings.cluster.nodes)

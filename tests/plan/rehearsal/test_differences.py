@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from worldsize.messages import spans
+from worldsize.messages import abbreviate_ranks
 from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.memory import Peak
 from worldsize.plan.rehearsal.operators import Group
@@ -83,4 +83,4 @@ def test_absent_ranks_do_what_the_present_ones_do() -> None:
     [([5], "5"), ([0, 1, 2, 3], "0-3"), ([0, 1, 4], "0-1, 4"), ([0, 8, 16, 24], "0, 8 .. 24"), ([3, 1], "1, 3")],
 )
 def test_ranks_are_written_in_short(given: list[int], text: str) -> None:
-    assert spans(given) == text
+    assert abbreviate_ranks(given) == text

@@ -19,7 +19,7 @@ def test_what_is_there_at_once_is_counted_once() -> None:
         del second
         third = torch.zeros(KILO)
         third.add_(view.sum())
-    assert recorder.log.peak().nbytes == 3000
+    assert recorder.log.compute_training_peak().nbytes == 3000
 
 
 def test_a_storage_that_shrinks_and_grows_again_counts_what_it_has() -> None:
@@ -28,11 +28,11 @@ def test_a_storage_that_shrinks_and_grows_again_counts_what_it_has() -> None:
         unit = torch.zeros(4 * KILO)
         unit.untyped_storage().resize_(0)
         other = torch.zeros(3 * KILO)
-        assert recorder.log.peak().nbytes == 4000
+        assert recorder.log.compute_training_peak().nbytes == 4000
         unit.untyped_storage().resize_(4000)
-        assert recorder.log.peak().nbytes == 7000
+        assert recorder.log.compute_training_peak().nbytes == 7000
         del other
-    assert recorder.log.peak().nbytes == 7000
+    assert recorder.log.compute_training_peak().nbytes == 7000
 
 
 def test_parts_are_those_of_a_plain_training_loop() -> None:
@@ -50,7 +50,7 @@ def test_parts_are_those_of_a_plain_training_loop() -> None:
         recorder.log.begin_evaluation()
         model(torch.ones(1000, 100))
         recorder.label_state({"model": model.state_dict(keep_vars=True)})
-    parts = recorder.log.peak().parts
+    parts = recorder.log.compute_training_peak().parts
     assert {name: parts[name] for name in ("parameters", "gradients", "optimizer", "buffers")} == {
         "parameters": 20_000,
         "gradients": 20_000,
@@ -68,17 +68,17 @@ def test_a_batch_is_counted_and_not_the_data_set_of_which_it_is_a_view() -> None
     with recorder.recording():
         window = data_set[: 2 * KILO]
         batch = torch.stack([window, window])
-        assert recorder.log.peak().nbytes == 4000
-        recorder.see([batch, window, torch.from_numpy(np.zeros(KILO, dtype=np.float32))])
+        assert recorder.log.compute_training_peak().nbytes == 4000
+        recorder.track_tensors([batch, window, torch.from_numpy(np.zeros(KILO, dtype=np.float32))])
         del batch, window
-    assert recorder.log.peak().nbytes == 5000
+    assert recorder.log.compute_training_peak().nbytes == 5000
 
 
 def test_what_torch_makes_of_numbers_is_counted() -> None:
     recorder = MemoryRecorder()
     with recorder.recording():
         kept = torch.tensor([0.0] * KILO)
-    assert recorder.log.peak().nbytes == kept.nbytes
+    assert recorder.log.compute_training_peak().nbytes == kept.nbytes
 
 
 def test_a_frozen_parameter_is_no_buffer() -> None:
@@ -86,7 +86,7 @@ def test_a_frozen_parameter_is_no_buffer() -> None:
     with recorder.recording():
         model = nn.Sequential(nn.Linear(100, 50, bias=False).requires_grad_(False), nn.BatchNorm1d(50, affine=False))
         recorder.label_state({"model": model.state_dict()})
-    parts = recorder.log.peak().parts
+    parts = recorder.log.compute_training_peak().parts
     assert (parts["parameters"], parts["buffers"]) == (20_000, 2 * 4 * 50 + 8)
 
 
@@ -100,4 +100,4 @@ def test_what_building_takes_is_apart_from_training() -> None:
         shard.add_(1)
         result = shard * 2
     assert recorder.log.building_peak().nbytes == 9000
-    assert recorder.log.peak().nbytes == shard.nbytes + result.nbytes
+    assert recorder.log.compute_training_peak().nbytes == shard.nbytes + result.nbytes

@@ -20,8 +20,8 @@ from worldsize.plan.rehearsal import ranks as rehearsals
 from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.memory import Peak
 from worldsize.plan.rehearsal.operators import Group
-from worldsize.plan.rehearsal.rank import Rehearsed, RehearsedPart, data_of
-from worldsize.plan.rehearsal.ranks import chosen_ranks, rehearse, traffic
+from worldsize.plan.rehearsal.rank import Rehearsed, RehearsedPart, load_splits
+from worldsize.plan.rehearsal.ranks import choose_ranks, compute_traffic, rehearse
 
 OPTIONS = ("recipe=digits", "strategy=ddp", "batch_size=32")
 
@@ -33,11 +33,11 @@ OPTIONS = ("recipe=digits", "strategy=ddp", "batch_size=32")
 def test_ranks_of_the_first_two_nodes_stand_for_a_large_world(processes: int, per_node: int, near: Any) -> None:
     cluster = Cluster("test", processes // per_node, processes, "cpu", "gloo")
     doubled = {2**power for power in range(12) if 2**power < processes}
-    assert chosen_ranks(cluster) == sorted({*near, *doubled, processes - 1})
+    assert choose_ranks(cluster) == sorted({*near, *doubled, processes - 1})
 
 
 def test_a_small_world_is_rehearsed_whole() -> None:
-    assert chosen_ranks(Cluster("test", 8, 64, "cpu", "gloo")) == list(range(64))
+    assert choose_ranks(Cluster("test", 8, 64, "cpu", "gloo")) == list(range(64))
 
 
 def rehearsed(settings: Settings, part: RehearsedPart) -> list[Rehearsed]:
@@ -52,8 +52,8 @@ def test_traffic_is_that_of_the_step_alone() -> None:
     assert {call.phase for call in with_it.calls} == {"building", "step", "logging", "evaluation"}
     in_step = [call for call in without.calls if (call.step, call.phase) == (2, "step")]
     for each in (without, with_it):
-        assert traffic(each, 2, step=2).calls == len(in_step)
-        assert traffic(each, 2, step=2).inside == traffic(without, 2, step=2).inside > 0
+        assert compute_traffic(each, 2, step=2).calls == len(in_step)
+        assert compute_traffic(each, 2, step=2).inside == compute_traffic(without, 2, step=2).inside > 0
 
 
 def test_a_rank_that_calls_otherwise_each_time_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +64,9 @@ def test_a_rank_that_calls_otherwise_each_time_is_not_settled(monkeypatch: pytes
         calls = [Call("barrier", Group((0, 1), 0), "", None, 0, "program.py:1 (step)", 1)] * len(turns)
         return [Rehearsed(rank, calls[rank:], Peak(0, {}), None, {}) for rank in (1, 0)]
 
-    monkeypatch.setattr(rehearsals, "_rehearsed_once", once)
+    monkeypatch.setattr(rehearsals, "_rehearse_once", once)
     monkeypatch.setattr(rehearsals, "_asks_again", lambda rehearsed, said: True)
-    monkeypatch.setattr(rehearsals, "data_of", lambda settings, part: {})
+    monkeypatch.setattr(rehearsals, "load_splits", lambda settings, part: {})
     settings: Any = None
     assert [each.is_settled for each in rehearse(settings, [0, 1], RehearsedPart())] == [False, False]
     assert len(turns) < 10
@@ -79,7 +79,7 @@ def test_data_that_cannot_be_loaded_are_an_error_of_the_configuration() -> None:
 
     settings: Any = SimpleNamespace(recipe=Broken(), evaluation=SimpleNamespace(splits=()))
     with pytest.raises(ConfigError, match=r"Broken cannot load its data \(train\): .*KeyError.* Change the options"):
-        data_of(settings, RehearsedPart())
+        load_splits(settings, RehearsedPart())
 
 
 def kept(settings: Settings) -> bool:

@@ -15,7 +15,7 @@ from worldsize.plan.dry_run import world_seen_by
 from worldsize.plan.predictor import Given, Predictor
 from worldsize.plan.rehearsal.calls import CallRecorder
 from worldsize.plan.rehearsal.memory import MemoryRecorder
-from worldsize.plan.rehearsal.rank import Recorders, Rehearsed, RehearsedPart, data_of, take_part
+from worldsize.plan.rehearsal.rank import Recorders, Rehearsed, RehearsedPart, load_splits, take_part
 from worldsize.plan.rehearsal.ranks import rehearse
 
 pytestmark = pytest.mark.heavy
@@ -71,7 +71,7 @@ def counted(settings: Settings) -> tuple[int, int]:
     """Return the peak bytes of one rank, as counted by a rehearsal and by torch's allocator."""
     part = RehearsedPart(evaluates=False)
     (rehearsed,) = rehearse(settings, [1], part)
-    data, now, most = data_of(settings, part), 0, 0
+    data, now, most = load_splits(settings, part), 0, 0
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiling as profiler, world_seen_by(1, settings, torch.device("cpu")) as world:
         take_part(settings, world, part, data, Recorders(CallRecorder(), MemoryRecorder()))

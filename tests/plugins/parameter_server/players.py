@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import TensorDataset
 
 from worldsize.core import MultiUpdateRecipe
-from worldsize.data.batches import fetch
+from worldsize.data.batches import fetch_batch
 from worldsize.data.order import Order
 from worldsize.seeds import seed_generators
 
@@ -126,7 +126,7 @@ def original(steps: int) -> Mapping[str, Tensor]:
     schedule = LambdaLR(of_critic, decay)
     for step in range(1, steps + 1):
         seed_generators(order.step_seed(step, 0), torch.device("cpu"))
-        (real,) = fetch(data, order.indices(step, 0, SAMPLES))
+        (real,) = fetch_batch(data, order.compute_indices(step, 0, SAMPLES))
         fake = generator(torch.randn(len(real), NOISE))
         for _ in range(2 if step % 3 == 0 else 1):
             noisy = real + 0.1 * torch.randn(real.shape)

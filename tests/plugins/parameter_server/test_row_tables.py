@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plugins.parameter_server.remote_embedding import RemoteTable, remotes, replace_tables
-from plugins.parameter_server.row_store import Sharding, update_of
+from plugins.parameter_server.remote_embedding import RemoteTable, find_remote_tables, replace_tables
+from plugins.parameter_server.row_store import Sharding, create_row_update
 from plugins.parameter_server.row_tables import RowRule, Rows, Table, find_tables, initial_rows
 from worldsize.core import ConfigError, RowValues
 
@@ -28,7 +28,7 @@ RULE = RowRule(seed=3)
 
 def rows(make: Callable[..., Optimizer], rule: RowRule = RULE, shard: int = 0, **options: Any) -> Rows:
     optimizer = make([nn.Parameter(torch.empty(0, DIM))], **options)
-    return Rows(TABLE, rule, shard, update_of(optimizer, optimizer.param_groups[0], TABLE.name))
+    return Rows(TABLE, rule, shard, create_row_update(optimizer, optimizer.param_groups[0], TABLE.name))
 
 
 def touches(count: int, most: int = ROWS) -> list[tuple[Tensor, Tensor]]:
@@ -50,13 +50,13 @@ def test_rows_on_three_servers_learn_as_the_whole_table_does_in_torch(name: str,
         with torch.sparse.check_sparse_tensor_invariants(True):  # type: ignore[no-untyped-call]
             whole.grad = torch.sparse_coo_tensor(ids_n[None], gradients_nd, (ROWS, DIM))
             optimizer.step()
-        owners_n = rule.shard_of(ids_n, TABLE)
+        owners_n = rule.assign_shards(ids_n, TABLE)
         for shard, server in enumerate(servers):
             mine_n = owners_n == shard
             server.pull(ids_n[mine_n])
             server.push(ids_n[mine_n], gradients_nd[mine_n])
     everything = torch.arange(ROWS)
-    owners_n = rule.shard_of(everything, TABLE)
+    owners_n = rule.assign_shards(everything, TABLE)
     for shard, server in enumerate(servers):
         mine_n = everything[owners_n == shard]
         torch.testing.assert_close(server.pull(mine_n), whole.detach()[mine_n], rtol=1e-6, atol=1e-7)
@@ -140,7 +140,7 @@ def test_a_row_is_kept_once_it_was_pushed_often_enough() -> None:
 def test_a_huge_range_of_ids_needs_memory_for_touched_rows_alone() -> None:
     table = Table("words.weight", 1 << 60, DIM, None, RowValues())
     optimizer = torch.optim.SGD([nn.Parameter(torch.empty(0, DIM))], lr=1.0)
-    server = Rows(table, RowRule(seed=3), 0, update_of(optimizer, optimizer.param_groups[0], table.name))
+    server = Rows(table, RowRule(seed=3), 0, create_row_update(optimizer, optimizer.param_groups[0], table.name))
     ids_n = torch.tensor([0, 5, (1 << 60) - 1])
     before_nd = server.pull(ids_n)
     server.push(ids_n, torch.ones(3, DIM))
@@ -180,7 +180,9 @@ def remote(local: nn.Module) -> RemoteTable:
     """Return the remote module that replaces ``local``, with the same rows."""
     model = nn.ModuleList([local])
     weight_rd: Tensor = local.weight.detach()  # type: ignore[operator]
-    (table,) = remotes(replace_tables(model, find_tables(model, {}), lambda _, ids_n: weight_rd[ids_n].clone()))
+    (table,) = find_remote_tables(
+        replace_tables(model, find_tables(model, {}), lambda _, ids_n: weight_rd[ids_n].clone())
+    )
     return table
 
 
@@ -198,12 +200,12 @@ def test_a_remote_bag_computes_what_the_local_one_does(mode: str, padding: int |
     assert torch.equal(actual, expected)
     expected.square().sum().backward()
     actual.square().sum().backward()
-    ids_n, gradients_nd = other.take()
+    ids_n, gradients_nd = other.take_gradient()
     assert local.weight.grad is not None
     dense_rd = torch.zeros(20, DIM)
     dense_rd[ids_n] = gradients_nd
     torch.testing.assert_close(dense_rd, local.weight.grad)
-    assert other.take()[0].numel() == 0
+    assert other.take_gradient()[0].numel() == 0
 
 
 def test_a_table_that_is_used_twice_gets_both_gradients() -> None:
@@ -212,7 +214,7 @@ def test_a_table_that_is_used_twice_gets_both_gradients() -> None:
     local.sparse = False
     for table in (local, other):
         (table(torch.tensor([[1, 2], [2, 5]])).sum() + 2 * table(torch.tensor([5])).sum()).backward()
-    ids_n, gradients_nd = other.take()
+    ids_n, gradients_nd = other.take_gradient()
     assert ids_n.tolist() == [1, 2, 5]
     assert local.weight.grad is not None
     assert torch.equal(gradients_nd, local.weight.grad[ids_n])

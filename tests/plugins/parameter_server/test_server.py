@@ -23,8 +23,8 @@ from plugins.parameter_server.sharding import plan_shards
 from worldsize.errors import ConfigError
 from worldsize.net.channel import Channel, LostError
 from worldsize.net.credentials import Credentials, create_authority, issue_certificate
-from worldsize.net.endpoints import address_of, connect, listen
-from worldsize.net.frames import HEADER_BYTES, LAYOUT, MAGIC, CommonOperation, Header, RefusedError, view
+from worldsize.net.endpoints import connect_channel, get_listener_address, open_listener
+from worldsize.net.frames import HEADER_BYTES, LAYOUT, MAGIC, CommonOperation, Header, RefusedError, view_bytes
 from worldsize.strategies.train_state import OptimizerPart
 
 OPEN: list[Any] = []  # sockets and channels that the test has opened
@@ -61,17 +61,17 @@ def served(listener: socket.socket, keys: Credentials | None = None, **rule: Any
 
 @pytest.fixture
 def server(tmp_path: Path) -> ShardServer:
-    return served(listen(f"unix:{tmp_path}/server", None))
+    return served(open_listener(f"unix:{tmp_path}/server", None))
 
 
 def joined(server: ShardServer, keys: Credentials | None = None, *, name: str = "worker-0", epoch: int = 1) -> Channel:
-    channel = connect(
-        address_of(server.connections.listener), keys, peer="server-0", seconds=60.0, operations=Operation
+    channel = connect_channel(
+        get_listener_address(server.connections.listener), keys, peer="server-0", seconds=60.0, operations=Operation
     )
     OPEN.append(channel)
     channel.wait_at_most(60.0)
     channel.send_message(CommonOperation.JOIN, {"kind": "data", "name": name, "epoch": epoch})
-    channel.message(channel.answer(CommonOperation.WELCOME))
+    channel.receive_message(channel.receive_answer(CommonOperation.WELCOME))
     return channel
 
 
@@ -84,8 +84,8 @@ def with_fields(**changed: int) -> Header:
 
 
 def push(channel: Channel, gradient: Tensor, header: Header = GOOD) -> None:
-    channel.send(header, [view(gradient)])
-    channel.answer(CommonOperation.DONE)
+    channel.send(header, [view_bytes(gradient)])
+    channel.receive_answer(CommonOperation.DONE)
 
 
 def weights(server: ShardServer) -> Tensor:
@@ -100,9 +100,9 @@ def assert_it_serves(server: ShardServer) -> None:
     push(channel, gradient.clone(), with_fields(step=step + 1))
     assert torch.allclose(weights(server), before - 0.1 * gradient)
     channel.send(Header(Operation.PULL, fields=Fields(step=step + 1)))
-    header, received = channel.answer(Operation.WEIGHTS), torch.empty(20)
+    header, received = channel.receive_answer(Operation.WEIGHTS), torch.empty(20)
     assert Fields._make(header.fields).step == step + 1
-    channel.fill([view(received)])
+    channel.receive_into([view_bytes(received)])
     assert torch.equal(received, weights(server))
 
 
@@ -145,7 +145,7 @@ def test_a_gradient_that_is_not_finite_is_refused(server: ShardServer, value: fl
 
 
 def test_nan_is_accepted_if_the_policy_allows_it(tmp_path: Path) -> None:
-    server = served(listen(f"unix:{tmp_path}/server", None), finite=False)
+    server = served(open_listener(f"unix:{tmp_path}/server", None), finite=False)
     push(joined(server), torch.full((20,), float("nan")))
     assert weights(server).isnan().all()
 
@@ -188,15 +188,15 @@ def test_a_step_that_is_not_complete_is_neither_weighed_nor_does_it_have_a_norm(
     log = ReplicationLog(SoleMastership(), lease=5.0, expects_standby=False)
     master = ShardMaster(PushReceiver(shard, None), Sessions(), log, timeout=0.01)
     with pytest.raises(RefusedError, match="the gradients of step 1 did not all arrive"):
-        master.norms()
+        master.compute_step_norms()
     with pytest.raises(RefusedError, match="the gradients of step 1 did not all arrive"):
-        master.weigh(1, 0.5)
+        master.scale_step_gradient(1, 0.5)
 
 
 @pytest.mark.heavy
 def test_ten_thousand_frames_of_noise_change_nothing(server: ShardServer, caplog: pytest.LogCaptureFixture) -> None:
     before, noise, hello = weights(server), random.Random(7), b"".join(_join_bytes())
-    address = address_of(server.connections.listener).removeprefix("unix:")
+    address = get_listener_address(server.connections.listener).removeprefix("unix:")
     for number in range(10_000):
         frame = _noise(noise, hello)
         if number % 50 == 0:  # over a connection, like an outsider
@@ -253,7 +253,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def test_members_of_the_run_are_served_over_tls(keys: Path) -> None:
-    server = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
+    server = served(open_listener("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
     before = weights(server)
     push(joined(server, issue_certificate(keys, "worker-0")), torch.ones(20))
     assert torch.allclose(weights(server), before - 0.1)
@@ -261,7 +261,7 @@ def test_members_of_the_run_are_served_over_tls(keys: Path) -> None:
 
 
 def test_strangers_are_refused(keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    server = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
+    server = served(open_listener("tcp:127.0.0.1:0", None), issue_certificate(keys, "server-0"))
     before = weights(server)
     create_authority(tmp_path / "other")
     with pytest.raises((RefusedError, LostError)):  # with a certificate from a different run
@@ -276,14 +276,14 @@ def test_strangers_are_refused(keys: Path, tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_client_does_not_talk_to_a_server_that_is_somebody_else(keys: Path) -> None:
-    impostor = served(listen("tcp:127.0.0.1:0", None), issue_certificate(keys, "worker-5"))
+    impostor = served(open_listener("tcp:127.0.0.1:0", None), issue_certificate(keys, "worker-5"))
     with pytest.raises(RefusedError, match="is 'worker-5', not 'server-0'"):
         joined(impostor, issue_certificate(keys, "worker-0"))
 
 
 def test_no_port_is_opened_to_the_network_without_keys() -> None:
     with pytest.raises(ConfigError, match="could be reached by anyone"):
-        listen("tcp:0.0.0.0:0", None)
+        open_listener("tcp:0.0.0.0:0", None)
 
 
 def test_a_key_that_others_may_read_is_refused(keys: Path) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from plugins.parameter_server.gradients import Gradient, StepGradients, UnitLog
-from plugins.parameter_server.row_store import update_of
+from plugins.parameter_server.row_store import create_row_update
 from plugins.parameter_server.row_tables import RowGradients, RowRule, Rows, Table
 from plugins.parameter_server.shard import Rule, Shard
 from plugins.parameter_server.shard_parameters import ShardParameters
 from plugins.parameter_server.sharding import plan_shards
-from worldsize.checkpoint.manifest_tree import join, split
+from worldsize.checkpoint.manifest_tree import join_tensors, split_tensors
 from worldsize.core import RowValues
 from worldsize.net.frames import RefusedError
 from worldsize.strategies.schedules import Schedule
@@ -51,7 +51,7 @@ def shard(rule: Rule, schedule: Callable[[torch.optim.Optimizer], Schedule] = ha
     model = nn.Linear(3, 5)
     optimizer = made(model)
     (buckets,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
-    rows = Rows(TABLE, RowRule(seed=3), 0, update_of(optimizer, optimizer.param_groups[0], TABLE.name))
+    rows = Rows(TABLE, RowRule(seed=3), 0, create_row_update(optimizer, optimizer.param_groups[0], TABLE.name))
     part = OptimizerPart(model, optimizer, schedule(optimizer))
     return Shard(ShardParameters(part, buckets, [rows], make=made), rule)
 
@@ -81,17 +81,17 @@ def trained(on: Shard, push: Push) -> None:
     gradient = push["gradient"]
     copied = gradient.clone() if isinstance(gradient, Tensor) else tuple(part.clone() for part in gradient)
     on.parameters.tables[0].pull(torch.arange(20))  # rows exist only after they have been read
-    assert on.push(**{**push, "gradient": copied})
-    on.apply(on.step + 1, 0.5)
+    assert on.add_gradient(**{**push, "gradient": copied})
+    on.commit_step(on.step + 1, 0.5)
 
 
 def tensors(on: Shard) -> dict[str, Tensor]:
-    return split(on.state())[0]
+    return split_tensors(on.state())[0]
 
 
 def copy_image(master: Shard, standby: Shard) -> None:
-    image, values = split(master.image())
-    standby.restore(join(values, {name: tensor.clone() for name, tensor in image.items()}))
+    image, values = split_tensors(master.export_image())
+    standby.restore(join_tensors(values, {name: tensor.clone() for name, tensor in image.items()}))
 
 
 def assert_same(one: Shard, other: Shard) -> None:
@@ -107,7 +107,7 @@ def test_a_standby_that_comes_within_a_step_ends_with_the_bits_of_the_master(rul
     for push in before:
         trained(master, push)
     copy_image(master, standby)
-    assert not standby.push(**before[-1])
+    assert not standby.add_gradient(**before[-1])
     for push in after:
         trained(master, push)
         trained(standby, push)
@@ -150,18 +150,18 @@ def test_the_order_in_which_parts_of_a_step_come_changes_no_bit(seed: int) -> No
 
 def test_a_part_that_overlaps_with_what_has_come_is_refused() -> None:
     gradients = StepGradients(1, logical_ranks=4, buckets=1, tables=0)
-    assert gradients.add(0, torch.ones(2), step=1, width=4, node=2)
+    assert gradients.add_contribution(0, torch.ones(2), step=1, width=4, node=2)
     with pytest.raises(RefusedError, match="part 0 of 2 of step 1 overlaps"):
-        gradients.add(0, torch.ones(2), step=1, width=2, node=0)
-    assert not gradients.add(0, torch.ones(2), step=1, width=4, node=2)
+        gradients.add_contribution(0, torch.ones(2), step=1, width=2, node=0)
+    assert not gradients.add_contribution(0, torch.ones(2), step=1, width=4, node=2)
     assert not gradients.all_wait
 
 
 def test_a_step_is_closed_when_nothing_up_to_it_is_missing() -> None:
     log = UnitLog(5, logical_ranks=2, gradients=1)
     for unit, closed in (((7, 0), 5), ((7, 1), 5), ((6, 1), 5), ((6, 0), 7)):
-        assert log.add(unit, 0)
+        assert log.record_gradient(unit, 0)
         assert log.is_complete(unit)
         log.close_steps()
         assert log.closed == closed
-    assert not log.add((6, 0), 0)
+    assert not log.record_gradient((6, 0), 0)

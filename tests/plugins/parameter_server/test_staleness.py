@@ -25,7 +25,7 @@ class Crew:
             self._join()
 
     def _join(self) -> None:
-        self.clock.join(f"worker-{self.born}", 0.0)
+        self.clock.add_member(f"worker-{self.born}", 0.0)
         self.born += 1
 
     def act(self) -> None:
@@ -33,12 +33,12 @@ class Crew:
         if self.random.random() < self.churn:
             self._change()
         idle = [name for name in self.clock.members if name not in self.hands]
-        if idle and (unit := self.clock.next(name := self.random.choice(idle), 0.0)):
+        if idle and (unit := self.clock.assign_unit(name := self.random.choice(idle), 0.0)):
             self.hands[name] = unit
         elif self.hands:
             name = self.random.choice(sorted(self.hands))
             unit = self.hands.pop(name)
-            assert self.clock.finish(name, unit)
+            assert self.clock.finish_unit(name, unit)
             self.trained.update((unit.step, rank) for rank in unit.logical_ranks)
 
     def _change(self) -> None:
@@ -46,7 +46,7 @@ class Crew:
             self._join()
         else:
             gone = self.random.choice(sorted(self.clock.members))
-            assert self.clock.retire(gone) == self.hands.pop(gone, None) or gone not in self.hands
+            assert self.clock.remove_member(gone) == self.hands.pop(gone, None) or gone not in self.hands
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 4, math.inf])
@@ -54,7 +54,7 @@ class Crew:
 @pytest.mark.parametrize("seed", range(8))
 def test_clocks_stay_within_the_bound_and_every_part_is_trained_once(staleness: float, churn: float, seed: int) -> None:
     clock = StalenessScheduler(staleness, logical_ranks=4, lease=9.0, first=5)
-    clock.open(5 + 40)
+    clock.allow_steps(5 + 40)
     crew = Crew(clock, seed, churn=churn)
     for _ in range(100_000):
         crew.act()
@@ -68,7 +68,7 @@ def test_clocks_stay_within_the_bound_and_every_part_is_trained_once(staleness: 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_part_of_a_synchronous_step_begins_before_the_step_before_is_complete(seed: int) -> None:
     clock = StalenessScheduler(0, logical_ranks=6, lease=9.0)
-    clock.open(30)
+    clock.allow_steps(30)
     crew = Crew(clock, seed, churn=0.2)
     while clock.complete < 30:
         before = dict(crew.hands)
@@ -79,49 +79,49 @@ def test_no_part_of_a_synchronous_step_begins_before_the_step_before_is_complete
 
 def test_a_worker_whose_lease_expires_is_retired_and_its_unit_is_dealt_again() -> None:
     clock = StalenessScheduler(0, logical_ranks=2, lease=5.0)
-    clock.open(1)
-    clock.join("a", 0.0)
-    clock.join("b", 0.0)
-    first, second = clock.next("a", 0.0), clock.next("b", 0.0)
+    clock.allow_steps(1)
+    clock.add_member("a", 0.0)
+    clock.add_member("b", 0.0)
+    first, second = clock.assign_unit("a", 0.0), clock.assign_unit("b", 0.0)
     assert first
     assert second
-    assert clock.renew("b", 4.0)
-    assert clock.expired(6.0) == ["a"]
-    assert clock.retire("a") == first
-    assert clock.finish("b", second)
-    assert clock.next("b", 6.0) == first
-    assert not clock.finish("a", first)
-    assert not clock.renew("a", 6.0)
-    assert clock.finish("b", first)
+    assert clock.renew_lease("b", 4.0)
+    assert clock.find_expired_members(6.0) == ["a"]
+    assert clock.remove_member("a") == first
+    assert clock.finish_unit("b", second)
+    assert clock.assign_unit("b", 6.0) == first
+    assert not clock.finish_unit("a", first)
+    assert not clock.renew_lease("a", 6.0)
+    assert clock.finish_unit("b", first)
     assert clock.complete == 1
 
 
 def test_a_later_leader_admits_workers_in_later_epochs() -> None:
     leader = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=60.0)
-    before = leader.admit("worker-0")
+    before = leader.admit_worker("worker-0")
     successor = TaskScheduler(StalenessScheduler(0, logical_ranks=1, lease=5.0), timeout=60.0)
-    assert successor.admit("worker-0") > before
+    assert successor.admit_worker("worker-0") > before
 
 
 def test_no_unit_is_dealt_beyond_the_steps_that_are_open() -> None:
     clock = StalenessScheduler(math.inf, logical_ranks=1, lease=5.0)
-    clock.join("a", 0.0)
-    assert clock.next("a", 0.0) is None
-    clock.open(1)
-    assert clock.next("a", 0.0) == Unit(1, (0,))
+    clock.add_member("a", 0.0)
+    assert clock.assign_unit("a", 0.0) is None
+    clock.allow_steps(1)
+    assert clock.assign_unit("a", 0.0) == Unit(1, (0,))
 
 
 def test_a_worker_that_never_begins_its_part_of_a_step_is_retired_too() -> None:
     clock = StalenessScheduler(0, logical_ranks=2, lease=5.0)
-    clock.open(1)
-    clock.join("a", 0.0)
-    clock.join("b", 0.0)
-    assert clock.expired(6.0) == [], "no step has been dealt, so that nobody waits"
-    first = clock.next("a", 0.0)
+    clock.allow_steps(1)
+    clock.add_member("a", 0.0)
+    clock.add_member("b", 0.0)
+    assert clock.find_expired_members(6.0) == [], "no step has been dealt, so that nobody waits"
+    first = clock.assign_unit("a", 0.0)
     assert first
-    assert clock.renew("a", 4.0)
-    assert clock.expired(6.0) == ["b"]
-    clock.retire("b")
-    assert clock.finish("a", first)
-    assert clock.next("a", 6.0) == Unit(1, (1,))
-    assert clock.expired(100.0) == ["a"]
+    assert clock.renew_lease("a", 4.0)
+    assert clock.find_expired_members(6.0) == ["b"]
+    clock.remove_member("b")
+    assert clock.finish_unit("a", first)
+    assert clock.assign_unit("a", 6.0) == Unit(1, (1,))
+    assert clock.find_expired_members(100.0) == ["a"]

@@ -26,8 +26,8 @@ from plugins.parameter_server.shard_parameters import ShardParameters
 from plugins.parameter_server.sharding import plan_shards
 from worldsize.core import ONE_UPDATE
 from worldsize.messages import show_messages
-from worldsize.net.endpoints import address_of, listen
-from worldsize.net.frames import view
+from worldsize.net.endpoints import get_listener_address, open_listener
+from worldsize.net.frames import view_bytes
 from worldsize.net.registry import Dialer, Registry
 from worldsize.strategies.train_state import OptimizerPart, TrainState
 from worldsize.world.processes import ready_to_fork
@@ -64,10 +64,12 @@ class Counters:
         nn.init.zeros_(model.weight)
         learning = TrainState(model, {ONE_UPDATE: (part := OptimizerPart(model, made(model)))})
         (owned,) = plan_shards(dict(model.named_parameters()), 1, bucket_bytes=1 << 20, cut=True)
-        listener = listen(f"unix:{self.folder}/{name}_{os.getpid()}", None)
+        listener = open_listener(f"unix:{self.folder}/{name}_{os.getpid()}", None)
         shard = Shard(ShardParameters(part, owned, make=made), Rule(1, synchronous=False))
         dialer = Dialer(name, self.registry, None, PATIENCE, Operation)
-        mastership = RegisteredMastership(self.registry, shard_service(0), address=address_of(listener), name=name)
+        mastership = RegisteredMastership(
+            self.registry, shard_service(0), address=get_listener_address(listener), name=name
+        )
         receiver, options = PushReceiver(shard, None), {"is_first": is_first, "has_standbys": True}
         succession = Succession(dialer, mastership, receiver, Sessions(), lease=self.lease, **options)
         succession.run()
@@ -75,7 +77,7 @@ class Counters:
         time.sleep(3600)
 
     def master(self) -> str:
-        return self.registry.wait(shard_service(0)).name
+        return self.registry.wait_for_server(shard_service(0)).name
 
     def kill(self, number: int = signal.SIGKILL) -> str:
         """Kill the master, and return its name."""
@@ -123,16 +125,16 @@ def increments(link: ShardLink, steps: range, between: Callable[[int], None]) ->
         gradient = torch.zeros(CELLS)
         gradient[cell] = -1.0
         between(step)
-        link.push(0, torch.float32, [view(gradient)], step=step, width=0, node=0)
-        link.settle()
+        link.push_bucket(0, torch.float32, [view_bytes(gradient)], step=step, width=0, node=0)
+        link.wait_for_pushes()
         acknowledged[cell] += 1
     return acknowledged
 
 
 def total(link: ShardLink) -> list[float]:
     values = torch.empty(CELLS)
-    link.ask(0)
-    link.receive([(torch.float32, [view(values)])])
+    link.request_weights(0)
+    link.receive_weights([(torch.float32, [view_bytes(values)])])
     return values.tolist()
 
 
@@ -167,8 +169,8 @@ def test_a_push_that_was_sent_but_not_acknowledged_counts_once(counters: Counter
     for step, gradient in enumerate(gradients, 1):
         if step == 150:
             counters.again(counters.kill())
-        link.push(0, torch.float32, [view(gradient)], step=step, width=0, node=0)
-    link.settle()
+        link.push_bucket(0, torch.float32, [view_bytes(gradient)], step=step, width=0, node=0)
+    link.wait_for_pushes()
     assert total(link) == [300.0] * CELLS
     link.close()
 
@@ -178,9 +180,9 @@ def test_a_master_that_stops_is_replaced_and_does_not_acknowledge_anything_when_
     link = linked(counters)
     counters.wait_for_standbys(1)
     increments(link, range(1, 4), lambda step: None)
-    before = counters.registry.wait(shard_service(0))
+    before = counters.registry.wait_for_server(shard_service(0))
     assert counters.kill(signal.SIGSTOP) == before.name
-    assert counters.registry.wait(shard_service(0), after=before.epoch).name != before.name
+    assert counters.registry.wait_for_server(shard_service(0), after=before.epoch).name != before.name
     stopped = counters.processes[before.name]
     assert stopped.pid is not None
     os.kill(stopped.pid, signal.SIGCONT)

@@ -14,7 +14,7 @@ from plugins.parameter_server import protocol, strategy
 from plugins.parameter_server.protocol import Operation, Peers
 from plugins.parameter_server.remote_embedding import RemoteEmbedding, TableLinks, replace_tables
 from plugins.parameter_server.row_tables import RowRule, Table, find_tables
-from plugins.parameter_server.server_group import ServerGroup, empty_rows, tables_of
+from plugins.parameter_server.server_group import ServerGroup, create_tables, empty_rows
 from plugins.parameter_server.strategy import ParameterServer
 from worldsize.core import RunContext, World
 from worldsize.strategies.train_state import OptimizerPart
@@ -46,7 +46,7 @@ def tables() -> list[Table]:
 
 def links_to(*servers: Link) -> TableLinks:
     links = TableLinks(tables(), RowRule(0, shards=len(servers)))
-    links.connect(servers)  # type: ignore[arg-type]
+    links.replace_table_links(servers)  # type: ignore[arg-type]
     return links
 
 
@@ -54,7 +54,7 @@ def test_all_servers_are_asked_before_the_first_is_waited_for() -> None:
     log: list[str] = []
     links = links_to(*(Link(log) for _ in range(3)))
     ids_n = torch.tensor([1, 2, 3, 5, 8])
-    assert links.pull(tables()[0], ids_n)[:, 0].tolist() == ids_n.tolist()
+    assert links.pull_table_rows(tables()[0], ids_n)[:, 0].tolist() == ids_n.tolist()
     assert log == ["ask"] * 3 + ["receive"] * 3
 
 
@@ -62,7 +62,7 @@ def test_all_servers_are_asked_before_the_first_is_waited_for() -> None:
 def test_every_server_is_pushed_its_rows_and_perhaps_none(count: int) -> None:
     servers = [Link() for _ in range(count)]
     ids_n, gradients_nd = torch.tensor([1, 3, 4, 9]), torch.randn(4, 2)
-    links_to(*servers).push([(ids_n, gradients_nd)], step=1, width=1, node=0)
+    links_to(*servers).push_row_gradients([(ids_n, gradients_nd)], step=1, width=1, node=0)
     for number, server in enumerate(servers):
         ((pushed_n, pushed_nd),) = server.pushed
         mine_n = ids_n % count == number
@@ -72,13 +72,13 @@ def test_every_server_is_pushed_its_rows_and_perhaps_none(count: int) -> None:
 
 def test_gradients_of_one_forward_pass_are_those_of_a_sum() -> None:
     links = links_to(Link())
-    model = replace_tables(nn.Sequential(nn.Embedding(100, 2, sparse=True)), tables(), links.pull)
+    model = replace_tables(nn.Sequential(nn.Embedding(100, 2, sparse=True)), tables(), links.pull_table_rows)
     remote = model.get_submodule("0")
     assert isinstance(remote, RemoteEmbedding)
     ids = torch.tensor([7, 3, 7, 50])
     factors = torch.tensor([[1.0, -0.0], [2.0, 3.0], [0.1, -0.0], [-0.0, -1.0]])
     (remote(ids) * factors).sum().backward()
-    ids_n, gradients_nd = remote.take()
+    ids_n, gradients_nd = remote.take_gradient()
     unique_n, inverse = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     summed_nd = torch.zeros(3, 2).index_add_(0, inverse, factors)
     assert torch.equal(ids_n, unique_n)
@@ -91,7 +91,7 @@ def test_tables_without_rows_have_the_state_that_servers_give() -> None:
     for optimizer in (torch.optim.Adagrad, torch.optim.SGD):
         part = OptimizerPart(model, optimizer(model.parameters()))
         empty = empty_rows(part)
-        given = {each.table.name: each.state() for each in tables_of(part, RowRule(0), 0)}
+        given = {each.table.name: each.state() for each in create_tables(part, RowRule(0), 0)}
         assert empty.keys() == given.keys()
         for name, each in given.items():
             for key, tensor in each.items():
@@ -114,8 +114,8 @@ def test_a_worker_makes_its_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Chain, "model", model)
     monkeypatch.setattr(strategy, "Worker", Worker)
-    monkeypatch.setattr(ServerGroup, "dialer", lambda *_: None)
-    ParameterServer().serve(Chain(), RunContext(World.alone(torch.device("cpu"))))
+    monkeypatch.setattr(ServerGroup, "create_dialer", lambda *_: None)
+    ParameterServer().serve(Chain(), RunContext(World.create_single(torch.device("cpu"))))
     assert len(made) == 1
 
 
@@ -126,9 +126,9 @@ def test_peers_are_asked_at_once_and_answer_in_their_order(monkeypatch: pytest.M
         def __init__(self, dialer: object, shard: int) -> None:
             self._shard = shard
 
-        def ask(self, operation: Operation) -> Any:
+        def request_message(self, operation: Operation) -> Any:
             everybody.wait()
             return self._shard
 
     monkeypatch.setattr(protocol, "Peer", Peer)
-    assert Peers(None, range(3)).ask(Operation.NORMS) == [0, 1, 2]  # type: ignore[arg-type]
+    assert Peers(None, range(3)).request_messages(Operation.NORMS) == [0, 1, 2]  # type: ignore[arg-type]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from plugins.parameter_server.row_tables import find_tables, initial_rows
 from recipes.word2vec.recipe import Word2Vec
-from worldsize.checkpoint.format import read
+from worldsize.checkpoint.format import read_checkpoint
 from worldsize.checkpoint.load import read_tensors
-from worldsize.data.loader import drawn
+from worldsize.data.loader import load_micro_batch
 from worldsize.data.order import Order
 
 pytestmark = pytest.mark.heavy
@@ -31,7 +31,7 @@ HYBRID = "strategy=hybrid_parameter_server"
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    return read_tensors(read(max((folder / "checkpoints").glob("step_*"))), "model")
+    return read_tensors(read_checkpoint(max((folder / "checkpoints").glob("step_*"))), "model")
 
 
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
@@ -60,7 +60,7 @@ def reference(
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = base * factor(step)
         for rank in range(4):
-            batch = drawn(dataset, order, torch.device("cpu"), step, rank)
+            batch = load_micro_batch(dataset, order, torch.device("cpu"), step, rank)
             (recipe.loss(model, batch.data) / 4).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

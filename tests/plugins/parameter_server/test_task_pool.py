@@ -21,7 +21,7 @@ def sent(task: dict[str, Any]) -> dict[str, Any]:
     step, ranks = task["step"], task["ranks"]
     metrics = [{"error": torch.tensor([100.0 * step + rank, rank + 1], dtype=torch.float64)} for rank in ranks]
     records = [LossRecord(torch.tensor(float(step)), own) for own in metrics]
-    return {"unit": (step, ranks), "records": [record.message() for record in records]}
+    return {"unit": (step, ranks), "records": [record.to_message() for record in records]}
 
 
 def work(staleness: float, speeds: Sequence[float], seed: int) -> tuple[TaskPool, list[list[LossRecord]]]:
@@ -30,18 +30,18 @@ def work(staleness: float, speeds: Sequence[float], seed: int) -> tuple[TaskPool
     pool, generator, hands = TaskPool(clock), random.Random(seed), dict[str, dict[str, Any]]()
     names = [f"worker-{number}" for number in range(len(speeds))]
     for name in names:
-        pool.join(name, 0.0)
+        pool.add_worker(name, 0.0)
     popped: list[list[LossRecord]] = []
-    clock.open(1 if staleness == 0 else STEPS)
+    clock.allow_steps(1 if staleness == 0 else STEPS)
     while len(popped) < STEPS:
         (name,) = generator.choices(names, speeds)
         if name in hands:
-            pool.take(name, sent(hands.pop(name)))
-        elif task := pool.deal(name, 0.0):
+            pool.record_task_result(name, sent(hands.pop(name)))
+        elif task := pool.assign_task(name, 0.0):
             hands[name] = task
         while len(popped) < min(clock.complete, STEPS):
             popped.append(pool.pop_records(len(popped) + 1))
-            clock.open(len(popped) + 1 if staleness == 0 else STEPS)
+            clock.allow_steps(len(popped) + 1 if staleness == 0 else STEPS)
     return pool, popped
 
 
@@ -71,19 +71,19 @@ def test_a_step_without_news_counts_nothing_under_the_same_names() -> None:
     """The records of step 2 came before the last one of step 1, and were returned in its place."""
     clock = StalenessScheduler(math.inf, 1, lease=math.inf)
     pool = TaskPool(clock)
-    clock.open(3)
+    clock.allow_steps(3)
     for name in ("slow", "fast"):
-        pool.join(name, 0.0)
-    late, early = (pool.deal(name, 0.0) for name in ("slow", "fast"))
+        pool.add_worker(name, 0.0)
+    late, early = (pool.assign_task(name, 0.0) for name in ("slow", "fast"))
     assert late
     assert early
-    pool.take("fast", sent(early))
-    last = pool.deal("fast", 0.0)
+    pool.record_task_result("fast", sent(early))
+    last = pool.assign_task("fast", 0.0)
     assert last
-    pool.take("fast", sent(last))
+    pool.record_task_result("fast", sent(last))
     assert pool.pop_records(1)[0].metrics["error"].tolist() == [200.0 + 300.0, 2.0]
     (record,) = pool.pop_records(2)
     assert (record.loss.item(), record.metrics["error"].tolist()) == (3.0, [0.0, 0.0])
-    pool.take("slow", sent(late))
+    pool.record_task_result("slow", sent(late))
     assert pool.pop_records(3)[0].metrics["error"].tolist() == [100.0, 1.0]
     assert pool._records == {}

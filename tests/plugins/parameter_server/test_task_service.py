@@ -27,11 +27,11 @@ def test_the_leading_server_does_not_end_before_its_workers_are_told() -> None:
     service = TaskService(scheduler, next_task)
     ours, theirs = (Channel(end, operations=Operation) for end in socket.socketpair())
     with ThreadPoolExecutor(2) as pool, closing(ours), closing(theirs):
-        served = pool.submit(service.control, theirs, {"name": "worker-0"})
-        ours.message(ours.answer(CommonOperation.WELCOME))
-        ended = pool.submit(scheduler.end, "the run is complete")
+        served = pool.submit(service.serve_control, theirs, {"name": "worker-0"})
+        ours.receive_message(ours.receive_answer(CommonOperation.WELCOME))
+        ended = pool.submit(scheduler.end_run, "the run is complete")
         ours.send_message(Operation.TICK, {"leaves": False})
-        assert ours.message(ours.answer(Operation.TASK)) == {"do": "stop", "why": "the run is complete"}
+        assert ours.receive_message(ours.receive_answer(Operation.TASK)) == {"do": "stop", "why": "the run is complete"}
         ended.result(5)
         served.result(5)
     assert members_before_sending == [["worker-0"]]

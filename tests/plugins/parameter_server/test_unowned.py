@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plugins.parameter_server.task_loop import UnownedWeights, served_watch
+from plugins.parameter_server.task_loop import UnownedWeights, create_worker_watch
 from worldsize.core import ConfigError, RunContext, World
 
 
@@ -25,13 +25,13 @@ def test_a_changed_buffer_is_named(how: str) -> None:
     model = nn.Sequential(Counting())
     unowned, counting = UnownedWeights(model), model[0]
     assert isinstance(counting, Counting)
-    unowned.check()
+    unowned.check_unchanged()
     if how == "in place":
         counting.seen += 1
     else:
         counting.seen = counting.seen + 1
     with pytest.raises(ConfigError, match=r"training has changed 0\.seen, .* Use strategy=ddp, or register it"):
-        unowned.check()
+        unowned.check_unchanged()
 
 
 def test_a_changed_frozen_parameter_is_named() -> None:
@@ -39,7 +39,7 @@ def test_a_changed_frozen_parameter_is_named() -> None:
     unowned = UnownedWeights(model)
     model.frozen.detach().lerp_(model.layer.weight[0].detach(), 0.5)
     with pytest.raises(ConfigError, match="training has changed frozen"):
-        unowned.check()
+        unowned.check_unchanged()
 
 
 def test_trained_weights_and_buffers_that_are_not_saved_may_change() -> None:
@@ -47,10 +47,10 @@ def test_trained_weights_and_buffers_that_are_not_saved_may_change() -> None:
     unowned = UnownedWeights(model)
     model.seen += 1
     model.layer.weight.detach().add_(1)
-    unowned.check()
+    unowned.check_unchanged()
 
 
 def test_a_loss_of_a_worker_that_communicates_is_told_that_there_is_no_group() -> None:
-    watch = served_watch(nn.Linear(2, 2), RunContext(World.alone(torch.device("cpu"))))
+    watch = create_worker_watch(nn.Linear(2, 2), RunContext(World.create_single(torch.device("cpu"))))
     with pytest.raises(ConfigError, match=r"form no group\. .* use strategy=ddp"), watch.watching():
         dist.all_reduce(torch.ones(1))

@@ -56,8 +56,8 @@ def update(master: ShardMaster, number: int) -> None:
     """Make the next update with gradient ``number`` of each of two logical ranks."""
     step = master.shard.step + 1
     for rank in range(2):
-        assert master.shard.push(0, gradient(number) + rank, step=step, width=2, node=rank)
-    master.apply(step, 1.0)
+        assert master.shard.add_gradient(0, gradient(number) + rank, step=step, width=2, node=rank)
+    master.commit_update(step, 1.0)
 
 
 def weights(master: ShardMaster) -> Tensor:
@@ -69,12 +69,12 @@ def test_a_step_that_is_taken_again_has_the_bits_of_one_that_was_not_given_up() 
     start = StepStart(again)
     for master in (straight, again):
         update(master, 1)
-    start.keep(2)
+    start.save_state(2)
     for lost in (3, 4, 5):  # in an abandoned attempt
         update(again, lost)
     for _ in range(2):  # abandoned a second time, after one of its updates
         start.roll_back(again.shard.step + 1)
-        start.keep(2)
+        start.save_state(2)
         update(again, 6)
     update(straight, 6)
     for master in (straight, again):
@@ -86,12 +86,12 @@ def test_a_step_that_is_taken_again_has_the_bits_of_one_that_was_not_given_up() 
 def test_what_comes_late_from_an_attempt_that_was_given_up_is_not_taken() -> None:
     master = served()
     start, shard = StepStart(master), master.shard
-    start.keep(1)
+    start.save_state(1)
     update(master, 1)
-    assert shard.push(0, gradient(2), step=2, width=2, node=0)
+    assert shard.add_gradient(0, gradient(2), step=2, width=2, node=0)
     start.roll_back(2)
     start.roll_back(2)  # requested again, because the answer was lost
-    assert not shard.push(0, gradient(2), step=2, width=2, node=1)
+    assert not shard.add_gradient(0, gradient(2), step=2, width=2, node=1)
     assert not shard.waits_for_commit
     assert torch.equal(weights(master), weights(served()))
     update(master, 1)
@@ -108,7 +108,7 @@ class Leader:
         self.scheduler = TaskScheduler(self.staleness, timeout=60.0)
         self.rounds = UpdateRounds("Two", self.scheduler)
         self._pool = pool
-        self.epochs = {name: self.scheduler.admit(name) for name in "ab"}
+        self.epochs = {name: self.scheduler.admit_worker(name) for name in "ab"}
 
     def ask(self, name: str, **facts: Any) -> Future[dict[str, Any]]:
         return self._pool.submit(self.rounds.next_task, name, self.epochs[name], facts)
@@ -131,7 +131,7 @@ class Leader:
 def leader() -> Iterator[Leader]:
     with ThreadPoolExecutor(8) as pool:
         made = Leader(pool)
-        made.rounds.open(9, {"x": 3, "y": 0}, again=False)
+        made.rounds.start_attempt(9, {"x": 3, "y": 0}, again=False)
         yield made
         made.scheduler.ended = "enough"
         with made.scheduler.changed:
@@ -145,7 +145,7 @@ def test_all_go_on_when_an_update_is_made_and_not_before(leader: Leader) -> None
         {"b": ((0, 2), {"x": 3, "y": 0}), "a": ((1, 3), {"x": 3, "y": 0})},
     )
     waiting = {name: leader.report(name, task, "x") for name, task in tasks.items()}
-    reported = leader.rounds.reported(9)
+    reported = leader.rounds.wait_for_update(9)
     assert isinstance(reported, Reported)
     assert (reported.names, [float(each.loss) for each in reported.records]) == (("x",), [0, 1, 2, 3])
     assert not any(each.done() for each in waiting.values())
@@ -153,20 +153,20 @@ def test_all_go_on_when_an_update_is_made_and_not_before(leader: Leader) -> None
     assert [each.result(5) for each in waiting.values()] == [{"do": "continue"}] * 2
     for name, task in tasks.items():
         leader.end(name, task)
-    assert leader.rounds.reported(9) == Reported((), [])
+    assert leader.rounds.wait_for_update(9) == Reported((), [])
 
 
 def test_who_is_lost_has_the_step_repeated_by_those_who_stay(leader: Leader) -> None:
     tasks = leader.tasks()
     waits = leader.report("a", tasks["a"], "x")
-    leader.scheduler.retire("b", leader.epochs.pop("b"), "lost")
-    assert leader.rounds.reported(9) is None
-    leader.rounds.open(9, {"x": 5, "y": 1}, again=True)
+    leader.scheduler.retire_worker("b", leader.epochs.pop("b"), "lost")
+    assert leader.rounds.wait_for_update(9) is None
+    leader.rounds.start_attempt(9, {"x": 5, "y": 1}, again=True)
     again = waits.result(5)
     assert (again["do"], sorted(again["ranks"]), again["counts"]) == ("train", [0, 1, 2, 3], {"x": 5, "y": 1})
     assert leader.report("a", tasks["a"], "x").result(5) == again  # from the previous attempt: it does not count
     leader.report("a", again, "y")
-    reported = leader.rounds.reported(9)
+    reported = leader.rounds.wait_for_update(9)
     assert reported is not None
     assert reported.names == ("y",)
 
@@ -191,7 +191,7 @@ def test_workers_that_are_not_at_the_same_update_are_refused(
         assert not first.done()
     act(leader, tasks["b"])
     with pytest.raises(ConfigError, match=message):
-        leader.rounds.reported(9)
+        leader.rounds.wait_for_update(9)
 
 
 def test_a_step_in_which_workers_are_lost_each_time_ends_the_run() -> None:
@@ -200,8 +200,8 @@ def test_a_step_in_which_workers_are_lost_each_time_ends_the_run() -> None:
     rounds = SimpleNamespace(
         scheduler=None, open=lambda step, _, again: opened.append((step, again)), reported=lambda _: None
     )
-    context = RunContext(World.alone(torch.device("cpu")))
-    train_state = TrainState.of(Players(), Players().model())
+    context = RunContext(World.create_single(torch.device("cpu")))
+    train_state = TrainState.from_recipe(Players(), Players().model())
     leads = UpdateCoordinator({}, cast("Any", rounds), cast("Any", None), train_state, context, step_reached=8)
     with pytest.raises(WorldsizeError, match="step 9 was begun 5 times"):
         leads.step([])
@@ -213,9 +213,9 @@ def test_a_step_in_which_workers_are_lost_each_time_ends_the_run() -> None:
 
 @pytest.mark.parametrize("servers", [1, 2, 5])
 def test_every_parameter_is_owned_once_by_the_shards_of_its_optimizer(servers: int) -> None:
-    state = TrainState.of(Players(), Players().model())
+    state = TrainState.from_recipe(Players(), Players().model())
     planner = ShardPlanner(servers, bucket_bytes=256, keeps_whole=False, rows=RowRule(0), codec=None)
-    plans = planner.plans(Players(), state)
+    plans = planner.create_plans(Players(), state)
     owned = {
         name: sorted(piece.name for shard in plan.shards for bucket in shard for piece in bucket.pieces)
         for name, plan in plans.items()

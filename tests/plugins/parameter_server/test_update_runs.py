@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.plugins.parameter_server import players
-from worldsize.checkpoint.load import newest, read_tensors
+from worldsize.checkpoint.load import find_newest, read_tensors
 from worldsize.core import World
 
 WORDS = ("recipe=players", f"seed={players.SEED}", "cluster.threads=1", "log_every=1", "evaluate_every=5")
@@ -48,7 +48,7 @@ def wait_for(folder: Path, text: str) -> None:
 def test_with_one_worker_the_weights_are_those_of_plain_pytorch(train: Any) -> None:
     run = train(*WORDS, SERVER, "cluster.processes=2", "checkpoint.every=12")
     assert run.code == 0, run.error
-    checkpoint = newest(run.folder / "checkpoints", World.alone(torch.device("cpu")))
+    checkpoint = find_newest(run.folder / "checkpoints", World.create_single(torch.device("cpu")))
     assert checkpoint is not None
     weights, expected = read_tensors(checkpoint, "model"), players.original(12)
     assert weights.keys() == expected.keys()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plugins.parameter_server import task_loop, worker
-from plugins.parameter_server.remote_embedding import linked_model
+from plugins.parameter_server.remote_embedding import build_linked_model
 from plugins.parameter_server.row_tables import RowRule
 from plugins.parameter_server.sharding import BucketKey, ShardingPlan, plan_shards
 from plugins.parameter_server.worker import OverlappedPush, Worker, WorkerOptions
@@ -103,7 +103,7 @@ class Links:
         self._lose("made")
         return self
 
-    def push(self, table: int, _: torch.dtype, payload: list[memoryview], **part: int) -> None:
+    def push_bucket(self, table: int, _: torch.dtype, payload: list[memoryview], **part: int) -> None:
         self._lose("push")
         self.pushed[table] = b"".join(payload)
 
@@ -112,11 +112,11 @@ class Links:
             del self.losses[0]
             raise LostError("the peer has gone")
 
-    def ask(self, step: int) -> None: ...
+    def request_weights(self, step: int) -> None: ...
 
-    def receive(self, tables: object) -> None: ...
+    def receive_weights(self, tables: object) -> None: ...
 
-    def settle(self) -> None: ...
+    def wait_for_pushes(self) -> None: ...
 
     def close(self) -> None:
         self.closed += 1
@@ -149,9 +149,9 @@ def worked(monkeypatch: pytest.MonkeyPatch, tasks: list[dict[str, Any]], losses:
     plan = ShardingPlan(
         plan_shards(dict(recipe.model().named_parameters()), 1, bucket_bytes=1024, cut=False), RowRule(0)
     )
-    context = RunContext(World.alone(torch.device("cpu")), data=Data())
+    context = RunContext(World.create_single(torch.device("cpu")), data=Data())
     dialer = Dialer("worker-0", None, None, 1.0, None)  # type: ignore[arg-type]
-    model, tables = linked_model(recipe, plan.rows)
+    model, tables = build_linked_model(recipe, plan.rows)
     Worker(recipe, context, dialer, plan, WorkerOptions(synchronous=True), model=model, tables=tables).run(60.0)
     assert all(control.is_closed for control in controls)
     assert not losses

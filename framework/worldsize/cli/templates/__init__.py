@@ -14,7 +14,7 @@ from worldsize.errors import ConfigError
 _FOLDER = Path(__file__).parent
 
 
-def planned(kind: str, folder: Path, *, name: str, **values: Any) -> dict[Path, str]:
+def render_templates(kind: str, folder: Path, *, name: str, **values: Any) -> dict[Path, str]:
     """Map the files to create in ``folder`` to their texts; in paths, "NAME" becomes ``name`` and "dot_" a dot.
 
     Raises:
@@ -27,14 +27,14 @@ def planned(kind: str, folder: Path, *, name: str, **values: Any) -> dict[Path, 
     templates = sorted(environment.list_templates(extensions=["j2"]))
     if any(re.search(rf"\b{re.escape(class_name)}\b", (_FOLDER / kind / each).read_text()) for each in templates):
         raise ConfigError(f"{kind} {name!r} would be class {class_name}, used by its file. Choose a different name.")
-    return {folder / _path(each, name): environment.get_template(each).render(given) for each in templates}
+    return {folder / _render_path(each, name): environment.get_template(each).render(given) for each in templates}
 
 
-def _path(template: str, name: str) -> str:
+def _render_path(template: str, name: str) -> str:
     return template.removesuffix(".j2").replace("NAME", name).replace("dot_", ".")
 
 
-def write(files: dict[Path, str]) -> Sequence[Path]:
+def write_files(files: dict[Path, str]) -> Sequence[Path]:
     """Write all files, or none of them if any exists.
 
     Raises:

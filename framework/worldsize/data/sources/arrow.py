@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar, final
 
 from worldsize.core import ConfigError
-from worldsize.data.sources.images import FORMATS, decoded
-from worldsize.data.sources.table_parts import Table, arrow
+from worldsize.data.sources.images import FORMATS, decode_content
+from worldsize.data.sources.table_parts import Table, import_arrow
 from worldsize.data.sources.tables import PlacedPart, TableSource, check_columns
 from worldsize.data.storage.byte_files import (
     COUNTS,
@@ -23,11 +23,11 @@ from worldsize.data.storage.byte_files import (
     LocalFile,
     Opened,
     SampleError,
-    without_secrets,
+    strip_secrets,
 )
 from worldsize.data.storage.listing import open_files
 from worldsize.errors import neighbours
-from worldsize.strict_json import LARGEST, parse
+from worldsize.strict_json import LARGEST, parse_strict_json
 
 _OPEN = 64  # maximum number of open files per process
 _FOOTED = b"ARROW1"  # magic bytes of the file format: a stream from byte 8 on, followed by a footer
@@ -41,21 +41,21 @@ class ArrowSource(TableSource):
     Local files are memory-mapped, so that reading a sample only reads its pages.
     """
 
-    def parts(self, file: ByteFile) -> Iterator[PlacedPart]:
-        messages = _opened(file)
+    def list_parts(self, file: ByteFile) -> Iterator[PlacedPart]:
+        messages = _open_messages(file)
         check_columns(self, messages.schema.names, f"{file.name}, byte 0")
-        for number, (start, rows) in enumerate(messages.starts()):
+        for number, (start, rows) in enumerate(messages.list_batch_starts()):
             yield PlacedPart(start, number, rows)
 
     def read_part(self, file: ByteFile, start: int, number: int) -> tuple[Table, float]:
-        batch = _opened(file).read(start)
+        batch = _open_messages(file).read_batch(start)
         if self.columns is not None:
             batch = batch.select(list(self.columns))
-        return batch, _opened(file).memory(batch)
+        return batch, _open_messages(file).measure_memory(batch)
 
-    def touch(self, file: ByteFile, size: int) -> None:
+    def record_access(self, file: ByteFile, size: int) -> None:
         if isinstance(file, LocalFile):
-            _opened(file).check_size()
+            _open_messages(file).check_size()
             COUNTS.read += size  # page reads of a mapped file are not counted elsewhere
 
 
@@ -78,14 +78,14 @@ class _Messages:
         self._opened: Opened | None = None
         self._mapped: Any = None
         if isinstance(file, LocalFile):
-            self._opened, self._mapped = _mapped(file)
+            self._opened, self._mapped = _map_file(file)
         self._first = _FIRST if file.read(0, min(len(_FOOTED), file.size)) == _FOOTED else 0
-        schema, self._begin = self._message(self._first)
+        schema, self._begin = self._read_message(self._first)
         try:
-            self.schema = arrow().ipc.read_schema(schema)
-        except (arrow().ArrowException, OSError) as error:
+            self.schema = import_arrow().ipc.read_schema(schema)
+        except (import_arrow().ArrowException, OSError) as error:
             raise SampleError(f"{file.name}, byte {self._first}: it is not an Arrow file: {error}.") from None
-        if any(arrow().types.is_dictionary(field.type) for field in self.schema):
+        if any(import_arrow().types.is_dictionary(field.type) for field in self.schema):
             raise SampleError(
                 f"{file.name}, byte {self._first}: it has columns of categories (dictionary-encoded); these do not "
                 "support random access. Write them as plain columns."
@@ -96,22 +96,22 @@ class _Messages:
         if self._opened is not None:
             _check_size(self._opened, self._file)
 
-    def starts(self) -> Iterator[tuple[int, int]]:
+    def list_batch_starts(self) -> Iterator[tuple[int, int]]:
         """Yield the byte offset and the number of rows of each record batch."""
         start = self._begin
         while start < self._file.size:
-            message, stop = self._message(start)
+            message, stop = self._read_message(start)
             if message is None:
                 return
-            yield start, self._batch(message, start).num_rows
+            yield start, self._decode_batch(message, start).num_rows
             start = stop
         raise SampleError(f"{self._file.name}, byte {start}: the file ends without an end mark. Bring the whole file.")
 
-    def read(self, start: int) -> Table:
+    def read_batch(self, start: int) -> Table:
         """Read the record batch at byte offset ``start``."""
-        return self._batch(self._message(start)[0], start)
+        return self._decode_batch(self._read_message(start)[0], start)
 
-    def memory(self, batch: Table) -> int:
+    def measure_memory(self, batch: Table) -> int:
         """Return the memory of ``batch`` in bytes, without memory-mapped buffers."""
         buffers = [each for column in batch.columns for each in column.buffers() if each is not None]
         if self._mapped is None:
@@ -119,35 +119,35 @@ class _Messages:
         first, last = self._mapped.address, self._mapped.address + self._mapped.size
         return sum(each.size for each in buffers if not first <= each.address < last)
 
-    def _batch(self, message: Any, start: int) -> Table:
+    def _decode_batch(self, message: Any, start: int) -> Table:
         try:
-            return arrow().ipc.read_record_batch(message, self.schema)
-        except (arrow().ArrowException, OSError, TypeError) as error:
+            return import_arrow().ipc.read_record_batch(message, self.schema)
+        except (import_arrow().ArrowException, OSError, TypeError) as error:
             raise SampleError(f"{self._file.name}, byte {start}: the rows here do not decode: {error}.") from None
 
-    def _message(self, start: int) -> tuple[Any, int]:
+    def _read_message(self, start: int) -> tuple[Any, int]:
         """Return the message at a byte offset, and its end; (None, offset) after the last message."""
         self.check_size()
         if self._mapped is None:
-            source = arrow().PythonFile(ByteReader(self._file), mode="r")
+            source = import_arrow().PythonFile(ByteReader(self._file), mode="r")
             source.seek(start)
         else:
-            source = arrow().BufferReader(self._mapped.slice(start))
+            source = import_arrow().BufferReader(self._mapped.slice(start))
         try:
-            message = arrow().ipc.read_message(source)
+            message = import_arrow().ipc.read_message(source)
         except EOFError:
             return None, start
-        except (arrow().ArrowException, OSError) as error:
+        except (import_arrow().ArrowException, OSError) as error:
             raise SampleError(f"{self._file.name}, byte {start}: no Arrow data are here: {error}.") from None
         return message, source.tell() + (0 if self._mapped is None else start)
 
 
-def _mapped(file: LocalFile) -> tuple[Opened, Any]:
+def _map_file(file: LocalFile) -> tuple[Opened, Any]:
     """Open and memory-map a file."""
     try:
-        opened = file.opened()
+        opened = file.open_descriptor()
         _check_size(opened, file)
-        return opened, arrow().py_buffer(mmap.mmap(opened.descriptor, file.size, prot=mmap.PROT_READ))
+        return opened, import_arrow().py_buffer(mmap.mmap(opened.descriptor, file.size, prot=mmap.PROT_READ))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SampleError(f"{file.name}, byte 0: it cannot be mapped into memory: {reason}.") from None
@@ -161,7 +161,7 @@ def _check_size(opened: Opened, file: ByteFile) -> None:
 
 
 @lru_cache(_OPEN)
-def _opened(file: ByteFile) -> _Messages:
+def _open_messages(file: ByteFile) -> _Messages:
     return _Messages(file)
 
 
@@ -179,10 +179,10 @@ class Parquet(TableSource):
 
     endings: ClassVar[Sequence[str]] = (".parquet", ".pq")
 
-    def parts(self, file: ByteFile) -> Iterator[PlacedPart]:
-        facts = _opened_parquet(file).metadata
+    def list_parts(self, file: ByteFile) -> Iterator[PlacedPart]:
+        facts = _open_parquet(file).metadata
         place = f"{file.name}, byte {max(file.size - 8 - facts.serialized_size, 0)}"
-        check_columns(self, _opened_parquet(file).schema_arrow.names, place)
+        check_columns(self, _open_parquet(file).schema_arrow.names, place)
         for number in range(facts.num_row_groups):
             group = facts.row_group(number)
             starts = [_first_byte(group.column(column)) for column in range(group.num_columns)]
@@ -191,8 +191,8 @@ class Parquet(TableSource):
     def read_part(self, file: ByteFile, start: int, number: int) -> tuple[Table, float]:
         columns = None if self.columns is None else list(self.columns)
         try:
-            table = _opened_parquet(file).read_row_group(number, columns=columns, use_threads=False).combine_chunks()
-        except (arrow().ArrowException, OSError) as error:
+            table = _open_parquet(file).read_row_group(number, columns=columns, use_threads=False).combine_chunks()
+        except (import_arrow().ArrowException, OSError) as error:
             raise SampleError(f"{file.name}, byte {start}: row group {number} does not decode: {error}.") from None
         batches = table.to_batches()
         return batches[0] if len(batches) == 1 else table, table.nbytes
@@ -203,10 +203,10 @@ def _first_byte(column: Any) -> int:
 
 
 @lru_cache(_OPEN_FOOTERS)
-def _opened_parquet(file: ByteFile) -> Any:
+def _open_parquet(file: ByteFile) -> Any:
     try:
-        return arrow().parquet.ParquetFile(ByteReader(file), page_checksum_verification=True)
-    except (arrow().ArrowException, OSError) as error:
+        return import_arrow().parquet.ParquetFile(ByteReader(file), page_checksum_verification=True)
+    except (import_arrow().ArrowException, OSError) as error:
         raise SampleError(f"{file.name}, byte {max(file.size - 8, 0)}: it is not a Parquet file: {error}.") from None
 
 
@@ -228,7 +228,7 @@ class HfDataset(ArrowSource):
     @property
     def _folder(self) -> str:
         if not isinstance(self.path, str) or not self.path:
-            shown = [without_secrets(each) for each in self.path]
+            shown = [strip_secrets(each) for each in self.path]
             raise ConfigError(f"data.path={shown} must be one folder that save_to_disk wrote.")
         return self.path.rstrip("/")
 
@@ -236,21 +236,21 @@ class HfDataset(ArrowSource):
     def folder(self) -> str:
         """Folder of the chosen split, or of the data set if it has no splits."""
         try:
-            file = self._opened(f"{self._folder}/dataset_dict.json")
+            file = self._open_file(f"{self._folder}/dataset_dict.json")
         except ConfigError:
             return self._folder  # no splits, or a missing folder, which opening its files reports
-        known = [str(each) for each in _entry(file, "splits", list)]
+        known = [str(each) for each in _read_json_entry(file, "splits", list)]
         if self.split not in known:
             said = "no split is chosen" if self.split is None else f"there is no split {self.split!r}"
             raise ConfigError(
-                f"{without_secrets(self._folder)}: {said}{neighbours(self.split or '', known)} Set data.split."
+                f"{strip_secrets(self._folder)}: {said}{neighbours(self.split or '', known)} Set data.split."
             )
         return f"{self._folder}/{self.split}"
 
     @cached_property
     def files(self) -> Sequence[ByteFile]:
-        state = self._opened(f"{self.folder}/state.json")
-        listed = _entry(state, "_data_files", list)
+        state = self._open_file(f"{self.folder}/state.json")
+        listed = _read_json_entry(state, "_data_files", list)
         if not listed or not all(isinstance(each, dict) and isinstance(each.get("filename"), str) for each in listed):
             raise ConfigError(f"{state.name} does not list any data files. Save the data set again with save_to_disk.")
         return [file for each in listed for file in open_files(f"{self.folder}/{each['filename']}", self.cache)]
@@ -258,25 +258,25 @@ class HfDataset(ArrowSource):
     @cached_property
     def _images(self) -> Sequence[str]:
         """Names of the selected columns with images."""
-        features = _entry(self._opened(f"{self.folder}/dataset_info.json"), "features", dict)
+        features = _read_json_entry(self._open_file(f"{self.folder}/dataset_info.json"), "features", dict)
         images = [name for name, kind in features.items() if isinstance(kind, dict) and kind.get("_type") == "Image"]
         return [name for name in images if self.columns is None or name in self.columns]
 
-    def _opened(self, path: str) -> ByteFile:
+    def _open_file(self, path: str) -> ByteFile:
         files = open_files(path, self.cache)
         if len(files) > 1:
-            raise ConfigError(f"{without_secrets(path)} stands for {len(files)} files. data.path must be one folder.")
+            raise ConfigError(f"{strip_secrets(path)} stands for {len(files)} files. data.path must be one folder.")
         return files[0]
 
-    def finished(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
+    def convert_rows(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
         for name in self._images:
             for row, part in zip(rows, parts, strict=True):
-                place = f"{self.file_of(part).name}, byte {int(self.index['start'][part])} ({name})"
-                row[name] = None if row[name] is None else _image(row[name], place, self.image_formats)
+                place = f"{self.get_row_file(part).name}, byte {int(self.index['start'][part])} ({name})"
+                row[name] = None if row[name] is None else _decode_stored_image(row[name], place, self.image_formats)
         return rows
 
 
-def _entry(file: ByteFile, key: str, kind: type) -> Any:
+def _read_json_entry(file: ByteFile, key: str, kind: type) -> Any:
     """Return the value of a key in a JSON file.
 
     Raises:
@@ -285,7 +285,7 @@ def _entry(file: ByteFile, key: str, kind: type) -> Any:
     if file.size > LARGEST:
         raise ConfigError(f"{file.name} has {file.size:,} bytes; {LARGEST:,} at most are read. Is the folder right?")
     try:
-        content = parse(file.read(0, file.size), finite=False)
+        content = parse_strict_json(file.read(0, file.size), finite=False)
     except ValueError as error:
         raise ConfigError(f"{file.name}, byte 0: it is not JSON: {error}. Copy the file again.") from None
     if not isinstance(content, dict) or not isinstance(content.get(key), kind):
@@ -293,7 +293,7 @@ def _entry(file: ByteFile, key: str, kind: type) -> Any:
     return content[key]
 
 
-def _image(stored: Mapping[str, Any], place: str, formats: Sequence[str]) -> Any:
+def _decode_stored_image(stored: Mapping[str, Any], place: str, formats: Sequence[str]) -> Any:
     if stored["bytes"] is None:
         raise SampleError(f"{place}: the image is not in the data set, only its path is. Save it with its images.")
-    return decoded(stored["bytes"], "png", place, formats)
+    return decode_content(stored["bytes"], "png", place, formats)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from worldsize.data.source import IndexedSource, LookedUpLengths
 from worldsize.data.sources.tokens import TokenFiles, Vector, Windows, file_name
-from worldsize.data.storage.byte_files import ByteFile, digests
+from worldsize.data.storage.byte_files import ByteFile, compute_digests
 from worldsize.data.storage.cache import Cache
 from worldsize.data.storage.index import Scan
 from worldsize.data.storage.listing import open_files
@@ -56,7 +56,7 @@ class DocumentFiles(TokenFiles, IndexedSource):
         beside = {file.name: file for file in bounds.values()}
         if len(beside) < len(bounds):
             raise ConfigError("two URLs of the data differ only in parts that may be secret. Rename the files.")
-        return [_shard(vector, beside, self.cache) for vector in self.tokens]
+        return [_open_shard(vector, beside, self.cache) for vector in self.tokens]
 
     @cached_property
     def bounds(self) -> Mapping[str, Vector]:
@@ -72,16 +72,16 @@ class DocumentFiles(TokenFiles, IndexedSource):
         if self.prepared:
             return super().fingerprint()
         for shard in shards:
-            for _ in _blocks(shard.bounds):  # without a manifest, checks all boundaries before the run starts
+            for _ in _read_blocks(shard.bounds):  # without a manifest, checks all boundaries before the run starts
                 pass
-        tokens = digests([shard.tokens.file for shard in shards])
-        described = list(zip(tokens, digests([shard.bounds.file for shard in shards]), strict=True))
+        tokens = compute_digests([shard.tokens.file for shard in shards])
+        described = list(zip(tokens, compute_digests([shard.bounds.file for shard in shards]), strict=True))
         size = sum(shard.tokens.file.size + shard.bounds.file.size for shard in shards)
         total = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         return {"size": size, "sha256": total, "files": len(described)}
 
 
-def _shard(vector: Vector, bounds: Mapping[str, ByteFile], cache: Cache) -> _Shard:
+def _open_shard(vector: Vector, bounds: Mapping[str, ByteFile], cache: Cache) -> _Shard:
     folder, _, own = vector.file.name.rpartition("/")
     name = f"{folder}/{own.replace('tokens_', 'documents_', 1)}"
     file = bounds.get(name)
@@ -122,14 +122,14 @@ class DocumentWindows(DocumentFiles):
     def kind(self) -> str:
         return f"starts-2 {super().kind}"
 
-    def scanner(self) -> Scan:
+    def create_scanner(self) -> Scan:
         """Return a function that indexes the start of each document in a file."""
 
-        def scan(file: ByteFile) -> Iterator[Mapping[str, Numbers]]:
-            for block in _blocks(self.bounds[file.identity]):
+        def scan_documents(file: ByteFile) -> Iterator[Mapping[str, Numbers]]:
+            for block in _read_blocks(self.bounds[file.identity]):
                 yield {"start": block[:-1]}
 
-        return scan
+        return scan_documents
 
     @cached_property
     def _documents_of(self) -> Numbers:
@@ -157,19 +157,19 @@ class PackedDocuments(DocumentFiles):
     def kind(self) -> str:
         return f"packed-2 {self.length + 1} tokens {super().kind}"
 
-    def scanner(self) -> Scan:
+    def create_scanner(self) -> Scan:
         """Return a function that indexes piece counts (cumulative), starts and lengths."""
         before = 0
 
-        def scan(file: ByteFile) -> Iterator[Mapping[str, Numbers]]:
+        def scan_samples(file: ByteFile) -> Iterator[Mapping[str, Numbers]]:
             nonlocal before
-            for block in _blocks(self.bounds[file.identity]):
-                pieces, counts = packed(block, self.length + 1)
+            for block in _read_blocks(self.bounds[file.identity]):
+                pieces, counts = pack_documents(block, self.length + 1)
                 stops = before + numpy.cumsum(counts, dtype=numpy.int64)
                 yield {"stop": stops, "start": pieces.starts, "length": pieces.lengths}
                 before += len(pieces.starts)
 
-        return scan
+        return scan_samples
 
     def __len__(self) -> int:
         return len(self.index["stop"])
@@ -177,9 +177,9 @@ class PackedDocuments(DocumentFiles):
     @property
     def lengths(self) -> LookedUpLengths:
         """Number of tokens in each sample, without padding."""
-        return LookedUpLengths(self._filled)
+        return LookedUpLengths(self._count_tokens)
 
-    def _filled(self, indices: Numbers) -> Numbers:
+    def _count_tokens(self, indices: Numbers) -> Numbers:
         stops, lengths = self.index["stop"], self.index["length"]
         firsts = numpy.where(indices > 0, stops[indices - 1], 0)
         return numpy.array([lengths[first:stop].sum() for first, stop in zip(firsts, stops[indices], strict=True)])
@@ -198,7 +198,7 @@ class PackedDocuments(DocumentFiles):
         return {"tokens": torch.from_numpy(tokens), "documents": torch.from_numpy(documents)}
 
 
-def _blocks(bounds: Vector) -> Iterator[Numbers]:
+def _read_blocks(bounds: Vector) -> Iterator[Numbers]:
     """Yield the boundaries of groups of up to 1,024 documents: int64 [documents + 1].
 
     Raises:
@@ -255,7 +255,7 @@ class Pieces(NamedTuple):
     lengths: Int64Array
 
 
-def pieces_of(bounds: Int64Array, longest: int) -> Pieces:
+def split_documents(bounds: Int64Array, longest: int) -> Pieces:
     """Split documents into pieces of at most ``longest`` tokens that overlap by one token.
 
     Each token of a document except its first is therefore predicted in exactly one piece.
@@ -294,7 +294,7 @@ def next_tokens(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, tokens[:, 1:].masked_fill(~counted, IGNORED), places - first
 
 
-def packed(bounds: Int64Array, longest: int) -> tuple[Pieces, list[int]]:
+def pack_documents(bounds: Int64Array, longest: int) -> tuple[Pieces, list[int]]:
     """Pack documents into samples of at most ``longest`` tokens.
 
     Args:
@@ -303,7 +303,7 @@ def packed(bounds: Int64Array, longest: int) -> tuple[Pieces, list[int]]:
     Returns:
         The pieces, grouped by sample, and the number of pieces per sample.
     """
-    pieces = pieces_of(bounds, longest)
+    pieces = split_documents(bounds, longest)
     bins = best_fit(pieces.lengths.tolist(), longest)
     order = numpy.array([piece for chosen in bins for piece in sorted(chosen)], dtype=numpy.int64)
     return Pieces(pieces.starts[order], pieces.lengths[order]), [len(chosen) for chosen in bins]

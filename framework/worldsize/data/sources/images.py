@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import numpy
 
 from worldsize.data.source import FileSource
-from worldsize.data.storage.byte_files import ByteFile, SampleError, without_secrets
-from worldsize.data.storage.index import Array, Scan, indexed
-from worldsize.data.storage.listing import Folder, walk
+from worldsize.data.storage.byte_files import ByteFile, SampleError, strip_secrets
+from worldsize.data.storage.index import Array, Scan, open_index
+from worldsize.data.storage.listing import Folder, walk_folders
 from worldsize.errors import ConfigError, neighbours, require
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """The formats of images that are decoded. Pillow has decoders of many more, which few data need and few people test."""
 
 
-def image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:
+def decode_image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:
     """Decode an image without converting its mode.
 
     Args:
@@ -58,7 +58,7 @@ def image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:
     return opened
 
 
-def _array(data: bytes) -> Any:
+def _decode_array(data: bytes) -> Any:
     return numpy.load(io.BytesIO(data), allow_pickle=False)
 
 
@@ -67,12 +67,12 @@ DECODERS: Mapping[str, Callable[[bytes], Any]] = {
     "text": bytes.decode,
     "json": json.loads,
     "cls": int,
-    "npy": _array,
-    **dict.fromkeys(IMAGES, image),
+    "npy": _decode_array,
+    **dict.fromkeys(IMAGES, decode_image),
 }
 
 
-def decoded(data: bytes, ending: str, place: str, image_formats: Sequence[str] = FORMATS) -> Any:
+def decode_content(data: bytes, ending: str, place: str, image_formats: Sequence[str] = FORMATS) -> Any:
     """Decode the content of a file according to the ``ending`` of its name.
 
     Args:
@@ -83,7 +83,7 @@ def decoded(data: bytes, ending: str, place: str, image_formats: Sequence[str] =
         SampleError: the data cannot be decoded.
     """
     try:
-        return image(data, image_formats) if ending in IMAGES else DECODERS[ending](data)
+        return decode_image(data, image_formats) if ending in IMAGES else DECODERS[ending](data)
     except ConfigError:
         raise
     except Exception as error:  # decoders raise many kinds of errors for damaged files
@@ -118,10 +118,8 @@ class ImageFolder(FileSource):
     @cached_property
     def _walked(self) -> list[tuple[Folder, tuple[str, ...]]]:
         if not isinstance(self.path, str):
-            raise ConfigError(
-                f"data.path={[without_secrets(each) for each in self.path]} must be one folder of images."
-            )
-        walked = list(walk(self.path, self.cache))
+            raise ConfigError(f"data.path={[strip_secrets(each) for each in self.path]} must be one folder of images.")
+        walked = list(walk_folders(self.path, self.cache))
         return [each for each in walked if each[1]] or walked
 
     @cached_property
@@ -137,36 +135,36 @@ class ImageFolder(FileSource):
     @cached_property
     def index(self) -> Mapping[str, Array]:
         """Index of all images: sizes, folders, concatenated names, and the end offset of each name."""
-        made = indexed("images-1", self.files, self.cache, self._scanner())
+        made = open_index("images-1", self.files, self.cache, self._create_scanner())
         if not made:
             raise ConfigError(
-                f"{without_secrets(str(self.path))}: no image is in this folder. Check the path of the data."
+                f"{strip_secrets(str(self.path))}: no image is in this folder. Check the path of the data."
             )
         return made
 
-    def _scanner(self) -> Scan:
+    def _create_scanner(self) -> Scan:
         end = 0
 
-        def scan(file: ByteFile) -> Iterator[Mapping[str, Array]]:
+        def scan_folder(file: ByteFile) -> Iterator[Mapping[str, Array]]:
             nonlocal end
             assert isinstance(file, Folder)
             rows: list[tuple[bytes, int]] = []
-            for name, size in file.sizes():
+            for name, size in file.list_sizes():
                 if name.lower().endswith(self.endings) and not name.startswith("."):
                     rows.append((name.encode(errors="surrogateescape"), size))
                 if len(rows) == _ROWS:
-                    yield _columns(rows, end)
+                    yield _build_columns(rows, end)
                     end += sum(len(name) for name, _ in rows)
                     rows = []
-            yield _columns(rows, end)
+            yield _build_columns(rows, end)
             end += sum(len(name) for name, _ in rows)
 
-        return scan
+        return scan_folder
 
     def __len__(self) -> int:
         return len(self.index["size"])
 
-    def place(self, index: int) -> tuple[Folder, str, int]:
+    def locate_image(self, index: int) -> tuple[Folder, str, int]:
         """Return the folder, the file name and the size in bytes of image ``index``."""
         ends, names = self.index["end"], self.index["name"]
         first = int(ends[index - 1]) if index else 0
@@ -174,9 +172,11 @@ class ImageFolder(FileSource):
         return self._walked[int(self.index["file"][index])][0], name, int(self.index["size"][index])
 
     def sample(self, index: int) -> dict[str, Any]:
-        folder, name, size = self.place(index)
+        folder, name, size = self.locate_image(index)
         ending = name.rpartition(".")[2].lower()
-        image = decoded(folder.content(name, size), ending, f"{folder.name}/{name}, byte 0", self.image_formats)
+        image = decode_content(
+            folder.read_file(name, size), ending, f"{folder.name}/{name}, byte 0", self.image_formats
+        )
         sample = {"image": image if self.transform is None else self.transform(image)}
         if self.classes:
             sample["label"] = self._labels[int(self.index["file"][index])]
@@ -195,12 +195,12 @@ class ImageFolder(FileSource):
             for first in range(0, len(array), _HASHED):
                 hashed.update(array[first : first + _HASHED].tobytes())
         for index in numpy.linspace(0, len(self) - 1, min(_LOOKS, len(self)), dtype=int).tolist():
-            folder, name, size = self.place(index)
-            hashed.update(folder.content(name, size))
+            folder, name, size = self.locate_image(index)
+            hashed.update(folder.read_file(name, size))
         return {"size": int(self.index["size"].sum()), "sha256": hashed.hexdigest(), "files": len(self)}
 
 
-def _columns(rows: list[tuple[bytes, int]], end: int) -> dict[str, Array]:
+def _build_columns(rows: list[tuple[bytes, int]], end: int) -> dict[str, Array]:
     lengths = numpy.array([len(name) for name, _ in rows], dtype=numpy.uint64)
     return {
         "size": numpy.array([size for _, size in rows], dtype=numpy.uint64),

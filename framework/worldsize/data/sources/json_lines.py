@@ -40,15 +40,15 @@ class JsonLines(IndexedSource):
     def kind(self) -> str:
         return "json_lines-1"
 
-    def scanner(self) -> Scan:
-        return _lines
+    def create_scanner(self) -> Scan:
+        return _index_lines
 
     def __len__(self) -> int:
         return len(self.index["start"])
 
     def sample(self, index: int) -> Any:
         start = int(self.index["start"][index])
-        file = self.file_of(index)
+        file = self.get_row_file(index)
         line = file.read(start, start + int(self.index["size"][index]))
         try:
             parsed = json.loads(line)
@@ -57,10 +57,10 @@ class JsonLines(IndexedSource):
             raise SampleError(f"{file.name}, byte {place}: the line is not JSON: {error.msg}.") from None
         except (ValueError, RecursionError) as error:  # not UTF-8, an oversized integer, or nested too deeply
             raise SampleError(f"{file.name}, byte {start}: the line is not JSON: {error}.") from None
-        return parsed if self.columns is None else _chosen(parsed, self.columns, f"{file.name}, byte {start}")
+        return parsed if self.columns is None else _select_columns(parsed, self.columns, f"{file.name}, byte {start}")
 
 
-def _chosen(parsed: Any, columns: Sequence[str], place: str) -> dict[str, Any]:
+def _select_columns(parsed: Any, columns: Sequence[str], place: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise SampleError(f"{place}: the line is not an object, and data.columns is set. Set data.columns=null.")
     try:
@@ -70,7 +70,7 @@ def _chosen(parsed: Any, columns: Sequence[str], place: str) -> dict[str, Any]:
         raise SampleError(f"{place}: no column {missing!r}{neighbours(missing, parsed)}") from None
 
 
-def _lines(file: ByteFile) -> Iterator[dict[str, Array]]:
+def _index_lines(file: ByteFile) -> Iterator[dict[str, Array]]:
     """Yield the starts and sizes (without the newline) of the nonblank lines, in blocks."""
     refuse_compressed(file)
     begun, blank = 0, True  # start of the line that continues in this block; whether it is blank so far
@@ -89,14 +89,14 @@ def _lines(file: ByteFile) -> Iterator[dict[str, Array]]:
         positions = starts.astype(numpy.uint64) + numpy.uint64(first)
         positions[0] = begun
         sizes = ends.astype(numpy.uint64) + numpy.uint64(first) - positions
-        yield _rows(file, positions[kept], sizes[kept])
+        yield _build_columns(file, positions[kept], sizes[kept])
         begun = first + int(ends[-1]) + 1
         blank = not data[ends[-1] + 1 :].strip(_BLANKS)
     if not blank:
-        yield _rows(file, numpy.array([begun]), numpy.array([file.size - begun]))
+        yield _build_columns(file, numpy.array([begun]), numpy.array([file.size - begun]))
 
 
-def _rows(file: ByteFile, starts: Array, sizes: Array) -> dict[str, Array]:
+def _build_columns(file: ByteFile, starts: Array, sizes: Array) -> dict[str, Array]:
     if len(sizes) and sizes.max() > _LONGEST:
         raise SampleError(
             f"{file.name}, byte {starts[sizes.argmax()]}: a line is longer than 4 GiB. Is the file JSON lines?"

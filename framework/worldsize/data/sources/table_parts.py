@@ -19,7 +19,7 @@ FEW = 16
 _KEPT = 1024  # maximum number of cached parts per process, even if they are memory-mapped
 
 
-def arrow() -> Any:
+def import_arrow() -> Any:
     """Import pyarrow lazily, since it is an extra and slow to import."""
     try:
         import pyarrow
@@ -39,38 +39,40 @@ class TablePart:
         self._table, self._columns = table, list(zip(table.schema.names, table.columns, strict=True))
         self.row_bytes = table.nbytes // max(table.num_rows, 1)
 
-    def row(self, number: int) -> dict[str, Any]:
+    def get_row(self, number: int) -> dict[str, Any]:
         """Return one row as a dict of Python objects; faster than slicing the table."""
         return {name: column[number].as_py() for name, column in self._columns}
 
-    def pieces(self, numbers: list[int]) -> list[Table]:
+    def slice_rows(self, numbers: list[int]) -> list[Table]:
         """Return the given rows as tables: a copy for many scattered rows, otherwise views."""
         first, count = numbers[0], len(numbers)
         if count == 1 or numbers == list(range(first, first + count)):
             return [self._table.slice(first, count)]
         if count < FEW:
             return [self._table.slice(number, 1) for number in numbers]
-        return [self._table.take(arrow().array(numbers, type=arrow().int64()))]
+        return [self._table.take(import_arrow().array(numbers, type=import_arrow().int64()))]
 
 
-def rows_of(pieces: Sequence[Table], form: str) -> list[dict[str, Any]]:
+def convert_rows(pieces: Sequence[Table], form: str) -> list[dict[str, Any]]:
     """Return all rows as dicts; ``form`` is the ``format`` of :class:`TableSource`."""
     if len(pieces) > 1:
         try:
-            pieces = [_joined(pieces)]  # converting once is faster
-        except arrow().ArrowInvalid:  # the files have different columns
-            return [row for piece in pieces for row in rows_of([piece], form)]
+            pieces = [_concat_pieces(pieces)]  # converting once is faster
+        except import_arrow().ArrowInvalid:  # the files have different columns
+            return [row for piece in pieces for row in convert_rows([piece], form)]
     (table,) = pieces
     names = table.schema.names
-    values = [column.to_pylist() if form == "python" else _values(column) for column in table.columns]
+    values = [column.to_pylist() if form == "python" else _convert_column(column) for column in table.columns]
     return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)] or [{}] * table.num_rows
 
 
-def _joined(pieces: Sequence[Table]) -> Table:
-    batch, table = arrow().RecordBatch, arrow().Table
+def _concat_pieces(pieces: Sequence[Table]) -> Table:
+    batch, table = import_arrow().RecordBatch, import_arrow().Table
     if all(isinstance(piece, batch) for piece in pieces):
-        return arrow().concat_batches(pieces)
-    return arrow().concat_tables([table.from_batches([each]) if isinstance(each, batch) else each for each in pieces])
+        return import_arrow().concat_batches(pieces)
+    return import_arrow().concat_tables(
+        [table.from_batches([each]) if isinstance(each, batch) else each for each in pieces]
+    )
 
 
 @final
@@ -93,18 +95,18 @@ class TableReader:
         self._kept: OrderedDict[int, tuple[TablePart, float]] = OrderedDict()
         self._bytes = 0.0
 
-    def places(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    def locate_samples(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the part of each sample, and its row in that part."""
         wanted = numpy.array(indices, dtype=numpy.uint64)  # int64 and uint64 would be compared as floats
         parts = numpy.searchsorted(self._stops, wanted, side="right")
         firsts = numpy.where(parts > 0, self._stops[parts - 1], 0).astype(numpy.uint64)
         return parts.tolist(), (wanted - firsts).tolist()
 
-    def first_of(self, part: int) -> int:
+    def get_first_sample(self, part: int) -> int:
         """Return the index of the first sample in a part."""
         return int(self._stops[part - 1]) if part else 0
 
-    def part(self, number: int) -> TablePart:
+    def get_part(self, number: int) -> TablePart:
         """Return a part from the cache, or read it."""
         if number in self._kept:
             self._kept.move_to_end(number)
@@ -117,21 +119,21 @@ class TableReader:
         return self._kept[number][0]
 
 
-def _values(column: Any) -> list[Any]:
+def _convert_column(column: Any) -> list[Any]:
     """Return values as NumPy scalars, arrays (for lists of numbers), or Python objects."""
-    types = arrow().types
+    types = import_arrow().types
     chunks = getattr(column, "chunks", [column])
     kind = column.type
     if _is_number(kind):
         return [value for chunk in chunks for value in chunk.to_numpy(zero_copy_only=False)]
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if is_list and _is_number(kind.value_type):
-        return [_array(item.values) for chunk in chunks for item in chunk]
+        return [_convert_array(item.values) for chunk in chunks for item in chunk]
     values: list[Any] = column.to_pylist()
     return values
 
 
-def _array(values: Any) -> Any:
+def _convert_array(values: Any) -> Any:
     """Convert a list of numbers to a writable array."""
     if values is None:
         return None
@@ -140,5 +142,5 @@ def _array(values: Any) -> Any:
 
 
 def _is_number(kind: Any) -> bool:
-    types = arrow().types
+    types = import_arrow().types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))

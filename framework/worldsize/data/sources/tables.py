@@ -15,7 +15,7 @@ import numpy
 
 from worldsize.core import OneOf, Range
 from worldsize.data.source import Array, IndexedSource
-from worldsize.data.sources.table_parts import FEW, Table, TableReader, rows_of
+from worldsize.data.sources.table_parts import FEW, Table, TableReader, convert_rows
 from worldsize.data.storage.byte_files import ByteFile, SampleError
 from worldsize.data.storage.index import Scan
 from worldsize.errors import ConfigError, neighbours
@@ -50,7 +50,7 @@ class TableSource(IndexedSource):
     length_column: str | None = None
 
     @abstractmethod
-    def parts(self, file: ByteFile) -> Iterator[PlacedPart]:
+    def list_parts(self, file: ByteFile) -> Iterator[PlacedPart]:
         """Yield the parts of a file.
 
         Raises:
@@ -73,76 +73,76 @@ class TableSource(IndexedSource):
             return kind
         return f"{kind} length_column={self.length_column} on_error={self.on_error}"
 
-    def scanner(self) -> Scan:
+    def create_scanner(self) -> Scan:
         rows = 0
 
-        def scan(file: ByteFile) -> Iterator[Mapping[str, Array]]:
+        def scan_parts(file: ByteFile) -> Iterator[Mapping[str, Array]]:
             nonlocal rows
-            parts = [part for part in self.parts(file) if part.rows]
+            parts = [part for part in self.list_parts(file) if part.rows]
             stops = rows + numpy.cumsum([part.rows for part in parts], dtype=numpy.uint64)
             rows += sum(part.rows for part in parts)
             starts = numpy.array([part.start for part in parts], dtype=numpy.uint64)
             numbers = numpy.array([part.number for part in parts], numpy.uint32)
             yield {"stop": stops, "start": starts, "number": numbers, **_lengths_in(self, file, parts)}
 
-        return scan
+        return scan_parts
 
     def __len__(self) -> int:
         return int(self.index["stop"][-1])
 
     def sample(self, index: int) -> dict[str, Any]:
-        parts, numbers = self._reader.places([index])
-        return self.finished(self._rows(parts, numbers), parts)[0]
+        parts, numbers = self._reader.locate_samples([index])
+        return self.convert_rows(self._read_rows(parts, numbers), parts)[0]
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         """Read several samples in order; samples in one part are read together."""
         if not indices or min(indices) < 0 or max(indices) >= len(self):
             return super().read_each(indices)
-        parts, numbers = self._reader.places(indices)
+        parts, numbers = self._reader.locate_samples(indices)
         try:
-            return self.finished(self._rows(parts, numbers), parts)
+            return self.convert_rows(self._read_rows(parts, numbers), parts)
         except SampleError:  # at least one is bad: read them one by one, following on_error
             return super().read_each(indices)
 
-    def _rows(self, parts: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
+    def _read_rows(self, parts: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Return samples in order, given the part of each sample and its row in that part."""
         counts, sizes = Counter(parts), Counter[int]()
-        tables = {part: self._reader.part(part) for part in counts}
+        tables = {part: self._reader.get_part(part) for part in counts}
         for part, file in zip(counts, self.index["file"][[*counts]].tolist(), strict=True):
             sizes[file] += counts[part] * tables[part].row_bytes
         for file, size in sizes.items():
-            self.touch(self.files[file], size)
+            self.record_access(self.files[file], size)
         if self.format == "python" and len(parts) < FEW * len(counts):
-            return [tables[part].row(number) for part, number in zip(parts, numbers, strict=True)]
+            return [tables[part].get_row(number) for part, number in zip(parts, numbers, strict=True)]
         places: dict[int, list[int]] = {part: [] for part in counts}
         for place, part in enumerate(parts):
             places[part].append(place)
         pieces = [
             piece
             for part, table in tables.items()
-            for piece in table.pieces([numbers[place] for place in places[part]])
+            for piece in table.slice_rows([numbers[place] for place in places[part]])
         ]
         in_order: list[Any] = [None] * len(parts)
-        for place, row in zip(chain.from_iterable(places.values()), rows_of(pieces, self.format), strict=True):
+        for place, row in zip(chain.from_iterable(places.values()), convert_rows(pieces, self.format), strict=True):
             in_order[place] = row
         return in_order
 
     def bad_with(self, index: int) -> range:
-        (part,), _ = self._reader.places([index])
-        return range(self._reader.first_of(part), int(self.index["stop"][part]))
+        (part,), _ = self._reader.locate_samples([index])
+        return range(self._reader.get_first_sample(part), int(self.index["stop"][part]))
 
     @cached_property
     def _reader(self) -> TableReader:
-        return TableReader(self.index, self.keep, lambda row, *place: self.read_part(self.file_of(row), *place))
+        return TableReader(self.index, self.keep, lambda row, *place: self.read_part(self.get_row_file(row), *place))
 
-    def touch(self, file: ByteFile, size: int) -> None:
+    def record_access(self, file: ByteFile, size: int) -> None:
         """Hook before about ``size`` bytes of rows are extracted from read or mapped parts.
 
         Raises:
             SampleError: the file has changed.
         """
 
-    def finished(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
+    def convert_rows(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
         """Hook to convert rows to samples; ``parts`` has the part of each row.
 
         Raises:
@@ -163,11 +163,11 @@ def _lengths_in(source: TableSource, file: ByteFile, parts: Sequence[PlacedPart]
     if source.length_column is None:
         return {}
     only = replace(source, columns=[source.length_column])
-    lengths = [_column(only, file, part) for part in parts]
+    lengths = [_read_lengths(only, file, part) for part in parts]
     return {"size": numpy.concatenate([numpy.empty(0, dtype=numpy.int64), *lengths])}
 
 
-def _column(source: TableSource, file: ByteFile, part: PlacedPart) -> Array:
+def _read_lengths(source: TableSource, file: ByteFile, part: PlacedPart) -> Array:
     """Read the only selected column of a part, which must hold integers: int64 [rows]."""
     try:
         values: Array = source.read_part(file, part.start, part.number)[0].column(0).to_numpy(zero_copy_only=False)

@@ -20,8 +20,8 @@ from torch import Tensor
 from worldsize.core import OneOf, Range
 from worldsize.data.source import FileSource
 from worldsize.data.storage.byte_files import ByteFile, SampleError
-from worldsize.data.storage.listing import expanded, open_files
-from worldsize.data.token_shards import Prepared, prepared
+from worldsize.data.storage.listing import expand_ranges, open_files
+from worldsize.data.token_shards import Prepared, read_prepared_manifest
 from worldsize.errors import ConfigError
 
 _HEADER = 4096  # bytes to read for the header of a one-dimensional array
@@ -45,7 +45,7 @@ class Vector:
         self.file = file
         self._dtype, self._start = numpy.dtype(dtype), 0
         if file.name.endswith(".npy"):
-            self._dtype, self._start = _header(file)
+            self._dtype, self._start = _read_header(file)
         self.length, rest = divmod(file.size - self._start, self._dtype.itemsize)
         if rest:
             place = f"{file.name}, byte {file.size - rest}"
@@ -57,7 +57,7 @@ class Vector:
         return numpy.frombuffer(self.file.read(self._start + start * size, self._start + stop * size), self._dtype)
 
 
-def _header(file: ByteFile) -> tuple[numpy.dtype[Any], int]:
+def _read_header(file: ByteFile) -> tuple[numpy.dtype[Any], int]:
     """Return the dtype of an ``.npy`` file, and the byte offset of its data."""
     head = io.BytesIO(file.read(0, min(_HEADER, file.size)))
     try:
@@ -110,8 +110,8 @@ class TokenFiles(FileSource):
     def prepared(self) -> Sequence[Prepared]:
         """Manifests of ``worldsize prepare``; empty unless every path is a folder with one."""
         paths = [self.path] if isinstance(self.path, str) else self.path
-        folders = [folder for path in paths for folder in expanded(path)]
-        facts = [prepared(folder, self.listed, self.cache) for folder in folders]
+        folders = [folder for path in paths for folder in expand_ranges(path)]
+        facts = [read_prepared_manifest(folder, self.listed, self.cache) for folder in folders]
         return [each for each in facts if each] if all(facts) else []
 
     @property

@@ -14,7 +14,7 @@ import numpy
 
 from worldsize.core import Limit
 from worldsize.data.source import Array, IndexedSource, refuse_compressed
-from worldsize.data.sources.images import DECODERS, FORMATS, decoded
+from worldsize.data.sources.images import DECODERS, FORMATS, decode_content
 from worldsize.data.storage.byte_files import COUNTS, ByteFile, ByteReader, SampleError
 from worldsize.data.storage.index import Scan
 from worldsize.errors import neighbours
@@ -31,7 +31,7 @@ _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 class KnownEndings(Limit):
     """Requires file name endings to have a decoder."""
 
-    def refusal(self, value: Any) -> str | None:
+    def describe_violation(self, value: Any) -> str | None:
         endings = value if isinstance(value, list | tuple) else []
         unknown = [each for each in endings if each not in DECODERS]
         return f"has an unknown ending {unknown[0]!r}{neighbours(str(unknown[0]), DECODERS)}" if unknown else None
@@ -61,34 +61,34 @@ class WebDataset(IndexedSource):
     def kind(self) -> str:
         return f"webdataset-1 on_error={self.on_error}"  # "skip" drops the end of a truncated file
 
-    def scanner(self) -> Scan:
-        return self._scan
+    def create_scanner(self) -> Scan:
+        return self._scan_file
 
-    def _scan(self, file: ByteFile) -> Iterator[Mapping[str, Array]]:
+    def _scan_file(self, file: ByteFile) -> Iterator[Mapping[str, Array]]:
         refuse_compressed(file)
         rows: list[tuple[int, int]] = []
         try:
-            for row in _samples(file):
+            for row in _locate_samples(file):
                 rows.append(row)
                 if len(rows) == _ROWS:
-                    yield _columns(rows)
+                    yield _build_columns(rows)
                     rows = []
         except SampleError as error:
             if self.on_error == "stop":
                 raise
             COUNTS.skipped += 1
             _logger.warning("the rest of the file is skipped: %s", error)
-        yield _columns(rows)
+        yield _build_columns(rows)
 
     def __len__(self) -> int:
         return len(self.index["start"])
 
     def sample(self, index: int) -> dict[str, Any]:
-        start, file = int(self.index["start"][index]), self.file_of(index)
+        start, file = int(self.index["start"][index]), self.get_row_file(index)
         data = file.read(start, start + int(self.index["size"][index]))
         sample: dict[str, Any] = {}
-        for member, offset in _members(data, f"{file.name}, byte {start}"):
-            parts = _divided(member)
+        for member, offset in _parse_members(data, f"{file.name}, byte {start}"):
+            parts = _split_member_name(member)
             if parts is None:
                 continue
             sample.setdefault("__key__", parts[0])
@@ -96,17 +96,17 @@ class WebDataset(IndexedSource):
             ending = parts[1].rpartition(".")[2]
             if ending in self.decode:
                 place = f"{file.name}, byte {start + offset} ({member.name})"
-                content = decoded(content, ending, place, self.image_formats)
+                content = decode_content(content, ending, place, self.image_formats)
             sample[parts[1]] = content
         return sample
 
 
-def _columns(rows: list[tuple[int, int]]) -> dict[str, Array]:
+def _build_columns(rows: list[tuple[int, int]]) -> dict[str, Array]:
     table = numpy.array(rows, dtype=numpy.uint64).reshape(-1, 2)
     return {"start": table[:, 0], "size": table[:, 1]}
 
 
-def _divided(member: tarfile.TarInfo) -> tuple[str, str] | None:
+def _split_member_name(member: tarfile.TarInfo) -> tuple[str, str] | None:
     """Return key and ending of a member, or None if it does not belong to a sample."""
     if not member.isreg() or _META.match(member.name):
         return None
@@ -114,13 +114,13 @@ def _divided(member: tarfile.TarInfo) -> tuple[str, str] | None:
     return (named[1], named[2].lower()) if named else None
 
 
-def _samples(file: ByteFile) -> Iterator[tuple[int, int]]:
+def _locate_samples(file: ByteFile) -> Iterator[tuple[int, int]]:
     """Yield the byte offset of each sample's first header, and the sample's size in bytes."""
     key, begun, ended = None, 0, 0
     endings: set[str] = set()
     with BufferedReader(ByteReader(file)) as reader:
-        for member in _checked(reader, file):
-            if (parts := _divided(member)) is None:
+        for member in _iterate_members(reader, file):
+            if (parts := _split_member_name(member)) is None:
                 continue
             if parts[0] != key:
                 if key is not None:
@@ -136,7 +136,7 @@ def _samples(file: ByteFile) -> Iterator[tuple[int, int]]:
         yield begun, ended - begun
 
 
-def _checked(reader: IO[bytes], file: ByteFile) -> Iterator[tarfile.TarInfo]:
+def _iterate_members(reader: IO[bytes], file: ByteFile) -> Iterator[tarfile.TarInfo]:
     """Yield the members of a tar file.
 
     Raises:
@@ -166,7 +166,7 @@ def _checked(reader: IO[bytes], file: ByteFile) -> Iterator[tarfile.TarInfo]:
         _logger.warning("%s, byte %d: the tar file has no end mark; it may have been cut off.", file.name, place)
 
 
-def _members(data: bytes, place: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
+def _parse_members(data: bytes, place: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
     """Yield the members in a section of a tar file, with their content's offset in ``data``."""
     offset = 0
     try:

@@ -56,11 +56,11 @@ class ByteFile(ABC):
         return self.name
 
     @abstractmethod
-    def _read(self, start: int, stop: int) -> bytes: ...
+    def _read_bytes(self, start: int, stop: int) -> bytes: ...
 
     def _read_once(self, start: int, stop: int) -> bytes:
         """Read bytes for isolated access, without reading ahead."""
-        return self._read(start, stop)
+        return self._read_bytes(start, stop)
 
     def read(self, start: int, stop: int) -> bytes:
         """Return the bytes from ``start`` to ``stop`` (exclusive).
@@ -68,13 +68,13 @@ class ByteFile(ABC):
         Raises:
             SampleError: the file ends before ``stop``, or cannot be read.
         """
-        return self._checked(self._read, start, stop)
+        return self._read_exactly(self._read_bytes, start, stop)
 
-    def _checked(self, read: Callable[[int, int], bytes], start: int, stop: int) -> bytes:
+    def _read_exactly(self, read: Callable[[int, int], bytes], start: int, stop: int) -> bytes:
         try:
             data = read(start, stop)
         except (OSError, ValueError) as error:
-            reason = reason_of(error).rstrip(".")
+            reason = format_reason(error).rstrip(".")
             raise SampleError(f"{self.name}, byte {start}: it cannot be read: {reason}.") from None
         if len(data) != stop - start:
             raise SampleError(
@@ -84,7 +84,7 @@ class ByteFile(ABC):
         COUNTS.read += len(data)
         return data
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Return a SHA-256 of size and content; above 4 MiB, of 16 evenly spaced parts."""
         hashed = hashlib.sha256(str(self.size).encode())
         if self.size <= _WHOLE:
@@ -92,7 +92,7 @@ class ByteFile(ABC):
         else:
             for part in range(_PARTS):
                 start = part * (self.size - _PART) // (_PARTS - 1)
-                hashed.update(self._checked(self._read_once, start, start + _PART))
+                hashed.update(self._read_exactly(self._read_once, start, start + _PART))
         return hashed.hexdigest()
 
 
@@ -112,7 +112,7 @@ class LocalFile(ByteFile):
         self.size, self.stamp = facts.st_size, str(facts.st_mtime_ns)
         self._inode = facts.st_dev, facts.st_ino
 
-    def opened(self) -> Opened:
+    def open_descriptor(self) -> Opened:
         """Open the file, and check that it is unchanged since this object was created.
 
         A truncated file is accepted here, since reads beyond its end raise an error with the offset.
@@ -128,8 +128,8 @@ class LocalFile(ByteFile):
             raise OSError(errno.ESTALE, "it was written to since the run listed its data. Start again")
         return opened
 
-    def _read(self, start: int, stop: int) -> bytes:
-        opened, parts = _opened(self), []  # stays open while referenced
+    def _read_bytes(self, start: int, stop: int) -> bytes:
+        opened, parts = _open_cached(self), []  # stays open while referenced
         while start < stop and (part := os.pread(opened.descriptor, stop - start, start)):
             parts.append(part)  # one call reads at most 2 GiB
             start += len(part)
@@ -149,24 +149,24 @@ class Opened:
 
 
 @lru_cache(_OPEN)
-def _opened(file: LocalFile) -> Opened:
-    return file.opened()
+def _open_cached(file: LocalFile) -> Opened:
+    return file.open_descriptor()
 
 
-def digests(files: Sequence[ByteFile]) -> list[str]:
+def compute_digests(files: Sequence[ByteFile]) -> list[str]:
     """Compute the digest of each file in parallel threads; hashing and reading release the GIL."""
     with ThreadPoolExecutor(_THREADS) as threads:
-        return list(threads.map(ByteFile.digest, files))
+        return list(threads.map(ByteFile.compute_digest, files))
 
 
-def without_secrets(url: str) -> str:
+def strip_secrets(url: str) -> str:
     """Return ``url`` without user name, password and query, which may be secret."""
     return _SECRETS.sub(lambda match: "://" if match[0].startswith(":") else "", url)
 
 
-def reason_of(error: Exception) -> str:
+def format_reason(error: Exception) -> str:
     """Return the reason of a failed open or read, without potential secrets."""
-    return getattr(error, "strerror", None) or without_secrets(str(error)) or type(error).__name__
+    return getattr(error, "strerror", None) or strip_secrets(str(error)) or type(error).__name__
 
 
 @final
@@ -233,7 +233,7 @@ class ReadCounts:
         """Reset all counts, for example in a forked process, which inherits its parent's counts."""
         self.read = self.fetched = self.skipped = 0
 
-    def since(self, before: ReadCounts) -> ReadCounts:
+    def subtract_counts(self, before: ReadCounts) -> ReadCounts:
         """Return the difference from the earlier counts ``before``."""
         return ReadCounts(self.read - before.read, self.fetched - before.fetched, self.skipped - before.skipped)
 
@@ -241,7 +241,7 @@ class ReadCounts:
         """Return a copy of the current counts."""
         return ReadCounts(self.read, self.fetched, self.skipped)
 
-    def taken(self) -> tuple[int, int, int]:
+    def pop_counts(self) -> tuple[int, int, int]:
         """Return the counts as arguments for :meth:`add`, and reset them."""
         counts = self.read, self.fetched, self.skipped
         self.reset()

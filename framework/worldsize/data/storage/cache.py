@@ -21,7 +21,7 @@ from typing import Annotated, Any, final
 from filelock import FileLock
 
 from worldsize.core import FilePath, Range
-from worldsize.data.storage.byte_files import COUNTS, ByteFile, without_secrets
+from worldsize.data.storage.byte_files import COUNTS, ByteFile, strip_secrets
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.world.scratch import cache_folder
 
@@ -53,7 +53,7 @@ class Cache:
         """Path of the cache folder, which may not exist yet."""
         return cache_folder() if self.folder is None else Path(self.folder).expanduser()
 
-    def made(self, name: str) -> Path:
+    def create_folder(self, name: str) -> Path:
         """Create the subfolder ``name`` if needed, and return its path.
 
         Raises:
@@ -79,7 +79,7 @@ class BlockCache:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._folder = cache.made("blocks")
+        self._folder = cache.create_folder("blocks")
         self._added = float("inf")  # bytes added since the last scan; the first block triggers a scan
         self._told = False
 
@@ -89,24 +89,24 @@ class BlockCache:
         Args:
             file: a key that changes with the file's content.
         """
-        path = self._path(file, number)
-        data = _kept(path, span)
+        path = self._get_block_path(file, number)
+        data = _read_cached_block(path, span)
         if len(data) == span[1] - span[0]:
             return data
         block = fetch()
-        self._keep(path, block)
+        self._store_block(path, block)
         return block[span[0] : span[1]]
 
-    def kept(self, file: str, number: int, span: tuple[int, int]) -> bytes:
+    def read_cached(self, file: str, number: int, span: tuple[int, int]) -> bytes:
         """Return bytes ``span`` (start, stop) of a block, or fewer if they are not cached."""
-        return _kept(self._path(file, number), span)
+        return _read_cached_block(self._get_block_path(file, number), span)
 
-    def _path(self, file: str, number: int) -> Path:
+    def _get_block_path(self, file: str, number: int) -> Path:
         return self._folder / file[:2] / file / str(number)
 
-    def _keep(self, path: Path, block: bytes) -> None:
+    def _store_block(self, path: Path, block: bytes) -> None:
         if len(block) > self._cache.capacity * _ROOM:
-            return self._tell(
+            return self._warn_once(
                 f"a block of {len(block):,} bytes is larger than the capacity {self._cache.capacity:,.0f}"
             )
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -123,7 +123,7 @@ class BlockCache:
             if error.errno not in _FULL:
                 raise WorldsizeError(f"the cache {self._folder} takes nothing: {error.strerror}.") from None
             self._added = float("inf")
-            self._tell(f"the disk of {self._folder} is full")
+            self._warn_once(f"the disk of {self._folder} is full")
 
     def _make_room(self, size: int) -> None:
         """Evict the least recently used blocks to make room for ``size`` bytes and later blocks."""
@@ -143,13 +143,13 @@ class BlockCache:
                     used -= length
         self._added = 0
 
-    def _tell(self, reason: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         if not self._told:
             _logger.warning("%s: data read from remote files is not cached. Make room, or set cache.folder.", reason)
         self._told = True
 
 
-def _kept(path: Path, span: tuple[int, int]) -> bytes:
+def _read_cached_block(path: Path, span: tuple[int, int]) -> bytes:
     """Read bytes of a cached block (fewer if missing), and update its access time."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -171,7 +171,7 @@ _VERSIONS = (  # keys of content versions in the metadata of file systems, most 
 )
 
 
-def version(facts: Mapping[str, Any]) -> str:
+def extract_version(facts: Mapping[str, Any]) -> str:
     """Return a version of a file's content from its file-system metadata; "" if it has none."""
     return next((str(facts[key]) for key in _VERSIONS if facts.get(key)), "")
 
@@ -186,7 +186,7 @@ class RemoteSystem:
     def __init__(self, system: Any) -> None:
         self._system, self._process = system, os.getpid()
 
-    def here(self) -> Any:
+    def get_system(self) -> Any:
         """Return the file system of this process, creating it after a fork."""
         if self._process != os.getpid():
             self._system = type(self._system)(*self._system.storage_args, **self._system.storage_options)
@@ -207,12 +207,12 @@ class RemoteFile(ByteFile):
 
     def __init__(self, system: RemoteSystem, path: str, facts: Mapping[str, Any], cache: Cache) -> None:
         self._system, self._path, self._cache = system, path, cache
-        url = system.here().unstrip_protocol(path)
-        self.name, self._url_digest = without_secrets(url), hashlib.sha256(url.encode()).hexdigest()
+        url = system.get_system().unstrip_protocol(path)
+        self.name, self._url_digest = strip_secrets(url), hashlib.sha256(url.encode()).hexdigest()
         if facts.get("size") is None:
             raise ConfigError(f"{self.name} is of unknown size. Copy it to this machine first.")
         self.size = int(facts["size"])
-        self.stamp = version(facts)
+        self.stamp = extract_version(facts)
 
     @property
     def identity(self) -> str:
@@ -223,21 +223,23 @@ class RemoteFile(ByteFile):
     def _key(self) -> str:
         return hashlib.sha256(f"{self.identity} {self.size} {self.stamp}".encode()).hexdigest()
 
-    def _read(self, start: int, stop: int) -> bytes:
+    def _read_bytes(self, start: int, stop: int) -> bytes:
         size, parts = self._cache.block, []
         for number in range(start // size, -(-stop // size)):
             first, end = number * size, min((number + 1) * size, self.size)
             span = max(start, first) - first, min(stop, end) - first
-            parts.append(_blocks(self._cache).read(self._key, number, span, partial(self._fetch, first, end)))
+            parts.append(
+                _get_block_cache(self._cache).read(self._key, number, span, partial(self._fetch_range, first, end))
+            )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read_once(self, start: int, stop: int) -> bytes:
         """Read bytes from the cache, or fetch only these bytes instead of a full block."""
         number, first = divmod(start, self._cache.block)
-        kept = _blocks(self._cache).kept(self._key, number, (first, first + stop - start))
-        return kept if len(kept) == stop - start else self._fetch(start, stop)
+        kept = _get_block_cache(self._cache).read_cached(self._key, number, (first, first + stop - start))
+        return kept if len(kept) == stop - start else self._fetch_range(start, stop)
 
-    def _fetch(self, start: int, stop: int) -> bytes:
+    def _fetch_range(self, start: int, stop: int) -> bytes:
         """Fetch bytes from the remote machine, with retries.
 
         Raises:
@@ -245,12 +247,12 @@ class RemoteFile(ByteFile):
         """
         for seconds in (*_WAITS, None):
             try:
-                data: bytes = self._system.here().cat_file(self._path, start=start, end=stop)
+                data: bytes = self._system.get_system().cat_file(self._path, start=start, end=stop)
                 break
             except FileNotFoundError:
                 raise OSError("the file is gone") from None
             except Exception as error:  # each file system raises different errors
-                reason = without_secrets(str(error)) or type(error).__name__
+                reason = strip_secrets(str(error)) or type(error).__name__
                 if seconds is None:
                     raise OSError(reason) from None
                 _logger.warning("%s, byte %d: %s; retrying in %s s", self.name, start, reason, seconds)
@@ -264,5 +266,5 @@ class RemoteFile(ByteFile):
 
 
 @lru_cache(8)
-def _blocks(cache: Cache) -> BlockCache:
+def _get_block_cache(cache: Cache) -> BlockCache:
     return BlockCache(cache)

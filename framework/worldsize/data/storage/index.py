@@ -32,7 +32,7 @@ Array = NDArray[Any]
 Scan = Callable[[ByteFile], Iterator[Mapping[str, Array]]]
 
 
-def indexed(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> Mapping[str, Array]:
+def open_index(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> Mapping[str, Array]:
     """Build or open the index of ``files``: memory-mapped arrays by name, in file order.
 
     Of the processes that share the cache, one builds the index while the others wait. The index is rebuilt if a file
@@ -52,16 +52,16 @@ def indexed(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -> M
     described = [[file.identity, file.size, file.stamp] for file in files]
     facts = {"kind": kind, "files": described}
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    folder = cache.made("index") / key[:32]
-    if (index := _opened(folder, facts)) is not None:
+    folder = cache.create_folder("index") / key[:32]
+    if (index := _load_index(folder, facts)) is not None:
         return index
-    with _turn(folder.with_suffix(".lock"), files):
-        if (index := _opened(folder, facts)) is not None:
+    with _hold_lock(folder.with_suffix(".lock"), files):
+        if (index := _load_index(folder, facts)) is not None:
             return index
         if folder.exists():
-            _logger.warning("the index of %s in %s is damaged, and is made anew.", _named(files), folder)
-        _make(folder, facts, files, scan)
-        made = _opened(folder, facts)
+            _logger.warning("the index of %s in %s is damaged, and is made anew.", _format_files(files), folder)
+        _build_index(folder, facts, files, scan)
+        made = _load_index(folder, facts)
     if made is None:
         raise WorldsizeError(f"the index in {folder} was changed while it was made. Start again.")
     make_room(folder.parent, cache.capacity)
@@ -78,18 +78,18 @@ class Index(dict[str, Array]):
 
 
 @contextmanager
-def _turn(lock: Path, files: Sequence[ByteFile]) -> Iterator[None]:
+def _hold_lock(lock: Path, files: Sequence[ByteFile]) -> Iterator[None]:
     """Hold the lock within the block; log a message if another process holds it for long."""
     held = FileLock(lock)
     try:
         held.acquire(timeout=_TELLS)
     except Timeout:
-        _logger.info("waiting for a different process to build the index of %s", _named(files))
+        _logger.info("waiting for a different process to build the index of %s", _format_files(files))
         held.acquire()
     except OSError as error:
         raise WorldsizeError(
-            f"the index of {_named(files)} cannot be written: {lock}: {error.strerror}. Set the data's cache.folder "
-            "to a different one."
+            f"the index of {_format_files(files)} cannot be written: {lock}: {error.strerror}. Set the data's "
+            "cache.folder to a different one."
         ) from None
     try:
         yield
@@ -97,18 +97,18 @@ def _turn(lock: Path, files: Sequence[ByteFile]) -> Iterator[None]:
         held.release()
 
 
-def _named(files: Sequence[ByteFile]) -> str:
+def _format_files(files: Sequence[ByteFile]) -> str:
     return files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
 
 
-def _make(folder: Path, facts: Mapping[str, Any], files: Sequence[ByteFile], scan: Scan) -> None:
+def _build_index(folder: Path, facts: Mapping[str, Any], files: Sequence[ByteFile], scan: Scan) -> None:
     for stale in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(stale)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
         temporary.mkdir()
-        arrays = _written(temporary, files, scan)
-        digests = {name: LocalFile(temporary / name).digest() for name in arrays}
+        arrays = _write_arrays(temporary, files, scan)
+        digests = {name: LocalFile(temporary / name).compute_digest() for name in arrays}
         described = {**facts, "arrays": arrays, "digests": digests}
         (temporary / FACTS).write_text(json.dumps(described))
         if folder.exists():
@@ -116,14 +116,14 @@ def _make(folder: Path, facts: Mapping[str, Any], files: Sequence[ByteFile], sca
         temporary.rename(folder)
     except OSError as error:
         raise WorldsizeError(
-            f"the index of {_named(files)} cannot be written: {error.strerror}. Make room in {folder.parent}, or set "
-            "the data's cache.folder to a different one."
+            f"the index of {_format_files(files)} cannot be written: {error.strerror}. Make room in "
+            f"{folder.parent}, or set the data's cache.folder to a different one."
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _written(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, list[Any]]:
+def _write_arrays(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, list[Any]]:
     """Write the index of all files, one file per array; return the arrays' dtypes and lengths."""
     opened: dict[str, Any] = {}
     arrays: dict[str, list[Any]] = {}
@@ -144,13 +144,13 @@ def _written(folder: Path, files: Sequence[ByteFile], scan: Scan) -> dict[str, l
                 if time.monotonic() - told > _TELLS:
                     told = time.monotonic()
                     done = f"file {number + 1} of {len(files)}, {rows:,} samples"
-                    _logger.info("index of %s: %s", _named(files), done)
+                    _logger.info("index of %s: %s", _format_files(files), done)
     return arrays
 
 
-def _opened(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | None:
+def _load_index(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | None:
     """Memory-map an index; return None if it is missing, damaged, or does not match ``facts``."""
-    if (held := in_use(folder)) is None:
+    if (held := pin_index(folder)) is None:
         return None
     try:
         described = json.loads((folder / FACTS).read_text())
@@ -159,7 +159,7 @@ def _opened(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | Non
         arrays = {}
         for name, (dtype, length) in described["arrays"].items():
             path = folder / name
-            if LocalFile(path).digest() != described["digests"][name]:
+            if LocalFile(path).compute_digest() != described["digests"][name]:
                 return None
             mapped = numpy.memmap(path, dtype, "r", shape=(length,)) if length else numpy.empty(0, dtype)
             arrays[name] = mapped.view(numpy.ndarray)  # element access in a memmap is several times slower
@@ -171,7 +171,7 @@ def _opened(folder: Path, facts: Mapping[str, Any]) -> Mapping[str, Array] | Non
 FACTS = "index.json"
 
 
-def in_use(folder: Path) -> Opened | None:
+def pin_index(folder: Path) -> Opened | None:
     """Mark an index as recently used, and protect it from removal while the result exists.
 
     Returns:
@@ -181,13 +181,13 @@ def in_use(folder: Path) -> Opened | None:
         opened = Opened(folder / FACTS)
         with suppress(OSError):
             os.utime(opened.descriptor)
-        _lock(opened, fcntl.LOCK_SH)
+        _acquire_lock(opened, fcntl.LOCK_SH)
         return opened if os.path.samestat(os.fstat(opened.descriptor), (folder / FACTS).stat()) else None
     except OSError:
         return None
 
 
-def _lock(opened: Opened, kind: int) -> None:
+def _acquire_lock(opened: Opened, kind: int) -> None:
     """Take a lock without waiting. On file systems without locks, shared ones always succeed.
 
     Raises:
@@ -222,14 +222,14 @@ def make_room(indices: Path, capacity: float) -> None:
         for _, size, folder in sorted(entries):
             if taken <= capacity:
                 return
-            taken -= size if _removed(folder) else 0
+            taken -= size if _try_remove_index(folder) else 0
 
 
-def _removed(folder: Path) -> bool:
+def _try_remove_index(folder: Path) -> bool:
     """Remove an index unless a process uses it; return whether it was removed."""
     try:
         opened = Opened(folder / FACTS)
-        _lock(opened, fcntl.LOCK_EX)
+        _acquire_lock(opened, fcntl.LOCK_EX)
         aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         folder.rename(aside)  # so that other processes never see a partial index
         shutil.rmtree(aside)

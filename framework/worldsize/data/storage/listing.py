@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from worldsize.data.storage.byte_files import COUNTS, ByteFile, LocalFile, SampleError, reason_of, without_secrets
-from worldsize.data.storage.cache import Cache, RemoteFile, RemoteSystem, version
+from worldsize.data.storage.byte_files import COUNTS, ByteFile, LocalFile, SampleError, format_reason, strip_secrets
+from worldsize.data.storage.cache import Cache, RemoteFile, RemoteSystem, extract_version
 from worldsize.errors import ConfigError, WorldsizeError
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -35,7 +35,9 @@ def open_files(paths: str | Sequence[str], cache: Cache, *, endings: Sequence[st
     named = [paths] if isinstance(paths, str) else paths
     if not named:
         raise ConfigError("data.path is an empty list. Name a file, a folder or a pattern.")
-    return [file for path in named for each in expanded(path) for file in _files_of(each, cache, tuple(endings))]
+    return [
+        file for path in named for each in expand_ranges(path) for file in _resolve_files(each, cache, tuple(endings))
+    ]
 
 
 def is_url(path: str) -> bool:
@@ -54,10 +56,10 @@ def local_path(path: str) -> Path:
     try:
         return Path(plain).expanduser().absolute()
     except RuntimeError as error:  # ~USER
-        raise unopened(path, str(error)) from None
+        raise create_open_error(path, str(error)) from None
 
 
-def expanded(path: str) -> Iterator[str]:
+def expand_ranges(path: str) -> Iterator[str]:
     """Expand integer ranges such as ``{000..031}``, unless a local file has that name.
 
     Raises:
@@ -70,28 +72,26 @@ def expanded(path: str) -> Iterator[str]:
     first, last = int(match[1]), int(match[2])
     if first > last:
         raise ConfigError(
-            f"{without_secrets(path)}: the range {match[0]} counts down and is empty. Write {{{match[2]}..{match[1]}}}."
+            f"{strip_secrets(path)}: the range {match[0]} counts down and is empty. Write {{{match[2]}..{match[1]}}}."
         )
     for number in range(first, last + 1):
-        yield from expanded(path[: match.start()] + str(number).zfill(len(match[1])) + path[match.end() :])
+        yield from expand_ranges(path[: match.start()] + str(number).zfill(len(match[1])) + path[match.end() :])
 
 
-def _files_of(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
+def _resolve_files(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
     try:
         files = _remote_files(path, cache, endings) if is_url(path) else _local_files(local_path(path), endings)
     except (OSError, ValueError) as error:  # ValueError: a pattern such as a**b
-        raise unopened(path, reason_of(error)) from None
+        raise create_open_error(path, format_reason(error)) from None
     if not files:
         inside = "" if endings == ("",) else f", or no file in it that ends with {' or '.join(endings)}"
-        raise ConfigError(f"{without_secrets(path)}: no such file{inside}. Check the path of the data.")
+        raise ConfigError(f"{strip_secrets(path)}: no such file{inside}. Check the path of the data.")
     return files
 
 
-def unopened(path: str, reason: str) -> ConfigError:
+def create_open_error(path: str, reason: str) -> ConfigError:
     """Return the error for a path or URL that cannot be opened."""
-    return ConfigError(
-        f"{without_secrets(path)}: it cannot be opened: {reason.rstrip('.')}. Check the path of the data."
-    )
+    return ConfigError(f"{strip_secrets(path)}: it cannot be opened: {reason.rstrip('.')}. Check the path of the data.")
 
 
 def _local_files(path: Path, endings: tuple[str, ...]) -> Sequence[ByteFile]:
@@ -106,7 +106,7 @@ def _local_files(path: Path, endings: tuple[str, ...]) -> Sequence[ByteFile]:
 
 def _remote_files(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[ByteFile]:
     opened, path = open_system(url)
-    system = opened.here()
+    system = opened.get_system()
     try:
         if "*" in path:
             infos = {name: facts for name, facts in system.glob(path, detail=True).items() if _is_file(facts)}
@@ -116,20 +116,20 @@ def _remote_files(url: str, cache: Cache, endings: tuple[str, ...]) -> Sequence[
         else:
             infos = {path: facts}
         for name, facts in infos.items():
-            if facts.get("size") is None or not version(facts):  # some listings lack metadata that info() has
+            if facts.get("size") is None or not extract_version(facts):  # some listings lack metadata that info() has
                 infos[name] = system.info(name)
-        return [RemoteFile(opened, name, infos[name], cache) for name in sorted(infos, key=_parts)]
+        return [RemoteFile(opened, name, infos[name], cache) for name in sorted(infos, key=_split_path)]
     except ConfigError:
         raise
     except Exception as error:  # each file system raises different errors
-        raise unopened(url, reason_of(error)) from None
+        raise create_open_error(url, format_reason(error)) from None
 
 
 def _is_file(facts: Mapping[str, Any]) -> bool:
     return bool(facts["type"] != "directory")
 
 
-def _parts(name: str) -> list[str]:
+def _split_path(name: str) -> list[str]:
     """Return a sort key for remote paths that gives the same order as for local paths."""
     return name.split("/")
 
@@ -145,7 +145,7 @@ def open_system(url: str) -> tuple[RemoteSystem, str]:
     try:
         system, path = fsspec.core.url_to_fs(url)
     except Exception as error:  # file systems and their libraries raise any error
-        raise unopened(url, reason_of(error)) from None
+        raise create_open_error(url, format_reason(error)) from None
     return RemoteSystem(system), str(path)
 
 
@@ -157,15 +157,15 @@ class Folder(ByteFile):
 
     size = 0
 
-    def _read(self, start: int, stop: int) -> bytes:
+    def _read_bytes(self, start: int, stop: int) -> bytes:
         raise IsADirectoryError(0, "it is a folder")
 
     @abstractmethod
-    def sizes(self) -> Iterator[tuple[str, int]]:
+    def list_sizes(self) -> Iterator[tuple[str, int]]:
         """Yield the name and the size in bytes of each file, sorted by name."""
 
     @abstractmethod
-    def content(self, name: str, size: int) -> bytes:
+    def read_file(self, name: str, size: int) -> bytes:
         """Read a full file in the folder; ``size`` is its size in bytes when it was indexed.
 
         Raises:
@@ -181,12 +181,12 @@ class LocalFolder(Folder):
         self._path, self.name = path, str(path)
         self.stamp = str(path.stat().st_mtime_ns)
 
-    def sizes(self) -> Iterator[tuple[str, int]]:
+    def list_sizes(self) -> Iterator[tuple[str, int]]:
         for path in sorted(self._path.iterdir()):
             if path.is_file():
                 yield path.name, path.stat().st_size
 
-    def content(self, name: str, size: int) -> bytes:
+    def read_file(self, name: str, size: int) -> bytes:
         try:
             with open(f"{self.name}/{name}", "rb", buffering=0) as file:  # noqa: PTH123  # Path.open is slower than reading
                 data = file.read(size + 1)
@@ -212,12 +212,12 @@ class RemoteFolder(Folder):
 
     def __init__(self, system: RemoteSystem, path: str, facts: Sequence[Mapping[str, Any]], cache: Cache) -> None:
         self._system, self._path, self._cache = system, path.rstrip("/"), cache
-        self.name = without_secrets(system.here().unstrip_protocol(self._path))
-        described = "".join(sorted(f"{each['name']} {each.get('size')} {version(each)}\n" for each in facts))
+        self.name = strip_secrets(system.get_system().unstrip_protocol(self._path))
+        described = "".join(sorted(f"{each['name']} {each.get('size')} {extract_version(each)}\n" for each in facts))
         self.stamp = hashlib.sha256(described.encode()).hexdigest()
 
-    def sizes(self) -> Iterator[tuple[str, int]]:
-        system = self._system.here()
+    def list_sizes(self) -> Iterator[tuple[str, int]]:
+        system = self._system.get_system()
         listed = system.ls(self._path, detail=True)
         system.invalidate_cache()  # would keep all listings in memory
         for each in sorted(listed, key=lambda each: str(each["name"])):
@@ -225,12 +225,12 @@ class RemoteFolder(Folder):
                 size = each["size"] if each.get("size") is not None else system.info(each["name"])["size"]
                 yield each["name"].rpartition("/")[2], int(size)
 
-    def content(self, name: str, size: int) -> bytes:
+    def read_file(self, name: str, size: int) -> bytes:
         facts = {"size": size, "ETag": self.stamp}
         return RemoteFile(self._system, f"{self._path}/{name}", facts, self._cache).read(0, size)
 
 
-def walk(path: str, cache: Cache) -> Iterator[tuple[Folder, tuple[str, ...]]]:
+def walk_folders(path: str, cache: Cache) -> Iterator[tuple[Folder, tuple[str, ...]]]:
     """Yield a folder and all subfolders, sorted, with the components of their relative paths.
 
     Hidden folders (with names that begin with a dot) are omitted.
@@ -243,13 +243,13 @@ def walk(path: str, cache: Cache) -> Iterator[tuple[Folder, tuple[str, ...]]]:
     except WorldsizeError:
         raise
     except Exception as error:  # each file system raises different errors
-        raise unopened(path, reason_of(error)) from None
+        raise create_open_error(path, format_reason(error)) from None
 
 
 def _local_folders(root: Path) -> Iterator[tuple[Folder, tuple[str, ...]]]:
     seen = set()
     if not root.is_dir():
-        raise unopened(str(root), "no such folder")
+        raise create_open_error(str(root), "no such folder")
     for name, folders, _ in os.walk(root, followlinks=True):
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         path = Path(name)
@@ -262,18 +262,18 @@ def _local_folders(root: Path) -> Iterator[tuple[Folder, tuple[str, ...]]]:
 
 def _remote_folders(url: str, cache: Cache) -> Iterator[tuple[Folder, tuple[str, ...]]]:
     opened, root = open_system(url)
-    system = opened.here()
+    system = opened.get_system()
 
-    def below(path: str, parts: tuple[str, ...]) -> Iterator[tuple[Folder, tuple[str, ...]]]:
+    def walk_subfolders(path: str, parts: tuple[str, ...]) -> Iterator[tuple[Folder, tuple[str, ...]]]:
         listed = system.ls(path, detail=True)
         system.invalidate_cache()
         yield RemoteFolder(opened, path, [each for each in listed if each["type"] == "file"], cache), parts
         folders = {each["name"].rstrip("/").rpartition("/")[2]: each["name"] for each in listed if is_below(each, path)}
         for name in sorted(folders):
             if not name.startswith("."):
-                yield from below(folders[name], (*parts, name))
+                yield from walk_subfolders(folders[name], (*parts, name))
 
     def is_below(each: Mapping[str, Any], path: str) -> bool:
         return bool(each["type"] == "directory" and each["name"].rstrip("/") != path.rstrip("/"))
 
-    yield from below(root, ())
+    yield from walk_subfolders(root, ())

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
-def filled(template: str, /, **values: Any) -> str:
+def render_template(template: str, /, **values: Any) -> str:
     """Render ``template`` with ``values``; raise UndefinedError if a value is missing."""
     environment = Environment(
         loader=PackageLoader("worldsize.launch"),

@@ -97,7 +97,7 @@ def read_counters(root: int, folder: Path, gpus: Gpus, *, infiniband: Path = _IN
         busy=everything - idle,
         idle=idle,
         own=own,
-        memory=within(Memory(machine.total - machine.available, machine.total)),
+        memory=find_memory_limit(Memory(machine.total - machine.available, machine.total)),
         swap_used=swap.used,
         swapped=swap.sin + swap.sout,
         disk=Memory(disk.total - disk.free, disk.total),
@@ -119,12 +119,12 @@ def _interfaces() -> Iterator[Network]:
 def _adapters(infiniband: Path) -> Iterator[Network]:
     """Yield the counters of each port of all InfiniBand adapters."""
     for port in sorted(infiniband.glob("*/ports/*/counters")):
-        count = {name: _number(port / name) for name in ("port_rcv_data", "port_xmit_data", *_IB_ERRORS)}
+        count = {name: _read_number(port / name) for name in ("port_rcv_data", "port_xmit_data", *_IB_ERRORS)}
         errors = sum(count[name] for name in _IB_ERRORS)
         yield Network(_WORD * count["port_rcv_data"], _WORD * count["port_xmit_data"], errors)
 
 
-def _number(path: Path) -> int:
+def _read_number(path: Path) -> int:
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return 0
@@ -136,7 +136,7 @@ def _processes(root: int) -> tuple[dict[int, float], dict[int, int], set[int]]:
     A rank's process and its forked descendants are named after the rank; bytes and CPUs are of the former only.
     """
     seconds, resident, ranks, cpus = dict[int, float](), dict[int, int](), dict[int, int](), set[int]()
-    for process in _tree(root):
+    for process in _list_processes(root):
         with suppress(psutil.Error), process.oneshot():  # the process may have exited meanwhile
             used = process.cpu_times()
             seconds[process.pid] = used.user + used.system
@@ -148,7 +148,7 @@ def _processes(root: int) -> tuple[dict[int, float], dict[int, int], set[int]]:
     return seconds, resident, cpus
 
 
-def _tree(root: int) -> list[Any]:
+def _list_processes(root: int) -> list[Any]:
     """Return the process and its descendants, parents first, without this process."""
     with suppress(psutil.Error):
         first = psutil.Process(root)
@@ -209,19 +209,21 @@ class Gpus:
 
     def _readings(self) -> Iterator[GpuReading]:
         nvml = self._nvml
-        for index in range(self._ask(nvml.nvmlDeviceGetCount) or 0):
-            handle = self._ask(nvml.nvmlDeviceGetHandleByIndex, index)
+        for index in range(self._query_nvml(nvml.nvmlDeviceGetCount) or 0):
+            handle = self._query_nvml(nvml.nvmlDeviceGetHandleByIndex, index)
             if handle is None:  # the GPU has fallen off the bus
                 continue
-            rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-            memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+            rates = self._query_nvml(nvml.nvmlDeviceGetUtilizationRates, handle)
+            memory = self._query_nvml(nvml.nvmlDeviceGetMemoryInfo, handle)
             yield GpuReading(
                 index,
                 utilisation=None if rates is None else rates.gpu / 100,
                 memory=None if memory is None or not memory.total else memory.used / memory.total,
-                temperature=self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-                slowed_by=_named(self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0),
-                ecc_errors=self._ask(
+                temperature=self._query_nvml(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+                slowed_by=_list_slowdowns(
+                    self._query_nvml(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+                ),
+                ecc_errors=self._query_nvml(
                     nvml.nvmlDeviceGetTotalEccErrors,
                     handle,
                     nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
@@ -229,14 +231,14 @@ class Gpus:
                 ),
             )
 
-    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+    def _query_nvml(self, question: Callable[..., Any], *arguments: Any) -> Any:
         """Return NVML's answer, or None if this GPU or driver does not support the query."""
         with suppress(self._nvml.NVMLError):
             return question(*arguments)
         return None
 
 
-def _named(reasons: int) -> tuple[str, ...]:
+def _list_slowdowns(reasons: int) -> tuple[str, ...]:
     return tuple(sorted({name for bit, name in _SLOWDOWNS.items() if reasons & bit}))
 
 
@@ -257,16 +259,16 @@ class Memory:
         return self.used / self.total if self.total else 0.0
 
 
-def within(node: Memory, *, cgroups: Path = _CGROUPS, own: Path = _OWN) -> Memory:
+def find_memory_limit(node: Memory, *, cgroups: Path = _CGROUPS, own: Path = _OWN) -> Memory:
     """Return the tightest memory limit of this process, from the node or a control group.
 
     Supports both versions of control groups (kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory).
     """
-    limited = [each for each in _groups(cgroups, own) if 0 < each.total < node.total]
+    limited = [each for each in _read_groups(cgroups, own) if 0 < each.total < node.total]
     return min(limited, key=lambda each: each.total, default=node)
 
 
-def _groups(cgroups: Path, own: Path) -> Iterator[Memory]:
+def _read_groups(cgroups: Path, own: Path) -> Iterator[Memory]:
     """Yield usage and limit of the limited control groups that contain this process."""
     with suppress(OSError):
         for line in own.read_text().splitlines():
@@ -278,14 +280,14 @@ def _groups(cgroups: Path, own: Path) -> Iterator[Memory]:
             # in a container the path may be the host's, while the container's own group is mounted at the root
             folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
             names = _V2 if not controllers else _V1
-            yield from (memory for folder in folders if (memory := _of(folder, *names)))
+            yield from (memory for folder in folders if (memory := _read_memory(folder, *names)))
 
 
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def _of(folder: Path, limit: str, usage: str, cache: str) -> Memory | None:
+def _read_memory(folder: Path, limit: str, usage: str, cache: str) -> Memory | None:
     with suppress(OSError, ValueError):  # ValueError: "max" means unlimited
         total, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -18,11 +18,11 @@ from typing import Any, final
 from worldsize.core import NodeAlert
 from worldsize.files import open_regular
 from worldsize.observe.events import NODE_ALERT
-from worldsize.observe.health.rows import GpuRow, HealthRow, is_health, told, why_slow
+from worldsize.observe.health.rows import GpuRow, HealthRow, collect_values, is_health, why_slow
 from worldsize.observe.progress import Tail
-from worldsize.record.json_lines import Row, complete_lines, row_of
-from worldsize.record.run_directory import RunDirectory, make_folder_of
-from worldsize.strict_json import strict
+from worldsize.record.json_lines import Row, complete_lines, parse_row
+from worldsize.record.run_directory import RunDirectory, create_parent_folders
+from worldsize.strict_json import sanitize_json
 
 _LINES = 5000  # maximum lines of a sample file; then every other line is dropped
 _END = 1 << 16  # bytes at the end of a file that contain its last lines
@@ -40,24 +40,24 @@ class HealthFile:
     """
 
     def __init__(self, run: RunDirectory, node: int) -> None:
-        self._path = run.health(node)
+        self._path = run.get_health_file(node)
         self._run, self._alerts = run, _alerts_file(run, node)
-        make_folder_of(self._path, run)
+        create_parent_folders(self._path, run)
         self._lines = sum(1 for _ in complete_lines(self._path))
 
     def add_row(self, row: HealthRow, alerts: Sequence[NodeAlert]) -> None:
         """Append a sample, and append its alerts to a separate file."""
         if self._lines >= _LINES:
-            self._thin()
+            self._thin_samples()
         with self._path.open("a") as file:
-            file.write(json.dumps(strict(row)) + "\n")
+            file.write(json.dumps(sanitize_json(row)) + "\n")
         self._lines += 1
         if alerts:
-            make_folder_of(self._alerts, self._run)
+            create_parent_folders(self._alerts, self._run)
             with self._alerts.open("a") as file:
-                file.writelines(json.dumps(strict(asdict(each))) + "\n" for each in alerts)
+                file.writelines(json.dumps(sanitize_json(asdict(each))) + "\n" for each in alerts)
 
-    def _thin(self) -> None:
+    def _thin_samples(self) -> None:
         kept = [line for line, _ in complete_lines(self._path)][1::2]
         draft = self._path.with_name(f".{self._path.name}")
         draft.write_bytes(b"".join(kept))
@@ -71,7 +71,7 @@ def _alerts_folder(run: RunDirectory) -> Path:
 
 
 def _alerts_file(run: RunDirectory, node: int) -> Path:
-    samples = run.health(node)
+    samples = run.get_health_file(node)
     return _alerts_folder(run) / samples.parent.relative_to(run.path / "health") / (samples.stem + _ALERTS)
 
 
@@ -81,15 +81,15 @@ class AlertFiles:
 
     def __init__(self, run: RunDirectory) -> None:
         self._folder = _alerts_folder(run)
-        self._tails = {path: Tail(path) for path in self._paths()}
+        self._tails = {path: Tail(path) for path in self._list_paths()}
 
-    def new(self) -> Iterator[NodeAlert]:
+    def read_new_alerts(self) -> Iterator[NodeAlert]:
         """Yield alerts since the last call. Nodes without alerts do not have a file."""
-        for path in self._paths():
+        for path in self._list_paths():
             tail = self._tails.setdefault(path, Tail(path, from_start=True))
-            yield from (alert for line in tail.read() if (alert := alert_of(row_of(line))))
+            yield from (alert for line in tail.read() if (alert := parse_alert(parse_row(line))))
 
-    def _paths(self) -> list[Path]:
+    def _list_paths(self) -> list[Path]:
         with suppress(OSError):
             return sorted(self._folder.rglob(f"*{_ALERTS}"))
         return []
@@ -102,13 +102,13 @@ class AlertNews:
     def __init__(self, events: Path) -> None:
         self._tail = Tail(events)
 
-    def new(self) -> list[NodeAlert]:
+    def read_alerts(self) -> list[NodeAlert]:
         """Return the alerts since the last call."""
-        named = (row_of(line) for line in self._tail.read() if NODE_ALERT.encode() in line)
-        return [alert for row in named if row and row.get("event") == NODE_ALERT and (alert := alert_of(row))]
+        named = (parse_row(line) for line in self._tail.read() if NODE_ALERT.encode() in line)
+        return [alert for row in named if row and row.get("event") == NODE_ALERT and (alert := parse_alert(row))]
 
 
-def alert_of(row: Row | None) -> NodeAlert | None:
+def parse_alert(row: Row | None) -> NodeAlert | None:
     """Return the alert described by a row, or None if the row is not an alert."""
     kinds: Mapping[str, tuple[type, ...]] = {
         "node": (int,),
@@ -129,7 +129,7 @@ def last_samples(path: Path, *, since: float = 0.0, at_most: int = 3) -> list[He
     with suppress(OSError), open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _END))
-        rows = [row for line in file.read().splitlines()[-at_most:] if (row := row_of(line)) and is_health(row)]
+        rows = [row for line in file.read().splitlines()[-at_most:] if (row := parse_row(line)) and is_health(row)]
         return [row for row in rows if row["time"] >= since]
     return []
 
@@ -157,7 +157,7 @@ def why_host_is_slow(run: RunDirectory, host: str, rank: int, *, per_node: int) 
     # in a gang that heals, the ranks of a node need not be consecutive
     others = [node for node in islice(sample_files(run), _SEARCHED) if node != first]
     for node in (first, *others):
-        rows = last_samples(run.health(node), since=since)
+        rows = last_samples(run.get_health_file(node), since=since)
         if rows and rows[-1]["host"] == host:
             return why_slow(rows)
     return ""
@@ -184,22 +184,22 @@ class NodesHealth:
         self._next = -math.inf
         self.last: Mapping[int, HealthRow] = {}
 
-    def look(self) -> Mapping[int, HealthRow]:
+    def get_current_samples(self) -> Mapping[int, HealthRow]:
         """Return the last sample of each node, without outdated ones."""
-        self.new()
+        self.read_new_samples()
         return self.last
 
-    def new(self) -> Mapping[int, HealthRow]:
+    def read_new_samples(self) -> Mapping[int, HealthRow]:
         """Return the samples if this call read the files; empty if the interval has not elapsed yet."""
         now = self._clock()
         if now < self._next:
             return {}
-        samples = {node: last_samples(path, since=now - _FRESH, at_most=1) for node, path in self._files()}
+        samples = {node: last_samples(path, since=now - _FRESH, at_most=1) for node, path in self._list_files()}
         self.last = {node: rows[0] for node, rows in samples.items() if rows}
         self._next = now + self._interval + _PER_NODE * len(samples)
         return self.last
 
-    def _files(self) -> Iterable[tuple[int, Path]]:
+    def _list_files(self) -> Iterable[tuple[int, Path]]:
         return sample_files(self._run).items()
 
 
@@ -218,21 +218,21 @@ def health_figures(rows: Mapping[int, HealthRow]) -> dict[str, float]:
         "sent": sum(row["sent"] for row in every),
         "network_errors": sum(row["network_errors"] for row in every),
         "largest_process": float(max((size for row in every for size in row["resident"].values()), default=0)),
-        **_of_gpus([gpu for row in every for gpu in row["gpus"]]),
+        **_summarize_gpus([gpu for row in every for gpu in row["gpus"]]),
     }
     named = {f"health/{name}": value for name, value in figures.items()}
     if len(rows) <= _SINGLY:
         for node, row in rows.items():
-            own = {"cpu": row["cpu"], "memory": row["memory"], "swap": row["swap"], **_of_gpus(row["gpus"])}
+            own = {"cpu": row["cpu"], "memory": row["memory"], "swap": row["swap"], **_summarize_gpus(row["gpus"])}
             named |= {f"health/node_{node}/{name}": value for name, value in own.items()}
     return named
 
 
-def _of_gpus(gpus: list[GpuRow]) -> dict[str, float]:
+def _summarize_gpus(gpus: list[GpuRow]) -> dict[str, float]:
     """Return metrics over some GPUs: mean utilization, and the worst values of the others."""
     if not gpus:
         return {}
-    work, heat, memory = (told(gpus, figure) for figure in ("utilisation", "temperature", "memory"))
+    work, heat, memory = (collect_values(gpus, figure) for figure in ("utilisation", "temperature", "memory"))
     return {
         **({"gpu_utilisation": fmean(work), "gpu_utilisation_least": min(work)} if work else {}),
         **({"gpu_temperature": max(heat)} if heat else {}),
@@ -242,7 +242,7 @@ def _of_gpus(gpus: list[GpuRow]) -> dict[str, float]:
     }
 
 
-def badness(row: HealthRow) -> float:
+def score_problems(row: HealthRow) -> float:
     """Return a score of a node's problems, used to show the worst of many nodes."""
     slowed = sum(bool(gpu["slowed_by"]) + gpu.get("ecc_errors", 0) for gpu in row["gpus"])
     heat = max((gpu.get("temperature", 0.0) / 100 for gpu in row["gpus"]), default=0.0)

@@ -52,7 +52,7 @@ class HealthProcess:
     def __init__(self, folder: Path, limits: HealthLimits, *, node: int, root: int | None = None) -> None:
         run, own = RunDirectory(folder), os.getpid()
         arguments = (run, limits, node, own if root is None else root, own)
-        self._process: BaseProcess = get_context("fork").Process(target=_body, args=arguments, daemon=True)
+        self._process: BaseProcess = get_context("fork").Process(target=_run_sampler, args=arguments, daemon=True)
 
     def __enter__(self) -> Self:
         # the process must not inherit our handlers for signals that end a run
@@ -70,17 +70,17 @@ class HealthProcess:
         self._process.join()
 
 
-def _body(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent: int) -> None:
+def _run_sampler(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent: int) -> None:
     """Sample until this process receives SIGTERM."""
     die_with_parent(parent)
     gc.freeze()  # otherwise a collection would copy the memory that it shares with its parent
     for number in SIGNALS:  # the launching process ends this process by SIGTERM
-        signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else _end)
+        signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else _exit_process)
     alerts, events, sampler = AlertFiles(run), EventLog(run.events), None
     os.nice(_NICENESS)
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for is_sample in _ticks(limits.every):
+        for is_sample in _yield_ticks(limits.every):
             if is_sample and sampler is None:  # the first sample covers the time from now on
                 sampler = Sampler(run, limits, node, root)
             elif is_sample and sampler is not None:
@@ -98,11 +98,11 @@ def _body(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent:
                 _pass_on(alerts, events)
 
 
-def _end(*_: object) -> None:
+def _exit_process(*_: object) -> None:
     sys.exit(0)
 
 
-def _ticks(every: float) -> Iterator[bool]:
+def _yield_ticks(every: float) -> Iterator[bool]:
     """Wait, and yield whether a sample is due; otherwise it is time to check for alerts."""
     due, is_first = time.monotonic() + min(every, _FIRST), True
     while True:
@@ -123,7 +123,7 @@ def _full_disk_passed_over() -> Iterator[None]:
 
 
 def _pass_on(alerts: AlertFiles, events: EventLog) -> None:
-    for alert in alerts.new():
+    for alert in alerts.read_new_alerts():
         events(alert)
 
 
@@ -138,16 +138,16 @@ class Sampler:
 
         self._run, self._root, self._host = run, root, host_name(os.environ)
         self._file, self._alerts, self._gpus = HealthFile(run, node), HealthAlerts(limits, node), Gpus()
-        self._before = self._read()
+        self._before = self._read_counters()
 
     def sample(self) -> None:
         """Append a sample for the time since the previous one."""
-        now = self._read()
+        now = self._read_counters()
         row = health_row(self._before, now, host=self._host, time=time.time())
         self._before = now
-        self._file.add_row(row, self._alerts.judge(row))
+        self._file.add_row(row, self._alerts.find_new_alerts(row))
 
-    def _read(self) -> Counters:
+    def _read_counters(self) -> Counters:
         from worldsize.observe.health.counters import read_counters
 
         return read_counters(self._root, self._run.path, self._gpus)
@@ -172,19 +172,21 @@ class HealthAlerts:
         self._seen: set[_Key] = set()  # values beyond their limits in the previous sample
         self._raised: set[_Key] = set()
 
-    def judge(self, row: HealthRow) -> list[NodeAlert]:
+    def find_new_alerts(self, row: HealthRow) -> list[NodeAlert]:
         """Return new alerts for the node's next sample."""
-        beyond = {(each.what, each.gpu if each.rank is None else each.rank): each for each in self._beyond(row, 1.0)}
-        still = {(each.what, each.gpu if each.rank is None else each.rank) for each in self._beyond(row, _BACK)}
+        beyond = {
+            (each.what, each.gpu if each.rank is None else each.rank): each for each in self._check_limits(row, 1.0)
+        }
+        still = {(each.what, each.gpu if each.rank is None else each.rank) for each in self._check_limits(row, _BACK)}
         lasting = {key for key in beyond if key[0] not in _LASTING or key in self._seen}
         self._seen = set(beyond)
         new = lasting - {key for key in self._raised if key[0] != "ecc"}  # each new memory error is reported
         self._raised = (self._raised & still) | lasting
         return [beyond[key] for key in sorted(new, key=str)]
 
-    def _beyond(self, row: HealthRow, share: float) -> Iterator[NodeAlert]:
+    def _check_limits(self, row: HealthRow, share: float) -> Iterator[NodeAlert]:
         """Yield an alert for each value beyond this fraction of its limit."""
-        limits, largest = self._limits, _largest(row)
+        limits, largest = self._limits, _describe_largest(row)
         for what, value, limit, detail in (
             ("memory", row["memory"], limits.memory, largest),
             ("swap", row["swap"], limits.swap, ""),
@@ -213,7 +215,7 @@ class HealthAlerts:
                 yield NodeAlert(self._node, row["host"], "ecc", errors, 0, gpu=index)
 
 
-def _largest(row: HealthRow) -> str:
+def _describe_largest(row: HealthRow) -> str:
     """Describe the rank with the most memory; empty if unknown."""
     if not row["resident"]:
         return ""

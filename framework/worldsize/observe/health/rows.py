@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeGuard
 
-from worldsize.messages import size
+from worldsize.messages import format_bytes
 from worldsize.record.json_lines import Row, is_number
 
 if TYPE_CHECKING:
@@ -105,16 +105,18 @@ def health_row(before: Counters, now: Counters, *, host: str, time: float) -> He
         "network_errors": round(60 * network[2], 3),
         "resident": {str(rank): size for rank, size in sorted(now.resident.items())},
         "cpus": len(now.cpus),
-        "gpus": [_gpu(asdict(gpu), errors.get(gpu.index)) for gpu in now.gpus],
+        "gpus": [_create_gpu_row(asdict(gpu), errors.get(gpu.index)) for gpu in now.gpus],
     }
 
 
-def told(gpus: Iterable[GpuRow], figure: Literal["utilisation", "memory", "temperature", "ecc_errors"]) -> list[float]:
+def collect_values(
+    gpus: Iterable[GpuRow], figure: Literal["utilisation", "memory", "temperature", "ecc_errors"]
+) -> list[float]:
     """Return the values of one measurement for the GPUs that report it."""
     return [gpu[figure] for gpu in gpus if figure in gpu]
 
 
-def _gpu(reading: dict[str, Any], errors_before: int | None) -> GpuRow:
+def _create_gpu_row(reading: dict[str, Any], errors_before: int | None) -> GpuRow:
     if reading["ecc_errors"] is not None:
         known = reading["ecc_errors"] if errors_before is None else errors_before
         reading["ecc_errors"] = max(0, reading["ecc_errors"] - known)
@@ -156,15 +158,15 @@ def why_slow(rows: Sequence[HealthRow]) -> str:
     A cause must be present in most samples, since a slow rank is slow for a while, too.
     """
     reasons = [
-        *(f"GPU {index} is slowed down ({by})" for index, by in _slowed(rows)),
-        _mostly([row["swap"] for row in rows if row["swap"] > _SWAPPING], rows, "it swaps {:,.0f} MB/s", 1e-6),
-        _mostly(
+        *(f"GPU {index} is slowed down ({by})" for index, by in _find_slowed_gpus(rows)),
+        _format_frequent([row["swap"] for row in rows if row["swap"] > _SWAPPING], rows, "it swaps {:,.0f} MB/s", 1e-6),
+        _format_frequent(
             [row["cpu_of_others"] for row in rows if row["cpu_of_others"] > _OTHERS and row["cpu"] > _BUSY],
             rows,
             "all processors are busy, {:.0f} % of them with processes that are not of this run",
             100,
         ),
-        _mostly(
+        _format_frequent(
             [row["network_errors"] for row in rows if row["network_errors"] > 0],
             rows,
             "{:,.0f} network errors a minute",
@@ -173,12 +175,12 @@ def why_slow(rows: Sequence[HealthRow]) -> str:
     return "; ".join(filter(None, reasons))
 
 
-def _mostly(values: Sequence[float], rows: Sequence[HealthRow], text: str, unit: float = 1.0) -> str:
+def _format_frequent(values: Sequence[float], rows: Sequence[HealthRow], text: str, unit: float = 1.0) -> str:
     """Format the mean of the values, if most samples have one; otherwise return an empty string."""
     return text.format(unit * sum(values) / len(values)) if 2 * len(values) > len(rows) else ""
 
 
-def _slowed(rows: Sequence[HealthRow]) -> Iterable[tuple[int, str]]:
+def _find_slowed_gpus(rows: Sequence[HealthRow]) -> Iterable[tuple[int, str]]:
     """Yield each GPU that was slowed down in most samples, with the cause."""
     causes: dict[int, list[str]] = {}
     for row in rows:
@@ -203,7 +205,7 @@ _ALERTS: Mapping[str, tuple[str, float]] = {
 ALERTS = tuple(_ALERTS)
 
 
-def described_alert(row: Mapping[str, Any]) -> str:
+def describe_alert(row: Mapping[str, Any]) -> str:
     """Describe an alert in one line, given its fields."""
     host, what, value = row.get("host"), row.get("what"), row.get("value")
     if not isinstance(what, str) or what not in _ALERTS or not isinstance(value, int | float):
@@ -220,28 +222,28 @@ _COLUMNS = ("node", "CPU", "by others", "memory", "largest rank", "swap", "disk 
 _GPU_COLUMNS = ("GPU", "hottest", "slowed by", "memory errors")
 
 
-def table_of(rows_by_node: Mapping[int, HealthRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def format_node_table(rows_by_node: Mapping[int, HealthRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return columns and rows of a table of nodes, with GPU columns if any node has GPUs."""
     has_gpus = any(row["gpus"] for row in rows_by_node.values())
     columns = (*_COLUMNS, *(_GPU_COLUMNS if has_gpus else ()))
     table = [
-        (f"{node} {row['host']}", *_cells(row), *(_gpu_cells(row) if has_gpus else ()))
+        (f"{node} {row['host']}", *_format_cells(row), *(_gpu_cells(row) if has_gpus else ()))
         for node, row in rows_by_node.items()
     ]
     return columns, table
 
 
-def _cells(row: HealthRow) -> list[str]:
+def _format_cells(row: HealthRow) -> list[str]:
     """Return the cells of a node for ``_COLUMNS``, except the first."""
     largest = max(row["resident"].items(), key=lambda each: each[1], default=None)
     return [
         f"{row['cpu']:.0%}",
         f"{row['cpu_of_others']:.0%}",
         f"{row['memory']:.0%}",
-        f"rank {largest[0]}: {size(largest[1])}" if largest else "",
-        f"{size(row['swap'])}/s" if row["swap"] else "",
-        size(row["disk_free"]),
-        f"{size(row['received'] + row['sent'])}/s",
+        f"rank {largest[0]}: {format_bytes(largest[1])}" if largest else "",
+        f"{format_bytes(row['swap'])}/s" if row["swap"] else "",
+        format_bytes(row["disk_free"]),
+        f"{format_bytes(row['received'] + row['sent'])}/s",
         f"{row['network_errors']:,.0f}" if row["network_errors"] else "",
     ]
 
@@ -249,7 +251,7 @@ def _cells(row: HealthRow) -> list[str]:
 def _gpu_cells(row: HealthRow) -> list[str]:
     """Return a node's cells for ``_GPU_COLUMNS``, over all its GPUs; empty without GPUs."""
     gpus = row["gpus"]
-    work, heat = told(gpus, "utilisation"), told(gpus, "temperature")
+    work, heat = collect_values(gpus, "utilisation"), collect_values(gpus, "temperature")
     slowed = [f"GPU {gpu['index']}: {', '.join(gpu['slowed_by'])}" for gpu in gpus if gpu["slowed_by"]]
     errors = sum(gpu.get("ecc_errors", 0) for gpu in gpus)
     return [

@@ -10,12 +10,12 @@ from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
-from worldsize.config.arguments import key_of
-from worldsize.core import metric_key, split_of, spoken_name
+from worldsize.config.arguments import parse_override_key
+from worldsize.core import format_display_name, metric_key, parse_metric_key
 from worldsize.errors import WorldsizeError
-from worldsize.observe.report.read import Line, Record, column, number, read_run
-from worldsize.observe.report.svg import SERIES, Axis, Chart, Numbers, Plot, plain, series_colour
-from worldsize.record.json_lines import reading
+from worldsize.observe.report.read import Line, Record, extract_column, parse_number, read_run
+from worldsize.observe.report.svg import SERIES, Axis, Chart, Numbers, Plot, series_colour, shorten_text
+from worldsize.record.json_lines import wrap_read_errors
 
 _POINTS = 300  # maximum points of a line; more cannot be distinguished
 _DASHES = ("", "6 3", "1.5 2.5", "7 3 1.5 3")
@@ -28,7 +28,7 @@ class StepCurve:
 
     def __init__(self, label: str, steps: Sequence[float], values: Sequence[float]) -> None:
         self.label = label
-        self.steps, self.values = thinned(steps), thinned(values)
+        self.steps, self.values = thin_values(steps), thin_values(values)
 
     @property
     def is_point(self) -> bool:
@@ -36,15 +36,15 @@ class StepCurve:
         return int(np.isfinite(self.values).sum()) < 2
 
 
-def curve(label: str, lines: Sequence[Line], key: str) -> StepCurve:
+def create_curve(label: str, lines: Sequence[Line], key: str) -> StepCurve:
     """Return the curve of the values under ``key``, with NaN for lines without the key."""
-    return StepCurve(label, column(lines, "step"), column(lines, key))
+    return StepCurve(label, extract_column(lines, "step"), extract_column(lines, key))
 
 
-def metric(label: str, lines: Sequence[Line], name: str) -> StepCurve:
+def create_metric_curve(label: str, lines: Sequence[Line], name: str) -> StepCurve:
     """Return the curve of a metric from evaluations or logged steps."""
     rows = [{"step": row["step"], name: row.get("metrics", {}).get(name)} for row in lines]
-    return curve(label, rows, name)
+    return create_curve(label, rows, name)
 
 
 def metric_names(lines: Iterable[Line]) -> list[str]:
@@ -52,13 +52,13 @@ def metric_names(lines: Iterable[Line]) -> list[str]:
     return sorted({name for row in lines for name in row.get("metrics", {})})
 
 
-def thinned(values: Sequence[float]) -> Numbers:
+def thin_values(values: Sequence[float]) -> Numbers:
     """Reduce the values of one loss or metric to at most ``_POINTS`` means of neighbors."""
     array = np.asarray(values, dtype=np.float64)
-    return means(array[:, None], at_most=_POINTS)[:, 0] if array.size else array
+    return average_rows(array[:, None], at_most=_POINTS)[:, 0] if array.size else array
 
 
-def means(values_nk: Numbers, *, at_most: int) -> Numbers:
+def average_rows(values_nk: Numbers, *, at_most: int) -> Numbers:
     """Average groups of consecutive rows, ignoring NaN: (n, k) → (m, k), m ≤ ``at_most``."""
     group = -(-len(values_nk) // at_most)
     missing = -len(values_nk) % group
@@ -69,7 +69,7 @@ def means(values_nk: Numbers, *, at_most: int) -> Numbers:
     return reduced_mk
 
 
-def lines(title: str, curves: Sequence[StepCurve], *, unit: str = "", is_loss: bool = False) -> list[Chart]:
+def draw_lines(title: str, curves: Sequence[StepCurve], *, unit: str = "", is_loss: bool = False) -> list[Chart]:
     """Draw the curves in one chart, or none if no curve has two points.
 
     An axis with a unit starts at zero. A loss axis is logarithmic if its values span more than two decades.
@@ -82,11 +82,11 @@ def lines(title: str, curves: Sequence[StepCurve], *, unit: str = "", is_loss: b
     plot = Plot(Axis("step"), y)
     for index, each in enumerate(shown):
         shade = series_colour(index)
-        plot.line(each.steps, each.values, shade, dash=_DASHES[index // SERIES % len(_DASHES)])
+        plot.add_line(each.steps, each.values, shade, dash=_DASHES[index // SERIES % len(_DASHES)])
         if len(each.steps) <= 12:
-            plot.points(each.steps, each.values, shade)
-        plot.values(each.label, each.steps, each.values)
-    key = tuple((plain(each.label), f"c{index % SERIES + 1}") for index, each in enumerate(shown))
+            plot.add_points(each.steps, each.values, shade)
+        plot.add_values(each.label, each.steps, each.values)
+    key = tuple((shorten_text(each.label), f"c{index % SERIES + 1}") for index, each in enumerate(shown))
     note = "Logarithmic: the values span more than two decades." if is_log else ""
     return [Chart(title, plot.draw(title), note, key=key if len(key) > 1 else ())]
 
@@ -101,53 +101,56 @@ def run_curves(record: Record) -> list[Chart]:
     """Draw a run's charts of learning and speed."""
     return [
         *common_curves({"": record}),
-        *lines("Learning rate", [curve("", record.steps, "lr")]),
-        *lines("Model FLOP utilisation", [_percent(record.steps, "mfu")], unit=" %"),
-        *lines("Gradient norm", [curve("", record.steps, "grad_norm")], is_loss=True),
+        *draw_lines("Learning rate", [create_curve("", record.steps, "lr")]),
+        *draw_lines("Model FLOP utilisation", [_create_percent_curve(record.steps, "mfu")], unit=" %"),
+        *draw_lines("Gradient norm", [create_curve("", record.steps, "grad_norm")], is_loss=True),
     ]
 
 
-def _percent(rows: Sequence[Line], key: str) -> StepCurve:
-    return StepCurve("", column(rows, "step"), [100 * share for share in column(rows, key)])
+def _create_percent_curve(rows: Sequence[Line], key: str) -> StepCurve:
+    return StepCurve("", extract_column(rows, "step"), [100 * share for share in extract_column(rows, key)])
 
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:
     """Draw the quantities common to the runs, one chart each with all runs."""
-    rates = [curve(label, each.steps, "samples_per_second") for label, each in records.items()]
-    losses = [curve(label, each.steps, "loss") for label, each in records.items()]
-    charts = lines("Training loss", losses, is_loss=True)
+    rates = [create_curve(label, each.steps, "samples_per_second") for label, each in records.items()]
+    losses = [create_curve(label, each.steps, "loss") for label, each in records.items()]
+    charts = draw_lines("Training loss", losses, is_loss=True)
     for name in metric_names(row for record in records.values() for row in record.steps):
-        charts += lines(f"Training {plain(name)}", [metric(label, each.steps, name) for label, each in records.items()])
+        charts += draw_lines(
+            f"Training {shorten_text(name)}",
+            [create_metric_curve(label, each.steps, name) for label, each in records.items()],
+        )
     for name in metric_names(row for record in records.values() for row in record.evaluations):
-        curves = [metric(label, each.evaluations, name) for label, each in records.items()]
-        title = plain(spoken_name(name))
-        charts += lines(title[:1].upper() + title[1:], curves, is_loss=title.rpartition(" ")[2] == "loss")
-    tokens = [curve(label, each.steps, "tokens_per_second") for label, each in records.items()]
+        curves = [create_metric_curve(label, each.evaluations, name) for label, each in records.items()]
+        title = shorten_text(format_display_name(name))
+        charts += draw_lines(title[:1].upper() + title[1:], curves, is_loss=title.rpartition(" ")[2] == "loss")
+    tokens = [create_curve(label, each.steps, "tokens_per_second") for label, each in records.items()]
     return [
         *charts,
-        *lines("Throughput", rates, unit=" samples/s"),
-        *lines("Throughput in tokens", tokens, unit=" tokens/s"),
+        *draw_lines("Throughput", rates, unit=" samples/s"),
+        *draw_lines("Throughput in tokens", tokens, unit=" tokens/s"),
     ]
 
 
 def search_charts(sweep: Sweep) -> list[Chart]:
     """Draw the sweep's metrics over each option that has at least three distinct numeric values."""
     goals = {each.manifest["config"].get("sweep", {}).get("metric") for each in sweep.runs.values()}
-    named = {metric_key(*split_of(goal)) for goal in goals if goal}
+    named = {metric_key(*parse_metric_key(goal)) for goal in goals if goal}
     charts = []
     for key in sweep.keys:
-        values = np.array([number(typed(each).get(key)) for each in sweep.runs.values()])
+        values = np.array([parse_number(get_typed_options(each).get(key)) for each in sweep.runs.values()])
         if len(np.unique(values[np.isfinite(values)])) < 3:
             continue
         for name in sorted(named & {*sweep.metrics}) or sweep.metrics:
-            heights = np.array([number(each.metrics.get(name)) for each in sweep.runs.values()])
+            heights = np.array([parse_number(each.metrics.get(name)) for each in sweep.runs.values()])
             if np.isfinite(values + heights).sum() < 3:
                 continue
             y = Axis(is_log=name.rpartition("/")[2] == "loss" and is_wide(heights), margin=0.06)
-            plot = Plot(Axis(plain(key), is_log=is_wide(values), margin=0.06), y)
+            plot = Plot(Axis(shorten_text(key), is_log=is_wide(values), margin=0.06), y)
             tips = [f"{label}: {height:.6g}" for label, height in zip(sweep.runs, heights, strict=True)]
-            plot.points(values, heights, series_colour(0), tips=tips)
-            title = f"{plain(spoken_name(name))} by {plain(key)}"
+            plot.add_points(values, heights, series_colour(0), tips=tips)
+            title = f"{shorten_text(format_display_name(name))} by {shorten_text(key)}"
             charts.append(Chart(title, plot.draw(title)))
     return charts
 
@@ -176,20 +179,20 @@ def read_sweep(folders: Sequence[Path]) -> Sweep:
     for folder in folders:
         try:
             record = read_run(folder, has_timing=False, among=len(folders))
-            with reading(folder):
+            with wrap_read_errors(folder):
                 _check_shown(record)
             records.append(record)
         except WorldsizeError as error:
             refused[folder.name] = str(error)
-    keys = differing([typed(record) for record in records])
-    return Sweep({_label(record, keys, records): record for record in records}, keys, refused)
+    keys = differing([get_typed_options(record) for record in records])
+    return Sweep({_format_label(record, keys, records): record for record in records}, keys, refused)
 
 
 def _check_shown(record: Record) -> None:
     """Access all shown values of a run, so that an incomplete record excludes only that run."""
     manifest = record.manifest
     _ = (
-        typed(record),
+        get_typed_options(record),
         record.metrics,
         record.state,
         record.results,
@@ -198,10 +201,10 @@ def _check_shown(record: Record) -> None:
     )
 
 
-def typed(record: Record) -> dict[str, str]:
+def get_typed_options(record: Record) -> dict[str, str]:
     """Return the run's command-line options by key, and its group."""
     group = (record.manifest["config"].get("run") or {}).get("group")
-    words = {key_of(word): word.partition("=")[2] for word in record.manifest["overrides"]}
+    words = {parse_override_key(word): word.partition("=")[2] for word in record.manifest["overrides"]}
     return {**words, "run.group": Path(group).name} if group else words
 
 
@@ -211,9 +214,9 @@ def differing(all_typed: Sequence[Mapping[str, str]]) -> list[str]:
     return [key for key in keys if len({each.get(key) for each in all_typed}) > 1]
 
 
-def _label(record: Record, keys: Sequence[str], others: Sequence[Record]) -> str:
+def _format_label(record: Record, keys: Sequence[str], others: Sequence[Record]) -> str:
     """Label a run by the options that differ, and by its folder if those are not unique."""
-    mine = typed(record)
+    mine = get_typed_options(record)
     words = " ".join(f"{key}={mine[key]}" for key in keys if key in mine)
-    twins = [other for other in others if all(typed(other).get(key) == mine.get(key) for key in keys)]
+    twins = [other for other in others if all(get_typed_options(other).get(key) == mine.get(key) for key in keys)]
     return f"{words} {record.folder.name}".strip() if len(twins) > 1 or not words else words

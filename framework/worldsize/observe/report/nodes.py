@@ -12,8 +12,8 @@ from typing import Any, TypedDict, final
 import numpy as np
 
 from worldsize.observe.events import NODE_ALERT
-from worldsize.observe.health.files import alert_of, sample_files
-from worldsize.observe.health.rows import GpuRow, HealthRow, is_health, table_of, told
+from worldsize.observe.health.files import parse_alert, sample_files
+from worldsize.observe.health.rows import GpuRow, HealthRow, collect_values, format_node_table, is_health
 from worldsize.observe.report.read import Record
 from worldsize.observe.report.svg import Axis as ChartAxis
 from worldsize.observe.report.svg import Chart, Plot, series_colour
@@ -45,14 +45,14 @@ class NodeRow:
     ranks: tuple[RankRow, ...]
 
 
-def nodes(record: Record) -> list[NodeRow]:
+def list_nodes(record: Record) -> list[NodeRow]:
     """List the nodes with their ranks in the last attempt."""
-    cluster, hosts = record.manifest["cluster"], _hosts(record)
-    machines = {each.get("host"): _machine(each) for each in record.manifest["hardware"]}
+    cluster, hosts = record.manifest["cluster"], _find_hosts(record)
+    machines = {each.get("host"): _format_machine(each) for each in record.manifest["hardware"]}
     straggled = Counter(each["rank"] for each in record.stragglers)
     ranks: defaultdict[int, list[RankRow]] = defaultdict(list)
-    for each in cluster.get("ranks") or _places(cluster):
-        ranks[each["node"]].append(_rank(each, straggled))
+    for each in cluster.get("ranks") or _compute_places(cluster):
+        ranks[each["node"]].append(_create_rank_row(each, straggled))
     listed = []
     for index in range(cluster["nodes"]):
         host = hosts[index] if hosts else ""
@@ -70,7 +70,7 @@ class RankPlace(TypedDict):
     device: str
 
 
-def _places(cluster: Mapping[str, Any]) -> Iterator[RankPlace]:
+def _compute_places(cluster: Mapping[str, Any]) -> Iterator[RankPlace]:
     """Compute the placements of all ranks from the number of processes per role."""
     roles = chain.from_iterable(enumerate([each["role"]] * each["processes"]) for each in cluster["roles"])
     for rank, (role_rank, role) in enumerate(roles):
@@ -79,14 +79,14 @@ def _places(cluster: Mapping[str, Any]) -> Iterator[RankPlace]:
         yield {"rank": rank, "role": role, "role_rank": role_rank, "node": node, "device": device}
 
 
-def _rank(place: RankPlace, straggled: Mapping[int, int]) -> RankRow:
+def _create_rank_row(place: RankPlace, straggled: Mapping[int, int]) -> RankRow:
     """Describe the rank at ``place``; ``straggled``: number of straggler events per worker."""
     role, number = place["role"], place["role_rank"]
     times = straggled[number] if role == "worker" else 0
     return RankRow(place["rank"], role, number, place["device"], times)
 
 
-def _hosts(record: Record) -> Sequence[str]:
+def _find_hosts(record: Record) -> Sequence[str]:
     """Return the hosts of the nodes; empty if unknown.
 
     An attempt lists the launching host first, even if it does not train, and spare nodes last.
@@ -97,7 +97,7 @@ def _hosts(record: Record) -> Sequence[str]:
     return named[-count - spare :][:count] if len(named) >= count else []
 
 
-def _machine(hardware: Mapping[str, Any]) -> str:
+def _format_machine(hardware: Mapping[str, Any]) -> str:
     memory = f"{hardware['memory'] / 2**30:.0f} GiB" if hardware.get("memory") else ""
     gpus = [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in hardware.get("gpus") or ()]
     return ", ".join(filter(None, (hardware.get("cpu"), f"{hardware.get('cores')} cores", memory, *gpus)))
@@ -113,22 +113,22 @@ class Axis:
     left_out: int
 
 
-def axes(record: Record) -> list[Axis]:
+def list_axes(record: Record) -> list[Axis]:
     """List the groups along each axis in the manifest."""
     groups_by_axis: Mapping[str, Sequence[Sequence[int]]] = record.manifest["cluster"].get("groups", {})
     return [
-        Axis(name, tuple(_ranks(group) for group in groups[:_GROUPS]), max(0, len(groups) - _GROUPS))
+        Axis(name, tuple(_format_ranks(group) for group in groups[:_GROUPS]), max(0, len(groups) - _GROUPS))
         for name, groups in groups_by_axis.items()
     ]
 
 
-def _ranks(group: Sequence[int]) -> str:
+def _format_ranks(group: Sequence[int]) -> str:
     """Format ranks as text, with consecutive ones as "0–7"."""
     is_run = len(group) > 2 and list(group) == list(range(group[0], group[-1] + 1))
     return f"{group[0]}–{group[-1]}" if is_run else " ".join(map(str, group))
 
 
-def links(record: Record) -> list[tuple[str, str]]:
+def list_links(record: Record) -> list[tuple[str, str]]:
     """List the declared links of the cluster: tier, and bandwidth and latency as text."""
     declared = record.manifest["cluster"]["links"]
     return [
@@ -161,15 +161,17 @@ def nodes_health(record: Record) -> NodesHealthTable | None:
     if not rows_by_node:
         return None
     errors = _memory_errors(record)
-    columns, texts = table_of({node: _worst(rows, errors.get(node, {})) for node, rows in rows_by_node.items()})
-    return NodesHealthTable(columns, texts, _charts(rows_by_node), len(files) - len(rows_by_node))
+    columns, texts = format_node_table(
+        {node: _summarize_node(rows, errors.get(node, {})) for node, rows in rows_by_node.items()}
+    )
+    return NodesHealthTable(columns, texts, _draw_charts(rows_by_node), len(files) - len(rows_by_node))
 
 
 def _memory_errors(record: Record) -> dict[int, dict[int, int]]:
     """Count memory errors from alerts, by node and GPU, since not all samples are read."""
     counts: dict[int, dict[int, int]] = {}
     for each in record.events:
-        alert = alert_of(dict(each)) if each["event"] == NODE_ALERT else None
+        alert = parse_alert(dict(each)) if each["event"] == NODE_ALERT else None
         if alert and alert.what == "ecc" and alert.gpu is not None and isinstance(alert.value, int):
             of_node = counts.setdefault(alert.node, {})
             of_node[alert.gpu] = of_node.get(alert.gpu, 0) + alert.value
@@ -182,11 +184,11 @@ def _worst_gpu(samples: Sequence[GpuRow], errors: int) -> GpuRow:
         "index": samples[0]["index"],
         "slowed_by": sorted({by for each in samples for by in each["slowed_by"]}),
     }
-    if work := told(samples, "utilisation"):
+    if work := collect_values(samples, "utilisation"):
         worst["utilisation"] = fmean(work)
-    if memory := told(samples, "memory"):
+    if memory := collect_values(samples, "memory"):
         worst["memory"] = max(memory)
-    if heat := told(samples, "temperature"):
+    if heat := collect_values(samples, "temperature"):
         worst["temperature"] = max(heat)
     counted = [each["ecc_errors"] for each in samples if "ecc_errors" in each]
     if counted or errors:
@@ -194,7 +196,7 @@ def _worst_gpu(samples: Sequence[GpuRow], errors: int) -> GpuRow:
     return worst
 
 
-def _worst(rows: Sequence[HealthRow], errors: Mapping[int, int]) -> HealthRow:
+def _summarize_node(rows: Sequence[HealthRow], errors: Mapping[int, int]) -> HealthRow:
     """Summarize samples of one node: the mean of each rate, and the worst value of each state.
 
     ``errors``: number of memory errors in alerts, by GPU.
@@ -221,7 +223,7 @@ def _worst(rows: Sequence[HealthRow], errors: Mapping[int, int]) -> HealthRow:
     }
 
 
-def _charts(rows_by_node: Mapping[int, Sequence[HealthRow]]) -> list[Chart]:
+def _draw_charts(rows_by_node: Mapping[int, Sequence[HealthRow]]) -> list[Chart]:
     """Draw CPU, memory and GPU utilization over time, with one line per node."""
     start = min(rows[0]["time"] for rows in rows_by_node.values())
     pictures = []
@@ -232,18 +234,18 @@ def _charts(rows_by_node: Mapping[int, Sequence[HealthRow]]) -> list[Chart]:
     ):
         times = {node: [(row["time"] - start) / 60 for row in rows] for node, rows in rows_by_node.items()}
         if np.isfinite([each for column in values.values() for each in column]).sum() > len(values):
-            pictures.append(_over_time(f"{title} by node", times, values))
+            pictures.append(_draw_over_time(f"{title} by node", times, values))
     return pictures
 
 
 def _gpu_work(row: HealthRow) -> float:
-    work = told(row["gpus"], "utilisation")
+    work = collect_values(row["gpus"], "utilisation")
     return fmean(work) if work else float("nan")
 
 
-def _over_time(title: str, times: Mapping[int, Sequence[float]], values: Mapping[int, Sequence[float]]) -> Chart:
+def _draw_over_time(title: str, times: Mapping[int, Sequence[float]], values: Mapping[int, Sequence[float]]) -> Chart:
     plot = Plot(ChartAxis("minutes"), ChartAxis("%", low=0, high=105))
     for index, (node, column) in enumerate(values.items()):
-        plot.line(times[node], 100 * np.array(column), series_colour(index), width=1)
-        plot.values(f"node {node}", times[node], 100 * np.array(column))
+        plot.add_line(times[node], 100 * np.array(column), series_colour(index), width=1)
+        plot.add_values(f"node {node}", times[node], 100 * np.array(column))
     return Chart(title, plot.draw(title), "A line for each node.")

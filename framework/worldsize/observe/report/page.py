@@ -11,35 +11,35 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from worldsize.core import spoken_name
+from worldsize.core import format_display_name
 from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
-from worldsize.messages import duration, size
+from worldsize.messages import duration, format_bytes
 from worldsize.observe.events import OVERFLOW
-from worldsize.observe.report.curves import common_curves, read_sweep, run_curves, search_charts, typed
-from worldsize.observe.report.nodes import axes, links, nodes, nodes_health
-from worldsize.observe.report.ranks import hot_rows, rank_charts, server_charts, servers, waits_by_rank
-from worldsize.observe.report.read import SCALING, Record, number, read_run, runs_of
+from worldsize.observe.report.curves import common_curves, get_typed_options, read_sweep, run_curves, search_charts
+from worldsize.observe.report.nodes import list_axes, list_links, list_nodes, nodes_health
+from worldsize.observe.report.ranks import hot_rows, list_servers, rank_charts, server_charts, waits_by_rank
+from worldsize.observe.report.read import SCALING, Record, find_runs, parse_number, read_run
 from worldsize.observe.report.scaling import read_study, study_charts
-from worldsize.observe.report.timeline import hangs, timeline
-from worldsize.record.json_lines import reading
-from worldsize.record.level import recorded_level
+from worldsize.observe.report.timeline import list_hangs, timeline
+from worldsize.record.json_lines import wrap_read_errors
+from worldsize.record.level import read_recorded_level
 
 
-def page(folders: Sequence[Path]) -> str:
+def render_page(folders: Sequence[Path]) -> str:
     """Render the run, the runs or the scaling study in ``folders`` as HTML.
 
     Raises:
         WorldsizeError: there is nothing to report, or a record is damaged.
     """
-    with reading(Path(os.path.commonpath(folders))):
-        return _page(folders)
+    with wrap_read_errors(Path(os.path.commonpath(folders))):
+        return _render_folders(folders)
 
 
-def _page(folders: Sequence[Path]) -> str:
+def _render_folders(folders: Sequence[Path]) -> str:
     if len(folders) == 1 and is_file(folders[0] / SCALING):
         return study_page(folders[0])
-    runs = [run for folder in folders for run in runs_of(folder)]
+    runs = [run for folder in folders for run in find_runs(folder)]
     if not runs:
         shown = ", ".join(map(str, folders))
         raise WorldsizeError(f"no runs in {shown}. Name a folder of a run, of runs, or of a scaling study.")
@@ -48,25 +48,25 @@ def _page(folders: Sequence[Path]) -> str:
 
 def run_page(record: Record) -> str:
     """Render one run as HTML."""
-    return _rendered(
+    return _render_template(
         "run.html.j2",
         run=record,
-        title=title([record]),
-        command=started(record),
-        summary=summary(record),
+        title=format_title([record]),
+        command=format_command(record),
+        summary=collect_summary(record),
         curves=run_curves(record),
         rank_charts=rank_charts(record),
         timeline=timeline(record),
-        hangs=hangs(record),
+        hangs=list_hangs(record),
         planted=[json.dumps(fault) for fault in record.manifest["config"].get("faults") or ()],
-        nodes=nodes(record),
+        nodes=list_nodes(record),
         health=nodes_health(record),
-        axes=axes(record),
-        links=links(record),
-        servers=servers(record),
+        axes=list_axes(record),
+        links=list_links(record),
+        servers=list_servers(record),
         server_charts=server_charts(record),
         hot_rows=hot_rows(record),
-        facts=facts(record),
+        facts=collect_facts(record),
         config=json.dumps(record.manifest["config"], indent=2),
         commands=commands(record),
     )
@@ -76,11 +76,11 @@ def sweep_page(folders: Sequence[Path]) -> str:
     """Render the runs in ``folders`` side by side as HTML, with errors of unreadable ones."""
     sweep = read_sweep(folders)
     runs = list(sweep.runs.values())
-    return _rendered(
+    return _render_template(
         "sweep.html.j2",
         sweep=sweep,
-        typed=typed,
-        title=" · ".join(filter(None, [f"{len(runs)} runs", title(runs)])),
+        typed=get_typed_options,
+        title=" · ".join(filter(None, [f"{len(runs)} runs", format_title(runs)])),
         searches=search_charts(sweep),
         curves=common_curves(sweep.runs),
     )
@@ -89,10 +89,10 @@ def sweep_page(folders: Sequence[Path]) -> str:
 def study_page(folder: Path) -> str:
     """Render the scaling study in ``folder`` as HTML."""
     study = read_study(folder / SCALING)
-    return _rendered("scaling.html.j2", study=study, plots=study_charts(study), name=folder.name)
+    return _render_template("scaling.html.j2", study=study, plots=study_charts(study), name=folder.name)
 
 
-def _rendered(template: str, **values: Any) -> str:
+def _render_template(template: str, **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("worldsize.observe.report"),
         autoescape=True,
@@ -100,36 +100,40 @@ def _rendered(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(figure=figure, duration=duration, milliseconds=milliseconds, percent=percent, size=size)
-    environment.filters["spoken_name"] = spoken_name
+    environment.filters.update(
+        figure=format_figure, duration=duration, milliseconds=milliseconds, percent=format_percent, size=format_bytes
+    )
+    environment.filters["spoken_name"] = format_display_name
     return environment.get_template(template).render(**values)
 
 
 # ---------------------------------------------------------------- run summary as text
 
 
-def title(records: Sequence[Record]) -> str:
+def format_title(records: Sequence[Record]) -> str:
     """Return the recipe, strategy and number of processes, as far as all runs share them."""
     rows = []
     for record in records:
         options, config = record.manifest.get("options") or {}, record.manifest["config"]
-        names = [options.get(group) or _target(config, group).rpartition(".")[2] for group in ("recipe", "strategy")]
+        names = [
+            options.get(group) or _get_target(config, group).rpartition(".")[2] for group in ("recipe", "strategy")
+        ]
         processes = record.manifest["cluster"]["processes"]
         rows.append([*names, f"{processes} process" + "es" * (processes != 1)])
     common = [{*column}.pop() for column in zip(*rows, strict=True) if len({*column}) == 1]
     return " · ".join(filter(None, common))
 
 
-def started(record: Record) -> str:
+def format_command(record: Record) -> str:
     """Return the command that started the run."""
     return shlex.join(["worldsize", "train", *record.manifest["overrides"]])
 
 
-def summary(record: Record) -> list[tuple[str, str]]:
+def collect_summary(record: Record) -> list[tuple[str, str]]:
     """List the most important results with their names."""
     results, last = record.results, record.steps[-1] if record.steps else {}
     goodput = results.get("goodput") or {}
-    rows = [(spoken_name(name), figure(value)) for name, value in record.metrics.items()]
+    rows = [(format_display_name(name), format_figure(value)) for name, value in record.metrics.items()]
     total = record.manifest["config"].get("steps")
     rows += [("steps", f"{last.get('step', 0):,}" + f" / {total:,}" * bool(total))]
     if reason := results.get("stopped_early"):
@@ -139,22 +143,24 @@ def summary(record: Record) -> list[tuple[str, str]]:
     if overflows := {event["step"] for event in record.events if event["event"] == OVERFLOW}:  # some were repeated
         rows += [("updates left out (float16 overflow)", f"{len(overflows):,}")]
     if last:
-        rows += [("loss", figure(last["loss"]))]
-        rows += [(f"train {name}", figure(number(value))) for name, value in last.get("metrics", {}).items()]
+        rows += [("loss", format_figure(last["loss"]))]
+        rows += [
+            (f"train {name}", format_figure(parse_number(value))) for name, value in last.get("metrics", {}).items()
+        ]
     if rate := results.get("samples_per_second") or last.get("samples_per_second"):
         rows += [("samples/s", f"{rate:,.0f}")]
-        latest = number(last.get("samples_per_second"))
+        latest = parse_number(last.get("samples_per_second"))
         share = rate / latest if latest > 0 else 0.0  # rate of the whole run relative to the last logged step
         for name, key, form in (("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%")):
-            if (value := share * number(last.get(key))) > 0:
+            if (value := share * parse_number(last.get(key))) > 0:
                 rows += [(name, format(value, form))]
     if goodput.get("total_seconds"):
         rows += [("time", duration(goodput["total_seconds"])), ("goodput", f"{goodput['fraction']:.0%}")]
     if waits := [share for share in waits_by_rank(record).values() if share == share]:
-        rows += [("waiting for data", percent(sum(waits) / len(waits)))]
-    rows += _read(record)
+        rows += [("waiting for data", format_percent(sum(waits) / len(waits)))]
+    rows += _list_read_data(record)
     if memory := results.get("peak_memory_bytes"):
-        rows += [("peak memory", size(memory))]
+        rows += [("peak memory", format_bytes(memory))]
     return [
         *rows,
         ("processes", str(record.manifest["cluster"]["processes"])),
@@ -162,38 +168,41 @@ def summary(record: Record) -> list[tuple[str, str]]:
     ]
 
 
-def _read(record: Record) -> list[tuple[str, str]]:
+def _list_read_data(record: Record) -> list[tuple[str, str]]:
     """List the data read by all ranks, if it was counted; estimated if steps were thinned."""
     counts = {
         name: sum(
-            record.timing_stands_for[rank] * sum(number(line.get(name, 0)) for line in lines)
+            record.timing_stands_for[rank] * sum(parse_number(line.get(name, 0)) for line in lines)
             for rank, lines in record.timing.items()
         )
         for name in ("read_bytes", "fetched_bytes", "skipped_samples")
     }
-    rows = [("data read", size(counts["read_bytes"])), ("of that from other machines", size(counts["fetched_bytes"]))]
+    rows = [
+        ("data read", format_bytes(counts["read_bytes"])),
+        ("of that from other machines", format_bytes(counts["fetched_bytes"])),
+    ]
     skipped = [("samples skipped", f"{counts['skipped_samples']:,.0f}")]
     known = [row for row, count in zip(rows, counts.values(), strict=False) if count]
     return known + (skipped if counts["skipped_samples"] else [])
 
 
-def facts(record: Record) -> list[tuple[str, str]]:
+def collect_facts(record: Record) -> list[tuple[str, str]]:
     """List facts about the run's configuration, code, environment and reproducibility."""
     manifest = record.manifest
     config, code, environment = manifest["config"], manifest["code"], manifest["environment"]
     determinism, torch, data = manifest["determinism"], environment.get("torch") or {}, manifest["data"]
-    digest, level = record.results.get("state_digest"), recorded_level(manifest)
+    digest, level = record.results.get("state_digest"), read_recorded_level(manifest)
     shown = {
         "run": manifest["run_id"],
         "re-creates": manifest["parent_run"],
-        "recipe": _target(config, "recipe"),
-        "strategy": _target(config, "strategy"),
+        "recipe": _get_target(config, "recipe"),
+        "strategy": _get_target(config, "strategy"),
         "global batch": config.get("batch_size"),
         "logical ranks": determinism.get("logical_ranks"),
         "precision": config.get("precision"),
         "seed": determinism.get("seed"),
         "reproducibility": f"{level.level}: {level.why}",
-        "commit": _commit(code),
+        "commit": _format_commit(code),
         "Python": f"{environment.get('python')}, {environment.get('platform')}",
         "torch": ", ".join(f"{name} {value}" for name, value in torch.items() if value and name != "git"),
         "data": data.get("sha256") and f"{len(data['files'])} files, {data['sha256'][:16]}",
@@ -204,11 +213,11 @@ def facts(record: Record) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in shown.items() if value not in (None, "")]
 
 
-def _target(config: Mapping[str, Any], group: str) -> str:
+def _get_target(config: Mapping[str, Any], group: str) -> str:
     return str((config.get(group) or {}).get("_target_", ""))
 
 
-def _commit(code: Mapping[str, Any]) -> str:
+def _format_commit(code: Mapping[str, Any]) -> str:
     commit = code.get("commit") or (code.get("framework") or {}).get("commit")
     changes = " with uncommitted changes (code.patch)" if code.get("dirty") else ""
     return f"{commit}{changes}" if commit else ""
@@ -217,25 +226,25 @@ def _commit(code: Mapping[str, Any]) -> str:
 def commands(record: Record) -> list[tuple[str, str]]:
     """List suggested commands, each with its purpose."""
     again = shlex.join(["worldsize", "reproduce", str(record.folder / "run_manifest.json")])
-    return [("the same again, rebuilt and compared", again), ("how it was started", started(record))]
+    return [("the same again, rebuilt and compared", again), ("how it was started", format_command(record))]
 
 
 # ---------------------------------------------------------------- number formatting
 
 
-def figure(value: Any) -> str:
+def format_figure(value: Any) -> str:
     """Format a number: as an integer from 1000 on, else with four digits; "–" if not finite."""
-    amount = number(value)
+    amount = parse_number(value)
     if amount != amount:
         return "–"
     return f"{amount:,.0f}" if 1e3 <= abs(amount) < 1e12 else f"{amount:.4g}"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Format a fraction as a percentage with one decimal; "–" for NaN."""
     return f"{share:.1%}" if share == share else "–"
 
 
 def milliseconds(seconds: float) -> str:
     """Format seconds in milliseconds; "–" for NaN."""
-    return f"{figure(1e3 * seconds)} ms" if seconds == seconds else "–"
+    return f"{format_figure(1e3 * seconds)} ms" if seconds == seconds else "–"

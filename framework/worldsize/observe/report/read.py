@@ -17,10 +17,10 @@ from worldsize.errors import WorldsizeError
 from worldsize.files import is_file
 from worldsize.observe.events import is_event
 from worldsize.record.attempt import Attempt, last_failure
-from worldsize.record.json_lines import JsonRows, reading
+from worldsize.record.json_lines import JsonRows, wrap_read_errors
 from worldsize.record.metrics import is_timing, metric_rows
 from worldsize.record.run_directory import RunDirectory, runs_below
-from worldsize.record.run_record import look
+from worldsize.record.run_record import refresh_run
 
 SCALING = "scaling.json"
 _MOST = 10_000  # maximum lines per file; more than a screen has pixels
@@ -71,7 +71,7 @@ class Record:
         """Results in the manifest; empty until an attempt has ended."""
         return self.manifest["results"] or {}
 
-    def changes(self, attempt: int) -> list[tuple[str, Any, Any]]:
+    def list_changes(self, attempt: int) -> list[tuple[str, Any, Any]]:
         """List configuration keys that changed with this attempt, as (key, old, new)."""
         resumed = self.manifest.get("resumed", ())
         return [tuple(change) for each in resumed if each["attempt"] == attempt for change in each["changes"]]
@@ -85,7 +85,7 @@ class Record:
     def metrics(self) -> dict[str, float]:
         """Metrics at the end of the run, or of the last evaluation if it has not ended."""
         metrics = self.results.get("metrics") or (self.evaluations[-1]["metrics"] if self.evaluations else {})
-        return {name: number(value) for name, value in metrics.items()}
+        return {name: parse_number(value) for name, value in metrics.items()}
 
 
 def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record:
@@ -99,9 +99,9 @@ def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record
     Raises:
         WorldsizeError: the folder is not a run, its manifest was edited, or a file cannot be read.
     """
-    with reading(folder):
-        manifest = look(RunDirectory(folder)).manifest
-        ranks = _ranks(manifest)
+    with wrap_read_errors(folder):
+        manifest = refresh_run(RunDirectory(folder)).manifest
+        ranks = _count_ranks(manifest)
         at_most = max(_LEAST, min(_MOST, _IN_ALL // (ranks * among)))  # a line of metrics also has one time per rank
         metrics = metric_rows(folder / "metrics.jsonl", at_most=at_most)
         events = JsonRows(folder / "events.jsonl", is_valid=is_event, at_most=_MOST)
@@ -121,7 +121,7 @@ def read_run(folder: Path, *, has_timing: bool = True, among: int = 1) -> Record
         )
 
 
-def _ranks(manifest: Mapping[str, Any]) -> int:
+def _count_ranks(manifest: Mapping[str, Any]) -> int:
     """Return the largest world size over the run's attempts."""
     sizes: list[int] = [manifest["cluster"]["processes"], *(each["world_size"] for each in manifest["attempts"])]
     return max(*sizes, 1)
@@ -135,12 +135,12 @@ def _timing_files(folder: Path, ranks: int) -> Iterator[tuple[int, Path]]:
             yield int(named[1]), path
 
 
-def runs_of(folder: Path) -> list[Path]:
+def find_runs(folder: Path) -> list[Path]:
     """Return [folder] if it is a run, else the runs in it or, for a sweep, those that name it."""
     if is_file(RunDirectory(folder).manifest):
         return [folder]
     inside = [run.path for run in runs_below(folder)]
-    return inside or [path for path in _siblings(folder) if _group(path) == folder.name]
+    return inside or [path for path in _siblings(folder) if _read_group(path) == folder.name]
 
 
 def _siblings(folder: Path) -> list[Path]:
@@ -148,13 +148,13 @@ def _siblings(folder: Path) -> list[Path]:
     return [run.path for run in runs_below(folder.parents[1])] if folder.parent.name == "sweeps" else []
 
 
-def _group(run: Path) -> str:
-    with suppress(WorldsizeError), reading(run):
-        return Path(look(RunDirectory(run)).manifest["config"]["run"]["group"] or "").name
+def _read_group(run: Path) -> str:
+    with suppress(WorldsizeError), wrap_read_errors(run):
+        return Path(refresh_run(RunDirectory(run)).manifest["config"]["run"]["group"] or "").name
     return ""
 
 
-def number(value: Any) -> float:
+def parse_number(value: Any) -> float:
     """Convert a value of ``metrics.jsonl`` to a float, or NaN if it is not a finite number."""
     try:
         converted = float(value)
@@ -163,16 +163,16 @@ def number(value: Any) -> float:
     return converted if math.isfinite(converted) else math.nan
 
 
-def column(lines: Iterable[Line], key: str) -> list[float]:
+def extract_column(lines: Iterable[Line], key: str) -> list[float]:
     """Return the numbers under ``key``, one per line; NaN for lines without it."""
-    return [number(line.get(key)) for line in lines]
+    return [parse_number(line.get(key)) for line in lines]
 
 
 _LONG = 0.05  # fraction of time above which a remedy is suggested
 _NAMED = 5  # maximum number of ranks named, those that wait longest
 
 
-def waited_share(lines: Sequence[Line]) -> float:
+def compute_wait_share(lines: Sequence[Line]) -> float:
     """Return the fraction of step time that a rank waited for data; NaN if unknown.
 
     Each line has means over the steps since the previous line.
@@ -181,7 +181,7 @@ def waited_share(lines: Sequence[Line]) -> float:
     last = 0
     for line in lines:
         steps, last = max(1, line["step"] - last), line["step"]
-        wait, rest = number(line.get("data_seconds")), number(line.get("step_seconds"))
+        wait, rest = parse_number(line.get("data_seconds")), parse_number(line.get("step_seconds"))
         if not math.isnan(wait + rest):
             data, total = data + steps * wait, total + steps * (wait + rest)
     return data / total if total > 0 else math.nan
@@ -201,10 +201,10 @@ def waiting_text(shares: Mapping[int, float], config: Mapping[str, Any]) -> str 
     mean = sum(known.values()) / len(known)
     ranks = ", ".join(f"rank {rank} {known[rank]:.0%}" for rank in worst)
     which = f": {ranks}" if len(known) <= _NAMED else f"; longest wait: {ranks}"
-    return f"Steps wait for data for {mean:.0%} of the time{which if len(known) > 1 else ''}. {_remedy(config)}"
+    return f"Steps wait for data for {mean:.0%} of the time{which if len(known) > 1 else ''}. {_suggest_remedy(config)}"
 
 
-def _remedy(config: Mapping[str, Any]) -> str:
+def _suggest_remedy(config: Mapping[str, Any]) -> str:
     workers = config.get("data_workers", 0)
     others = "give the data set a method load_batch, or prepare the data once (worldsize prepare, for text)."
     if workers == "auto":

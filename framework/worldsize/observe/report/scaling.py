@@ -12,10 +12,10 @@ from typing import Any, final
 from worldsize.errors import WorldsizeError
 from worldsize.files import read_regular
 from worldsize.observe.report.ranks import PHASES
-from worldsize.observe.report.read import number
-from worldsize.observe.report.svg import SERIES, Axis, Chart, Plot, colour, plain, series_colour
-from worldsize.record.manifest import check
-from worldsize.strict_json import LARGEST, parse
+from worldsize.observe.report.read import parse_number
+from worldsize.observe.report.svg import SERIES, Axis, Chart, Plot, format_colour, series_colour, shorten_text
+from worldsize.record.manifest import check_against_schema
+from worldsize.strict_json import LARGEST, parse_strict_json
 
 _SCHEMA = 1
 _SIZE = {"type": "integer", "minimum": 1, "maximum": 1_000_000}
@@ -113,12 +113,12 @@ def read_study(path: Path) -> Study:
         WorldsizeError: the file is damaged, or has a newer schema.
     """
     try:
-        facts = parse(read_regular(path, at_most=LARGEST))
-        check(facts, _SHAPE)
+        facts = parse_strict_json(read_regular(path, at_most=LARGEST))
+        check_against_schema(facts, _SHAPE)
         schema = int(facts["schema"])
         series: defaultdict[str, list[MeasuredPoint]] = defaultdict(list)
         for each in sorted(facts["points"], key=lambda point: int(point["world_size"])):
-            point = _point(each, facts.get("knee") or {})
+            point = _parse_point(each, facts.get("knee") or {})
             series[point.series].append(point)
     except OSError as error:
         raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Measure again: worldsize scale.") from None
@@ -129,15 +129,15 @@ def read_study(path: Path) -> Study:
     return Study(facts, dict(series))
 
 
-def _point(each: Mapping[str, Any], knee: Mapping[str, int]) -> MeasuredPoint:
+def _parse_point(each: Mapping[str, Any], knee: Mapping[str, int]) -> MeasuredPoint:
     strategy, accumulation = str(each["strategy"]), each.get("accumulation") or 1
     series = strategy if accumulation == 1 else f"{strategy}, {accumulation} micro-batches"
     return MeasuredPoint(
         series=series,
         strategy=strategy,
         world_size=int(each["world_size"]),
-        **{name: number(each.get(name)) for name in _FIGURES},
-        phases={name: number(seconds) for name, seconds in (each.get("phases") or {}).items()},
+        **{name: parse_number(each.get(name)) for name in _FIGURES},
+        phases={name: parse_number(seconds) for name, seconds in (each.get("phases") or {}).items()},
         is_knee=knee.get(series, knee.get(strategy)) == each["world_size"],
         nodes=each.get("nodes", 1),  # missing in older studies
     )
@@ -155,7 +155,7 @@ _FIGURES = (
 
 def study_charts(study: Study) -> list[Chart]:
     """Draw throughput, efficiency, and the phases of each series for which any were measured."""
-    key = tuple((plain(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
+    key = tuple((shorten_text(name), f"c{index % SERIES + 1}") for index, name in enumerate(study.series))
     throughput, efficiency = (_PREDICTED, _PREDICTED_SHARE) if study.facts.get("predicted") else (_LEGEND, _RELATIVE)
     efficiency += _UPRIGHT if study.boundary is not None else ""
     return [
@@ -177,25 +177,25 @@ def _throughput(study: Study) -> Plot:
     for index, (name, points) in enumerate(study.series.items()):
         shade, sizes = series_colour(index), [point.world_size for point in points]
         rates = [point.samples_per_second for point in points]
-        plot.line(
+        plot.add_line(
             sizes,
             [rate / (point.efficiency or math.nan) for rate, point in zip(rates, points, strict=True)],
-            colour("muted"),
+            format_colour("muted"),
             dash="1.5 2.5",
             width=1,
         )
-        plot.line(sizes, [point.predicted_samples for point in points], shade, dash="6 3")
+        plot.add_line(sizes, [point.predicted_samples for point in points], shade, dash="6 3")
         for rate, point in zip(rates, points, strict=True):
             half = rate * point.spread_seconds / (point.step_seconds or math.nan) / 2
-            plot.line([point.world_size] * 2, [rate - half, rate + half], shade)
-        plot.line(sizes, rates, shade)
-        plot.points(
+            plot.add_line([point.world_size] * 2, [rate - half, rate + half], shade)
+        plot.add_line(sizes, rates, shade)
+        plot.add_points(
             sizes,
             rates,
             shade,
             tips=[f"{name}, {point.world_size}: {point.samples_per_second:,.0f}" for point in points],
         )
-        _ring(plot, points, rates)
+        _mark_knee(plot, points, rates)
     return plot
 
 
@@ -203,22 +203,24 @@ def _efficiency(study: Study) -> Plot:
     plot, sizes = Plot(_world_sizes(study), Axis("%", low=0), height=260), [point.world_size for point in study.points]
     for index, (name, points) in enumerate(study.series.items()):
         shares, own = [100 * point.efficiency for point in points], [point.world_size for point in points]
-        plot.line(own, [100 * point.predicted_efficiency for point in points], series_colour(index), dash="6 3")
-        plot.line(own, shares, series_colour(index))
+        plot.add_line(own, [100 * point.predicted_efficiency for point in points], series_colour(index), dash="6 3")
+        plot.add_line(own, shares, series_colour(index))
         tips = [f"{name}, {point.world_size}: {point.efficiency:.1%}" for point in points]
-        plot.points(own, shares, series_colour(index), tips=tips)
-        _ring(plot, points, shares)
-    plot.line([min(sizes, default=1), max(sizes, default=1)], [100, 100], colour("muted"), dash="1.5 2.5", width=1)
+        plot.add_points(own, shares, series_colour(index), tips=tips)
+        _mark_knee(plot, points, shares)
+    plot.add_line(
+        [min(sizes, default=1), max(sizes, default=1)], [100, 100], format_colour("muted"), dash="1.5 2.5", width=1
+    )
     if (boundary := study.boundary) is not None:
-        plot.line([boundary, boundary], [0, 100], colour("muted"), width=1)
+        plot.add_line([boundary, boundary], [0, 100], format_colour("muted"), width=1)
     return plot
 
 
-def _ring(plot: Plot, points: Sequence[MeasuredPoint], heights: Sequence[float]) -> None:
+def _mark_knee(plot: Plot, points: Sequence[MeasuredPoint], heights: Sequence[float]) -> None:
     for point, height in zip(points, heights, strict=True):
         if point.is_knee:
             tip = f"{point.series}: the knee is at {point.world_size}"
-            plot.points([point.world_size], [height], colour("ink"), tips=[tip], kind="ring")
+            plot.add_points([point.world_size], [height], format_colour("ink"), tips=[tip], kind="ring")
 
 
 def _world_sizes(study: Study) -> Axis:
@@ -228,7 +230,7 @@ def _world_sizes(study: Study) -> Axis:
 
 def _breakdown(name: str, points: Sequence[MeasuredPoint]) -> Chart:
     """Draw the measured phases, and "rest" if some phases were not measured."""
-    title = f"Step breakdown: {plain(name)}"
+    title = f"Step breakdown: {shorten_text(name)}"
     known = [phase for phase in PHASES if any(phase in point.phases for point in points)]
     shades = {phase: f"c{PHASES.index(phase) + 1}" for phase in known}
     shades |= {"rest": "muted"} if len(known) < len(PHASES) else {}
@@ -239,6 +241,6 @@ def _breakdown(name: str, points: Sequence[MeasuredPoint]) -> Chart:
         for phase, shade in shades.items():
             above = below + 1e3 * point.phase_seconds(phase)
             tip = f"{phase} at {point.world_size}: {above - below:.3g} ms"
-            plot.area([index - 0.35, index + 0.35], [below] * 2, [above] * 2, colour(shade), tip=tip)
+            plot.add_area([index - 0.35, index + 0.35], [below] * 2, [above] * 2, format_colour(shade), tip=tip)
             below = above
     return Chart(title, plot.draw(title), "Medians.", tuple(shades.items()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from worldsize.messages import named
+from worldsize.messages import format_ranks
 from worldsize.observe.events import GOOD_NEWS, OVERFLOW, describe_event
 from worldsize.observe.report.read import Line, Record
 from worldsize.record.attempt import FAILURE, Attempt, failure_text
@@ -61,24 +61,34 @@ def timeline(record: Record) -> Timeline | None:
     """Build the timeline of a run, or return None if it has not started."""
     if not record.attempts:
         return None
-    spans = _spans(record)
+    spans = _compute_spans(record)
     start, end = spans[0][0], max(end for _, end in spans)
     seconds = max(end - start, 1e-9)
 
-    def at(time: float) -> float:
+    def compute_percent(time: float) -> float:
         return round(min(max(100 * (time - start) / seconds, 0.0), 100.0), 2)
 
     bars = []
     for attempt, (begun, ended) in zip(record.attempts, spans, strict=True):
         first = attempt["first_step_at"]
         label, is_good = f"attempt {attempt['number']}: {attempt['exit_reason']}", attempt["exit_reason"] in _GOOD
-        bars.append(Bar(label, at(begun), None if first is None else at(first), at(ended), is_good))
-    facts = sorted([*_of_attempts(record, spans), *_of_events(record.events)])
-    marks = [Mark(at(time), max(time - start, 0.0), text, is_good) for time, text, is_good in facts[:_MARKS]]
+        bars.append(
+            Bar(
+                label,
+                compute_percent(begun),
+                None if first is None else compute_percent(first),
+                compute_percent(ended),
+                is_good,
+            )
+        )
+    facts = sorted([*_list_attempt_facts(record, spans), *_list_event_facts(record.events)])
+    marks = [
+        Mark(compute_percent(time), max(time - start, 0.0), text, is_good) for time, text, is_good in facts[:_MARKS]
+    ]
     return Timeline(seconds, tuple(bars), tuple(marks), max(0, len(facts) - _MARKS))
 
 
-def _spans(record: Record) -> list[tuple[float, float]]:
+def _compute_spans(record: Record) -> list[tuple[float, float]]:
     """Return start and end of each attempt in Unix time; the end may be inferred."""
     starts = [float(attempt["start_at"]) for attempt in record.attempts]
     following = [*starts[1:], max(starts[-1], _last_activity(record))]
@@ -95,16 +105,16 @@ def _last_activity(record: Record) -> float:
 Fact = tuple[float, str, bool]
 
 
-def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[Fact]:
+def _list_attempt_facts(record: Record, spans: list[tuple[float, float]]) -> Iterator[Fact]:
     for attempt, (begun, ended) in zip(record.attempts, spans, strict=True):
         name, count = f"attempt {attempt['number']}", attempt["world_size"]
         words = [f"{name} begins: world size {count}, on {', '.join(dict.fromkeys(attempt['hosts']))}"]
-        words += [f"{key} {now} instead of {then}" for key, then, now in record.changes(attempt["number"])]
+        words += [f"{key} {now} instead of {then}" for key, then, now in record.list_changes(attempt["number"])]
         yield begun, "; ".join(words), True
         if attempt["first_step_at"] is not None:
             yield attempt["first_step_at"], f"{name}: first step", True
         if attempt["end_at"] is not None:
-            yield ended, f"{name} ends: {_ending(attempt)}", attempt["exit_reason"] in _GOOD
+            yield ended, f"{name} ends: {_describe_ending(attempt)}", attempt["exit_reason"] in _GOOD
     for earlier, later in pairwise(record.attempts):
         if earlier["steps"] and later["steps"] and later["first_step_at"] is not None and earlier["end_at"]:
             repeated = earlier["steps"][1] - later["steps"][0]
@@ -113,7 +123,7 @@ def _of_attempts(record: Record, spans: list[tuple[float, float]]) -> Iterator[F
             yield later["first_step_at"], f"recovered in {recovery:.1f} s{again}", True
 
 
-def _ending(attempt: Attempt) -> str:
+def _describe_ending(attempt: Attempt) -> str:
     step = f" after step {attempt['steps'][1]}" if attempt["steps"] else ""
     code = "" if attempt["exit_code"] in (0, None) else f" (exit code {attempt['exit_code']})"
     why = f": {failure_text(attempt['failure'])}" if "failure" in attempt else ""
@@ -121,7 +131,7 @@ def _ending(attempt: Attempt) -> str:
     return f"{attempt['exit_reason']}{step}{code}{lost}{why}"
 
 
-def _of_events(events: Iterable[Line]) -> Iterator[Fact]:
+def _list_event_facts(events: Iterable[Line]) -> Iterator[Fact]:
     """Yield events, but only the first of many overflows, which the summary counts."""
     has_overflowed = False
     for event in events:
@@ -158,20 +168,21 @@ class Hang:
     left_out: int
 
 
-def hangs(record: Record) -> list[Hang]:
+def list_hangs(record: Record) -> list[Hang]:
     """Return the hangs of a run, the last one first."""
     by_attempt: defaultdict[int, list[HungProcess]] = defaultdict(list)
     for process in hung_processes(record.folder / "logs"):
         by_attempt[process.attempt].append(process)
-    return [_hang(attempt, by_attempt[attempt]) for attempt in sorted(by_attempt, reverse=True)]
+    return [_create_hang(attempt, by_attempt[attempt]) for attempt in sorted(by_attempt, reverse=True)]
 
 
-def _hang(attempt: int, processes: list[HungProcess]) -> Hang:
+def _create_hang(attempt: int, processes: list[HungProcess]) -> Hang:
     alike: defaultdict[tuple[str, str, bool, tuple[str, ...]], set[int]] = defaultdict(set)
     for each in processes:  # a rank has two if it was restarted within the attempt
         alike[each.role, each.doing, each.waits, each.stack].add(each.rank)
     rows = [
-        Row(f"{role} {named([*ranks])}", doing, waits, stack) for (role, doing, waits, stack), ranks in alike.items()
+        Row(f"{role} {format_ranks([*ranks])}", doing, waits, stack)
+        for (role, doing, waits, stack), ranks in alike.items()
     ]
     ordered = sorted(rows, key=lambda row: row.waits)
     return Hang(attempt, tuple(ordered[:_SHOWN]), max(0, len(ordered) - _SHOWN))

@@ -52,7 +52,7 @@ class Findings:
     rings: Mapping[str, Facts] = field(default_factory=dict)  # ring measurements by tier
     names: Sequence[str] = ()  # host names by node, if the launcher knows them
 
-    def name(self, node: int) -> str:
+    def get_host_name(self, node: int) -> str:
         """Return the node's host name from its facts, else from the launcher, else, e.g., "node 3"."""
         if node in self.hosts:
             return str(self.hosts[node]["host"])
@@ -81,19 +81,21 @@ INSIDE = ("device", "node")  # tiers where each rank has its own links
 ONE_HOST = "one-host "  # prefix of a tier whose uplinks were measured by one host while the rest of its rack was idle
 
 
-def units(cluster: Cluster) -> dict[str, int]:
+def count_unit_ranks(cluster: Cluster) -> dict[str, int]:
     """Return ranks per unit of each tier (node, declared tiers, network), innermost first."""
     nodes = {"node": 1, **cluster.tiers, "network": cluster.nodes}
     return {tier: count * cluster.processes_per_node for tier, count in nodes.items()}
 
 
-def sharing(cluster: Cluster) -> dict[str, int]:
+def count_sharing_ranks(cluster: Cluster) -> dict[str, int]:
     """Return the number of ranks that share a link, by tier: one, or those of a node or rack."""
-    sizes = units(cluster)
+    sizes = count_unit_ranks(cluster)
     return dict(zip(sizes, (1, *sizes.values()), strict=False))
 
 
-def measured(edges: Sequence[Facts], per_node: int, shared: Mapping[str, int] | None = None) -> dict[str, Measured]:
+def aggregate_links(
+    edges: Sequence[Facts], per_node: int, shared: Mapping[str, int] | None = None
+) -> dict[str, Measured]:
     """Aggregate rank-to-rank measurements to node-to-node links, by tier.
 
     Between nodes, ranks share a link, so their bandwidths add up. Within a node the slowest rank counts, since it
@@ -105,10 +107,12 @@ def measured(edges: Sequence[Facts], per_node: int, shared: Mapping[str, int] | 
         ranks = max(per_node, (shared or {}).get(edge["tier"], 0))
         source, target = (edge[end] // ranks * ranks // per_node for end in ("source", "target"))
         edges_by_tier[edge["tier"]][source, target].append(edge)
-    return {tier: {ends: _link(tier, each) for ends, each in links.items()} for tier, links in edges_by_tier.items()}
+    return {
+        tier: {ends: _merge_edges(tier, each) for ends, each in links.items()} for tier, links in edges_by_tier.items()
+    }
 
 
-def _link(tier: str, edges: Sequence[Facts]) -> Link:
+def _merge_edges(tier: str, edges: Sequence[Facts]) -> Link:
     latency = statistics.median(edge["latency"] for edge in edges)
     rates = [edge["size"] / max(edge["seconds"], 1e-9) for edge in edges]
     return Link(min(rates) if tier in INSIDE else sum(rates), latency)

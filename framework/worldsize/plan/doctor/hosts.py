@@ -27,7 +27,7 @@ _REMEDIES = {
 }
 
 
-def matches(findings: Findings) -> Iterator[Check]:
+def compare_hosts(findings: Findings) -> Iterator[Check]:
     """Compare each host's facts with those of the first host."""
     if (first := findings.first) is None:
         return
@@ -51,7 +51,7 @@ def _versions(facts: Facts, first: Facts, name: str) -> str:
     return f": {', '.join(shown)}" + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
 
 
-def data(findings: Findings) -> Iterator[Check]:
+def check_data_files(findings: Findings) -> Iterator[Check]:
     """Check the files read by the recipe."""
     for facts in findings.hosts.values():
         problems = facts["data"]
@@ -63,7 +63,7 @@ def data(findings: Findings) -> Iterator[Check]:
         yield Check("data files", facts["host"], False, "; ".join(problems[:3]) + more, remedy)
 
 
-def folder(findings: Findings) -> Iterator[Check]:
+def check_run_folder(findings: Findings) -> Iterator[Check]:
     """Check that all hosts share the run folder and can write to it."""
     unseen = findings.meeting.get("unseen", {})
     for node, facts in findings.hosts.items():
@@ -77,7 +77,7 @@ def folder(findings: Findings) -> Iterator[Check]:
             yield Check("run folder", facts["host"], True, "written, and shared" if findings.nodes > 1 else "written")
 
 
-def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
+def check_disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
     """Check the disk for ``needed_bytes``: one checkpoint is kept while another is written."""
     for facts in findings.hosts.values():
         free, path = facts["folder"]["free"], facts["folder"]["path"]
@@ -88,7 +88,7 @@ def disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
         yield Check("disk", facts["host"], False, detail, "Remove old runs, or set run.root to a larger file system.")
 
 
-def clock(findings: Findings) -> Iterator[Check]:
+def check_clocks(findings: Findings) -> Iterator[Check]:
     """Compare each host's clock with the first one's, by its answer or its file's time."""
     asked = {int(node): ahead for node, ahead in findings.meeting.get("clocks", {}).items()}
     reference = findings.hosts.get(0, {}).get("ahead")
@@ -99,14 +99,18 @@ def clock(findings: Findings) -> Iterator[Check]:
         if node == 0 or ahead is None:
             continue
         ok = abs(ahead) <= SKEW
-        detail = f"within {SKEW:g} s of {findings.name(0)}" if ok else f"{ahead:+.1f} s against {findings.name(0)}"
+        detail = (
+            f"within {SKEW:g} s of {findings.get_host_name(0)}"
+            if ok
+            else f"{ahead:+.1f} s against {findings.get_host_name(0)}"
+        )
         remedy = (
             "" if ok else "Have it set by NTP there (chronyc tracking, timedatectl): logs and causes are ordered by it."
         )
         yield Check("clock", facts["host"], ok, detail, remedy)
 
 
-def cpus(findings: Findings, cluster: Cluster) -> Iterator[Check]:
+def check_cpus(findings: Findings, cluster: Cluster) -> Iterator[Check]:
     """Warn if a host's processes may use fewer CPUs than they need, which makes them slower."""
     for facts in findings.hosts.values():
         usable = facts["cpus"]
@@ -115,7 +119,7 @@ def cpus(findings: Findings, cluster: Cluster) -> Iterator[Check]:
         yield Check("CPUs", facts["host"], True, detail, FEW_CPUS if lack else "")
 
 
-def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
+def check_devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
     """Check that each host has a device per process, and that ranks do not share devices."""
     for facts in findings.hosts.values():
         count = facts["devices"]
@@ -133,20 +137,22 @@ def devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
             yield Check("one rank a device", hosts, False, detail, remedy)
 
 
-def answers(findings: Findings) -> Iterator[Check]:
+def check_answers(findings: Findings) -> Iterator[Check]:
     """Check that all hosts have reported, in the run folder or to the first host."""
     for node in range(findings.nodes):
         if node in findings.hosts:
-            yield Check("answers", findings.name(node), True, "yes")
+            yield Check("answers", findings.get_host_name(node), True, "yes")
             continue
         remedy = (
             "Read what its agent says, above or in the logs of the run's folder. It must see that folder: set run.root "
             "to one that all hosts share and may write."
         )
-        yield Check("answers", findings.name(node), False, f"node {node} has left nothing in the run's folder", remedy)
+        yield Check(
+            "answers", findings.get_host_name(node), False, f"node {node} has left nothing in the run's folder", remedy
+        )
 
 
-def meeting(findings: Findings) -> Iterator[Check]:
+def check_rendezvous(findings: Findings) -> Iterator[Check]:
     """Check that the first host's name resolves, and that its port answers."""
     came = {facts["node"] for facts in findings.meeting.get("hosts", ())}
     for node, facts in findings.hosts.items():
@@ -163,43 +169,45 @@ def meeting(findings: Findings) -> Iterator[Check]:
             remedy = f"Free port {port} there, or name another one with cluster.port."
             yield Check("rendezvous", facts["host"], False, why, remedy)
         elif "unreached" in facts or (findings.meeting and node not in came):
-            detail = f"port {port} of {name} does not answer {facts['host']}{_because(facts)}"
+            detail = f"port {port} of {name} does not answer {facts['host']}{_format_reason(facts)}"
             remedy = f"Open TCP port {port} of {name} to {facts['host']} (firewall, security group), or name another "
             yield Check("rendezvous", facts["host"], False, detail, f"{remedy}one with cluster.port.")
         elif node in came:
             yield Check("rendezvous", facts["host"], True, f"port {port} of {name}")
 
 
-def _because(facts: Facts) -> str:
+def _format_reason(facts: Facts) -> str:
     return f": {facts['unreached']}" if "unreached" in facts else ""
 
 
 def interfaces(findings: Findings) -> Iterator[Check]:
     """Check that the collectives' interface exists, and that other hosts can reach its address."""
-    unreached = _unreached(findings)
+    unreached = _parse_unreached(findings)
     for node, facts in findings.hosts.items():
         interface = facts["interface"]
         if interface is None:
             continue
         if interface["error"]:
-            yield Check("interface", facts["host"], False, interface["error"], _other(facts))
+            yield Check("interface", facts["host"], False, interface["error"], _suggest_interface(facts))
             continue
         name = f"{interface['name']} {interface['address']}"
         deaf = [source for source, targets in unreached.items() if node in targets]
         if deaf:
-            detail = f"{name} is not reached by {', '.join(map(findings.name, deaf))}: {unreached[deaf[0]][node]}"
-            yield Check("interface", facts["host"], False, detail, _other(facts))
+            detail = (
+                f"{name} is not reached by {', '.join(map(findings.get_host_name, deaf))}: {unreached[deaf[0]][node]}"
+            )
+            yield Check("interface", facts["host"], False, detail, _suggest_interface(facts))
         else:
             reached_text = ", reached by the others" if node in unreached and len(unreached) > 1 else ""
             yield Check("interface", facts["host"], True, f"{interface['name']}{reached_text}")
 
 
-def _unreached(findings: Findings) -> dict[int, dict[int, str]]:
+def _parse_unreached(findings: Findings) -> dict[int, dict[int, str]]:
     tried: Mapping[str, Mapping[str, str]] = findings.meeting.get("unreached", {})
     return {int(source): {int(target): why for target, why in lost.items()} for source, lost in tried.items()}
 
 
-def _other(facts: Facts) -> str:
+def _suggest_interface(facts: Facts) -> str:
     """Suggest a suitable interface."""
     leads, own = facts["interface"]["leads"], facts["interface"]["name"]
     if leads and leads != own:
@@ -209,7 +217,7 @@ def _other(facts: Facts) -> str:
     return "Open all TCP ports between the hosts (ranks listen on any), or name another with cluster.interface."
 
 
-def others(facts: Facts, used: str | None) -> str:
+def list_interfaces(facts: Facts, used: str | None) -> str:
     """List a host's interfaces other than the one in use."""
     named = [f"{name} {each['address']}" for name, each in facts["interfaces"].items() if name not in (used, "lo")]
     return ", ".join(named)
@@ -219,7 +227,7 @@ def collective(findings: Findings) -> Iterator[Check]:
     """Check that the ranks have connected and all-reduced a few bytes."""
     if not findings.meeting or not findings.hosts:
         return
-    everyone = ", ".join(findings.name(node) for node in findings.hosts)
+    everyone = ", ".join(findings.get_host_name(node) for node in findings.hosts)
     if skipped := findings.meeting.get("skipped"):
         yield Check("all-reduce", everyone, False, f"not tried: {skipped}", "Mend what is red above, then look again.")
         return
@@ -230,15 +238,15 @@ def collective(findings: Findings) -> Iterator[Check]:
         return
     hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in late)) or everyone
     if failure and len(late) in (0, len(findings.ranks)):
-        hosts = _host_of(failure, findings) or hosts
+        hosts = _find_failed_host(failure, findings) or hosts
     who = f"ranks {', '.join(str(rank['rank']) for rank in late)} did not finish it; " if late else ""
     cause = f"{failure['role']} {failure['rank']}: {last_error(failure['cause'])}" if failure else "no cause"
     remedy = "Read the logs of these ranks in the run's folder; with NCCL, its own log lies beside them."
     yield Check("all-reduce", hosts, False, f"{who}{cause}", remedy)
 
 
-def _host_of(failure: Facts, findings: Findings) -> str | None:
+def _find_failed_host(failure: Facts, findings: Findings) -> str | None:
     """Return the host name of the first failure, by node or rank."""
     if failure["role"] == "node":
-        return findings.name(failure["rank"])
+        return findings.get_host_name(failure["rank"])
     return next((str(rank["host"]) for rank in findings.ranks if rank["rank"] == failure["rank"]), None)

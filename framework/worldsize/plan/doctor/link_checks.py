@@ -9,9 +9,17 @@ from typing import final
 
 from worldsize.core import Cluster, Link
 from worldsize.observe.transport import transport_warning
-from worldsize.plan.doctor.findings import INSIDE, ONE_HOST, Facts, Findings, Measured, measured, sharing
-from worldsize.plan.doctor.hosts import others
-from worldsize.plan.doctor.report import Check, Pair, rate
+from worldsize.plan.doctor.findings import (
+    INSIDE,
+    ONE_HOST,
+    Facts,
+    Findings,
+    Measured,
+    aggregate_links,
+    count_sharing_ranks,
+)
+from worldsize.plan.doctor.hosts import list_interfaces
+from worldsize.plan.doctor.report import Check, Pair, format_rate
 
 _LEAST = 0.5  # minimum fraction of the declared bandwidth
 
@@ -24,7 +32,7 @@ class SlowLinks:
     links: Sequence[tuple[int, int]]  # slow links of other nodes
 
 
-def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:
+def summarize_tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[str, Link]:
     """Return each tier's link: median latency, and bandwidth measured by its rings.
 
     Without rings, as on one device, it is the bandwidth of the slowest link. If one host has measured an uplink alone,
@@ -40,7 +48,7 @@ def tiers(by_tier: Mapping[str, Measured], rings: Mapping[str, Facts]) -> dict[s
     return figures
 
 
-def slow(links: Measured, least: float) -> SlowLinks:
+def find_slow_links(links: Measured, least: float) -> SlowLinks:
     """Find nodes or links with less than ``least`` bytes per second."""
     lost = [ends for ends, link in links.items() if link.bandwidth < least]
     healthy = {node for ends, link in links.items() if link.bandwidth >= least for node in ends}
@@ -48,15 +56,15 @@ def slow(links: Measured, least: float) -> SlowLinks:
     return SlowLinks(sorted(blamed), [ends for ends in lost if blamed.isdisjoint(ends)])
 
 
-def checks(findings: Findings, cluster: Cluster) -> Iterator[Check]:
+def check_links(findings: Findings, cluster: Cluster) -> Iterator[Check]:
     """Report hosts and interfaces with less than half of the tier's declared bandwidth.
 
     Links within a node are not judged for CPU devices, since they depend on other computations.
     """
-    by_tier = measured(findings.edges, cluster.processes_per_node, sharing(cluster))
+    by_tier = aggregate_links(findings.edges, cluster.processes_per_node, count_sharing_ranks(cluster))
     for tier, links in by_tier.items():
         judged = tier not in INSIDE or cluster.device != "cpu"
-        yield from _Tier(tier, findings, cluster).checks(links, cluster.links.get(tier) if judged else None)
+        yield from _Tier(tier, findings, cluster).check_tier(links, cluster.links.get(tier) if judged else None)
     yield from _transports(findings, cluster)
 
 
@@ -69,22 +77,22 @@ class _Tier:
     findings: Findings
     cluster: Cluster
 
-    def checks(self, links: Measured, declared: Link | None) -> Iterator[Check]:
-        lost = slow(links, _LEAST * declared.bandwidth if declared else 0.0)
-        by_node = _by_node(links)
-        promised = f"{self._key} declares {rate(declared.bandwidth)}" if declared else "not judged"
+    def check_tier(self, links: Measured, declared: Link | None) -> Iterator[Check]:
+        lost = find_slow_links(links, _LEAST * declared.bandwidth if declared else 0.0)
+        by_node = _group_by_node(links)
+        promised = f"{self._key} declares {format_rate(declared.bandwidth)}" if declared else "not judged"
         if self.name not in INSIDE and len(lost.nodes) == len(by_node):
-            yield self._red(lost.nodes, links, f"between all {self._members}, {promised}")
+            yield self._report_slow_link(lost.nodes, links, f"between all {self._members}, {promised}")
             return
         for node in lost.nodes:
-            yield self._red([node], by_node[node], promised)
+            yield self._report_slow_link([node], by_node[node], promised)
         for ends in lost.links:
-            yield self._red(ends, {ends: links[ends]}, f"from the one to the other, {promised}")
+            yield self._report_slow_link(ends, {ends: links[ends]}, f"from the one to the other, {promised}")
         blamed = {*lost.nodes}
         named = blamed.union(*lost.links)
         for node in (each for each in by_node if each not in named):
             if own := [link for ends, link in by_node[node].items() if blamed.isdisjoint(ends)]:
-                yield Check(f"{self.name} link", self._hosts(node), True, _described(own, promised))
+                yield Check(f"{self.name} link", self._format_hosts(node), True, _format_links(own, promised))
 
     @property
     def _key(self) -> str:
@@ -94,41 +102,43 @@ class _Tier:
     @property
     def _nodes(self) -> int:
         """Number of nodes that share a link in this tier."""
-        return max(1, sharing(self.cluster).get(self.name, 1) // self.cluster.processes_per_node)
+        return max(1, count_sharing_ranks(self.cluster).get(self.name, 1) // self.cluster.processes_per_node)
 
     @property
     def _members(self) -> str:
         return "hosts" if self._nodes == 1 else f"groups of {self._nodes} hosts"
 
-    def _hosts(self, node: int) -> str:
+    def _format_hosts(self, node: int) -> str:
         """Describe the hosts that share a link; ``node`` is the first of them."""
-        names = [self.findings.name(each) for each in range(node, node + self._nodes)]
+        names = [self.findings.get_host_name(each) for each in range(node, node + self._nodes)]
         return ", ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)} hosts)"
 
-    def _red(self, nodes: Sequence[int], links: Measured, promised: str) -> Check:
+    def _report_slow_link(self, nodes: Sequence[int], links: Measured, promised: str) -> Check:
         bandwidth = min(link.bandwidth for link in links.values())
-        hosts = ", ".join(map(self._hosts, nodes))
+        hosts = ", ".join(map(self._format_hosts, nodes))
         accept = f"if that is what it is, declare it: {self._key}.bandwidth={bandwidth:.2g}."
-        detail = f"{rate(bandwidth)}{self._over(nodes)}, {promised}"
-        return Check(f"{self.name} link", hosts, False, detail, f"{self._remedy(nodes)} {accept}")
+        detail = f"{format_rate(bandwidth)}{self._format_interfaces(nodes)}, {promised}"
+        return Check(f"{self.name} link", hosts, False, detail, f"{self._suggest_remedy(nodes)} {accept}")
 
-    def _remedy(self, nodes: Sequence[int]) -> str:
+    def _suggest_remedy(self, nodes: Sequence[int]) -> str:
         if self.name in INSIDE:
             return "Look at what else runs there, at power limits and topology;"
         if self._nodes > 1:
             return "Look at the uplink of the switch that joins these hosts, and at what else it carries;"
         hosts = self.findings.hosts
-        choices = {others(hosts[node], _interface(self.findings, node)) for node in nodes if node in hosts} - {""}
+        choices = {list_interfaces(hosts[node], _interface(self.findings, node)) for node in nodes if node in hosts} - {
+            ""
+        }
         another = f" try another interface ({'; '.join(sorted(choices))}) with cluster.interface;" if choices else ""
         return f"Look at its cable, its switch port and what else it carries (ethtool);{another}"
 
-    def _over(self, nodes: Sequence[int]) -> str:
+    def _format_interfaces(self, nodes: Sequence[int]) -> str:
         """Describe the interfaces that were used."""
         used = [name for node in nodes if (name := _interface(self.findings, node))]
         return f" over {', '.join(dict.fromkeys(used))}" if self.name not in INSIDE and used else ""
 
 
-def _by_node(links: Measured) -> dict[int, dict[tuple[int, int], Link]]:
+def _group_by_node(links: Measured) -> dict[int, dict[tuple[int, int], Link]]:
     """Return the links of each node, sorted by node."""
     nodes = sorted({node for ends in links for node in ends})
     own: dict[int, dict[tuple[int, int], Link]] = {node: {} for node in nodes}
@@ -138,9 +148,9 @@ def _by_node(links: Measured) -> dict[int, dict[tuple[int, int], Link]]:
     return own
 
 
-def _described(links: Sequence[Link], promised: str) -> str:
+def _format_links(links: Sequence[Link], promised: str) -> str:
     bandwidth, latency = min(link.bandwidth for link in links), statistics.median(link.latency for link in links)
-    return f"{rate(bandwidth)}, {latency * 1e6:.0f} µs ({promised})"
+    return f"{format_rate(bandwidth)}, {latency * 1e6:.0f} µs ({promised})"
 
 
 def _interface(findings: Findings, node: int) -> str | None:
@@ -160,14 +170,14 @@ def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
         warning = next((text for each in transports if (text := transport_warning(each, cluster))), None)
         remedy = "Set cluster.interface or cluster.hca, and let the container see the fabric." if warning else ""
         detail = warning or f"{transports[0]['backend']}: {', '.join(ways)}" + (f" on {name}" if name else "")
-        yield Check("transport", findings.name(node), warning is None, detail, remedy)
+        yield Check("transport", findings.get_host_name(node), warning is None, detail, remedy)
 
 
-def pairs(by_tier: Mapping[str, Measured], findings: Findings) -> list[Pair]:
+def list_pairs(by_tier: Mapping[str, Measured], findings: Findings) -> list[Pair]:
     """Return each link between nodes with its hosts; for an uplink, those that measured it."""
     between = [links for tier, links in by_tier.items() if tier not in INSIDE and ONE_HOST + tier not in by_tier]
     return [
-        Pair(findings.name(source), findings.name(target), link)
+        Pair(findings.get_host_name(source), findings.get_host_name(target), link)
         for links in between
         for (source, target), link in links.items()
     ]

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from worldsize.core import Link
 from worldsize.messages import printable
-from worldsize.record.manifest import check as check_schema
-from worldsize.strict_json import parse, strict
+from worldsize.record.manifest import check_against_schema as check_schema
+from worldsize.strict_json import parse_strict_json, sanitize_json
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Report:
         """Whether all checks passed."""
         return all(check.ok for check in self.checks)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the report as JSON, schema 1, in bytes per second and seconds."""
         return {
             "schema": 1,
@@ -87,7 +87,7 @@ class Report:
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> Report:
-        """Create a report from the result of :meth:`as_json`.
+        """Create a report from the result of :meth:`to_json`.
 
         Raises:
             ValueError: the format is different.
@@ -103,11 +103,11 @@ class Report:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a report of worldsize doctor: {error!r}") from error
 
-    def as_line(self) -> str:
+    def format_log_line(self) -> str:
         """Return the report as a log line, for :func:`report_in`."""
-        return _MARK + json.dumps(strict(self.as_json()))
+        return _MARK + json.dumps(sanitize_json(self.to_json()))
 
-    def table(self) -> Table:
+    def build_table(self) -> Table:
         """Build a table with one row per check that all hosts pass, and one per failing host."""
         table = Table("", "check", "host", "found", title="worldsize doctor", title_justify="left")
         table.columns[3].overflow = "fold"
@@ -116,11 +116,13 @@ class Report:
             good = [check for check in checks if check.ok and not check.remedy]
             for detail in dict.fromkeys(check.detail for check in good):
                 hosts = [check.host for check in good if check.detail == detail]
-                table.add_row("[green]✓[/]", _shown(name), _shown(_listed(hosts)), _shown(detail))
+                table.add_row(
+                    "[green]✓[/]", _escape_text(name), _escape_text(_format_hosts(hosts)), _escape_text(detail)
+                )
             for other in (check for check in checks if check not in good):
-                text = _shown(other.detail) + (f"\n→ {_shown(other.remedy)}" if other.remedy else "")
+                text = _escape_text(other.detail) + (f"\n→ {_escape_text(other.remedy)}" if other.remedy else "")
                 style = "yellow" if other.ok else "red"
-                table.add_row(other.mark, f"[{style}]{_shown(name)}[/]", _shown(other.host), text)
+                table.add_row(other.mark, f"[{style}]{_escape_text(name)}[/]", _escape_text(other.host), text)
         return table
 
 
@@ -130,22 +132,22 @@ def report_in(log: str) -> Report | None:
         _, mark, text = line.partition(_MARK)
         if mark:
             try:
-                return Report.from_json(parse(text))
+                return Report.from_json(parse_strict_json(text))
             except ValueError:  # truncated, or from a different version
                 continue
     return None
 
 
-def _shown(text: str) -> str:
+def _escape_text(text: str) -> str:
     """Escape untrusted text from a host for rich and the terminal."""
     return escape(printable(text))
 
 
-def _listed(hosts: Sequence[str]) -> str:
+def _format_hosts(hosts: Sequence[str]) -> str:
     return ", ".join(hosts) if len(hosts) <= 4 else f"{hosts[0]}, {hosts[1]} .. {hosts[-1]} ({len(hosts)})"
 
 
-def rate(bandwidth: float) -> str:
+def format_rate(bandwidth: float) -> str:
     """Format bytes per second in readable units."""
     for unit, factor in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
         if bandwidth >= factor:

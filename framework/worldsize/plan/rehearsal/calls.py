@@ -21,9 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from worldsize.messages import spans
+from worldsize.messages import abbreviate_ranks
 from worldsize.plan.rehearsal.exchange import MessageRecorder, SentMessages
-from worldsize.plan.rehearsal.operators import MESSAGES, Group, Operator, identified, next_of, operator_of
+from worldsize.plan.rehearsal.operators import (
+    MESSAGES,
+    Group,
+    Operator,
+    identify_group,
+    identify_next_group,
+    parse_operator,
+)
 
 Phase = Literal["building", "step", "logging", "evaluation"]
 
@@ -117,27 +124,27 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # dispatched again later, as the rank's own computation
         kwargs = kwargs or {}
         if func.namespace == "_c10d_functional" and func._opname == "wait_tensor":
-            self._waits_for(self._pending.making(args[0]))
-        operator = operator_of(func, args, kwargs)
-        return func(*args, **kwargs) if operator is None else self._called(operator, kwargs)
+            self._waits_for(self._pending.pop_number(args[0]))
+        operator = parse_operator(func, args, kwargs)
+        return func(*args, **kwargs) if operator is None else self._record_call(operator, kwargs)
 
-    def _called(self, operator: Operator, kwargs: Mapping[str, Any]) -> Any:
-        where, is_object = site()
-        call = self._call(operator, where, is_object=is_object)
-        exchange = self.message_recorder.begun(call.described, call.group, operator, where, is_object=is_object)
+    def _record_call(self, operator: Operator, kwargs: Mapping[str, Any]) -> Any:
+        where, is_object = find_call_site()
+        call = self._build_call(operator, where, is_object=is_object)
+        exchange = self.message_recorder.begin_call(call.described, call.group, operator, where, is_object=is_object)
         self.calls.append(call)
-        result = _performed(operator, kwargs)
-        exchange.end(operator.outputs(result))
+        result = _perform_call(operator, kwargs)
+        exchange.write_answers(operator.get_outputs(result))
         self._pending.add(len(self.calls) - 1, result, exchange.source)
         return result
 
-    def _call(self, operator: Operator, where: str, *, is_object: bool) -> Call:
-        group = self._known(operator.group)
+    def _build_call(self, operator: Operator, where: str, *, is_object: bool) -> Call:
+        group = self._identify_group(operator.group)
         peer = None
-        words = ["objects"] if is_object else [_described(tensor) for tensor in operator.shown()]
-        parts = operator.parts()
+        words = ["objects"] if is_object else [_describe_tensor(tensor) for tensor in operator.get_compared_tensors()]
+        parts = operator.count_elements()
         if parts is not None:  # their sizes may differ between members
-            words = [str(operator.inputs()[0].dtype).removeprefix("torch.")] if operator.inputs() else []
+            words = [str(operator.get_inputs()[0].dtype).removeprefix("torch.")] if operator.get_inputs() else []
         if operator.name in ("all_reduce", "reduce", "reduce_scatter"):
             words.append(operator.reduction)
         if operator.root is not None:
@@ -145,7 +152,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 peer = group.ranks[operator.root]
             else:
                 words.append(f"root {group.ranks[operator.root]}")
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in operator.inputs())
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in operator.get_inputs())
         return Call(
             operator.name,
             group,
@@ -159,9 +166,9 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parts,
         )
 
-    def _known(self, group: ProcessGroup) -> Group:
+    def _identify_group(self, group: ProcessGroup) -> Group:
         if group not in self._groups:
-            self._groups[group] = identified(group)
+            self._groups[group] = identify_group(group)
         return self._groups[group]
 
     def _makes_group(self, members: Sequence[int] | None, *, is_local: bool) -> None:
@@ -170,10 +177,10 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = sorted(everyone if members is None else members)
         if is_local and dist.get_rank() not in ranks:
             return
-        who = next_of(ranks) if is_local else Group(tuple(everyone), 0)
-        form = "" if is_local else f"ranks {spans(ranks)}"
-        self.message_recorder.passed(who)
-        self.calls.append(Call("new_group", who, form, None, 0, site()[0], self.step, self.phase))
+        who = identify_next_group(ranks) if is_local else Group(tuple(everyone), 0)
+        form = "" if is_local else f"ranks {abbreviate_ranks(ranks)}"
+        self.message_recorder.count_call(who)
+        self.calls.append(Call("new_group", who, form, None, 0, find_call_site()[0], self.step, self.phase))
         self._waits_for(len(self.calls) - 1)
 
     def _waits_for(self, number: int | None) -> None:
@@ -182,13 +189,13 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.waits.setdefault(number, len(self.calls))
 
 
-def _performed(operator: Operator, kwargs: Mapping[str, Any]) -> Any:
+def _perform_call(operator: Operator, kwargs: Mapping[str, Any]) -> Any:
     if operator.name == "monitored_barrier" and dist.get_backend(operator.group) == "fake":
         return None  # not supported by the fake backend
     return operator.func(*operator.args, **kwargs)
 
 
-def _described(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -214,17 +221,17 @@ class PendingCalls:
             elif isinstance(leaf, Tensor):
                 self._made[leaf.untyped_storage()._cdata] = number
 
-    def number(self, work: Work) -> int | None:
+    def get_number(self, work: Work) -> int | None:
         """Return the number of the call that returned ``work``, or None if it was not recorded."""
         if work is self._last:
             self._last = None
         return self._numbers.get(work)
 
-    def making(self, tensor: Tensor) -> int | None:
+    def pop_number(self, tensor: Tensor) -> int | None:
         """Return the number of the pending call that fills ``tensor``, of any shape, or None."""
         return self._made.pop(tensor.untyped_storage()._cdata, None)
 
-    def source(self, work: Work) -> int:
+    def get_source(self, work: Work) -> int:
         """Return the group index of a received message's sender, 0 if unknown."""
         return self._sources.get(work, 0)
 
@@ -233,34 +240,34 @@ class PendingCalls:
 def waits_watched(pending: PendingCalls, report: Callable[[int | None], None]) -> Iterator[None]:
     """Call ``report`` for each call waited for, and set the sender of received messages."""
     with ExitStack() as stack:
-        for kind in _kinds_of(Work):
+        for kind in _walk_subclasses(Work):
             if "wait" in vars(kind):
-                stack.enter_context(patch.object(kind, "wait", _waiting(kind.wait, pending, report)))
+                stack.enter_context(patch.object(kind, "wait", _wrap_wait(kind.wait, pending, report)))
         original = Work._source_rank
 
-        def source(work: Work) -> int:
+        def get_source_rank(work: Work) -> int:
             try:
                 return int(original(work))
             except RuntimeError:  # raised by the fake group
-                return pending.source(work)
+                return pending.get_source(work)
 
-        stack.enter_context(patch.object(Work, "_source_rank", source))
+        stack.enter_context(patch.object(Work, "_source_rank", get_source_rank))
         yield
 
 
-def _waiting(original: Any, pending: PendingCalls, report: Callable[[int | None], None]) -> Any:
-    def wait(work: Work, *args: Any, **kwargs: Any) -> Any:
-        report(pending.number(work))
+def _wrap_wait(original: Any, pending: PendingCalls, report: Callable[[int | None], None]) -> Any:
+    def report_and_wait(work: Work, *args: Any, **kwargs: Any) -> Any:
+        report(pending.get_number(work))
         return original(work, *args, **kwargs)
 
-    return wait
+    return report_and_wait
 
 
-def _kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
+def _walk_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     below: list[type[Any]] = kind.__subclasses__()
     for each in below:
-        yield from _kinds_of(each)
+        yield from _walk_subclasses(each)
 
 
 class _GroupMade(Protocol):
@@ -272,11 +279,11 @@ def groups_watched(report: _GroupMade) -> Iterator[None]:
     """Call ``report`` before each process group is created, with members and ``is_local``."""
     original = dist.distributed_c10d._new_group_with_tag
 
-    def make(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> ProcessGroup | Any:
+    def report_and_create(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> ProcessGroup | Any:
         report(ranks, is_local=bool(kwargs.get("use_local_synchronization", False) or (len(args) > 4 and args[4])))
         return original(ranks, *args, **kwargs)
 
-    with patch.object(dist.distributed_c10d, "_new_group_with_tag", make):
+    with patch.object(dist.distributed_c10d, "_new_group_with_tag", report_and_create):
         yield
 
 
@@ -285,10 +292,10 @@ _FRAMEWORK = f"{Path(__file__).parents[2]}/"
 _PASSED_ON = (f"{Path(__file__).parent}/", f"{_FRAMEWORK}collectives/group.py", "<")
 
 
-def site() -> tuple[str, bool]:
+def find_call_site() -> tuple[str, bool]:
     """Return the innermost line outside torch, and whether torch pickles objects there."""
     is_object = False
-    for frame in _frames():
+    for frame in _walk_frames():
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_TORCH):
             is_object = is_object or "object" in name
@@ -297,7 +304,7 @@ def site() -> tuple[str, bool]:
     return "torch", is_object
 
 
-def _frames() -> Iterator[FrameType]:
+def _walk_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

@@ -75,7 +75,7 @@ def readable(tensors: Sequence[Tensor]) -> bool:
     return not any(isinstance(each, FakeTensor) or each.is_meta or each.device.type != "cpu" for each in tensors)
 
 
-def message_of(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool) -> Message | None:
+def create_message(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool) -> Message | None:
     """Return the message of objects or small tensors of any shapes; None if large or fake."""
     if not readable(tensors):
         return None
@@ -94,7 +94,7 @@ class SentMessages:
 
     messages: Mapping[CallIndex, Mapping[int, Message]] = field(default_factory=dict)
 
-    def from_all(self, place: CallIndex, call: str, own_tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
+    def read_all_tensors(self, place: CallIndex, call: str, own_tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
         """Return all members' tensors, in group order, shaped like ``own_tensors``, or None.
 
         Unknown members, or those with a different call at that index, are assumed to have ``own_tensors``.
@@ -102,17 +102,17 @@ class SentMessages:
         known = self.messages.get(place)
         if known is None:
             return None
-        contents = (_read(known.get(rank), call, own_tensors) for rank in place.group.ranks)
+        contents = (_decode_message(known.get(rank), call, own_tensors) for rank in place.group.ranks)
         return [[each.clone() for each in own_tensors] if tensors is None else tensors for tensors in contents]
 
-    def from_one(
+    def read_rank_tensors(
         self, place: CallIndex, rank: int, call: str, like: Sequence[Tensor], part: int | None = None
     ) -> list[Tensor] | None:
         """Return ``rank``'s tensors in ``call``, or one ``part``, shaped like ``like``, or None."""
         message = self.messages.get(place, {}).get(rank)
         if message is not None and part is not None:
             message = message._replace(tensors=message.tensors[part : part + 1])
-        return _read(message, call, like)
+        return _decode_message(message, call, like)
 
     def has_news(self, ranks: Collection[int]) -> bool:
         """Return whether any of ``ranks`` would receive a message that differs from its own."""
@@ -133,7 +133,7 @@ class SentMessages:
         }
 
 
-def _read(message: Message | None, call: str, like: Sequence[Tensor]) -> list[Tensor] | None:
+def _decode_message(message: Message | None, call: str, like: Sequence[Tensor]) -> list[Tensor] | None:
     """Decode a message's tensors in the shapes of ``like``; objects are cut or padded."""
     if message is None or message.call != call or len(message.tensors) != len(like):
         return None
@@ -147,7 +147,7 @@ def _read(message: Message | None, call: str, like: Sequence[Tensor]) -> list[Te
     return read
 
 
-def combined(operation: str, reduction: str, received: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
+def combine_tensors(operation: str, reduction: str, received: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
     """Return a call's result: per tensor, the reduction, of its shape, or concatenation.
 
     Return None if the reduction is unknown.
@@ -158,10 +158,10 @@ def combined(operation: str, reduction: str, received: Sequence[Sequence[Tensor]
     if reduction not in _PAIRS:
         return None
     sums = [reduce(_PAIRS[reduction], column) for column in columns]
-    return [_divided(each, len(received)) for each in sums] if reduction == "avg" else sums
+    return [_divide_sum(each, len(received)) for each in sums] if reduction == "avg" else sums
 
 
-def _divided(total: Tensor, count: int) -> Tensor:
+def _divide_sum(total: Tensor, count: int) -> Tensor:
     return total / count if total.is_floating_point() else total // count
 
 
@@ -181,14 +181,14 @@ class CallResult:
     answers: Sequence[Tensor] | None
     source: int | None
 
-    def end(self, outputs: Sequence[Tensor]) -> None:
+    def write_answers(self, outputs: Sequence[Tensor]) -> None:
         """Write the answers to the ``outputs`` of the call, tensors of any shapes."""
         if not self.answers or not outputs or not readable(outputs):
             return
         each = len(outputs) // len(self.answers)
         with _disable_current_modes():  # exclude other ranks' tensors from this rank's memory
             for place, answer in enumerate(self.answers):
-                _fill(outputs[place * each : (place + 1) * each], answer)
+                _fill_outputs(outputs[place * each : (place + 1) * each], answer)
 
 
 @final
@@ -206,34 +206,34 @@ class MessageRecorder:
         self._places: Counter[tuple[Group, tuple[int, ...]]] = Counter()
         self._from_any: Counter[Group] = Counter()
 
-    def begun(self, call: str, group: Group, operator: Operator, site: str, *, is_object: bool) -> CallResult:
+    def begin_call(self, call: str, group: Group, operator: Operator, site: str, *, is_object: bool) -> CallResult:
         """Record this rank's input to ``call``, and look up its result."""
         this_rank = dist.get_rank()
-        place = self._place(group, operator, this_rank)
+        place = self._index_call(group, operator, this_rank)
         with _disable_current_modes():
-            if _sends(operator, group.ranks.index(this_rank), is_object=is_object):
-                message = message_of(_as_sent(call), site, operator.inputs(), is_object=is_object)
+            if _is_sender(operator, group.ranks.index(this_rank), is_object=is_object):
+                message = create_message(_normalize_call(call), site, operator.get_inputs(), is_object=is_object)
                 if message is not None:
                     self.messages[place] = message
-            answers = self._answers(place, _as_sent(call), operator, this_rank)
+            answers = self._find_answers(place, _normalize_call(call), operator, this_rank)
         source = group.ranks.index(place.route[0]) if operator.name == "recv" else None
         return CallResult(answers, source)
 
-    def passed(self, group: Group) -> None:
+    def count_call(self, group: Group) -> None:
         """Count a call in ``group`` without recorded tensors."""
         self._places[group, ()] += 1
 
-    def _place(self, group: Group, operator: Operator, this_rank: int) -> CallIndex:
+    def _index_call(self, group: Group, operator: Operator, this_rank: int) -> CallIndex:
         route: tuple[int, ...] = ()
         if operator.name == "send":
             route = this_rank, group.ranks[operator.root or 0], operator.tag
         elif operator.name == "recv":
-            route = self._sender(group, operator, this_rank), this_rank, operator.tag
+            route = self._find_sender(group, operator, this_rank), this_rank, operator.tag
         number = self._places[group, route]
         self._places[group, route] += 1
         return CallIndex(group, number, route)
 
-    def _sender(self, group: Group, operator: Operator, this_rank: int) -> int:
+    def _find_sender(self, group: Group, operator: Operator, this_rank: int) -> int:
         """Return the sender of a received message; for any sender, alternate between the others."""
         if operator.root is not None:
             return group.ranks[operator.root]
@@ -241,26 +241,26 @@ class MessageRecorder:
         self._from_any[group] += 1
         return others[(self._from_any[group] - 1) % len(others)]
 
-    def _answers(self, place: CallIndex, call: str, operator: Operator, this_rank: int) -> Sequence[Tensor] | None:
-        like, name = operator.shown(), operator.name
+    def _find_answers(self, place: CallIndex, call: str, operator: Operator, this_rank: int) -> Sequence[Tensor] | None:
+        like, name = operator.get_compared_tensors(), operator.name
         if not like or not readable(like):
             return None
         if name in _ALL_SEND:
-            received = self._received.from_all(place, call, like) if place in self.messages else None
-            return None if received is None else combined(name, operator.reduction, received)
+            received = self._received.read_all_tensors(place, call, like) if place in self.messages else None
+            return None if received is None else combine_tensors(name, operator.reduction, received)
         if name not in (*ROOTED, "recv"):
             return None
         source = place.route[0] if name == "recv" else place.group.ranks[operator.root or 0]
         part = place.group.ranks.index(this_rank) if name == "scatter" else None
         if source == this_rank:
-            return None if part is None else [operator.inputs()[part]]
-        answers = self._received.from_one(place, source, call, like, part)
+            return None if part is None else [operator.get_inputs()[part]]
+        answers = self._received.read_rank_tensors(place, source, call, like, part)
         if answers is None and "(objects" in call:  # objects of unknown size must not be read from uninitialized memory
             return [torch.zeros_like(each) for each in like]
         return answers
 
 
-def _sends(operator: Operator, place: int, *, is_object: bool) -> bool:
+def _is_sender(operator: Operator, place: int, *, is_object: bool) -> bool:
     """Return whether the member at index ``place`` sends tensors, other than object buffers."""
     if operator.name in (*_ALL_SEND, "send"):
         return True
@@ -268,13 +268,13 @@ def _sends(operator: Operator, place: int, *, is_object: bool) -> bool:
     return operator.name in ROOTED and (is_root or (operator.name == "broadcast" and not is_object))
 
 
-def _as_sent(call: str) -> str:
+def _normalize_call(call: str) -> str:
     """Return the description of a message that is equal at both ends."""
     name, parenthesis, form = call.partition("(")
     return f"message{parenthesis}{form}" if name in MESSAGES else call
 
 
-def _fill(outputs: Sequence[Tensor], answer: Tensor) -> None:
+def _fill_outputs(outputs: Sequence[Tensor], answer: Tensor) -> None:
     """Copy consecutive parts of ``answer`` to ``outputs``, tensors of any shapes."""
     parts = torch.split(answer.flatten(), [each.numel() for each in outputs])
     for output, part in zip(outputs, parts, strict=True):

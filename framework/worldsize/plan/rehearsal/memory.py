@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import ConfigError, StateDict, Strategy
 from worldsize.data.batches import map_tensors
 from worldsize.optimizers.groups import all_parameters
@@ -41,8 +41,8 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Track tensors of any shape created within; ``owns``: whether a fake is the rank's."""
         self._owns = owns
         with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._before_update).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_update).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._label_gradients).remove)
+            stack.callback(register_optimizer_step_post_hook(self._label_optimizer_state).remove)
             stack.enter_context(self._resizes_seen())
             stack.enter_context(self)
             yield
@@ -57,14 +57,14 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(leaf, Tensor) and self._is_own(leaf):
                     self.log.leave_out(leaf.untyped_storage())
         made = func(*args, **kwargs or {})
-        self.see(made)
+        self.track_tensors(made)
         return made
 
-    def see(self, tree: Any) -> None:
+    def track_tensors(self, tree: Any) -> None:
         """Track the tensors in ``tree``."""
         for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
             if isinstance(leaf, Tensor) and self._is_own(leaf):
-                self.log.see(leaf.untyped_storage())
+                self.log.record_storage(leaf.untyped_storage())
 
     def _is_own(self, tensor: Tensor) -> bool:
         """Return whether the rank computes with ``tensor``; torch also has fakes for shapes."""
@@ -79,33 +79,33 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Track storages resized without an operator, such as FSDP's when it gathers a unit."""
         resize = UntypedStorage.resize_
 
-        def resized(storage: UntypedStorage, size: int) -> UntypedStorage:
+        def resize_and_track(storage: UntypedStorage, size: int) -> UntypedStorage:
             result: UntypedStorage = resize(storage, size)
-            if self.log.knows(storage):
-                self.log.see(storage)
+            if self.log.has_storage(storage):
+                self.log.record_storage(storage)
             return result
 
-        with patch.object(UntypedStorage, "resize_", resized):
+        with patch.object(UntypedStorage, "resize_", resize_and_track):
             yield
 
     def label_state(self, state: StateDict) -> None:
         """Label storages of buffers, and of parameters never stepped, given a replica's state."""
-        values = [local(each) for each in state["model"].values() if isinstance(each, Tensor)]
+        values = [get_local_shard(each) for each in state["model"].values() if isinstance(each, Tensor)]
         tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-        parameters = {_address(each) for each in tensors if isinstance(each, nn.Parameter)}
-        self.log.label("parameters", [each for each in values if _address(each) in parameters])
-        self.log.label("buffers", values)
+        parameters = {_get_address(each) for each in tensors if isinstance(each, nn.Parameter)}
+        self.log.label_storages("parameters", [each for each in values if _get_address(each) in parameters])
+        self.log.label_storages("buffers", values)
 
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+    def _label_gradients(self, optimizer: Optimizer, *_: Any) -> None:
         parameters = all_parameters(optimizer)
-        self.log.label("parameters", parameters)
-        self.log.label("gradients", [each.grad for each in parameters])
+        self.log.label_storages("parameters", parameters)
+        self.log.label_storages("gradients", [each.grad for each in parameters])
 
-    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
-        self.log.label("optimizer", _held(tree_leaves(list(optimizer.state.values()))))
+    def _label_optimizer_state(self, optimizer: Optimizer, *_: Any) -> None:
+        self.log.label_storages("optimizer", _unwrap_subclasses(tree_leaves(list(optimizer.state.values()))))
 
 
-def _held(leaves: Iterable[Any]) -> Iterator[Any]:
+def _unwrap_subclasses(leaves: Iterable[Any]) -> Iterator[Any]:
     """Yield ``leaves``, with wrapper subclasses (8-bit moments) replaced by inner tensors."""
     for leaf in leaves:
         if isinstance(leaf, DTensor) or not is_traceable_wrapper_subclass(leaf):
@@ -114,9 +114,9 @@ def _held(leaves: Iterable[Any]) -> Iterator[Any]:
             yield from (getattr(leaf, name) for name in leaf.__tensor_flatten__()[0])
 
 
-def _address(tensor: Tensor) -> int | None:
+def _get_address(tensor: Tensor) -> int | None:
     """Return the address of a tensor's storage, or None without one."""
-    own = local(tensor)
+    own = get_local_shard(tensor)
     return own.untyped_storage()._cdata if own.layout is torch.strided else None
 
 
@@ -157,7 +157,7 @@ class StorageLog:
         self._built = 0  # number of changes before the first step
         self._trained: int | None = None  # number of changes before the evaluation
 
-    def see(self, storage: UntypedStorage) -> None:
+    def record_storage(self, storage: UntypedStorage) -> None:
         """Record a storage and its current size."""
         address = storage._cdata
         if address in self._foreign:
@@ -165,7 +165,7 @@ class StorageLog:
         if address not in self._numbers:
             self._made += 1
             self._numbers[address] = self._made
-            self._alive[address] = weakref.ref(storage, partial(self._freed, address))
+            self._alive[address] = weakref.ref(storage, partial(self._record_free, address))
         number, nbytes = self._numbers[address], storage.nbytes()
         if nbytes != self._sizes.get(number, 0):
             self._changes.append((number, nbytes - self._sizes.get(number, 0)))
@@ -177,20 +177,20 @@ class StorageLog:
         if address not in self._numbers and address not in self._foreign:
             self._foreign[address] = weakref.ref(storage, lambda _: self._foreign.pop(address, None))
 
-    def knows(self, storage: UntypedStorage) -> bool:
+    def has_storage(self, storage: UntypedStorage) -> bool:
         """Return whether the storage has been recorded."""
         return storage._cdata in self._numbers
 
-    def _freed(self, address: int, _: object) -> None:
+    def _record_free(self, address: int, _: object) -> None:
         del self._alive[address]
         number = self._numbers.pop(address)
         self._changes.append((number, -self._sizes.pop(number, 0)))
 
-    def label(self, part: str, tensors: Iterable[Any]) -> None:
+    def label_storages(self, part: str, tensors: Iterable[Any]) -> None:
         """Set the purpose of the storages of ``tensors``, unless it has been set."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                number = self._numbers.get(local(tensor).untyped_storage()._cdata)
+                number = self._numbers.get(get_local_shard(tensor).untyped_storage()._cdata)
                 if number is not None:
                     self._labels.setdefault(number, part)
 
@@ -204,17 +204,17 @@ class StorageLog:
 
     def building_peak(self) -> Peak:
         """Return the peak while building the replica."""
-        return self._peak(self._changes[: self._built], after=0)
+        return self._compute_peak(self._changes[: self._built], after=0)
 
-    def peak(self) -> Peak:
+    def compute_training_peak(self) -> Peak:
         """Return the peak during training."""
-        return self._peak(self._changes[: self._trained], after=self._built)
+        return self._compute_peak(self._changes[: self._trained], after=self._built)
 
     def evaluation_peak(self) -> Peak | None:
         """Return the peak during evaluation, or None without one."""
-        return None if self._trained is None else self._peak(self._changes, after=self._trained)
+        return None if self._trained is None else self._compute_peak(self._changes, after=self._trained)
 
-    def _peak(self, changes: Sequence[tuple[int, int]], after: int) -> Peak:
+    def _compute_peak(self, changes: Sequence[tuple[int, int]], after: int) -> Peak:
         most, best, now = 0, -1, 0
         for place, (_, change) in enumerate(changes):
             now += change
@@ -234,29 +234,29 @@ class FakeTensors:
         self.mode = _Mode(allow_non_fake_inputs=True)
 
     @contextmanager
-    def made(self) -> Iterator[None]:
+    def create_fakes(self) -> Iterator[None]:
         """Create fake tensors within the context."""
         with self.mode, _Numbers():  # type: ignore[no-untyped-call]
             yield
 
-    def check(self, state: StateDict, strategy: Strategy) -> None:
+    def check_model(self, state: StateDict, strategy: Strategy) -> None:
         """Check that the model has fake tensors, since real ones cannot be mixed with them.
 
         Raises:
             ConfigError: ``strategy`` does not shard the model, or the recipe's constructor cannot be deferred.
         """
-        tensors = [local(each) for each in state["model"].values() if isinstance(each, Tensor)]
+        tensors = [get_local_shard(each) for each in state["model"].values() if isinstance(each, Tensor)]
         if not any(isinstance(each, FakeTensor) for each in tensors):  # a buffer may already have been computed
             raise ConfigError(
                 f"{type(strategy).__name__} has made the model with real tensors. Leave --fake out, or choose a "
                 "strategy that shards it, such as fsdp; limits on constructors: docs/strategies.md."
             )
 
-    def owns(self, tensor: FakeTensor) -> bool:
+    def is_own_tensor(self, tensor: FakeTensor) -> bool:
         """Return whether the rank owns ``tensor``, unlike DTensor's fakes for global shapes."""
         return tensor.fake_mode is self.mode and self.mode.depth < 2
 
-    def of(self, data: Any) -> Any:
+    def replace_tensors(self, data: Any) -> Any:
         """Return ``data`` with its tensors replaced by fakes."""
         return map_tensors(data, self.mode.from_tensor, lambda own: own)
 

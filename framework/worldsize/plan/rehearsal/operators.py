@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._pytree import tree_leaves
 
-from worldsize.messages import named
+from worldsize.messages import format_ranks
 
 # operators in torch's collective namespaces, with the name of the torch.distributed function
 OPERATIONS: Mapping[str, str] = {
@@ -67,7 +67,7 @@ _SECOND = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  #
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
-def operator_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
+def parse_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator | None:
     """Parse a call of ``func``; return None if it is not a collective."""
     if func.namespace not in NAMESPACES or (name := OPERATIONS.get(func._opname)) is None:
         return None
@@ -95,7 +95,7 @@ class Operator:
     @property
     def group(self) -> ProcessGroup:
         """The group in the arguments, given as an object or by name."""
-        return _group_of(self.given.values())
+        return _find_group(self.given.values())
 
     @property
     def reduction(self) -> str:
@@ -113,36 +113,38 @@ class Operator:
         """The tag that distinguishes messages between two ranks."""
         return int(self.given.get("tag", 0)) if self.name in MESSAGES else 0
 
-    def inputs(self) -> list[Tensor]:
+    def get_inputs(self) -> list[Tensor]:
         """Return this rank's inputs, in their shapes."""
         if self.name in ("barrier", "monitored_barrier"):
             return []
-        return _tensors(self.args[1 if self.func.namespace == "c10d" and self.name in _SECOND else 0])
+        return _collect_tensors(self.args[1 if self.func.namespace == "c10d" and self.name in _SECOND else 0])
 
-    def outputs(self, result: Any) -> list[Tensor]:
+    def get_outputs(self, result: Any) -> list[Tensor]:
         """Return the outputs filled by the call, in their shapes."""
-        return _tensors(self.args[0] if self.func.namespace == "c10d" else result)
+        return _collect_tensors(self.args[0] if self.func.namespace == "c10d" else result)
 
-    def shown(self) -> list[Tensor]:
+    def get_compared_tensors(self) -> list[Tensor]:
         """Return the tensors with shapes to compare: inputs, or outputs for a scatter."""
-        return self.outputs(None) if self.name == "scatter" else self.inputs()
+        return self.get_outputs(None) if self.name == "scatter" else self.get_inputs()
 
-    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def count_elements(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return an all-to-all's received and sent element counts per member, else None."""
         if self.func._opname == "alltoall_":
-            gets, gives = (tuple(each.numel() for each in _tensors(part)) for part in self.args[:2])
+            gets, gives = (tuple(each.numel() for each in _collect_tensors(part)) for part in self.args[:2])
             return gets, gives
         if self.name != "all_to_all" or "input_split_sizes" not in self.given:
             return None
-        size, given = self.group.size(), self.inputs()[0]
-        gives = _parts(self.given["input_split_sizes"], given, size)
+        size, given = self.group.size(), self.get_inputs()[0]
+        gives = _count_split_elements(self.given["input_split_sizes"], given, size)
         if self.func.namespace == "c10d":
-            return _parts(self.given["output_split_sizes"], _tensors(self.args[0])[0], size), gives
+            return _count_split_elements(
+                self.given["output_split_sizes"], _collect_tensors(self.args[0])[0], size
+            ), gives
         row = given[:1].numel() if len(given) else 0
         return tuple(int(rows) * row for rows in self.given["output_split_sizes"]), gives
 
 
-def _parts(splits: Sequence[Any], tensor: Tensor, size: int) -> tuple[int, ...]:
+def _count_split_elements(splits: Sequence[Any], tensor: Tensor, size: int) -> tuple[int, ...]:
     """Return the number of elements per split of ``tensor``; even splits if ``splits`` is empty."""
     if not splits:
         return (tensor.numel() // size,) * size
@@ -150,11 +152,11 @@ def _parts(splits: Sequence[Any], tensor: Tensor, size: int) -> tuple[int, ...]:
     return tuple(int(rows) * row for rows in splits)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _collect_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _group_of(values: Iterable[Any]) -> ProcessGroup:
+def _find_group(values: Iterable[Any]) -> ProcessGroup:
     """Return the group in an operator's arguments, given as an object or by name."""
     group: ProcessGroup | None = None
     for value in values:
@@ -194,23 +196,23 @@ class Group:
     number: int
 
 
-def identified(group: ProcessGroup) -> Group:
+def identify_group(group: ProcessGroup) -> Group:
     """Return the identity of a group created in this process, equal on all members."""
     members = dist.get_process_group_ranks(group)
-    return Group(tuple(members), _made_of(members).index(group))
+    return Group(tuple(members), _find_groups(members).index(group))
 
 
-def next_of(members: Sequence[int]) -> Group:
+def identify_next_group(members: Sequence[int]) -> Group:
     """Return the identity of the next group with ``members``."""
-    return Group(tuple(members), len(_made_of(list(members))))
+    return Group(tuple(members), len(_find_groups(list(members))))
 
 
-def _made_of(members: list[int]) -> list[ProcessGroup]:
+def _find_groups(members: list[int]) -> list[ProcessGroup]:
     made = [each for each in dist.distributed_c10d._world.pg_group_ranks if isinstance(each, ProcessGroup)]
     return [each for each in made if dist.get_process_group_ranks(each) == members]
 
 
-def described(group: Group) -> str:
+def describe_group(group: Group) -> str:
     """Describe a group in words."""
     which = f", number {group.number + 1} of them" if group.number else ""
-    return f"the group of {named(group.ranks)}{which}"
+    return f"the group of {format_ranks(group.ranks)}{which}"

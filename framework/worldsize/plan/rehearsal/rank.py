@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from worldsize.config.instantiate import described_failure
+from worldsize.config.instantiate import describe_failure
 from worldsize.config.settings import Settings
 from worldsize.core import (
     ConfigError,
@@ -27,7 +27,7 @@ from worldsize.core import (
     StepResult,
     World,
 )
-from worldsize.data.batches import collate_of
+from worldsize.data.batches import get_collate_fn
 from worldsize.data.loader import evaluation_batches, micro_batches
 from worldsize.errors import WorldsizeError
 from worldsize.loop.agreement import Agreement
@@ -38,7 +38,7 @@ from worldsize.plan.rehearsal.calls import Call, CallRecorder, short_path
 from worldsize.plan.rehearsal.exchange import CallIndex, Message, SentMessages
 from worldsize.plan.rehearsal.memory import FakeTensors, MemoryRecorder, Peak
 from worldsize.seeds import derive_seed, seed_generators
-from worldsize.strategies.deferred.model import filled_with
+from worldsize.strategies.deferred.model import fill_with_fakes
 
 _CPU = torch.device("cpu")
 _BATCHES = 2  # number of batches per evaluated split
@@ -110,24 +110,24 @@ class Recorders:
 Data = Mapping[str, Any]  # the recipe's data, by split
 
 
-def data_of(settings: Settings, part: RehearsedPart) -> Data:
+def load_splits(settings: Settings, part: RehearsedPart) -> Data:
     """Load the recipe's training data and the evaluated splits.
 
     Raises:
         ConfigError: the recipe cannot load its data.
     """
     splits = settings.evaluation.splits if part.evaluates and not part.is_fake else ()
-    return {split: _loaded(settings.recipe, split) for split in dict.fromkeys(("train", *splits))}
+    return {split: _load_split(settings.recipe, split) for split in dict.fromkeys(("train", *splits))}
 
 
-def _loaded(recipe: Recipe, split: str) -> Any:
+def _load_split(recipe: Recipe, split: str) -> Any:
     try:
         return recipe.data(split)
     except WorldsizeError:
         raise
     except Exception as error:  # any exception: recipes are user code
         raise ConfigError(
-            f"{type(recipe).__name__} cannot load its data ({split}): {described_failure(error)}. "
+            f"{type(recipe).__name__} cannot load its data ({split}): {describe_failure(error)}. "
             "Change the options below recipe; nothing was started."
         ) from error
 
@@ -138,16 +138,16 @@ def rehearse_rank(rank: int, settings: Settings, part: RehearsedPart, data: Data
     settings.determinism.apply("cpu")
     torch.set_num_threads(1)
     fakes = FakeTensors() if part.is_fake else None
-    with world_seen_by(rank, settings, _CPU) as world, memory.recording(fakes.owns if fakes else None), calls:
+    with world_seen_by(rank, settings, _CPU) as world, memory.recording(fakes.is_own_tensor if fakes else None), calls:
         try:
             take_part(settings, world, part, data, Recorders(calls, memory), fakes)
         except Exception as failure:  # any exception: recipes are user code
-            error = _described(failure, calls.step)
+            error = _describe_failure(failure, calls.step)
             refusal = str(failure) if isinstance(failure, ConfigError) else None
     return Rehearsed(
         rank,
         calls.calls,
-        memory.log.peak(),
+        memory.log.compute_training_peak(),
         memory.log.evaluation_peak(),
         calls.message_recorder.messages,
         error,
@@ -184,14 +184,17 @@ def take_part(
         workers=world.size,
         logical_ranks=settings.logical_ranks,
     )
-    with filled_with(fakes.mode) if fakes else nullcontext():
+    with fill_with_fakes(fakes.mode) if fakes else nullcontext():
         inner = settings.strategy.replica(settings.recipe, context)
     if fakes:
-        fakes.check(inner.state(), settings.strategy)
+        fakes.check_model(inner.state(), settings.strategy)
     averaged = AveragedReplica(inner, settings.average) if settings.average else inner
     recorders.memory.log.begin_training()
     replica, data_part = _RehearsedReplica(averaged, fakes, recorders), settings.data_part(world)
-    order, collate = settings.order(data_part.rank, data_part.size, inner.dealing), collate_of(settings.recipe)
+    order, collate = (
+        settings.create_order(data_part.rank, data_part.size, inner.dealing),
+        get_collate_fn(settings.recipe),
+    )
     batches = micro_batches(data["train"], order, world.device, collate=collate)
 
     def evaluate(step: int) -> dict[str, float]:
@@ -212,28 +215,28 @@ def take_part(
 @contextmanager
 def _equal_pace() -> Iterator[None]:
     """Let all ranks report equal speed to each other, since the loop's decisions depend on it."""
-    tell = Agreement.tell
+    tell = Agreement.update_interval
 
     def tell_equal_rate(agreement: Agreement, done: StepDone) -> None:
         tell(agreement, replace(done, samples_per_second=done.samples / done.step))  # one step per second
 
-    with patch.object(Agreement, "tell", tell_equal_rate):
+    with patch.object(Agreement, "update_interval", tell_equal_rate):
         yield
 
 
 def _evaluation(settings: Settings, data: Any, split: str, step: int, part: World) -> EvaluationBatches:
-    def load() -> Iterator[EvaluationBatch]:
+    def load_batches() -> Iterator[EvaluationBatch]:
         batches = evaluation_batches(
             data,
             part,
             batch_size=settings.training.evaluate_batch_size,
-            collate=collate_of(settings.recipe),
+            collate=get_collate_fn(settings.recipe),
             drawn=settings.evaluation.batches,
             seed=derive_seed(settings.training.seed, f"evaluation/{split}", step),
         )
         return islice(batches, _BATCHES)  # the same number on all ranks
 
-    return EvaluationBatches(load, split, step)
+    return EvaluationBatches(load_batches, split, step)
 
 
 @final
@@ -247,17 +250,17 @@ class _RehearsedReplica(Replica):
         calls = self._recorders.calls
         calls.step, calls.phase = calls.step + 1, "step"
         try:
-            return self._stepped(micro_batches)
+            return self._run_step(micro_batches)
         finally:
             calls.phase = "logging"
 
-    def _stepped(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+    def _run_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         if self._fakes is None:
-            self._recorders.memory.see([each.data for each in micro_batches])
+            self._recorders.memory.track_tensors([each.data for each in micro_batches])
             return self._inner.step(micro_batches)
-        with self._fakes.made():
-            own = [replace(each, data=self._fakes.of(each.data)) for each in micro_batches]
-            self._recorders.memory.see([each.data for each in own])
+        with self._fakes.create_fakes():
+            own = [replace(each, data=self._fakes.replace_tensors(each.data)) for each in micro_batches]
+            self._recorders.memory.track_tensors([each.data for each in own])
             result = self._inner.step(own)
         norm = None if result.grad_norm is None else torch.ones(())
         metrics = {name: torch.ones_like(pairs_b2, device="cpu") for name, pairs_b2 in result.metrics.items()}
@@ -276,7 +279,7 @@ class _RehearsedReplica(Replica):
         raise NotImplementedError("a rehearsal does not load checkpoints")
 
 
-def _described(error: Exception, step: int) -> str:
+def _describe_failure(error: Exception, step: int) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename]
     last = (own or list(frames))[-1]

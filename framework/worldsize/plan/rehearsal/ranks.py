@@ -18,7 +18,7 @@ from worldsize.core import Cluster
 from worldsize.plan.rehearsal.calls import Call
 from worldsize.plan.rehearsal.exchange import CallIndex, Message, SentMessages
 from worldsize.plan.rehearsal.memory import Peak
-from worldsize.plan.rehearsal.rank import Rehearsed, RehearsedPart, data_of, rehearse_rank
+from worldsize.plan.rehearsal.rank import Rehearsed, RehearsedPart, load_splits, rehearse_rank
 from worldsize.plan.rehearsal.waiting import differences
 from worldsize.world.processes import ready_to_fork
 
@@ -28,7 +28,7 @@ _NEAR = 8  # maximum ranks on each of the first two nodes of a larger world
 _LONGEST = 1800.0  # maximum seconds per rank
 
 
-def chosen_ranks(cluster: Cluster) -> list[int]:
+def choose_ranks(cluster: Cluster) -> list[int]:
     """Return representative ranks.
 
     In a large world, these are up to eight ranks on each of the first two nodes, the last rank, and all powers of two,
@@ -59,22 +59,22 @@ def rehearse(
     Raises:
         ConfigError: the recipe cannot load its data.
     """
-    data, received, before, unchanged = data_of(settings, part), SentMessages(), list[Rehearsed](), 0
+    data, received, before, unchanged = load_splits(settings, part), SentMessages(), list[Rehearsed](), 0
     for _ in range(_TIMES + part.steps):
         rehearsed = []
         work = partial(rehearse_rank, settings=settings, part=part, data=data, received=received)
-        for each in _rehearsed_once(ranks, work, longest):
+        for each in _rehearse_once(ranks, work, longest):
             rehearsed.append(each)
             note(len(rehearsed))
         rehearsed.sort(key=lambda each: each.rank)
-        sent = _sent(rehearsed)
+        sent = _collect_messages(rehearsed)
         if not before and not _asks_again(rehearsed, sent):
             return rehearsed
-        unchanged = unchanged + 1 if before and not _changed(before, rehearsed) else 0
+        unchanged = unchanged + 1 if before and not _find_changed_ranks(before, rehearsed) else 0
         if unchanged and (unchanged > 1 or sent.integers == received.integers):
             return rehearsed
         before, received, last = rehearsed, sent, before
-    restless = _changed(last, rehearsed)
+    restless = _find_changed_ranks(last, rehearsed)
     return [replace(each, is_settled=each.rank not in restless) for each in rehearsed]
 
 
@@ -86,7 +86,7 @@ def _asks_again(rehearsed: Sequence[Rehearsed], sent: SentMessages) -> bool:
     return bool(sent.messages) and (has_failed or bool(differences(rehearsed)))
 
 
-def _changed(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int]:
+def _find_changed_ranks(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int]:
     """Return the ranks whose calls or errors have changed."""
     return {
         now.rank
@@ -95,7 +95,7 @@ def _changed(before: Sequence[Rehearsed], after: Sequence[Rehearsed]) -> set[int
     }
 
 
-def _sent(rehearsed: Sequence[Rehearsed]) -> SentMessages:
+def _collect_messages(rehearsed: Sequence[Rehearsed]) -> SentMessages:
     """Return the messages of all ranks, for each group only up to the first different call."""
     ends = {each.group: each.place - 1 for each in differences(rehearsed)}
     messages: dict[CallIndex, dict[int, Message]] = {}
@@ -116,7 +116,7 @@ class _Running:
     deadline: float
 
 
-def _rehearsed_once(ranks: Sequence[int], work: Callable[[int], Rehearsed], longest: float) -> Iterator[Rehearsed]:
+def _rehearse_once(ranks: Sequence[int], work: Callable[[int], Rehearsed], longest: float) -> Iterator[Rehearsed]:
     """Yield the rehearsal of each of ``ranks`` as it finishes."""
     at_once, todo = len(os.sched_getaffinity(0)), list(reversed(ranks))
     running: dict[Connection, _Running] = {}
@@ -125,29 +125,29 @@ def _rehearsed_once(ranks: Sequence[int], work: Callable[[int], Rehearsed], long
             while todo or running:
                 while todo and len(running) < at_once:
                     rank = todo.pop()
-                    connection, process = _started(work, rank, is_quiet=rank != ranks[0])
+                    connection, process = _start_process(work, rank, is_quiet=rank != ranks[0])
                     running[connection] = _Running(rank, process, time.monotonic() + longest)
                 left = min(each.deadline for each in running.values()) - time.monotonic()
                 for ready in wait(list(running), max(0.0, left)):
                     assert isinstance(ready, Connection)
-                    yield _received(ready, running.pop(ready))
+                    yield _receive_rehearsal(ready, running.pop(ready))
                 for late in [each for each, rehearsal in running.items() if rehearsal.deadline <= time.monotonic()]:
-                    yield _ended(late, running.pop(late), longest)
+                    yield _stop_process(late, running.pop(late), longest)
         finally:
             for each in running.values():
                 each.process.kill()
 
 
-def _started(work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> tuple[Connection, ForkProcess]:
+def _start_process(work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> tuple[Connection, ForkProcess]:
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, work, rank), kwargs={"is_quiet": is_quiet})
+    process = context.Process(target=_send_rehearsal, args=(sender, work, rank), kwargs={"is_quiet": is_quiet})
     process.start()
     sender.close()
     return receiver, process
 
 
-def _send(connection: Connection, work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> None:
+def _send_rehearsal(connection: Connection, work: Callable[[int], Rehearsed], rank: int, *, is_quiet: bool) -> None:
     if is_quiet:
         logging.disable(logging.WARNING)  # already logged by a different rank
     connection.send(work(rank))
@@ -155,27 +155,27 @@ def _send(connection: Connection, work: Callable[[int], Rehearsed], rank: int, *
     os._exit(0)  # skips the unneeded teardown
 
 
-def _received(connection: Connection, running: _Running) -> Rehearsed:
+def _receive_rehearsal(connection: Connection, running: _Running) -> Rehearsed:
     process = running.process
     try:
         answer: Rehearsed = connection.recv()
     except EOFError:
         process.join()
-        answer = _without_answer(running.rank, f"its process ended with exit code {process.exitcode}")
+        answer = _create_failed_rehearsal(running.rank, f"its process ended with exit code {process.exitcode}")
     process.join()
     connection.close()
     return answer
 
 
-def _ended(connection: Connection, running: _Running, longest: float) -> Rehearsed:
+def _stop_process(connection: Connection, running: _Running, longest: float) -> Rehearsed:
     running.process.kill()
     running.process.join()
     connection.close()
     reason = f"its process was ended after {longest:g} seconds: rehearse fewer steps, or look for an endless loop"
-    return _without_answer(running.rank, reason)
+    return _create_failed_rehearsal(running.rank, reason)
 
 
-def _without_answer(rank: int, reason: str) -> Rehearsed:
+def _create_failed_rehearsal(rank: int, reason: str) -> Rehearsed:
     return Rehearsed(rank, [], Peak(0, {}), None, {}, reason)
 
 
@@ -195,7 +195,7 @@ class Traffic:
     calls: int
 
 
-def traffic(rehearsed: Rehearsed, processes_per_node: int, *, step: int) -> Traffic:
+def compute_traffic(rehearsed: Rehearsed, processes_per_node: int, *, step: int) -> Traffic:
     """Sum the bytes that a rank sends in ``step``, excluding logging and evaluation."""
     calls = [call for call in rehearsed.calls if call.step == step and call.phase == "step"]
     calls = [call for call in calls if call.operation != "new_group"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import islice, permutations
 from typing import final
 
-from worldsize.messages import named
+from worldsize.messages import format_ranks
 from worldsize.plan.rehearsal.calls import Call
-from worldsize.plan.rehearsal.operators import Group, described
+from worldsize.plan.rehearsal.operators import Group, describe_group
 from worldsize.plan.rehearsal.rank import Rehearsed
 
 _ANY = -1  # any sender
@@ -28,9 +28,9 @@ class Deadlock:
         calls: dict[str, list[int]] = {}
         for rank, call in self.waiting.items():
             peer = "any rank" if call.peer is None else f"rank {call.peer}"
-            with_whom = peer if call.is_message else described(call.group)
+            with_whom = peer if call.is_message else describe_group(call.group)
             calls.setdefault(f"{call.described} with {with_whom} at {call.site}", []).append(rank)
-        sides = "; ".join(f"{named(ranks)}: {text}" for text, ranks in calls.items())
+        sides = "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in calls.items())
         return f"These wait for each other: {sides}."
 
 
@@ -41,7 +41,7 @@ def deadlock(ranks: Sequence[Rehearsed]) -> Deadlock | None:
     receives do. Members that were not rehearsed are assumed to have made their calls.
     """
     play = _Play(ranks)
-    while any([play.advance(rank) for rank in play.scripts]):
+    while any([play.advance_rank(rank) for rank in play.scripts]):
         pass
     waiting = {rank: play.ahead[rank] for rank in play.scripts if rank in play.ahead}
     return Deadlock(waiting) if waiting else None
@@ -52,7 +52,7 @@ class _Play:
     """The progress of the ranks, and the calls that each has made."""
 
     def __init__(self, ranks: Sequence[Rehearsed]) -> None:
-        self.scripts = {each.rank: _script(each) for each in ranks}
+        self.scripts = {each.rank: _list_actions(each) for each in ranks}
         self.ahead: dict[int, Call] = {}
         """The call that each rank waits for; ranks that have ended are absent."""
         self._made: Counter[tuple[int, Group]] = Counter()  # number of a rank's collectives in a group
@@ -61,13 +61,13 @@ class _Play:
         self._places: dict[tuple[int, int], int] = {}  # by rank and call number: the call's index in its group or route
         self._next: dict[int, tuple[int, Call, bool]] = {}
 
-    def advance(self, rank: int) -> bool:
+    def advance_rank(self, rank: int) -> bool:
         """Advance ``rank`` as far as possible; return whether it made progress."""
         moved = False
         while (act := self._next.pop(rank, None) or next(self.scripts[rank], None)) is not None:
             number, call, is_wait = act
             if not is_wait:
-                self._make(rank, number, call)
+                self._register_call(rank, number, call)
             elif not self._is_met(rank, number, call):
                 self._next[rank], self.ahead[rank] = act, call
                 return moved
@@ -75,7 +75,7 @@ class _Play:
         self.ahead.pop(rank, None)
         return moved
 
-    def _make(self, rank: int, number: int, call: Call) -> None:
+    def _register_call(self, rank: int, number: int, call: Call) -> None:
         if not call.is_message:
             self._places[rank, number] = self._made[rank, call.group]
             self._made[rank, call.group] += 1
@@ -105,7 +105,7 @@ class _Play:
         return sum(max(0, each) for each in spare) > place
 
 
-def _script(rehearsed: Rehearsed) -> Iterator[tuple[int, Call, bool]]:
+def _list_actions(rehearsed: Rehearsed) -> Iterator[tuple[int, Call, bool]]:
     """Yield a rank's actions: call number, call, and whether it only waits for it."""
     later: dict[int, list[int]] = defaultdict(list)
     for number, moment in (rehearsed.waits or {}).items():
@@ -132,16 +132,18 @@ def mismatches(ranks: Sequence[Rehearsed]) -> list[str]:
         (group, giver, taker, tag), taken = route, received.get(route, [])
         wrong = (pair for pair in zip(own, taken, strict=False) if pair[0].form != pair[1].form)
         for gift, take in islice(wrong, 1):
-            unmatched.append(f"rank {giver}: {_gives(gift)}. rank {taker}: receives {take.form} at {take.site}.")
+            unmatched.append(
+                f"rank {giver}: {_describe_send(gift)}. rank {taker}: receives {take.form} at {take.site}."
+            )
         left = own[len(taken) :]
         for_any = min(len(left), from_any[group, taker, tag])
         from_any[group, taker, tag] -= for_any
         if len(left) > for_any and taker in succeeded:
-            unmatched.append(f"rank {giver}: {_gives(left[for_any])}, which never receives it.")
+            unmatched.append(f"rank {giver}: {_describe_send(left[for_any])}, which never receives it.")
     return unmatched
 
 
-def _gives(gift: Call) -> str:
+def _describe_send(gift: Call) -> str:
     return f"sends {gift.form} at {gift.site} ({gift.when}) to rank {gift.peer}"
 
 
@@ -179,8 +181,9 @@ class Difference:
 
     def __str__(self) -> str:
         (odd, few), *others = self.ranks
-        against = "; ".join(f"{named(many)}: {text}" for text, many in others)
-        return f"{named(few)}: {odd}, as call {self.place} of {described(self.group)} ({self.when}). {against}."
+        against = "; ".join(f"{format_ranks(many)}: {text}" for text, many in others)
+        call = f"call {self.place} of {describe_group(self.group)}"
+        return f"{format_ranks(few)}: {odd}, as {call} ({self.when}). {against}."
 
 
 def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
@@ -198,28 +201,30 @@ def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
     ended = {each.rank for each in ranks if each.error is not None}
     present = [each.rank for each in ranks]
     differences = [
-        (_moment(difference, ranks), difference)
+        (_compute_sort_key(difference, ranks), difference)
         for group, calls in by_group.items()
-        for difference in _parting(group, {rank: calls.get(rank, []) for rank in present if rank in group.ranks}, ended)
+        for difference in _find_difference(
+            group, {rank: calls.get(rank, []) for rank in present if rank in group.ranks}, ended
+        )
     ]
     return [difference for _, difference in sorted(differences, key=lambda pair: pair[0])]
 
 
-def _parting(group: Group, calls: Mapping[int, Sequence[Call]], ended: set[int]) -> Iterator[Difference]:
+def _find_difference(group: Group, calls: Mapping[int, Sequence[Call]], ended: set[int]) -> Iterator[Difference]:
     """Yield the first call for which the members of a group differ, if there is one."""
     for place in range(max(map(len, calls.values()))):
         there = {rank: own[place] for rank, own in calls.items() if place < len(own)}
         gone = [rank for rank, own in calls.items() if place >= len(own) and rank not in ended]
         when = min(there.values(), key=lambda call: call.step).when
         if len({call.described for call in there.values()}) + bool(gone) > 1:
-            yield Difference(group, place + 1, _sides(there, gone), when)
+            yield Difference(group, place + 1, _group_by_call(there, gone), when)
             return
-        if (sides := _unequal(group, there)) is not None:
+        if (sides := _find_unequal_parts(group, there)) is not None:
             yield Difference(group, place + 1, sides, when)
             return
 
 
-def _unequal(group: Group, there: Mapping[int, Call]) -> list[tuple[str, list[int]]] | None:
+def _find_unequal_parts(group: Group, there: Mapping[int, Call]) -> list[tuple[str, list[int]]] | None:
     """Return the first two members of an all-to-all with unequal element counts."""
     if not any(call.parts for call in there.values()):
         return None
@@ -236,7 +241,7 @@ def _unequal(group: Group, there: Mapping[int, Call]) -> list[tuple[str, list[in
     return None
 
 
-def _sides(there: Mapping[int, Call], gone: Sequence[int]) -> list[tuple[str, list[int]]]:
+def _group_by_call(there: Mapping[int, Call], gone: Sequence[int]) -> list[tuple[str, list[int]]]:
     sides: dict[str, list[int]] = {}
     for rank, call in there.items():
         sides.setdefault(f"calls {call.described} at {call.site}", []).append(rank)
@@ -245,15 +250,15 @@ def _sides(there: Mapping[int, Call], gone: Sequence[int]) -> list[tuple[str, li
     return sorted(sides.items(), key=lambda side: len(side[1]))
 
 
-def _moment(difference: Difference, ranks: Sequence[Rehearsed]) -> tuple[int, int]:
+def _compute_sort_key(difference: Difference, ranks: Sequence[Rehearsed]) -> tuple[int, int]:
     """Return a sort key: the number of calls by a rank before the difference, in any group."""
     befores = []
     for each in ranks:
-        places = [place for place, call in enumerate(each.calls) if _counts(call, difference.group)]
+        places = [place for place, call in enumerate(each.calls) if _is_group_call(call, difference.group)]
         if len(places) >= difference.place:
             befores.append(places[difference.place - 1])
     return min(befores), -len(difference.group.ranks)  # if a call went to a wrong group, the right group comes first
 
 
-def _counts(call: Call, group: Group) -> bool:
+def _is_group_call(call: Call, group: Group) -> bool:
     return call.group == group and not call.is_message

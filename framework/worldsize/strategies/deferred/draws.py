@@ -37,9 +37,9 @@ class InitialStates:
     own: Mapping[torch.Generator, Tensor]
 
     @staticmethod
-    def now(own: Mapping[torch.Generator, Tensor] | None = None) -> InitialStates:
+    def capture_states(own: Mapping[torch.Generator, Tensor] | None = None) -> InitialStates:
         """Return the current states of the default generators, and ``own``, uint8 (n,) each."""
-        return InitialStates(GeneratorStates.of(_HOST), own or {})
+        return InitialStates(GeneratorStates.from_device(_HOST), own or {})
 
     def restore(self) -> None:
         """Set the generators to these states."""
@@ -67,22 +67,22 @@ class PendingDraws:
         self._stands: dict[torch.Generator, Tensor] = {}  # current placeholder state
         self._places: set[bytes] = set()  # digests of all placeholder states
 
-    def meet(self, generator: torch.Generator) -> None:
+    def record_generator(self, generator: torch.Generator) -> None:
         """Record a generator before the constructor uses it.
 
         Raises:
             SeededError: as in :meth:`check`, or it was given another generator's placeholder state.
         """
-        self.check()
+        self.check_states()
         if generator not in self._stands:
             state = generator.get_state()
-            if _digest(state) in self._places:
+            if _hash_state(state) in self._places:
                 raise SeededError
             self.seen.setdefault(generator, state)
 
-    def note(self, generator: torch.Generator) -> None:
-        """Record a draw from ``generator`` that is on the tape; raises like :meth:`meet`."""
-        self.meet(generator)
+    def record_draw(self, generator: torch.Generator) -> None:
+        """Record a draw from ``generator`` that is on the tape; raises like :meth:`record_generator`."""
+        self.record_generator(generator)
         if self._at_once:
             self._tape.draw_all()
             return
@@ -90,20 +90,20 @@ class PendingDraws:
             self._begins[generator] = generator.get_state()
         torch.empty(_AWAY, dtype=torch.float32).random_(generator=generator)
         self._stands[generator] = generator.get_state()
-        self._places.add(_digest(self._stands[generator]))
+        self._places.add(_hash_state(self._stands[generator]))
 
-    def make(self) -> None:
+    def run_pending(self) -> None:
         """Run pending draws, so that generators have their expected states. Raises SeededError."""
-        self.rewind()
+        self.rewind_generators()
         self._tape.draw_all()
 
-    def rewind(self) -> Mapping[torch.Generator, Tensor]:
+    def rewind_generators(self) -> Mapping[torch.Generator, Tensor]:
         """Restore and return the states before the first pending draw, uint8 (n,) each.
 
         Raises:
             SeededError: as in :meth:`check`.
         """
-        self.check()
+        self.check_states()
         begins, self._begins, self._stands = self._begins, {}, {}
         for generator, state in begins.items():
             generator.set_state(state)
@@ -112,14 +112,14 @@ class PendingDraws:
     def check_kept(self, tensors: Iterable[Tensor]) -> None:
         """Raise SeededError if one of ``tensors``, of any shape, is a placeholder state."""
         states = [tensor for tensor in tensors if tensor.dtype == torch.uint8 and tensor.nbytes == _STATE_BYTES]
-        if any(_digest(state) in self._places for state in states if not state.is_meta):
+        if any(_hash_state(state) in self._places for state in states if not state.is_meta):
             raise SeededError
 
-    def check(self) -> None:
+    def check_states(self) -> None:
         """Raise SeededError if a generator's placeholder state has changed."""
         if any(not torch.equal(generator.get_state(), state) for generator, state in self._stands.items()):
             raise SeededError
 
 
-def _digest(state: Tensor) -> bytes:
+def _hash_state(state: Tensor) -> bytes:
     return hashlib.blake2b(state.numpy().data, digest_size=16).digest()

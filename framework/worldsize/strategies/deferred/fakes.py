@@ -64,7 +64,7 @@ class FakeStorages:
             return None
         return _laid_out(tensor, storage)
 
-    def add(self, tensor: Tensor) -> int | None:
+    def register_storage(self, tensor: Tensor) -> int | None:
         """Register the storage of ``tensor``; return its size in bytes, or None if already known.
 
         Raises:
@@ -87,12 +87,12 @@ class FakeStorages:
         self._storages.append(storage)
         return storage.nbytes()
 
-    def in_use(self) -> list[torch.UntypedStorage]:
+    def find_used_storages(self) -> list[torch.UntypedStorage]:
         """Return the storages that tensors still refer to."""
         return [storage for storage in self._storages if torch._C._storage_Use_Count(storage._cdata) > 1]
 
 
-def with_numbers(tensor: Tensor) -> Tensor:
+def unwrap_fake(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or for a fake with assigned ``data``, an ordinary tensor of its shape."""
     if (
         not isinstance(tensor, FakeTensor)
@@ -100,7 +100,7 @@ def with_numbers(tensor: Tensor) -> Tensor:
         or tensor.untyped_storage().device.type == "meta"
     ):
         return tensor
-    return _laid_out(tensor, 0).on(tensor.untyped_storage())
+    return _laid_out(tensor, 0).view_storage(tensor.untyped_storage())
 
 
 def _laid_out(tensor: Tensor, storage: Storage) -> Deferred:
@@ -116,7 +116,7 @@ def _laid_out(tensor: Tensor, storage: Storage) -> Deferred:
     )
 
 
-def bytes_of(tensor: Tensor) -> int:
+def count_bytes(tensor: Tensor) -> int:
     """Return the size of ``tensor``, of any shape, in bytes; if sparse, of its stored values."""
     held = tensor.numel() if tensor.layout is torch.strided else tensor._nnz()
     return held * tensor.element_size()
@@ -179,17 +179,17 @@ class CallWatcher(TorchFunctionMode):
             if func is Tensor.detach:
                 _refuse_subclass(sys._getframe(1))
             if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
-                return _copied(args[0], args[1])
+                return _deep_copy_fake(args[0], args[1])
             if func in _STORAGES and isinstance(args[0], FakeTensor):
-                raise _refusal("a storage")
+                raise _build_address_error("a storage")
             if _depends_on_class(func, args, kwargs or {}) and _has_fake((args, kwargs)):
                 with _disable_current_modes():
-                    return self._do(_with_needs_of(args, kwargs or {}, func), args, kwargs or {})
+                    return self._do(_wrap_with_grad_needs(args, kwargs or {}, func), args, kwargs or {})
             return func(*args, **(kwargs or {}))
         except Exception as error:  # any exception: ordinary tensors might not raise it
             if not _has_fake((args, kwargs)):
                 raise
-            failure = _refusal(str(error)) if func in _ADDRESSES else error
+            failure = _build_address_error(str(error)) if func in _ADDRESSES else error
             self.failure = self.failure or failure
             raise failure from None
 
@@ -198,18 +198,18 @@ def _has_fake(tree: Any) -> bool:
     return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(tree))
 
 
-def _with_needs_of(args: Sequence[Any], kwargs: Mapping[str, Any], func: Any) -> Callable[..., Any]:
+def _wrap_with_grad_needs(args: Sequence[Any], kwargs: Mapping[str, Any], func: Any) -> Callable[..., Any]:
     """Wrap ``func`` to give real arguments the ``requires_grad`` of the fakes they replace."""
     needs = [leaf.requires_grad for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
 
-    def call(*numbers: Any, **others: Any) -> Any:
+    def call_with_grad(*numbers: Any, **others: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((numbers, others)) if isinstance(leaf, Tensor)]
         for tensor, need in zip(tensors, needs, strict=True):
             if need and not tensor.requires_grad:
                 tensor.requires_grad_()
         return func(*numbers, **others)
 
-    return call
+    return call_with_grad
 
 
 def _depends_on_class(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -219,7 +219,7 @@ def _depends_on_class(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     )
 
 
-def _refusal(detail: str) -> CannotDeferError:
+def _build_address_error(detail: str) -> CannotDeferError:
     return CannotDeferError(
         f"its constructor asks where weights lie in memory ({detail})",
         "Let it tell weights apart by id(), and compute with them by torch.",
@@ -237,7 +237,7 @@ def _refuse_subclass(caller: FrameType | None) -> None:
         )
 
 
-def _copied(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
+def _deep_copy_fake(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
     """Deep-copy ``fake`` like the tensor it represents, without torch's check for memory."""
     if id(fake) in memo:
         copied: Tensor = memo[id(fake)]

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from worldsize.seeds import keep_generators
 from worldsize.strategies.deferred.draws import InitialStates, SeededError
-from worldsize.strategies.deferred.fakes import CannotDeferError, bytes_of, own_attributes, with_numbers
+from worldsize.strategies.deferred.fakes import CannotDeferError, count_bytes, own_attributes, unwrap_fake
 from worldsize.strategies.deferred.recorder import Recorder
-from worldsize.strategies.deferred.tape import Deferred, Devices, Slot, Tape, like, slots_of
+from worldsize.strategies.deferred.tape import Deferred, Devices, Slot, Tape, copy_attributes, iterate_slots
 
 _logger = logging.getLogger(__name__)
 _CLASSES = (Tensor, nn.Parameter, FakeTensor)  # other classes would be lost
@@ -47,7 +47,9 @@ class Footprint:
     at_once: int
 
     @staticmethod
-    def of(there: Iterable[Tensor], borrowed: Iterable[Tensor], waiting: Collection[Deferred], tape: Tape) -> Footprint:
+    def from_tensors(
+        there: Iterable[Tensor], borrowed: Iterable[Tensor], waiting: Collection[Deferred], tape: Tape
+    ) -> Footprint:
         """Measure a model.
 
         Args:
@@ -62,7 +64,7 @@ class Footprint:
             model=sum(own.values()) + sum(sizes.values()),
             made=sum((own | _storages(borrowed)).values()),
             largest=max(sizes.values(), default=0),
-            at_once=max((tape.needs(each) for each in waiting), default=0),
+            at_once=max((tape.count_needed_bytes(each) for each in waiting), default=0),
         )
 
     @property
@@ -91,11 +93,11 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
             storage = tensor.untyped_storage()
             sizes[storage._cdata] = 0 if storage.device.type == "meta" else storage.nbytes()
         else:
-            sizes[id(tensor)] = bytes_of(tensor)
+            sizes[id(tensor)] = count_bytes(tensor)
     return sizes
 
 
-def _all(_: Slot) -> bool:
+def _accept_slot(_: Slot) -> bool:
     return True
 
 
@@ -116,7 +118,7 @@ class _Refusal:
     nbytes: int
     is_seeded: bool
 
-    def log(self, level: int) -> None:
+    def log_refusal(self, level: int) -> None:
         """Log that every process creates the whole model."""
         _logger.log(
             level,
@@ -145,7 +147,7 @@ class DeferredModel:
     begin: InitialStates
 
     @staticmethod
-    def build(make: Callable[[], nn.Module], *, warns: bool = True) -> DeferredModel:
+    def from_factory(make: Callable[[], nn.Module], *, warns: bool = True) -> DeferredModel:
         """Describe the model that ``make`` returns, with its tensors on the meta device.
 
         A model that cannot be deferred, for example because its constructor keeps weights outside of its modules, is
@@ -156,26 +158,26 @@ class DeferredModel:
             warns: Whether to warn if each process has to create much of the model at once.
         """
         level = logging.WARNING if warns else logging.DEBUG
-        begin = InitialStates.now()
-        outcome = _described(make, draws_twice=False, level=level)
+        begin = InitialStates.capture_states()
+        outcome = _trace_model(make, draws_twice=False, level=level)
         if isinstance(outcome, _Refusal) and outcome.is_seeded:
             begin.restore()
-            outcome = _described(make, draws_twice=True, level=level)
+            outcome = _trace_model(make, draws_twice=True, level=level)
         if isinstance(outcome, DeferredModel):
             return outcome
         begin.restore()
-        outcome.log(level)
+        outcome.log_refusal(level)
         gc.collect()  # free the tensors of failed attempts
-        return DeferredModel(make(), Tape(), {}, InitialStates.now())
+        return DeferredModel(make(), Tape(), {}, InitialStates.capture_states())
 
-    def fill(
-        self, device: torch.device, holds: Callable[[Slot], bool] = _all, *, shards: torch.device | None = None
+    def fill_tensors(
+        self, device: torch.device, holds: Callable[[Slot], bool] = _accept_slot, *, shards: torch.device | None = None
     ) -> None:
         """Create the tensors one by one on the host; keep this process's part of each on ``device``.
 
         Afterwards, the random generators have the same states as if the whole model had been created, regardless of
-        their use since :meth:`build`. Within :func:`filled_with`, the tensors are fakes. Within :func:`state_follows`,
-        tensors in the model's state dict are NaN, and random numbers are not generated.
+        their use since :meth:`build`. Within :func:`fill_with_fakes`, the tensors are fakes. Within
+        :func:`state_follows`, tensors in the model's state dict are NaN, and random numbers are not generated.
 
         Args:
             device: Device of the tensors.
@@ -184,20 +186,20 @@ class DeferredModel:
         """
         self.begin.restore()
         devices = Devices(full=device, shards=shards or device)
-        fakes, follow = _fakes.get(), _saved(self.model) if _follows.get() else set[int]()
+        fakes, follow = _fakes.get(), _collect_saved_ids(self.model) if _follows.get() else set[int]()
         places: dict[Deferred, list[Slot]] = {}
         scratch: dict[Deferred, list[Slot]] = {}
         for slot, described in self.tensors.items():
             if slot.tensor.is_meta and holds(slot):
                 chosen = scratch if id(slot.tensor) in follow else places
                 chosen.setdefault(described, []).append(slot)
-        for described in self.tape.in_order(places):
-            value = self.tape.value(described) if fakes is None else _without_numbers(described, fakes)
-            _put(value, places[described], devices)
+        for described in self.tape.sort_tensors(places):
+            value = self.tape.create_tensor(described) if fakes is None else _create_fake(described, fakes)
+            _place_value(value, places[described], devices)
         for described, slots in scratch.items():
             divided = all(isinstance(slot.tensor, DTensor) for slot in slots)  # otherwise the full size is needed
             value = _no_numbers(described)
-            _put(value if divided else described.scratch().copy_(value), slots, devices)
+            _place_value(value if divided else described.create_scratch().copy_(value), slots, devices)
         if fakes is None and not follow:
             self.tape.draw_all()
 
@@ -208,15 +210,15 @@ def _no_numbers(described: Deferred) -> Tensor:
     return torch.full((), value, dtype=described.dtype).expand(described.size)
 
 
-def _put(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None:
+def _place_value(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None:
     by_tensor: dict[int, list[Slot]] = {}  # a tied parameter has several slots
     for slot in slots:
         by_tensor.setdefault(id(slot.tensor), []).append(slot)
     for same in by_tensor.values():
-        devices.put(value, same)
+        devices.fill_slots(value, same)
 
 
-def _saved(model: nn.Module) -> set[int]:
+def _collect_saved_ids(model: nn.Module) -> set[int]:
     """Return the ids of tensors that are in the model's state dict as they are."""
     return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
 
@@ -239,7 +241,7 @@ def state_follows() -> Iterator[None]:
 
 
 @contextmanager
-def filled_with(mode: FakeTensorMode) -> Iterator[None]:
+def fill_with_fakes(mode: FakeTensorMode) -> Iterator[None]:
     """Fill models within the context with fake tensors of ``mode``, for rehearsals."""
     token = _fakes.set(mode)
     try:
@@ -248,9 +250,9 @@ def filled_with(mode: FakeTensorMode) -> Iterator[None]:
         _fakes.reset(token)
 
 
-def _without_numbers(described: Deferred, mode: FakeTensorMode) -> Tensor:
+def _create_fake(described: Deferred, mode: FakeTensorMode) -> Tensor:
     with mode:
-        return described.scratch()
+        return described.create_scratch()
 
 
 def describe(make: Callable[[], nn.Module]) -> None:
@@ -259,31 +261,31 @@ def describe(make: Callable[[], nn.Module]) -> None:
     The states of the process's random generators do not change.
     """
     with keep_generators():
-        _described(make, draws_twice=False, level=logging.DEBUG)
+        _trace_model(make, draws_twice=False, level=logging.DEBUG)
 
 
-def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) -> DeferredModel | _Refusal:
+def _trace_model(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) -> DeferredModel | _Refusal:
     """Run ``make`` with fakes; log at ``level`` if processes still hold much of the model."""
     recorder = Recorder(draws_twice=draws_twice)
     dtype, needs_gradients = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
         with recorder:
             model = make()
-        begin = recorder.finish(slot.tensor for slot in slots_of(model))
-        tensors = _emptied(model, recorder)
+        begin = recorder.finish_recording(slot.tensor for slot in iterate_slots(model))
+        tensors = _replace_fakes(model, recorder)
         _check_kept(recorder)
     except Exception as error:  # any exception: user code may fail with fakes
-        recorder.forget()
+        recorder.restore_generators()
         torch.set_default_dtype(dtype)  # the constructor may not have restored it
         torch.set_grad_enabled(needs_gradients)
         return _Refusal(
             reason=str(error) if isinstance(error, CannotDeferError) else f"{type(error).__name__}: {error}",
             remedy=error.remedy if isinstance(error, CannotDeferError) else "Let it do without what fails.",
-            nbytes=sum(storage.nbytes() for storage in recorder.fakes.in_use()),
+            nbytes=sum(storage.nbytes() for storage in recorder.fakes.find_used_storages()),
             is_seeded=isinstance(error, SeededError),
         )
-    there = [slot.tensor for slot in slots_of(model) if slot not in tensors]
-    footprint = Footprint.of(there, recorder.borrowed.tensors(), set(tensors.values()), recorder.tape)
+    there = [slot.tensor for slot in iterate_slots(model) if slot not in tensors]
+    footprint = Footprint.from_tensors(there, recorder.borrowed.list_tensors(), set(tensors.values()), recorder.tape)
     if (complaint := footprint.complaint()) is not None:
         _logger.log(
             level,
@@ -297,20 +299,20 @@ def _described(make: Callable[[], nn.Module], *, draws_twice: bool, level: int) 
 
 def _check_kept(recorder: Recorder) -> None:
     """Raise CannotDeferError if anything still refers to a fake."""
-    if recorder.fakes.in_use():
+    if recorder.fakes.find_used_storages():
         gc.collect()
-        if recorder.fakes.in_use():
+        if recorder.fakes.find_used_storages():
             raise CannotDeferError(
                 "its constructor keeps a tensor elsewhere than as an attribute of a module",
                 "Let modules have their weights as parameters or buffers.",
             )
 
 
-def _emptied(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
+def _replace_fakes(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
     """Replace fakes with meta tensors; return the deferred tensor for each slot."""
     tensors: dict[Slot, Deferred] = {}
     ordinary: dict[int, Tensor] = {}  # keyed by fake, since several modules may share it
-    places = list(slots_of(model))
+    places = list(iterate_slots(model))
     for slot in places:
         if (described := recorder.fakes.describe(slot.tensor)) is not None:
             tensors[slot] = described
@@ -322,7 +324,7 @@ def _emptied(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]:
         )
     for slot in places:
         if ordinary[id(slot.tensor)] is not slot.tensor:
-            slot.set(ordinary[id(slot.tensor)])
+            slot.set_tensor(ordinary[id(slot.tensor)])
     return tensors
 
 
@@ -332,7 +334,7 @@ def _ordinary(tensor: Tensor, *, is_deferred: bool) -> Tensor:
     Raises:
         CannotDeferError: the tensor has a property that would be lost.
     """
-    made = with_numbers(tensor)
+    made = unwrap_fake(tensor)
     if made is tensor and not is_deferred:
         return tensor
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -345,4 +347,4 @@ def _ordinary(tensor: Tensor, *, is_deferred: bool) -> Tensor:
         )
     if is_deferred:
         made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return like(tensor, made, leave_out=own_attributes())
+    return copy_attributes(tensor, made, leave_out=own_attributes())

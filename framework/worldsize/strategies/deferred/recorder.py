@@ -22,9 +22,9 @@ from worldsize.strategies.deferred.fakes import (
     CannotDeferError,
     FakeStorages,
     HostFakes,
-    bytes_of,
+    count_bytes,
     is_whole,
-    with_numbers,
+    unwrap_fake,
 )
 from worldsize.strategies.deferred.tape import Deferred, Storage, Tape, TapedCall
 
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._draws = PendingDraws(self.tape, at_once=draws_twice)
         with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # all fakes have address 0
             self._mode = HostFakes(allow_non_fake_inputs=True)
-        self._calls = CallWatcher(self._do)
+        self._calls = CallWatcher(self._execute_call)
         self.borrowed = BorrowedTensors()
         self._refusal: Exception | None = None
 
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
         self._mode.__exit__(*failure)
 
-    def finish(self, kept: Iterable[Tensor]) -> InitialStates:
+    def finish_recording(self, kept: Iterable[Tensor]) -> InitialStates:
         """Reset the tape's generators to their initial states, and return these.
 
         Args:
@@ -118,11 +118,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CannotDeferError(
                 f"its constructor continues after {type(failure).__name__}: {failure}", "Let it avoid the failing call."
             )
-        self.borrowed.check()
+        self.borrowed.check_unchanged()
         self._draws.check_kept(tensor for tensor in kept if self.fakes.describe(tensor) is None)
-        return InitialStates.now(self._draws.rewind())
+        return InitialStates.capture_states(self._draws.rewind_generators())
 
-    def forget(self) -> None:
+    def restore_generators(self) -> None:
         """Restore all generators to their states before the constructor used them."""
         for generator, state in self._draws.seen.items():
             generator.set_state(state)
@@ -133,15 +133,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         try:
             with torch._C.DisableTorchFunction():  # these are not calls of the constructor
-                does = self._put_off if self._waits(func, args, kwargs) else self._do
+                does = self._put_off if self._should_defer(func, args, kwargs) else self._execute_call
                 return does(func, args, kwargs)
         except Exception as error:  # any exception: ordinary tensors might not raise it
             self._refusal = self._refusal or error
             raise
 
-    def _waits(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _should_defer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether to defer ``func``: its arguments or result are deferred tensors."""
-        tensors = _tensors((args, kwargs))
+        tensors = _find_tensors((args, kwargs))
         if any(self.fakes.describe(tensor) is not None for tensor in tensors):
             return True
         if tensors or not _makes_on_host(func, kwargs):
@@ -153,54 +153,54 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape = func(*args, **kwargs)  # returns a fake
         return isinstance(shape, Tensor) and shape.layout is torch.strided and shape.nbytes >= _LEAST
 
-    def _do(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _execute_call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Execute ``func`` with temporary real tensors for its deferred arguments."""
 
-        def number(leaf: Any) -> Any:
+        def materialize_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             described = self.fakes.describe(leaf)
-            return with_numbers(leaf) if described is None else self.tape.value(described)
+            return unwrap_fake(leaf) if described is None else self.tape.create_tensor(described)
 
-        asks = any(self.fakes.describe(tensor) is not None for tensor in _tensors((args, kwargs)))
+        asks = any(self.fakes.describe(tensor) is not None for tensor in _find_tensors((args, kwargs)))
         with unset_fake_temporarily():
             if asks or _is_random(func):
-                self._draws.make()
+                self._draws.run_pending()
             if _is_random(func):
-                self._draws.meet(_generator(kwargs))
-            args, kwargs = tree_map(number, (tuple(args), dict(kwargs)))
+                self._draws.record_generator(_generator(kwargs))
+            args, kwargs = tree_map(materialize_leaf, (tuple(args), dict(kwargs)))
             return func(*args, **kwargs)
 
     def _put_off(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Record ``func`` on the tape, and return fakes."""
         if func in _AT_ONCE:
-            return self._do(func, args, kwargs)
-        written = _written(func, args, kwargs)
+            return self._execute_call(func, args, kwargs)
+        written = _find_written(func, args, kwargs)
         changes_others = [tensor for tensor in written if self.fakes.describe(tensor) is None]
         if changes_others or torch.Tag.data_dependent_output in func.tags:
             if len(changes_others) < len(written):
                 raise CannotDeferError(f"its constructor changes weights by {func}", _PLAINLY)
-            return self._do(func, args, kwargs)
+            return self._execute_call(func, args, kwargs)
         if _is_random(func) and func not in _RANDOM_IN_PLACE | _RANDOM_FACTORIES:
             raise CannotDeferError(f"its constructor draws random numbers by {func}", _PLAINLY)
         result = func(*args, **kwargs)
         self._mode.fake_tensor_converter.tensor_memo.clear()  # its weak references would prevent swaps in Module.to
-        makes = [self._new(tensor) for tensor in _tensors(result)]
+        makes = [self._register_tensor(tensor) for tensor in _find_tensors(result)]
         if (written or any(makes)) and func not in _UNINITIALISED:
-            if not _tensors((args, kwargs)):
+            if not _find_tensors((args, kwargs)):
                 kwargs = {**kwargs, "dtype": result.dtype}  # the default may differ at replay
-            self._add(func, args, kwargs, written=written, makes=makes)
+            self._record_call(func, args, kwargs, written=written, makes=makes)
         return result
 
-    def _new(self, tensor: Tensor) -> Deferred | None:
+    def _register_tensor(self, tensor: Tensor) -> Deferred | None:
         """Register and describe ``tensor`` if its storage is new, else return None."""
-        nbytes = self.fakes.add(tensor)
+        nbytes = self.fakes.register_storage(tensor)
         if nbytes is None:
             return None
         self.tape.nbytes.append(nbytes)
         return self.fakes.describe(tensor)
 
-    def _add(
+    def _record_call(
         self,
         func: Any,
         args: Sequence[Any],
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: Sequence[Tensor],
         makes: Sequence[Deferred | None],
     ) -> None:
-        kept_args, kept_kwargs = tree_map(self._kept, (tuple(args), dict(kwargs)))
+        kept_args, kept_kwargs = tree_map(self._convert_argument, (tuple(args), dict(kwargs)))
         writes = {described.storage for tensor in written if (described := self.fakes.describe(tensor)) is not None}
         reads = _storages((kept_args, kept_kwargs))
         if func in _OVERWRITES and is_whole(args[0]):
@@ -229,24 +229,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if generator is not None:
             with unset_fake_temporarily():
-                self._draws.note(generator)
+                self._draws.record_draw(generator)
 
-    def _kept(self, leaf: Any) -> Any:
+    def _convert_argument(self, leaf: Any) -> Any:
         """Convert an argument to the form that the tape stores."""
         if not isinstance(leaf, Tensor):
             return leaf
         if (described := self.fakes.describe(leaf)) is not None:
             return described
-        if bytes_of(leaf) < _LEAST:
+        if count_bytes(leaf) < _LEAST:
             with unset_fake_temporarily():
-                return with_numbers(leaf).detach().clone()  # copied, since its owner may change it
+                return unwrap_fake(leaf).detach().clone()  # copied, since its owner may change it
         with unset_fake_temporarily():
-            leaf = with_numbers(leaf)
+            leaf = unwrap_fake(leaf)
             self.borrowed.add(leaf)
         return leaf
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _find_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -271,14 +271,14 @@ def _makes_on_host(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return torch.device(kwargs.get("device") or "cpu").type == "cpu"
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _find_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the arguments that ``func`` writes to."""
     changed = []
     for index, argument in enumerate(func._schema.arguments):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written or argument.name in _WRITES_BESIDES.get(func, ()):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            changed += _tensors(value)
+            changed += _find_tensors(value)
     return changed
 
 
@@ -291,23 +291,23 @@ class BorrowedTensors:
 
     def add(self, tensor: Tensor) -> None:
         """Keep a reference to ``tensor``, of any shape, and record its version and digest."""
-        self._tensors.append((tensor, tensor._version, _digest(tensor)))
+        self._tensors.append((tensor, tensor._version, _hash_tensor(tensor)))
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the borrowed tensors, in their shapes."""
         return [tensor for tensor, *_ in self._tensors]
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise CannotDeferError if a tensor has changed since it was added."""
         for tensor, version, digest in self._tensors:
-            if tensor._version != version or _digest(tensor) != digest:
+            if tensor._version != version or _hash_tensor(tensor) != digest:
                 raise CannotDeferError(
                     "its constructor changes a tensor after making weights from it",
                     "Let it read each weight into separate memory.",
                 )
 
 
-def _digest(tensor: Tensor) -> bytes | None:
+def _hash_tensor(tensor: Tensor) -> bytes | None:
     """Return a digest of ``tensor`` if code outside torch, such as NumPy, may write to it.
 
     Return None if only torch can write to it, since its version counter then suffices.

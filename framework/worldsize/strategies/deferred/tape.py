@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map
 
-from worldsize.collectives.per_rank import sharded_like
+from worldsize.collectives.per_rank import shard_like
 
 Table: TypeAlias = Literal["_parameters", "_buffers", "__dict__"]
 _TABLES: tuple[Table, ...] = ("_parameters", "_buffers", "__dict__")
@@ -45,7 +45,7 @@ class Slot:
         """Whether the tensor moves to other devices with its module."""
         return self.table != "__dict__"
 
-    def set(self, tensor: Tensor) -> None:
+    def set_tensor(self, tensor: Tensor) -> None:
         """Put ``tensor``, of the same shape, in this slot, through the module if registered there."""
         if self.table == "__dict__":
             vars(self.module)[self.name] = tensor  # does not register a parameter with the module
@@ -61,23 +61,23 @@ class Devices:
     full: torch.device
     shards: torch.device
 
-    def put(self, made: Tensor, slots: Sequence[Slot]) -> None:
+    def fill_slots(self, made: Tensor, slots: Sequence[Slot]) -> None:
         """Replace the tensor in ``slots`` with this process's part of ``made``, which is unsharded."""
         empty = slots[0].tensor
         if isinstance(empty, DTensor):
-            part: Tensor = _part(empty, made, self.shards)
+            part: Tensor = _extract_part(empty, made, self.shards)
         else:  # plain attributes stay on the host, as in Module.to
             part = made.to(self.full) if any(slot.moves for slot in slots) else made
             part = part.detach()  # a new tensor object, since others may use this memory
-        part = like(empty, part)
+        part = copy_attributes(empty, part)
         try:
             torch.utils.swap_tensors(empty, part)  # type: ignore[no-untyped-call] # all references get the real one
         except RuntimeError:  # weak references prevent swaps, as in torch's LSTM, which tracks assignments
             for slot in slots:
-                slot.set(part)
+                slot.set_tensor(part)
 
 
-def slots_of(model: nn.Module) -> Iterator[Slot]:
+def iterate_slots(model: nn.Module) -> Iterator[Slot]:
     """Iterate over the slots of all tensors that are attributes of modules."""
     for module in model.modules():
         for table in _TABLES:
@@ -87,7 +87,7 @@ def slots_of(model: nn.Module) -> Iterator[Slot]:
                     yield Slot(module, name, table)
 
 
-def like(tensor: Tensor, numbers: Tensor, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
+def copy_attributes(tensor: Tensor, numbers: Tensor, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
     """Return ``numbers``, of the same shape, with the class and attributes of ``tensor``.
 
     Attributes named in ``leave_out`` are not copied.
@@ -100,11 +100,11 @@ def like(tensor: Tensor, numbers: Tensor, *, leave_out: frozenset[str] = frozens
     return numbers
 
 
-def _part(empty: DTensor, full: Tensor, device: torch.device) -> DTensor:
+def _extract_part(empty: DTensor, full: Tensor, device: torch.device) -> DTensor:
     size, begin = compute_local_shape_and_global_offset(full.shape, empty.device_mesh, empty.placements)
     box = tuple(slice(first, first + length) for first, length in zip(begin, size, strict=True))
     local = full[box].to(device, copy=True, memory_format=torch.contiguous_format)
-    return sharded_like(empty, local)
+    return shard_like(empty, local)
 
 
 Storage: TypeAlias = int
@@ -129,14 +129,14 @@ class Deferred:
     is_conj: bool = False
     is_neg: bool = False
 
-    def on(self, memory: torch.UntypedStorage) -> Tensor:
+    def view_storage(self, memory: torch.UntypedStorage) -> Tensor:
         """Return the tensor, in its described shape, as a view of ``memory``."""
         tensor = torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
         torch._C._set_conj(tensor, self.is_conj)
         torch._C._set_neg(tensor, self.is_neg)
         return tensor
 
-    def scratch(self) -> Tensor:
+    def create_scratch(self) -> Tensor:
         """Return a new tensor of the same shape and layout, with arbitrary values."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
@@ -172,15 +172,15 @@ class TapedCall:
         ``nbytes``: size of each storage in bytes.
         """
 
-        def tensor(leaf: Any) -> Any:
+        def resolve_tensor(leaf: Any) -> Any:
             if not isinstance(leaf, Deferred):
                 return leaf
             if leaf.storage not in memory:  # the operation overwrites it
-                memory[leaf.storage] = _memory(nbytes[leaf.storage], leaf.dtype)
-            return leaf.on(memory[leaf.storage])
+                memory[leaf.storage] = _allocate_storage(nbytes[leaf.storage], leaf.dtype)
+            return leaf.view_storage(memory[leaf.storage])
 
         with _default_dtype(self.default_dtype):
-            result = self.function(*tree_map(tensor, self.args), **tree_map(tensor, self.kwargs))
+            result = self.function(*tree_map(resolve_tensor, self.args), **tree_map(resolve_tensor, self.kwargs))
         returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for described, made in zip(self.makes, returned, strict=True):
             if described is not None:
@@ -193,11 +193,11 @@ class TapedCall:
     def draw_in_vain(self) -> None:
         """Generate as many random numbers as :meth:`run`, and discard them."""
 
-        def scratch(leaf: Any) -> Any:
-            return leaf.scratch() if isinstance(leaf, Deferred) else leaf
+        def replace_with_scratch(leaf: Any) -> Any:
+            return leaf.create_scratch() if isinstance(leaf, Deferred) else leaf
 
         with _default_dtype(self.default_dtype):
-            self.function(*tree_map(scratch, self.args), **tree_map(scratch, self.kwargs))
+            self.function(*tree_map(replace_with_scratch, self.args), **tree_map(replace_with_scratch, self.kwargs))
 
 
 @contextmanager
@@ -210,7 +210,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _memory(nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+def _allocate_storage(nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
     """Return uninitialized memory; in deterministic mode, torch fills it depending on the dtype."""
     return torch.empty(-(-nbytes // dtype.itemsize), dtype=dtype).untyped_storage()
 
@@ -227,8 +227,8 @@ def _laid_out(made: Tensor, described: Deferred, nbytes: int) -> torch.UntypedSt
         and storage.nbytes() == nbytes
     ):
         return storage
-    storage = _memory(nbytes, described.dtype)
-    described.on(storage).copy_(made)
+    storage = _allocate_storage(nbytes, described.dtype)
+    described.view_storage(storage).copy_(made)
     return storage
 
 
@@ -258,7 +258,7 @@ class Tape:
         if operation.generator is not None:
             self._draws.append(index)
 
-    def in_order(self, tensors: Collection[Deferred]) -> list[Deferred]:
+    def sort_tensors(self, tensors: Collection[Deferred]) -> list[Deferred]:
         """Sort ``tensors`` so that random numbers are generated only once.
 
         In any other order, some are generated twice, with the same values.
@@ -266,25 +266,25 @@ class Tape:
         last_draws: dict[Deferred, int] = {}
         self._wanted = Counter()
         for tensor in tensors:
-            needed = self._needed(tensor)
+            needed = self._find_operations(tensor)
             self._wanted.update(needed)
             last_draws[tensor] = max((index for index in needed if self.operations[index].generator), default=-1)
         self._states = {index: state for index, state in self._states.items() if self._wanted[index]}
         return sorted(last_draws, key=lambda tensor: last_draws[tensor])
 
-    def value(self, tensor: Deferred) -> Tensor:
+    def create_tensor(self, tensor: Deferred) -> Tensor:
         """Create ``tensor``, in its described shape and in separate memory."""
         memory: dict[Storage, torch.UntypedStorage] = {}
         with torch.no_grad():
-            for index in self._needed(tensor):
-                self._run(index, memory)
+            for index in self._find_operations(tensor):
+                self._run_operation(index, memory)
         if tensor.storage not in memory:  # never written to
-            memory[tensor.storage] = _memory(self.nbytes[tensor.storage], tensor.dtype)
-        return tensor.on(memory[tensor.storage])
+            memory[tensor.storage] = _allocate_storage(self.nbytes[tensor.storage], tensor.dtype)
+        return tensor.view_storage(memory[tensor.storage])
 
-    def needs(self, tensor: Deferred) -> int:
+    def count_needed_bytes(self, tensor: Deferred) -> int:
         """Return the bytes needed to create ``tensor``, including its inputs."""
-        operations = [self.operations[index] for index in self._needed(tensor)]
+        operations = [self.operations[index] for index in self._find_operations(tensor)]
         storages = {tensor.storage}.union(*(operation.storages() for operation in operations))
         return sum(self.nbytes[storage] for storage in storages)
 
@@ -292,7 +292,7 @@ class Tape:
         """Run all remaining draws, so that generators have their states after the constructor."""
         self._draw_before(len(self.operations))
 
-    def _needed(self, tensor: Deferred) -> list[int]:
+    def _find_operations(self, tensor: Deferred) -> list[int]:
         """Return the indices of the operations that ``tensor`` depends on, in order."""
         chosen: set[int] = set()
         wanted = [(tensor.storage, len(self.operations))]
@@ -304,7 +304,7 @@ class Tape:
                 wanted += [(read, writer) for read in self.operations[writer].reads]
         return sorted(chosen)
 
-    def _run(self, index: int, memory: dict[Storage, torch.UntypedStorage]) -> None:
+    def _run_operation(self, index: int, memory: dict[Storage, torch.UntypedStorage]) -> None:
         operation = self.operations[index]
         if self._wanted is not None:
             self._wanted[index] -= 1
@@ -313,7 +313,7 @@ class Tape:
             return
         self._draw_before(index)
         if self._drawn < len(self._draws) and self._draws[self._drawn] == index:
-            self._draw(operation, index)
+            self._record_draw(operation, index)
             operation.run(memory, self.nbytes)
             return
         now = operation.generator.get_state()
@@ -328,10 +328,10 @@ class Tape:
     def _draw_before(self, index: int) -> None:
         """Run the outstanding draws before operation ``index``, discarding the numbers."""
         while self._drawn < len(self._draws) and (first := self._draws[self._drawn]) < index:
-            self._draw(self.operations[first], first)
+            self._record_draw(self.operations[first], first)
             self.operations[first].draw_in_vain()
 
-    def _draw(self, operation: TapedCall, index: int) -> None:
+    def _record_draw(self, operation: TapedCall, index: int) -> None:
         """Record the next draw, with its generator's state if the draw has to be repeated."""
         assert operation.generator is not None
         if self._is_wanted(index):

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from worldsize.collectives.group import Collective, connect, start
+from worldsize.collectives.group import Collective, connect_groups, start_collective
 from worldsize.core import RunContext
 from worldsize.devices import backend_for
-from worldsize.strategies.mesh.layout import AXES, Layout, along
+from worldsize.strategies.mesh.layout import AXES, Layout, get_submesh
 
 _MESHES = count()  # unique mesh names: torch caches properties of a mesh by its shape and names
 
@@ -45,7 +45,7 @@ class MeshGroups:
         """This rank's coordinate on each axis."""
         return self.layout.coordinate(self.context.world.rank)
 
-    def mesh(self) -> DeviceMesh:
+    def create_mesh(self) -> DeviceMesh:
         """Create the device mesh of all ranks."""
         number = str(next(_MESHES)) if self.interruptible else ""
         names = tuple(f"{axis}{number}" for axis in AXES)
@@ -54,38 +54,40 @@ class MeshGroups:
         with self.context.making_groups():
             mesh = DeviceMesh(self.context.world.device.type, ranks, mesh_dim_names=names)
         for axis in AXES:
-            self._bound(along(mesh, axis).get_group())
+            self._connect_group(get_submesh(mesh, axis).get_group())
         return mesh
 
-    def edges(self, *, is_ring: bool) -> Edges | None:
+    def create_edges(self, *, is_ring: bool) -> Edges | None:
         """Create groups for messages between stages, or None if torch's own messages suffice.
 
         ``is_ring``: whether ranks have several stages, so that the last rank also sends to the first one.
         """
         if not (self.interruptible and backend_for(dist.get_backend(), self.context.world.device.type) == "gloo"):
             return None
-        groups = {pair: self.of(sorted(pair)) for pair in neighbours(self.layout["pipeline"], is_ring=is_ring)}
+        groups = {
+            pair: self.create_group(sorted(pair)) for pair in neighbours(self.layout["pipeline"], is_ring=is_ring)
+        }
         return Edges(self.coordinate["pipeline"], {pair: each for pair, each in groups.items() if each is not None})
 
-    def of(self, ranks: Sequence[int]) -> ProcessGroup | None:
+    def create_group(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """Create a group of pipeline ranks at this rank's other coordinates; None on non-members.
 
         Only members create the group. torch names groups by a counter, so all ranks must create the same number of
         them: other ranks create a group of only themselves.
         """
         own = self.context.world.rank
-        members = self.layout.line("pipeline", self.coordinate, ranks)
+        members = self.layout.list_line_ranks("pipeline", self.coordinate, ranks)
         with self.context.making_groups():
             group = dist.new_group(members if own in members else [own], use_local_synchronization=True)
-        self._bound(cast("ProcessGroup", group))
+        self._connect_group(cast("ProcessGroup", group))
         return cast("ProcessGroup", group) if own in members else None
 
-    def _bound(self, group: ProcessGroup) -> None:
+    def _connect_group(self, group: ProcessGroup) -> None:
         """Connect a new gloo group, with the default group's timeout instead of half an hour."""
         everyone, cpu = self.context.world.group, torch.device("cpu")
         if self.interruptible and everyone is not None and backend_for(dist.get_backend(everyone), "cpu") == "gloo":
             dist.set_timeout(everyone._get_backend(cpu).options._timeout, group)
-            connect([group])
+            connect_groups([group])
 
 
 def neighbours(pipeline: int, *, is_ring: bool) -> Iterator[tuple[int, int]]:
@@ -112,7 +114,7 @@ class Edges:
     def start(self, tensor: Tensor, source: int, target: int) -> Collective:
         """Start sending ``tensor``, of any shape, on rank ``source`` and receiving it on ``target``."""
         first = 0 if source < target else 1  # the ranks of a group are in ascending order
-        return start(dist.broadcast, tensor, group=self.groups[source, target], group_src=first)
+        return start_collective(dist.broadcast, tensor, group=self.groups[source, target], group_src=first)
 
     def messages(self, messages: list[dist.P2POp]) -> list[dist.P2POp]:
         """Convert torch's messages between stages to interruptible ones."""
@@ -129,11 +131,11 @@ class _Message(dist.P2POp):
     def __init__(self, message: dist.P2POp, edges: Edges) -> None:
         sends, peer = message.op is dist.isend, message.group_peer
         pair = (edges.rank, peer) if sends else (peer, edges.rank)
-        send: Any = partial(_started, edges, pair)  # the returned work only needs wait()
+        send: Any = partial(_start_message, edges, pair)  # the returned work only needs wait()
         super().__init__(send, message.tensor, message.peer, message.group, message.tag)
 
 
-def _started(edges: Edges, pair: tuple[int, int], tensor: Tensor, **_: Any) -> _Patient:
+def _start_message(edges: Edges, pair: tuple[int, int], tensor: Tensor, **_: Any) -> _Patient:
     message = tensor.contiguous()  # gloo requires it; torch may allocate receive buffers with any strides
     receives = pair[1] == edges.rank and message is not tensor
     return _Patient(edges.start(message, *pair), message, tensor if receives else None)
@@ -181,13 +183,13 @@ class Passing:
     def receive(self, source: int) -> Tensor:
         """Receive the tensor that rank ``source`` sends with :meth:`send`, in its shape."""
         header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
-        self._fill(header, source)
+        self._receive_into(header, source)
         dtype, dimensions, *sizes = header.tolist()
         tensor = torch.empty(sizes[:dimensions], dtype=_DTYPES[dtype], device=self.device)
-        self._fill(tensor, source)
+        self._receive_into(tensor, source)
         return tensor
 
-    def _fill(self, tensor: Tensor, source: int) -> None:
+    def _receive_into(self, tensor: Tensor, source: int) -> None:
         if self.edges:
             self.edges.start(tensor, source, self.group.rank()).wait()
         else:

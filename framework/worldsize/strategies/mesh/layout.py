@@ -66,7 +66,7 @@ class Layout:
         """Number of consecutive ranks that must be on one node, since they share layers."""
         return self.strides["tensor"] * self["tensor"] if self["tensor"] > 1 else 1
 
-    def rank(self, place: Coordinate) -> int:
+    def get_rank(self, place: Coordinate) -> int:
         """Return the rank at the coordinate ``place``."""
         return sum(place[axis] * stride for axis, stride in self.strides.items())
 
@@ -75,17 +75,18 @@ class Layout:
         strides = self.strides
         return {axis: rank // strides[axis] % self[axis] for axis in AXES}
 
-    def groups(self) -> dict[str, list[list[int]]]:
+    def list_groups(self) -> dict[str, list[list[int]]]:
         """Return, for each axis, the groups of ranks that differ only in that coordinate, in order."""
         points = product(*(range(self[axis]) for axis in AXES))
         places = [dict(zip(AXES, each, strict=True)) for each in points]
         return {
-            axis: [self.line(axis, place, range(self[axis])) for place in places if place[axis] == 0] for axis in AXES
+            axis: [self.list_line_ranks(axis, place, range(self[axis])) for place in places if place[axis] == 0]
+            for axis in AXES
         }
 
-    def line(self, axis: str, place: Coordinate, points: Iterable[int]) -> list[int]:
+    def list_line_ranks(self, axis: str, place: Coordinate, points: Iterable[int]) -> list[int]:
         """Return the ranks at ``points`` on an axis, with the other coordinates of ``place``."""
-        return [self.rank({**place, axis: point}) for point in points]
+        return [self.get_rank({**place, axis: point}) for point in points]
 
 
 def check_order(order: Sequence[str]) -> None:
@@ -125,26 +126,26 @@ def check_heals(layout: Layout, cluster: Cluster) -> None:
         )
 
 
-def axis_of(name: str) -> str:
+def parse_axis(name: str) -> str:
     """Return the axis of a mesh dimension ``name``, without its unique numeric suffix, if any."""
     return name.rstrip("0123456789")
 
 
-def along(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+def get_submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return this rank's submesh along one axis."""
-    (name,) = (each for each in mesh.mesh_dim_names or () if axis_of(each) == axis)
+    (name,) = (each for each in mesh.mesh_dim_names or () if parse_axis(each) == axis)
     return mesh[name]
 
 
 Place = tuple[nn.Module, str]
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Iterate over parameters and buffers, including duplicates under other names."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
 
 
-def _place(model: nn.Module, name: str) -> Place:
+def _find_place(model: nn.Module, name: str) -> Place:
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
 
@@ -161,21 +162,21 @@ class Ownership:
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[nn.Module]], *, pipeline: int, p: int) -> None:
         self._model, self._p = model, p
-        self._first = {id(tensor): name for name, tensor in reversed(list(_named(model)))}
-        self._aliases = {name: self._first[id(tensor)] for name, tensor in _named(model)}
+        self._first = {id(tensor): name for name, tensor in reversed(list(_iterate_tensors(model)))}
+        self._aliases = {name: self._first[id(tensor)] for name, tensor in _iterate_tensors(model)}
         self._parameters = {name for name, _ in model.named_parameters()}
         self.stages: dict[str, list[int]] = {name: [] for name in self._aliases.values()}
         self._places: dict[str, Place] = {}
         for index, layers in enumerate(stages):
-            self._add(index, layers, mine=index % pipeline == p)
+            self._add_stage(index, layers, mine=index % pipeline == p)
         self.ranks = {
             name: sorted({stage % pipeline for stage in indices or [0]}) for name, indices in self.stages.items()
         }
         self._others: set[Place] = {
-            _place(model, name) for name, first in self._aliases.items() if p not in self.ranks[first]
+            _find_place(model, name) for name, first in self._aliases.items() if p not in self.ranks[first]
         }
 
-    def _add(self, stage: int, layers: Sequence[nn.Module], *, mine: bool) -> None:
+    def _add_stage(self, stage: int, layers: Sequence[nn.Module], *, mine: bool) -> None:
         for module in {module for layer in layers for module in layer.modules()}:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None:
@@ -187,7 +188,7 @@ class Ownership:
                 if mine:
                     self._places[name] = (module, key)
 
-    def holds(self, module: nn.Module, key: str) -> bool:
+    def has_tensor(self, module: nn.Module, key: str) -> bool:
         """Return whether this rank holds tensor ``key`` of ``module``, before :meth:`leave_others`."""
         return (module, key) not in self._others
 
@@ -201,7 +202,7 @@ class Ownership:
                     "strategy.on_failure=restart."
                 )
 
-    def tied(self) -> dict[tuple[int, ...], list[str]]:
+    def find_tied_parameters(self) -> dict[tuple[int, ...], list[str]]:
         """Return the names of parameters on several pipeline ranks, keyed by these ranks, in order."""
         names_by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(self._parameters):
@@ -213,23 +214,23 @@ class Ownership:
         """Return those parameters in ``names`` that this rank holds, after sharding."""
         return [getattr(*self._places[name]) for name in names if name in self._places]
 
-    def spare(self) -> list[nn.Parameter]:
+    def find_spare_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank that an earlier rank holds, too."""
-        names = [name for group in self.tied().values() for name in group]
+        names = [name for group in self.find_tied_parameters().values() for name in group]
         return self.parameters([name for name in names if self.ranks[name][0] != self._p])
 
     def leave_others(self) -> None:
         """Replace tensors held only by other ranks with meta tensors, after sharding."""
         empty: dict[str, Tensor] = {}
         for name, first in self._aliases.items():
-            module, key = _place(self._model, name)
+            module, key = _find_place(self._model, name)
             table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
             if first in self._places:
                 table[key] = getattr(*self._places[first])
             elif self._p not in self.ranks[first]:
-                table[key] = empty.setdefault(first, _empty(getattr(module, key)))
+                table[key] = empty.setdefault(first, _create_meta_tensor(getattr(module, key)))
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def _create_meta_tensor(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.core import ConfigError, Recipe, TensorStyle
-from worldsize.strategies.mesh.layout import along
+from worldsize.strategies.mesh.layout import get_submesh
 from worldsize.strategies.mesh.stage import time_column, time_row
 from worldsize.strategies.unit_collectives import time_sharding
 from worldsize.strategies.unit_sharding import detach_shards, shard_units
@@ -37,10 +37,12 @@ class Sharding:
     interruptible: bool = False  # whether waits end when the gang does
 
 
-def divide(recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding) -> None:
+def shard_model(
+    recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding
+) -> None:
     """Shard the layers below ``roots`` over the tensor axis, then each part over the data axis."""
     mine = [module for root in roots for module in root.modules()]
-    tensor, data = along(mesh, "tensor"), along(mesh, "data")
+    tensor, data = get_submesh(mesh, "tensor"), get_submesh(mesh, "data")
     detach_shards()
     if tensor.size() > 1:
         _divide_layers(recipe, model, mine, tensor, interruptible=sharding.interruptible)
@@ -62,9 +64,9 @@ def _divide_layers(
     recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh, *, interruptible: bool
 ) -> None:
     """Shard layers column-wise or row-wise (Shoeybi et al. 2019, arXiv 1909.08053)."""
-    plan = plan_of(recipe, model, ranks=mesh.size())
+    plan = get_tensor_plan(recipe, model, ranks=mesh.size())
     held = {
-        name: _style(style, model.get_submodule(name), interruptible=interruptible)
+        name: _create_style(style, model.get_submodule(name), interruptible=interruptible)
         for name, style in plan.items()
         if model.get_submodule(name) in mine
     }
@@ -76,13 +78,13 @@ def _divide_layers(
             time(model.get_submodule(name))
 
 
-def _style(style: TensorStyle, module: nn.Module, *, interruptible: bool) -> ParallelStyle:
+def _create_style(style: TensorStyle, module: nn.Module, *, interruptible: bool) -> ParallelStyle:
     if interruptible and isinstance(module, nn.Linear):
         return InterruptibleColumn() if style == "column" else InterruptibleRow()
     return ColwiseParallel() if style == "column" else RowwiseParallel()
 
 
-def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, TensorStyle]:
+def get_tensor_plan(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, TensorStyle]:
     """Return the tensor-parallel style of each layer of ``model``, checked for ``ranks`` ranks.
 
     Raises:
@@ -90,7 +92,7 @@ def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, Ten
     """
     plan = recipe.tensor_plan(model)
     if not plan:
-        raise _undivided(recipe)
+        raise _create_plan_error(recipe)
     for name, style in plan.items():
         _check_features(name, model.get_submodule(name), style, ranks)
     return plan
@@ -99,10 +101,10 @@ def plan_of(recipe: Recipe, model: nn.Module, *, ranks: int) -> Mapping[str, Ten
 def check_divides(recipe: Recipe) -> None:
     """Raise ConfigError if ``recipe`` lacks a plan for tensor parallelism."""
     if type(recipe).tensor_plan is Recipe.tensor_plan:
-        raise _undivided(recipe)
+        raise _create_plan_error(recipe)
 
 
-def _undivided(recipe: Recipe) -> ConfigError:
+def _create_plan_error(recipe: Recipe) -> ConfigError:
     return ConfigError(
         f"{type(recipe).__name__} does not say how its layers divide. "
         "Define Recipe.tensor_plan, or set strategy.tensor=1."
@@ -159,21 +161,21 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        return _sum(gradients[0], ctx.group), None
+        return _all_reduce_sum(gradients[0], ctx.group), None
 
 
 class _SummedPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(part, group)
+        return _all_reduce_sum(part, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
-def _sum(part: Tensor, group: ProcessGroup) -> Tensor:
+def _all_reduce_sum(part: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``part`` over the ranks of ``group``, of the same shape."""
     total = part.clone(memory_format=torch.contiguous_format)
-    start(dist.all_reduce, total, group=group).wait()
+    start_collective(dist.all_reduce, total, group=group).wait()
     return total

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from worldsize.collectives.group import start
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import reduce_ordered
-from worldsize.collectives.per_rank import local
-from worldsize.collectives.staged import finished
-from worldsize.collectives.step_timer import phase
+from worldsize.collectives.per_rank import get_local_shard
+from worldsize.collectives.staged import finish_reduction
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import Batch, EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.metrics import MetricCollector
 from worldsize.seeds import keep_generators, seed_generators
@@ -29,7 +29,7 @@ from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
 from worldsize.strategies.mesh.groups import Edges, Passing
-from worldsize.strategies.mesh.schedule import Kind, interleaved
+from worldsize.strategies.mesh.schedule import Kind, create_interleaved_schedule
 from worldsize.strategies.mesh.stage import KnownOutput, Stage, TimedStage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.model_replica import autocast, evaluating
@@ -38,7 +38,7 @@ from worldsize.strategies.synchronous import SynchronousReplica
 _SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,  # Huang et al. 2018, arXiv 1811.06965
     "1f1b": Schedule1F1B,  # Narayanan et al. 2019 (PipeDream), arXiv 1806.03377
-    "interleaved": interleaved,  # Narayanan et al. 2021, arXiv 2104.04473
+    "interleaved": create_interleaved_schedule,  # Narayanan et al. 2021, arXiv 2104.04473
 }
 
 
@@ -87,11 +87,11 @@ class Pipeline(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         """Run the schedule; ``backward`` is unused, since the stages run their own backward passes."""
         count = len(batches)
-        order, idle = self.parts.order(count), self.parts.idle(count)
+        order, idle = self.parts.order_micro_batches(count), self.parts.count_idle_passes(count)
         for stage in self.stages:
-            stage.begin([batches[place] for place in (*[0] * idle, *order)])
+            stage.begin_step([batches[place] for place in (*[0] * idle, *order)])
         if count not in self._schedules:
-            self._schedules = {count: self._scheduled(count, idle)}
+            self._schedules = {count: self._create_schedule(count, idle)}
         numbers = torch.arange(idle + count)
         args = (numbers,) if self.stages[0].index == 0 else ()
         target = numbers if self.is_last else None
@@ -99,17 +99,17 @@ class Pipeline(GradientReducer):
             for stage in self.stages:
                 assert stage.sums is not None
                 steps.enter_context(stage.sums.step(count))
-            with phase("communication"):  # a schedule waits for neighbor stages between passes
+            with measure_phase("communication"):  # a schedule waits for neighbor stages between passes
                 self._schedules[count].step(*args, number=numbers, target=target, return_outputs=False)
-        with phase("communication"):
-            self._agree()
-            losses = dict(zip(order, self._shared_losses(range(idle, idle + count)), strict=True))
+        with measure_phase("communication"):
+            self._reduce_shared_tensors()
+            losses = dict(zip(order, self._broadcast_losses(range(idle, idle + count)), strict=True))
         return [losses[place] for place in range(count)]
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         return self.norm.clip(parameters, limit)
 
-    def _scheduled(self, count: int, idle: int) -> Any:
+    def _create_schedule(self, count: int, idle: int) -> Any:
         """Create the schedule of ``count`` micro-batches after ``idle`` passes without effect."""
         stages = [
             TimedStage(stage, stage.index, self.total, self.device, group=self.group, edges=self.edges)
@@ -118,33 +118,33 @@ class Pipeline(GradientReducer):
         given: Any = stages if self.kind == "interleaved" else stages[0]
         # 1F1B needs a micro-batch per stage; a part may have fewer after other parts have joined
         kind = "gpipe" if self.kind == "1f1b" and idle + count < self.total else self.kind
-        divisor = self.parts.divisor(count)
+        divisor = self.parts.get_loss_divisor(count)
 
-        def loss(output: Tensor, number: Tensor) -> Tensor:
-            with phase("compute"):
-                loss, self._records[int(number)] = trainable(self.stages[-1].loss(output, number))
+        def compute_loss(output: Tensor, number: Tensor) -> Tensor:
+            with measure_phase("compute"):
+                loss, self._records[int(number)] = trainable(self.stages[-1].compute_loss(output, number))
                 return loss / divisor * 0 if int(number) < idle else loss / divisor
 
-        return _SCHEDULES[kind](given, idle + count, loss_fn=loss, scale_grads=False)
+        return _SCHEDULES[kind](given, idle + count, loss_fn=compute_loss, scale_grads=False)
 
-    def _agree(self) -> None:
+    def _reduce_shared_tensors(self) -> None:
         """Sum gradients of tied parameters over stages; average buffers over data-parallel ranks."""
         for tied in self.tied:
             for parameter in tied.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self._sum(local(parameter.grad), tied.group)
+                self._all_reduce_gradient(get_local_shard(parameter.grad), tied.group)
         for buffer in self._statistics():
-            start(dist.all_reduce, buffer, group=self.parts.group).wait()
+            start_collective(dist.all_reduce, buffer, group=self.parts.group).wait()
             buffer /= self.parts.group.size()
 
-    def _sum(self, gradient: Tensor, group: ProcessGroup) -> None:
+    def _all_reduce_gradient(self, gradient: Tensor, group: ProcessGroup) -> None:
         """Replace ``gradient``, of any shape, with its sum over ``group``."""
         if self.parts.reduce != "ordered":
-            start(dist.all_reduce, gradient, group=group).wait()
+            start_collective(dist.all_reduce, gradient, group=group).wait()
         elif gradient.numel() > 0:  # a shard of a small parameter may be empty
             # the summation order of an all-reduce depends on an element's index, and so on the sharding
-            gradient.copy_(finished(reduce_ordered([gradient.flatten()], group)).view_as(gradient))
+            gradient.copy_(finish_reduction(reduce_ordered([gradient.flatten()], group)).view_as(gradient))
 
     def _statistics(self) -> list[Tensor]:
         if self.parts.group.size() == 1 or self.parts.reduce == "ordered":  # ordered sums also average buffers
@@ -152,11 +152,11 @@ class Pipeline(GradientReducer):
         slots = [slot for stage in self.stages for slot in buffer_slots(stage)]
         return [slot.tensor for slot in slots if slot.is_known and slot.rule == "mean"]
 
-    def _shared_losses(self, numbers: range) -> list[LossRecord]:
+    def _broadcast_losses(self, numbers: range) -> list[LossRecord]:
         """Return the last stage's loss records of the passes ``numbers``, on every rank."""
         records = [self._records[number] for number in numbers] if self.is_last else []
         check_same_form(records)
-        is_weighted, names = self._form = self._form or self._agreed_form(records)
+        is_weighted, names = self._form = self._form or self._broadcast_form(records)
         table_bkm = torch.zeros(len(numbers), 2, 1 + len(names), dtype=torch.float64, device=self.device)
         if self.is_last:
             metrics = step_metrics(records, names)
@@ -164,14 +164,14 @@ class Pipeline(GradientReducer):
                 table_bkm[number, : 2 if is_weighted else 1, 0] = record.loss
             for column, name in enumerate(names, start=1):
                 table_bkm[:, :, column] = metrics[name]
-        start(dist.broadcast, table_bkm, group=self.group, group_src=self._last).wait()
+        start_collective(dist.broadcast, table_bkm, group=self.group, group_src=self._last).wait()
         losses = table_bkm[:, :, 0] if is_weighted else table_bkm[:, 0, 0].float()
         return [
             LossRecord(loss, dict(zip(names, pairs_2m[:, 1:].unbind(1), strict=True)))
             for loss, pairs_2m in zip(losses, table_bkm, strict=True)
         ]
 
-    def _agreed_form(self, records: Sequence[LossRecord]) -> tuple[bool, list[str]]:
+    def _broadcast_form(self, records: Sequence[LossRecord]) -> tuple[bool, list[str]]:
         """Return whether losses are weighted, and the metric names, as agreed for all steps."""
         form: list[Any] = [(records[0].is_weighted, sorted(records[0].metrics)) if records else None]
         dist.broadcast_object_list(form, group=self.group, group_src=self._last)
@@ -183,13 +183,13 @@ class Pipeline(GradientReducer):
         """The rank in ``group`` that holds the last stage."""
         return (self.total - 1) % self.group.size()
 
-    def output(self, batch: Batch) -> Tensor | None:
+    def forward_batch(self, batch: Batch) -> Tensor | None:
         """Return the output for ``batch``, in the model's shape, on the last stage, else None."""
         rank, size, passing = self.group.rank(), self.group.size(), Passing(self.group, self.edges, self.device)
         output: Tensor | None = None
         for stage in self.stages:
             if stage.index == 0:
-                stage.feed(batch)
+                stage.feed_batch(batch)
                 output = stage()
             else:
                 output = stage(passing.receive((rank - 1) % size))
@@ -213,14 +213,14 @@ class PipelineReplica(Replica):
         return self._inner.step(micro_batches)
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
-        collector = self._collected(batches)
+        collector = self._collect_metrics(batches)
         answer: list[Any] = [collector.reduce(self._data) if self._pipeline.is_last else None]
         group = self._pipeline.group
         dist.broadcast_object_list(answer, group=group, group_src=(self._pipeline.total - 1) % group.size())
         metrics: Mapping[str, float] = answer[0]
         return metrics
 
-    def _collected(self, batches: Iterable[EvaluationBatch]) -> MetricCollector:
+    def _collect_metrics(self, batches: Iterable[EvaluationBatch]) -> MetricCollector:
         """Return the metrics of this rank's batches; empty unless it has the last stage."""
         collector = MetricCollector(self._recipe)
         with (
@@ -231,7 +231,7 @@ class PipelineReplica(Replica):
         ):
             for batch in batches:
                 seed_generators(batch.seed, self._data.device)
-                output = self._pipeline.output(batch.data)
+                output = self._pipeline.forward_batch(batch.data)
                 if output is not None:
                     collector.add(batch, self._recipe.evaluate(KnownOutput(output), batch.data))
         return collector

@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 
 from worldsize.core import ONE_UPDATE, MicroBatch, Numerics, Recipe, Reduction, Replica, RunContext, StateDict, World
 from worldsize.errors import ConfigError
-from worldsize.optimizers.groups import optimizer_of
+from worldsize.optimizers.groups import create_optimizer
 from worldsize.seeds import keep_generators
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
-from worldsize.strategies.mesh.layout import Layout, Ownership, along
-from worldsize.strategies.mesh.parallel import Sharding, divide, keep_held
+from worldsize.strategies.mesh.layout import Layout, Ownership, get_submesh
+from worldsize.strategies.mesh.parallel import Sharding, keep_held, shard_model
 from worldsize.strategies.mesh.pipeline import Pipeline, PipelineReplica, Tied
-from worldsize.strategies.mesh.schedule import PipelineSchedule, stages_of
+from worldsize.strategies.mesh.schedule import PipelineSchedule, split_stages
 from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.model_replica import CallingRoot
-from worldsize.strategies.sharded_reducer import sharded_reducer
+from worldsize.strategies.sharded_reducer import create_sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_states
 from worldsize.strategies.sharded_steps import carry_assignments, refuse_wrong_updates, step_apart, step_locally
 from worldsize.strategies.synchronous import SynchronousReplica
@@ -46,12 +46,16 @@ class MeshRank:
     sharding: Sharding
     reduce: Reduction = "flat"
 
-    def replica(self) -> Replica:
+    def build_replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
-        mesh = self._groups.mesh()
+        mesh = self._groups.create_mesh()
         is_first = self.context.world.rank == 0
-        deferred = DeferredModel.build(self.recipe.model, warns=is_first)  # no process holds the whole model
-        return self._piece(deferred, mesh) if self.schedule.stages == 1 else self._stages(deferred, mesh)
+        deferred = DeferredModel.from_factory(self.recipe.model, warns=is_first)  # no process holds the whole model
+        return (
+            self._build_sharded_replica(deferred, mesh)
+            if self.schedule.stages == 1
+            else self._build_pipeline_replica(deferred, mesh)
+        )
 
     @property
     def _logical_ranks(self) -> int | None:
@@ -62,15 +66,15 @@ class MeshRank:
     def _groups(self) -> MeshGroups:
         return MeshGroups(self.context, self.layout, self.sharding.interruptible)
 
-    def _data(self, mesh: DeviceMesh) -> World:
+    def _build_data_world(self, mesh: DeviceMesh) -> World:
         """Return the world of ranks that hold the same part of the model."""
         size = self.layout["data"]
-        groups = {self.context.world.role: along(mesh, "data").get_group()} if size > 1 else {}
+        groups = {self.context.world.role: get_submesh(mesh, "data").get_group()} if size > 1 else {}
         return replace(self.context.world, rank=self._groups.coordinate["data"], size=size, groups=groups)
 
-    def _norm(self, mesh: DeviceMesh, spare: Collection[Tensor]) -> MeshNorm | WholeNorm:
+    def _create_norm(self, mesh: DeviceMesh, spare: Collection[Tensor]) -> MeshNorm | WholeNorm:
         if self.reduce == "ordered":
-            stages = along(mesh, "pipeline").get_group() if self.layout["pipeline"] > 1 else None
+            stages = get_submesh(mesh, "pipeline").get_group() if self.layout["pipeline"] > 1 else None
             return WholeNorm(self.context.world.device, stages, spare)
         axes = {axis: place for axis, place in self._groups.coordinate.items() if axis != "pipeline"}
         return MeshNorm(self.context.world, axes, spare)
@@ -82,29 +86,31 @@ class MeshRank:
 
     def _train_state(self, model: nn.Module, full_state: StateDict) -> TrainState:
         """Create the optimizer of this rank's part; ``full_state``: unsharded optimizer state."""
-        optimizer = optimizer_of(self.recipe, model)
+        optimizer = create_optimizer(self.recipe, model)
         keep_held(optimizer)
         is_checked = self.reduce == "ordered" or self.sharding.interruptible  # checked before the run starts
-        if not is_checked and refuse_wrong_updates(self.recipe, model, optimizer, _prepare):
-            optimizer = optimizer_of(self.recipe, model)
+        if not is_checked and refuse_wrong_updates(self.recipe, model, optimizer, _prepare_optimizer):
+            optimizer = create_optimizer(self.recipe, model)
             keep_held(optimizer)
         step_locally(optimizer)
         step_apart(optimizer)
         carry_assignments(model, [optimizer])
         parts = ShardedOptimizerState(model, optimizer, full_state)
-        return TrainState.of(self.recipe, model, {ONE_UPDATE: optimizer}, {ONE_UPDATE: parts})
+        return TrainState.from_recipe(self.recipe, model, {ONE_UPDATE: optimizer}, {ONE_UPDATE: parts})
 
-    def _piece(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
+    def _build_sharded_replica(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build the replica of a rank that holds a part of every layer."""
         model = deferred.model
-        full_state, data = self._full_state(model), self._data(mesh)
+        full_state, data = self._full_state(model), self._build_data_world(mesh)
         root = CallingRoot(model)
-        divide(self.recipe, model, [root], mesh, self.sharding)
-        deferred.fill(self.context.world.device)
+        shard_model(self.recipe, model, [root], mesh, self.sharding)
+        deferred.fill_tensors(self.context.world.device)
         model.to(self.context.world.device)
-        guard_units(root, remedy=_remedy(self.layout), names_uses=not self.context.numerics.compile)
+        guard_units(root, remedy=_format_remedy(self.layout), names_uses=not self.context.numerics.compile)
         ranks = self._logical_ranks
-        sums = _Clipping(sharded_reducer(self.reduce, root, data, logical_ranks=ranks), self._norm(mesh, ()))
+        sums = _Clipping(
+            create_sharded_reducer(self.reduce, root, data, logical_ranks=ranks), self._create_norm(mesh, ())
+        )
         state, context = self._train_state(model, full_state), replace(self.context, world=data)
         return SynchronousReplica(
             self.recipe,
@@ -115,12 +121,12 @@ class MeshRank:
             module=root,
         )
 
-    def _stages(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
+    def _build_pipeline_replica(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
         """Build the replica of a rank that holds the layers of some stages."""
         model, device = deferred.model, self.context.world.device
         _check_blocks(self.recipe, model, self.context.numerics)
-        full_state, data = self._full_state(model), self._data(mesh)
-        chain = stages_of(self.recipe, model, self.schedule.stages, self.schedule.split)
+        full_state, data = self._full_state(model), self._build_data_world(mesh)
+        chain = split_stages(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout["pipeline"], p=self._p)
         if self.layout["data"] > 1 or self.sharding.interruptible:  # more data-parallel parts may join later
             owned.check_sharded_once()
@@ -130,11 +136,11 @@ class MeshRank:
             Stage(self.recipe, chain[index], index=index, device=device, precision=precision)
             for index in range(self._p, self.schedule.stages, self.layout["pipeline"])
         ]
-        divide(self.recipe, model, mine, mesh, self.sharding)
-        deferred.fill(device, lambda slot: owned.holds(slot.module, slot.name))
+        shard_model(self.recipe, model, mine, mesh, self.sharding)
+        deferred.fill_tensors(device, lambda slot: owned.has_tensor(slot.module, slot.name))
         for stage in mine:
             stage.to(device)
-            stage.listen()
+            stage.register_index_hook()
         owned.leave_others()
         pipeline = self._pipeline(mine, owned, mesh)
         inner = SynchronousReplica(
@@ -150,39 +156,41 @@ class MeshRank:
         """Connect this rank's stages to other ranks; all ranks of the mesh must call it."""
         is_ring = len(mine) > 1
         equal_passes = is_ring or self.sharding.reshard_after_forward  # else a step gathers each stage once
-        parts = DataParts(along(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
+        parts = DataParts(get_submesh(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
         for stage in mine:
-            stage.sums, stage.at = parts.sums(stage), self.context.faults.at
+            stage.sums, stage.at = parts.create_sums(stage), self.context.faults.report_point
         return Pipeline(
             stages=mine,
             total=self.schedule.stages,
-            group=along(mesh, "pipeline").get_group(),
+            group=get_submesh(mesh, "pipeline").get_group(),
             parts=parts,
             device=self.context.world.device,
             kind=self.schedule.kind,
-            tied=self._tied(owned),
-            norm=self._norm(mesh, owned.spare()),
-            edges=self._groups.edges(is_ring=is_ring),
+            tied=self._group_tied_parameters(owned),
+            norm=self._create_norm(mesh, owned.find_spare_parameters()),
+            edges=self._groups.create_edges(is_ring=is_ring),
         )
 
     @property
     def _p(self) -> int:
         return self._groups.coordinate["pipeline"]
 
-    def _tied(self, owned: Ownership) -> list[Tied]:
+    def _group_tied_parameters(self, owned: Ownership) -> list[Tied]:
         """Group parameters shared by pipeline ranks; all ranks of the mesh must call it."""
-        groups = {ranks: self._groups.of(ranks) for ranks in owned.tied()}
+        groups = {ranks: self._groups.create_group(ranks) for ranks in owned.find_tied_parameters()}
         return [
-            Tied(owned.parameters(owned.tied()[ranks]), group) for ranks, group in groups.items() if group is not None
+            Tied(owned.parameters(owned.find_tied_parameters()[ranks]), group)
+            for ranks, group in groups.items()
+            if group is not None
         ]
 
 
-def _prepare(optimizer: Optimizer) -> None:
+def _prepare_optimizer(optimizer: Optimizer) -> None:
     keep_held(optimizer)
     step_apart(optimizer)
 
 
-def _remedy(layout: Layout) -> str:
+def _format_remedy(layout: Layout) -> str:
     """Return the remedy for a loss that needs whole parameters."""
     tensor = "strategy.tensor=1 and " if layout["tensor"] > 1 else ""
     return f"Set {tensor}strategy.wrap=none, which gathers the whole model for each loss, or use strategy=ddp or zero."
@@ -219,5 +227,5 @@ class _Clipping(GradientReducer):
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         return self.norm.clip(parameters, limit)
 
-    def resumed(self) -> None:
-        self.inner.resumed()
+    def on_resume(self) -> None:
+        self.inner.on_resume()

@@ -68,18 +68,20 @@ class PipelineSchedule:
 _LOGGER = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 
-def interleaved(stages: list[PipelineStage], micro_batches: int, **options: Any) -> _PipelineScheduleRuntime:
+def create_interleaved_schedule(
+    stages: list[PipelineStage], micro_batches: int, **options: Any
+) -> _PipelineScheduleRuntime:
     """Return the interleaved schedule of a step; ``stages``: this rank's stages.
 
     ``options`` are passed to torch's schedules. Errors in a step are raised without torch's log of all passes.
     """
     _LOGGER.setLevel(logging.CRITICAL)
-    if len({*rounds(micro_batches, stages[0].group_size)}) == 1:
+    if len({*split_rounds(micro_batches, stages[0].group_size)}) == 1:
         return ScheduleInterleaved1F1B(stages, micro_batches, **options)  # type: ignore[arg-type]
     return _Uneven(stages, micro_batches, **options)
 
 
-def rounds(micro_batches: int, ranks: int) -> list[int]:
+def split_rounds(micro_batches: int, ranks: int) -> list[int]:
     """Return the number of micro-batches in each round, which a rank computes stage by stage.
 
     Each round has at least ``ranks`` micro-batches if possible, so that ranks do not wait for each other. The first
@@ -90,11 +92,11 @@ def rounds(micro_batches: int, ranks: int) -> list[int]:
     return [least + 1] * more + [least] * (count - more)
 
 
-def passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> list[_Action]:
+def plan_passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> list[_Action]:
     """Return the passes of a rank with ``stages`` stages: warm-up, alternating, cool-down."""
     mine = range(rank, ranks * stages, ranks)
     forward, backward, first = list[_Action](), list[_Action](), 0
-    sizes = rounds(micro_batches, ranks)
+    sizes = split_rounds(micro_batches, ranks)
     for size in sizes:
         numbers, first = range(first, first + size), first + size
         forward += [_Action(stage, _ComputationType.FORWARD, number) for stage in mine for number in numbers]
@@ -114,7 +116,7 @@ class _Uneven(_PipelineScheduleRuntime):
         super().__init__(stages, micro_batches, **options)  # type: ignore[no-untyped-call]
         ranks = stages[0].group_size
         self.pipeline_order = {
-            rank: [*passes(rank, ranks, stages=len(stages), micro_batches=micro_batches)] for rank in range(ranks)
+            rank: [*plan_passes(rank, ranks, stages=len(stages), micro_batches=micro_batches)] for rank in range(ranks)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
 
@@ -122,21 +124,21 @@ class _Uneven(_PipelineScheduleRuntime):
 Cost = tuple[int, int]  # weight of the heaviest stage, then the sum of squares as a tie-breaker
 
 
-def balanced(weights: Sequence[int], stages: int) -> list[range]:
+def balance_layers(weights: Sequence[int], stages: int) -> list[range]:
     """Split ``weights`` into contiguous, nonempty parts with the smallest maximum sum."""
 
     @cache
-    def best(start: int, left: int) -> tuple[Cost, tuple[int, ...]]:
+    def find_best_split(start: int, left: int) -> tuple[Cost, tuple[int, ...]]:
         """Split the layers from ``start`` on into ``left`` stages; return their cost and ends."""
         if left == 1:
             return (total := sum(weights[start:]), total**2), (len(weights),)
         options = []
         for end in range(start + 1, len(weights) - left + 2):
-            own, ((heaviest, squares), ends) = sum(weights[start:end]), best(end, left - 1)
+            own, ((heaviest, squares), ends) = sum(weights[start:end]), find_best_split(end, left - 1)
             options.append(((max(own, heaviest), own**2 + squares), (end, *ends)))
         return min(options)
 
-    return [range(*ends) for ends in pairwise((0, *best(0, stages)[1]))]
+    return [range(*ends) for ends in pairwise((0, *find_best_split(0, stages)[1]))]
 
 
 def check_pipelines(recipe: Recipe) -> None:
@@ -159,7 +161,7 @@ def check_pipelines(recipe: Recipe) -> None:
         )
 
 
-def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int] | None) -> list[list[nn.Module]]:
+def split_stages(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int] | None) -> list[list[nn.Module]]:
     """Return the layers of each stage, balanced by parameter count, or split at ``split``.
 
     Raises:
@@ -173,7 +175,7 @@ def stages_of(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[int
             "Set a smaller strategy.pipeline or strategy.stages_per_rank, or deepen the model."
         )
     if split is None:
-        parts = balanced([sum(own.numel() for own in layer.parameters()) for layer in chain], stages)
+        parts = balance_layers([sum(own.numel() for own in layer.parameters()) for layer in chain], stages)
     else:
         parts = [range(*ends) for ends in pairwise((0, *split, len(chain)))]
         if not all(parts):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage
 
-from worldsize.collectives.step_timer import mark, phase
+from worldsize.collectives.step_timer import mark_phase, measure_phase
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, Recipe
 from worldsize.errors import WorldsizeError
 from worldsize.seeds import derive_seed, seed_generators
@@ -49,28 +49,28 @@ class KnownOutput(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise self._refusal(name)
+        raise self._create_refusal(name)
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise self._refusal(f"[{index!r}]")
+        raise self._create_refusal(f"[{index!r}]")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._refusal("parameters()")
+        raise self._create_refusal("parameters()")
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._refusal("buffers()")
+        raise self._create_refusal("buffers()")
 
     def named_modules(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._refusal("modules()")
+        raise self._create_refusal("modules()")
 
     def named_children(self) -> NoReturn:
-        raise self._refusal("children()")
+        raise self._create_refusal("children()")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._refusal("state_dict()")
+        raise self._create_refusal("state_dict()")
 
     @staticmethod
-    def _refusal(what: str) -> ConfigError:
+    def _create_refusal(what: str) -> ConfigError:
         return ConfigError(
             f"the recipe's loss or evaluation uses {what} of its model, and no process of a pipeline has the whole "
             "model. Set strategy.pipeline=1, or use no more than the output of model(...)."
@@ -97,28 +97,28 @@ class Stage(nn.Module):
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: tuple[Any, ...] | None = None
 
-    def begin(self, batches: Sequence[MicroBatch]) -> None:
+    def begin_step(self, batches: Sequence[MicroBatch]) -> None:
         """Begin a step with ``batches``, to which passes refer by index."""
         self._batches = batches
 
-    def listen(self) -> None:
+    def register_index_hook(self) -> None:
         """Register a hook that pops the micro-batch's index from the arguments of each pass.
 
         It must run before all other hooks, while the index is on the CPU.
         """
-        self.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        self.register_forward_pre_hook(self._prepare_pass, prepend=True, with_kwargs=True)
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+    def _prepare_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
         if "number" not in kwargs:
             return None
         batch = self._batches[int(kwargs["number"])]
         seed_generators(derive_seed(batch.seed, "stage", self.index) if self.index else batch.seed, self._device)
         if self.index > 0:
             return args, {}
-        self.feed(batch.data)
+        self.feed_batch(batch.data)
         return (), {}
 
-    def feed(self, batch: Batch) -> None:
+    def feed_batch(self, batch: Batch) -> None:
         """Set the input for the first stage's next pass."""
         self._inputs = self._recipe.model_inputs(batch)
 
@@ -132,7 +132,7 @@ class Stage(nn.Module):
                 output = layer(output)
         return output.contiguous()
 
-    def loss(self, output: Tensor, number: Tensor) -> Loss:
+    def compute_loss(self, output: Tensor, number: Tensor) -> Loss:
         """Return the loss of micro-batch ``number``, a scalar, from the last stage's ``output``."""
         batch = self._batches[int(number)]
         seed_generators(batch.seed, self._device)  # the same random stream as on the first stage
@@ -152,8 +152,8 @@ def _time_gradient(layer: nn.Module, args: tuple[Any, ...]) -> None:
     """Hook the backward pass that sums the gradients of the inputs, which are DTensors here."""
     for tensor in args:
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(lambda _: mark("communication"))
-            tensor.grad_fn.register_hook(lambda *_: mark("compute"))
+            tensor.grad_fn.register_prehook(lambda _: mark_phase("communication"))
+            tensor.grad_fn.register_hook(lambda *_: mark_phase("compute"))
 
 
 def time_row(layer: nn.Module) -> None:
@@ -167,7 +167,7 @@ def time_row(layer: nn.Module) -> None:
 def _wait_for_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Wait for the output here, not in the next operation (usually the residual connection)."""
     if isinstance(output, AsyncCollectiveTensor):
-        with phase("communication"):
+        with measure_phase("communication"):
             output.trigger_wait()  # type: ignore[no-untyped-call]
 
 
@@ -187,18 +187,18 @@ class TimedStage(PipelineStage):
         if fwd_chunk_id == 0:
             self._sums.begin_passes()
         self._at("step:forward")
-        with phase("compute"):
+        with measure_phase("compute"):
             with _refusals_shown():
                 output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-            self._sums.forwarded(fwd_chunk_id)
+            self._sums.record_forward(fwd_chunk_id)
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self._at("step:backward")
-        with phase("compute"):
+        with measure_phase("compute"):
             with _refusals_shown():
                 super().backward_one_chunk(*args, **kwargs)
-            self._sums.backwarded()
+            self._sums.record_backward()
         self._at("step:reduce")
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, final
 
-from worldsize.collectives.cluster_cost import leaving, link, ring_share, spanned
+from worldsize.collectives.cluster_cost import count_leaving_edges, find_limiting_link, get_link, ring_share
 from worldsize.collectives.cost import (
     all_gather_seconds,
     bubble_share,
-    exposed_seconds,
+    estimate_exposed_seconds,
     message_seconds,
     ring_all_reduce_seconds,
 )
@@ -34,9 +34,9 @@ from worldsize.devices import backend_for
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.mesh.layout import ORDER, Layout, Ownership, check_heals, check_order, check_tensor
-from worldsize.strategies.mesh.parallel import Sharding, check_divides, plan_of
+from worldsize.strategies.mesh.parallel import Sharding, check_divides, get_tensor_plan
 from worldsize.strategies.mesh.rank import MeshRank
-from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule, check_pipelines, stages_of
+from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule, check_pipelines, split_stages
 from worldsize.strategies.optimizer_checks import (
     refuse_divided_state,
     refuse_divided_updates,
@@ -45,7 +45,7 @@ from worldsize.strategies.optimizer_checks import (
 )
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
 from worldsize.strategies.step_hooks import recipe_hooks, refuse_mixing_hooks
-from worldsize.strategies.synchronous import alone
+from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.wrapping import (
     Wrap,
     refuse_divided_matrices,
@@ -143,9 +143,9 @@ class Mesh(Strategy):
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
         if self.tensor > 1:
-            plan_of(recipe, model, ranks=self.tensor)
+            get_tensor_plan(recipe, model, ranks=self.tensor)
         if self.pipeline > 1:
-            stages = stages_of(recipe, model, self._pipeline.stages, self.split)
+            stages = split_stages(recipe, model, self._pipeline.stages, self.split)
             if self.on_failure == "heal" or (self.data or 1) > 1:
                 Ownership(model, stages, pipeline=self.pipeline, p=0).check_sharded_once()
                 refuse_scalars(model)
@@ -153,7 +153,7 @@ class Mesh(Strategy):
     def healing(self) -> Strategy:
         return replace(self, data=None)
 
-    def layout(self, processes: int) -> Layout:
+    def create_layout(self, processes: int) -> Layout:
         """Return the mesh layout for ``processes`` processes.
 
         Raises:
@@ -171,24 +171,24 @@ class Mesh(Strategy):
         return Layout({**others, "data": data}, tuple(self.order))
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
-        layout = self.layout(cluster.processes)
+        layout = self.create_layout(cluster.processes)
         check_tensor(layout, cluster)
         if self.on_failure == "heal":
             check_heals(layout, cluster)
         return worker_roles(cluster, self.on_failure, layout.of_part, layout.together)
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
-        layout, count = self.layout(cluster.processes), work.micro_batches or self.default_micro_batches
+        layout, count = self.create_layout(cluster.processes), work.micro_batches or self.default_micro_batches
         return mesh_cost(work, cluster, layout, micro_batches=count, stages=self._pipeline.stages)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
-        return self.layout(cluster.processes).groups()
+        return self.create_layout(cluster.processes).list_groups()
 
     def data_parallel(self, cluster: Cluster) -> int:
-        return self.layout(cluster.processes)["data"]
+        return self.create_layout(cluster.processes)["data"]
 
     def data_rank(self, world: World) -> int:
-        return self.layout(world.size).coordinate(world.rank)["data"]
+        return self.create_layout(world.size).coordinate(world.rank)["data"]
 
     @property
     def schedules_by_metric(self) -> bool:
@@ -197,10 +197,12 @@ class Mesh(Strategy):
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
         world = context.world
         if world.size == 1:
-            return alone(recipe, recipe.model().to(world.device), context, self.reduce)
+            return create_local_replica(recipe, recipe.model().to(world.device), context, self.reduce)
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal")
-        return MeshRank(recipe, context, self.layout(world.size), self._pipeline, sharding, self.reduce).replica()
+        return MeshRank(
+            recipe, context, self.create_layout(world.size), self._pipeline, sharding, self.reduce
+        ).build_replica()
 
 
 def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches: int, stages: int) -> Cost:
@@ -217,7 +219,7 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     pipeline, data, tensor = (layout[axis] for axis in ("pipeline", "data", "tensor"))
     held = work.parameter_bytes / layout.of_part
     count = micro_batches
-    blocks, near = work.blocks / pipeline, link(cluster, "node")
+    blocks, near = work.blocks / pipeline, get_link(cluster, "node")
     reduced = 4 * blocks * count * work.boundary_bytes
     passed = 0.0 if pipeline == 1 else 2 * count * work.boundary_bytes
     # gloo implements reduce-scatter as a blocking all-reduce
@@ -225,17 +227,17 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     gathers = (2 if pipeline == 1 else 1) + (2 if on_cpu else 1)
     waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, tensor, near)
     if pipeline > 1:
-        between = spanned(cluster, pipeline, strides["pipeline"])
+        between = find_limiting_link(cluster, pipeline, strides["pipeline"])
         waited += 2 * message_seconds(work.boundary_bytes, between) * count
-    along = spanned(cluster, data, strides["data"])
+    along = find_limiting_link(cluster, data, strides["data"])
     along_data = gathers * all_gather_seconds(held, data, along)
-    exposed = waited + exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
+    exposed = waited + estimate_exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
     sharded = gathers * ring_share(data) * held
     share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / data
     memory = share + (2 * work.unit_bytes / tensor if data > 1 else 0.0)
     memory += work.activation_bytes * min(count, pipeline) / layout.of_part
     sent = sharded + passed + 2 * ring_share(tensor) * reduced
     idle = bubble_share(pipeline, count, stages // pipeline)
-    across = sharded * leaving(cluster, data, strides["data"])
-    across += passed * leaving(cluster, pipeline, strides["pipeline"])
+    across = sharded * count_leaving_edges(cluster, data, strides["data"])
+    across += passed * count_leaving_edges(cluster, pipeline, strides["pipeline"])
     return Cost(memory, sent, across, waited + along_data, idle, exposed)

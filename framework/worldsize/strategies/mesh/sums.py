@@ -21,13 +21,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from worldsize.collectives.gather_full import whole
-from worldsize.collectives.group import start
+from worldsize.collectives.gather_full import gather_full_tensor
+from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import Counter, Tree, sum_level
-from worldsize.collectives.per_rank import local
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import Reduction, World
-from worldsize.strategies.gradient_reducer import Presence, aligned_norm, clip_factor, taken
-from worldsize.strategies.mesh.layout import axis_of
+from worldsize.strategies.gradient_reducer import Presence, clip_factor, compute_aligned_norm, pop_gradients
+from worldsize.strategies.mesh.layout import parse_axis
 from worldsize.strategies.step_buffers import BufferMean, StepBuffers
 from worldsize.strategies.unit_collectives import OrderedScatters
 from worldsize.strategies.unit_gradients import UnitGradients
@@ -50,35 +50,35 @@ class DataParts:
     logical_ranks: int | None
     equal_passes: bool
 
-    def tree(self, count: int) -> Tree:
+    def build_tree(self, count: int) -> Tree:
         """Return the summation tree of a step's logical ranks, with ``count`` on this part."""
         size = self.group.size()
         return Tree(self.logical_ranks or count * size, size)
 
-    def idle(self, count: int) -> int:
+    def count_idle_passes(self, count: int) -> int:
         """Return the number of idle passes, 0 or 1, before this part's ``count`` micro-batches."""
         if not self.equal_passes or self.logical_ranks is None:
             return 0
         return -(-self.logical_ranks // self.group.size()) - count
 
-    def order(self, count: int) -> Sequence[int]:
+    def order_micro_batches(self, count: int) -> Sequence[int]:
         """Return the order in which this part's ``count`` micro-batches are computed, as indices.
 
         In this order, :class:`TreeSums` holds few partial sums.
         """
         if self.reduce != "ordered":
             return range(count)
-        tree = self.tree(count)
-        return [leaf for node in range(tree.nodes_of(self.group.rank())) for leaf in tree.leaves(node)]
+        tree = self.build_tree(count)
+        return [leaf for node in range(tree.count_nodes(self.group.rank())) for leaf in tree.list_leaves(node)]
 
-    def divisor(self, count: int) -> float:
+    def get_loss_divisor(self, count: int) -> float:
         """Return the divisor of each loss that turns summed gradients into means.
 
         It is 1 if :class:`TreeSums` divides the sum instead.
         """
-        return 1.0 if self.reduce == "ordered" else self.tree(count).logical_ranks / self.group.size()
+        return 1.0 if self.reduce == "ordered" else self.build_tree(count).logical_ranks / self.group.size()
 
-    def sums(self, stage: nn.Module) -> StageSums:
+    def create_sums(self, stage: nn.Module) -> StageSums:
         """Create the sums of one stage, after its parameters have been sharded."""
         return TreeSums(stage, self) if self.reduce == "ordered" else FlatSums(stage, self)
 
@@ -99,11 +99,11 @@ class StageSums(ABC):
         """Discard the changes of torch's shape-inference pass, before the passes of the step."""
 
     @abstractmethod
-    def forwarded(self, place: int) -> None:
+    def record_forward(self, place: int) -> None:
         """Record that forward pass ``place``, counted from 0 including idle passes, is done."""
 
     @abstractmethod
-    def backwarded(self) -> None:
+    def record_backward(self) -> None:
         """Record that the next backward pass is done, and add its gradients."""
 
 
@@ -126,20 +126,20 @@ class FlatSums(StageSums):
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
-        self._idle = self._parts.idle(count)
+        self._idle = self._parts.count_idle_passes(count)
         self._first = [buffer.clone() for buffer in self._all] if self._idle else []
-        self._gradients.begin(counts=False)
+        self._gradients.begin_step(counts=False)
         with self._buffers.step(count) as self._step:
             yield
-        self._gradients.finish()
+        self._gradients.remove_missing()
         self._step = None
 
     def begin_passes(self) -> None:
         assert self._step is not None
         self._step.restore()
-        self._gradients.begin()
+        self._gradients.begin_step()
 
-    def forwarded(self, place: int) -> None:
+    def record_forward(self, place: int) -> None:
         assert self._step is not None
         if place < self._idle:
             self._step.restore()
@@ -149,7 +149,7 @@ class FlatSums(StageSums):
             buffer.data.copy_(value)  # .data keeps the autograd graph valid
         self._first = []
 
-    def backwarded(self) -> None: ...
+    def record_backward(self) -> None: ...
 
 
 @final
@@ -175,16 +175,16 @@ class TreeSums(StageSums):
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
-        tree = self._parts.tree(count)
-        nodes = tree.nodes_of(self._parts.group.rank())
-        self._order, self._counters = self._parts.order(count), [Counter() for _ in range(nodes)]
-        self._idle, self._taken = self._parts.idle(count), 0
+        tree = self._parts.build_tree(count)
+        nodes = tree.count_nodes(self._parts.group.rank())
+        self._order, self._counters = self._parts.order_micro_batches(count), [Counter() for _ in range(nodes)]
+        self._idle, self._taken = self._parts.count_idle_passes(count), 0
         self._begin_scatters(0 if self._idle else count)
-        self._gradients.begin(counts=False)
-        self._presence = Presence(self._trained() if self._scatters is None else ())
+        self._gradients.begin_step(counts=False)
+        self._presence = Presence(self._get_trainable_parameters() if self._scatters is None else ())
         with self._buffers.step(count) as self._step:
             yield
-        self._gradients.finish()
+        self._gradients.remove_missing()
         if self._scatters is None:
             self._finish_alone(tree.logical_ranks)
         self._step, self._counters = None, []  # release gradients
@@ -192,28 +192,30 @@ class TreeSums(StageSums):
     def begin_passes(self) -> None:
         assert self._step is not None
         self._step.restore()
-        self._gradients.begin()
+        self._gradients.begin_step()
 
-    def forwarded(self, place: int) -> None:
+    def record_forward(self, place: int) -> None:
         assert self._step is not None
         if place < self._idle:
             self._step.restore()
         else:
             self._step.add(self._order[place - self._idle])
 
-    def backwarded(self) -> None:
+    def record_backward(self) -> None:
         self._taken += 1
         done, count = self._taken - self._idle, len(self._order)
         if self._scatters is None:  # a single part, without idle passes
-            self._presence.note()
-            self._counters[(done - 1) // (count // len(self._counters))].add(taken(self._trained()))
+            self._presence.record_gradients()
+            self._counters[(done - 1) // (count // len(self._counters))].add(
+                pop_gradients(self._get_trainable_parameters())
+            )
             return
         assert isinstance(self._stage, FSDPModule)
         self._stage.set_requires_gradient_sync(True)
         self._stage.set_reshard_after_backward(False)
         for module in self._stage.modules():
             if isinstance(module, FSDPModule):
-                _reduce(module, is_last=done == count)
+                _reduce_scatter_gradients(module, is_last=done == count)
         if done == 0:
             self._begin_scatters(count)  # the gradients so far came from idle passes
         else:
@@ -222,23 +224,23 @@ class TreeSums(StageSums):
     def _begin_scatters(self, micro_batches: int) -> None:
         """Count the next gradients as those of ``micro_batches`` micro-batches, or ignore them if 0."""
         if self._scatters:
-            logical_ranks = self._parts.tree(len(self._order)).logical_ranks
-            self._scatters.begin(len(self._counters), micro_batches, logical_ranks=logical_ranks)
+            logical_ranks = self._parts.build_tree(len(self._order)).logical_ranks
+            self._scatters.begin_step(len(self._counters), micro_batches, logical_ranks=logical_ranks)
 
     def _finish_alone(self, logical_ranks: int) -> None:
         sums = [counter.waiting[0] for counter in self._counters]
-        for index, (parameter, *nodes) in enumerate(zip(self._trained(), *sums, strict=True)):
+        for index, (parameter, *nodes) in enumerate(zip(self._get_trainable_parameters(), *sums, strict=True)):
             if index in self._presence.absent:
                 continue
             total = sum_level(nodes) / logical_ranks
             # an existing gradient is from a different stage of this rank with the same parameter
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
-    def _trained(self) -> list[nn.Parameter]:
+    def _get_trainable_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._stage.parameters() if each.requires_grad]
 
 
-def _reduce(module: FSDPModule, *, is_last: bool) -> None:
+def _reduce_scatter_gradients(module: FSDPModule, *, is_last: bool) -> None:
     """Let an FSDP unit reduce-scatter the gradients of a backward pass.
 
     Before the last pass of a step, the reduce-scatter only accumulates, and its result is dropped.
@@ -250,13 +252,13 @@ def _reduce(module: FSDPModule, *, is_last: bool) -> None:
                 parameter.sharded_param.grad = None
 
 
-def sharded_axes(tensor: Tensor) -> set[str]:
+def find_sharded_axes(tensor: Tensor) -> set[str]:
     """Return the names of the mesh axes over which ``tensor``, of any shape, is sharded."""
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()
     placements = zip(names, tensor.placements, strict=True)
-    return {axis_of(name) for name, placement in placements if not placement.is_replicate()}
+    return {parse_axis(name) for name, placement in placements if not placement.is_replicate()}
 
 
 @final
@@ -274,20 +276,24 @@ class MeshNorm:
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         """Clip the norm to ``limit``; return the norm before clipping, a scalar equal on all ranks."""
         trained = [own for own in parameters if own.grad is not None]
-        norm = self._norm([local(own.grad) for own in trained if own.grad is not None and self._counts(own)])
+        norm = self._compute_norm(
+            [get_local_shard(own.grad) for own in trained if own.grad is not None and self._should_count(own)]
+        )
         if limit < float("inf") and trained:
-            torch._foreach_mul_([local(own.grad) for own in trained if own.grad is not None], clip_factor(norm, limit))
+            torch._foreach_mul_(
+                [get_local_shard(own.grad) for own in trained if own.grad is not None], clip_factor(norm, limit)
+            )
         return norm
 
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        shared = self._coordinate.keys() - sharded_axes(parameter)
+    def _should_count(self, parameter: nn.Parameter) -> bool:
+        shared = self._coordinate.keys() - find_sharded_axes(parameter)
         return id(parameter) not in self._spare and all(self._coordinate[axis] == 0 for axis in shared)
 
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def _compute_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
         if gradients:
             squares += torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
-        start(dist.all_reduce, squares, group=self._world.group).wait()
+        start_collective(dist.all_reduce, squares, group=self._world.group).wait()
         return squares.sqrt().float()
 
 
@@ -307,17 +313,17 @@ class WholeNorm:
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         """Clip the norm to ``limit``; return the norm before clipping, a scalar equal on all ranks."""
         trained = list(parameters)
-        norm: Tensor = torch.linalg.vector_norm(self._norms(trained))
-        gradients = [local(own.grad) for own in trained if own.grad is not None]
+        norm: Tensor = torch.linalg.vector_norm(self._compute_norms(trained))
+        gradients = [get_local_shard(own.grad) for own in trained if own.grad is not None]
         if limit < float("inf") and gradients:
             torch._foreach_mul_(gradients, clip_factor(norm, limit))
         return norm
 
-    def _norms(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def _compute_norms(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the norms (n,) of the existing gradients of all stages' ``parameters``."""
         spare = {id(each) for each in self.spare}
         norms = {
-            place: aligned_norm(whole(own.grad) if isinstance(own.grad, DTensor) else own.grad)
+            place: compute_aligned_norm(gather_full_tensor(own.grad) if isinstance(own.grad, DTensor) else own.grad)
             for place, own in enumerate(parameters)
             if own.grad is not None and id(own) not in spare
         }
@@ -326,5 +332,5 @@ class WholeNorm:
         table_2n = torch.zeros(2, len(parameters), device=self.device)  # the norms, and whether they exist
         for place, norm in norms.items():
             table_2n[0, place], table_2n[1, place] = norm, 1
-        start(dist.all_reduce, table_2n, group=self.pipeline).wait()
+        start_collective(dist.all_reduce, table_2n, group=self.pipeline).wait()
         return table_2n[0][table_2n[1] > 0]
