@@ -75,23 +75,23 @@ def test_the_devices_and_the_backend_are_those_that_torch_names(xpu: Module) -> 
     assert cluster("xpu", backend="mpi").backend == "mpi"
     assert [cluster(kind).backend for kind in ("cpu", "cuda", "mps")] == ["gloo", "nccl", "gloo"]
     Local().check(cluster("xpu", backend="gloo"))
-    with pytest.raises(ConfigError, match=r"3 processes need a xpu device each, but this machine has 2\."):
+    with pytest.raises(ConfigError, match=r"3 processes require one xpu device each, but this machine has 2\."):
         Local().check(cluster("xpu", processes=3, backend="gloo"))
 
 
 def test_a_backend_that_a_package_registers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "hpu", "hccl")
     assert default_backend("hpu") == "hccl"
-    with pytest.raises(ConfigError, match=r"cluster.device=mtia\. Install the package .* cluster.backend\."):
+    with pytest.raises(ConfigError, match=r"cluster.device=mtia\. Install a package .* cluster.backend\."):
         default_backend("mtia")
 
 
 def test_a_device_that_torch_does_not_know_is_refused(xpu: Module) -> None:
     for kind, message in {
-        "cudaa": r"'cudaa' is unknown; did you mean 'cuda'\? Known: cpu, cuda, hpu, mps, mtia, xpu",
-        "gpu": r"'gpu' is unknown; did you mean 'cuda'\? Known: cpu, cuda",
+        "cudaa": r"'cudaa' is unknown; did you mean 'cuda'\? Available: cpu, cuda, hpu, mps, mtia, xpu",
+        "gpu": r"'gpu' is unknown; did you mean 'cuda'\? Available: cpu, cuda",
         "meta": r"'meta' is unknown",
-        "tpu": r"needs torch_xla.* docs/howto/gpus\.md",
+        "tpu": r"requires torch_xla.* docs/howto/gpus\.md",
     }.items():
         with pytest.raises(ConfigError, match=message):
             device_count(kind)
@@ -131,11 +131,21 @@ def test_parameter_servers_compute_on_cpus_alone(strategy: Strategy) -> None:
 @pytest.mark.parametrize(
     ("numerics", "changes", "exact", "message"),
     [
-        (Numerics(), {}, "deterministic", "reproducibility=deterministic promises .* Set reproducibility=seeded"),
+        (
+            Numerics(),
+            {},
+            "deterministic",
+            "reproducibility=deterministic .* Set reproducibility=seeded",
+        ),
         (Numerics(precision="fp8"), {}, None, "precision=fp8 .* cluster.device=xpu. Set precision=bf16"),
         (Numerics(compile=True, compile_mode="max-autotune"), {}, None, "CUDA graphs.* Set compile_mode=default"),
-        (Numerics(activation_offload=True), {}, None, "pinned memory.* Set activation_checkpointing=full"),
-        (Numerics(), {"hca": "mlx5_0"}, None, "a setting of NCCL.* Set cluster.hca=null"),
+        (
+            Numerics(activation_offload=True),
+            {},
+            None,
+            "activation_offload=true .* Set activation_checkpointing=full",
+        ),
+        (Numerics(), {"hca": "mlx5_0"}, None, "an NCCL setting.* Set cluster.hca=null"),
     ],
     ids=["bits", "fp8", "graphs", "offload", "hca"],
 )

@@ -67,7 +67,7 @@ def test_a_link_out_of_a_run_folder_is_refused_and_not_written_through(tmp_path:
     assert read_regular(run / "folder" / "text", at_most=10) == b"outside"  # no run yet
     (run / "run_manifest.json").touch()
     for name in ("file", "folder/text"):
-        with pytest.raises(OSError, match="a link leads out of the run folder"):
+        with pytest.raises(OSError, match="a link points outside of the run folder"):
             read_regular(run / name, at_most=10)
     with pytest.raises(OSError, match="symbolic links"):
         open_regular(run / "nothing", append=True)
@@ -81,7 +81,7 @@ def test_a_pipe_a_folder_and_a_file_that_is_too_large_are_errors_at_once(tmp_pat
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(200 << 30)
-    for name, why in (("pipe", "not a regular file"), (".", "not a regular file"), ("sparse", "more than 10 bytes")):
+    for name, why in (("pipe", "not a regular file"), (".", "not a regular file"), ("sparse", "larger than 10 bytes")):
         with pytest.raises(OSError, match=why):
             read_regular(tmp_path / name, at_most=10)
     with pytest.raises(FileNotFoundError):

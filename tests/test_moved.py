@@ -55,7 +55,7 @@ def test_an_earlier_module_is_importable_and_stands_for_one_that_exists(path: st
     before, now = importlib.import_module(path), importlib.import_module(MOVED[path])
     own = {name for name, value in vars(now).items() if getattr(value, "__module__", None) == now.__name__}
     for name in own - {"__getattr__"}:
-        with pytest.warns(FutureWarning, match=f"{path} is {MOVED[path]} now; import {name} from there"):
+        with pytest.warns(FutureWarning, match=f"{path} has moved. Import {name} from {MOVED[path]}"):
             assert getattr(before, name) is getattr(now, name)
 
 
@@ -106,7 +106,9 @@ def test_a_strategy_may_declare_by_earlier_names_what_it_supports() -> None:
             special_optimizers = ("schedule_free",)
 
     assert Earlier.supports == {"loss_scale", "compile", "schedule_free"}
-    assert "Earlier.compiles is supports = frozenset({'compile', ...}) now" in [str(each.message) for each in warned]
+    assert "Earlier.compiles is deprecated. Use supports = frozenset({'compile', ...})." in [
+        str(each.message) for each in warned
+    ]
 
 
 def test_the_earlier_name_of_optimizers_replaces_those_of_the_base() -> None:
@@ -119,7 +121,7 @@ def test_the_earlier_name_of_optimizers_replaces_those_of_the_base() -> None:
 
 
 def test_the_metric_of_a_whole_split_has_its_earlier_name_for_a_release() -> None:
-    with pytest.warns(FutureWarning, match="Concatenated is WholeSplit now"):
+    with pytest.warns(FutureWarning, match="Concatenated has been renamed to WholeSplit"):
         assert metrics.Concatenated is metrics.WholeSplit
     assert not hasattr(metrics, "Concatenate")
 
@@ -128,13 +130,15 @@ def test_seeds_have_their_earlier_names_for_a_release() -> None:
     same = ("GeneratorStates", "STREAMS", "seed_generators")
     changed = {"drawn_apart": "draw_from", "generators_kept": "keep_generators", "stream": "derive_seed"}
     for before, now in {**dict(zip(same, same, strict=True)), **changed}.items():
-        with pytest.warns(FutureWarning, match=f"{before} is worldsize.seeds.{now} now"):
+        with pytest.warns(FutureWarning, match=f"{before} has been renamed to worldsize.seeds.{now}"):
             assert getattr(determinism, before) is getattr(seeds, now)
     assert not hasattr(determinism, "streams")
 
 
 def test_a_plugin_starts_collectives_and_waits_by_earlier_names_for_a_release() -> None:
-    with pytest.warns(FutureWarning, match=r"step_timer\.started is worldsize\.collectives\.group\.Collective now"):
+    with pytest.warns(
+        FutureWarning, match=r"step_timer\.started has been renamed to worldsize\.collectives\.group\.Collective"
+    ):
         assert step_timer.started is group.Collective
-    with pytest.warns(FutureWarning, match=r"step_timer\.wait is worldsize\.collectives\.group\.wait now"):
+    with pytest.warns(FutureWarning, match=r"step_timer\.wait has been renamed to worldsize\.collectives\.group\.wait"):
         assert step_timer.wait is group.wait

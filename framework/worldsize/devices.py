@@ -18,7 +18,7 @@ _KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # listed in an error mess
 _NO_DEVICES = ("meta", "lazy", "vulkan", "opengl", "opencl", "ideep", "mkldnn", "fpga", "ve", "ipu", "hip")
 _CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # common aliases
 _XLA = (
-    "cluster.device={kind} needs torch_xla, and worldsize does not support it. Set cluster.device=cpu or cuda; "
+    "cluster.device={kind} requires torch_xla, which is not supported. Set cluster.device=cpu or cuda; "
     "docs/howto/gpus.md describes the steps to support TPUs."
 )
 
@@ -53,8 +53,8 @@ def check_kind(kind: str) -> None:
         names = {*_KNOWN, *([accelerator.type] if accelerator else [])}
         near = neighbours(_CALLED.get(kind, kind), names)
         raise ConfigError(
-            f"cluster.device={kind!r} is unknown{near} Devices that a package adds to torch are "
-            "known where it is installed."
+            f"cluster.device={kind!r} is unknown{near} Devices from an extension of torch "
+            "require its package to be installed."
         )
 
 
@@ -72,8 +72,8 @@ def default_backend(kind: str) -> str:
         return str(dist.get_default_backend_for_device(kind))
     except ValueError as error:
         raise ConfigError(
-            f"torch.distributed lacks a backend for cluster.device={kind}. Install the package that brings "
-            "one, or name it with cluster.backend."
+            f"torch.distributed has no backend for cluster.device={kind}. Install a package with such a "
+            "backend, or set cluster.backend."
         ) from error
 
 

@@ -35,7 +35,7 @@ class SaveFailedError(CheckpointError):
 
     def __init__(self, step: int, reason: str, newest: int | None) -> None:
         super().__init__(
-            f"the checkpoint of step {step} could not be written: {reason}. Make room, or choose another folder."
+            f"failed to write the checkpoint of step {step}: {reason}. Free disk space, or use another folder."
         )
         self.step, self.reason, self.newest = step, reason, newest
 
@@ -87,7 +87,7 @@ def require(what: str, package: str, *, extra: str | None = None) -> None:
             f"Install the extra: uv sync --extra {extra} in a clone, uv add 'worldsize[{extra}]' or "
             f"pip install 'worldsize[{extra}]' elsewhere."
         )
-    raise ConfigError(f"{what} needs {allowed}, but it is not installed. {install}")
+    raise ConfigError(f"{what} requires {allowed}, which is not installed. {install}")
 
 
 def neighbours(name: str, known: Iterable[str]) -> str:
@@ -95,4 +95,4 @@ def neighbours(name: str, known: Iterable[str]) -> str:
     names = sorted(word for word in known if not word.startswith("_"))
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"; did you mean {close[0]!r}?" if close else "."
-    return f"{guess} Known: {', '.join(names)}." if 0 < len(names) <= 40 else guess
+    return f"{guess} Available: {', '.join(names)}." if 0 < len(names) <= 40 else guess

@@ -27,13 +27,13 @@ def open_regular(path: Path, *, append: bool = False) -> BinaryIO:
     descriptor = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         run = next((each for each in path.absolute().parents if os.path.lexists(each / RECORD)), None)
         if run is not None:
             # The path without links; on Linux, that of the open descriptor, so the file cannot be swapped meanwhile.
             real = Path(f"/proc/self/fd/{descriptor}").readlink() if sys.platform == "linux" else path.resolve()
             if not real.is_relative_to(run.resolve()):
-                raise OSError(errno.ELOOP, "a link leads out of the run folder", str(path))
+                raise OSError(errno.ELOOP, "a link points outside of the run folder", str(path))
         return os.fdopen(descriptor, "a+b" if append else "rb")
     except BaseException:
         os.close(descriptor)
@@ -49,7 +49,7 @@ def read_regular(path: Path, *, at_most: int) -> bytes:
     with open_regular(path) as file:
         data = file.read(at_most + 1)
     if len(data) > at_most:
-        raise OSError(errno.EFBIG, f"it has more than {at_most:,} bytes", str(path))
+        raise OSError(errno.EFBIG, f"larger than {at_most:,} bytes", str(path))
     return data
 
 

@@ -119,7 +119,9 @@ def ask_for_consent(facts: Mapping[str, Sequence[str]], *, yes: bool, deed: str)
     if yes:
         return
     if not sys.stdin.isatty():
-        raise WorldsizeError("this record was not written by this user on this machine. Look at it, then pass --yes.")
+        raise WorldsizeError(
+            "this record was written by another user or on another machine. Inspect it, then pass --yes."
+        )
     print(f"This record was not written by you. {deed} [y/N] ", end="", file=sys.stderr, flush=True)
     if input().strip().lower() not in ("y", "yes"):
         raise WorldsizeError("nothing was installed or run.")
@@ -158,9 +160,9 @@ class _LastingFile(io.RawIOBase):
 
     def _warn_once(self, error: OSError) -> None:
         """Warn on file descriptor 2, because ``sys.stderr`` may be the buffered writer that called this method."""
-        fact = f"warning: {self._name} cannot be written ({error.strerror})"
+        fact = f"warning: failed to write to {self._name} ({error.strerror})"
         with suppress(OSError):
-            os.write(2, f"{fact}; the run continues, and its folder has the logs\n".encode())
+            os.write(2, f"{fact}; the run continues, with its logs in the run folder\n".encode())
 
 
 def outlive_output(*, needs_reader: bool = False) -> None:

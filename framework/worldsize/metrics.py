@@ -90,14 +90,14 @@ def _add_metric(values: dict[str, float], name: str, value: float | Mapping[str,
     """Add the value of metric ``name``, or its several named values."""
     computed = value if isinstance(value, Mapping) else {name: float(value)}
     if double := computed.keys() & values.keys():
-        raise ConfigError(f"an evaluation has two metrics that are called {min(double)!r}. Rename one of them.")
+        raise ConfigError(f"the evaluation has two metrics named {min(double)!r}. Rename one of them.")
     values.update(computed)
 
 
 def _check_pair(name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     if not isinstance(values, tuple) or len(values) != 2:
         raise ConfigError(
-            f"Recipe.evaluate must return the metric {name!r} as (sum, count), or Recipe.metrics must name it."
+            f"Recipe.evaluate must return the metric {name!r} as (sum, count), or Recipe.metrics must define it."
         )
     return values
 
@@ -203,7 +203,8 @@ class TorchMetric(StateMetric):
         value = type(metric).compute(metric)  # the instance's compute() would also reduce over all processes
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ConfigError(
-                f"{type(metric).__name__} computes more than one number. Give it an average, or wrap one for each."
+                f"{type(metric).__name__} must compute a single number. Set its average argument, or use one "
+                "TorchMetric per value."
             )
         return float(value)
 
@@ -215,7 +216,7 @@ def _reduction(metric: Metric, name: str, how: str | Callable[..., Any] | None) 
     if reduction is None or (reduction == "sum" and isinstance(default, Tensor) and bool(default.any())):
         raise ConfigError(
             f"the custom reduction of state {name!r} in {type(metric).__name__} is not exact over batches. "
-            "Return its inputs instead, and name worldsize.metrics.WholeSplit in Recipe.metrics."
+            "Return its inputs from Recipe.evaluate, and use worldsize.metrics.WholeSplit in Recipe.metrics."
         )
     return reduction
 

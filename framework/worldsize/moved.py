@@ -92,7 +92,9 @@ def resolve_renamed(module: str, name: str) -> Any:
     path = RENAMED.get(f"{module}.{name}")
     if path is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    warnings.warn(f"{module}.{name} is {path.removeprefix(f'{module}.')} now.", FutureWarning, stacklevel=3)
+    warnings.warn(
+        f"{module}.{name} has been renamed to {path.removeprefix(f'{module}.')}.", FutureWarning, stacklevel=3
+    )
     home, _, now = path.rpartition(".")
     return getattr(importlib.import_module(home), now)
 
@@ -132,7 +134,7 @@ class _Moved(ModuleType):
             raise AttributeError(name)
         module = MOVED[self.__name__]
         value = getattr(importlib.import_module(module), name)
-        warnings.warn(f"{self.__name__} is {module} now; import {name} from there.", FutureWarning, stacklevel=2)
+        warnings.warn(f"{self.__name__} has moved. Import {name} from {module}.", FutureWarning, stacklevel=2)
         return value
 
 

@@ -43,7 +43,7 @@ def parse_strict_json(
         ValueError: the text is too large, nested too deeply, not UTF-8 or not JSON, or contains a refused number.
     """
     if len(text) > at_most:
-        raise ValueError(f"it has {len(text)} bytes, more than the limit of {at_most}")
+        raise ValueError(f"{len(text)} bytes exceed the limit of {at_most}")
     decoded = text.decode() if isinstance(text, bytes) else text  # a UnicodeDecodeError is a ValueError
     # a callback per number would be slow
     decimal, integer = (_parse_float, _parse_integer) if finite and _LARGE_NUMBER.search(decoded) else (None, None)
@@ -56,7 +56,7 @@ def parse_strict_json(
             object_hook=mapping,
         )
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
     if decoded.count("[") + decoded.count("{") > deepest:
         _check_depth(value, deepest)
     return value
@@ -68,7 +68,7 @@ def _check_depth(value: Any, deepest: int) -> None:
         level = [each for each in level if isinstance(each, dict | list)]
         level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
     if level:
-        raise ValueError(f"it is nested more than {deepest} deep")
+        raise ValueError(f"nested more than {deepest} levels deep")
 
 
 def _parse_float(digits: str) -> float:

@@ -96,9 +96,11 @@ def _welcome_workers(
         try:
             name, channel = arrivals.get(timeout=timeout)
         except Empty:
-            raise WorldsizeError(f"{', '.join(missing)} did not join within {timeout:g} s (cluster.timeout).") from None
+            raise WorldsizeError(
+                f"timed out after {timeout:g} s waiting for {', '.join(missing)} to join (cluster.timeout)."
+            ) from None
         if name not in missing:
-            refusals.record_refusal("a connection", f"{name} is not expected")
+            refusals.record_refusal("a connection", f"unexpected peer {name}")
             channel.close()
             continue
         channel.wait_at_most(timeout)
@@ -186,7 +188,7 @@ class Centre:
                 self._row_n = self._receive_row(worker, header)
                 worker.send(Header(CommonOperation.DONE))
             else:
-                raise RefusedError(f"{header.operation.name} means nothing to a centre")
+                raise RefusedError(f"unexpected {header.operation.name}")
         return self._receive_row(worker, header)
 
     def _receive_row(self, worker: Channel, header: Header) -> Tensor:

@@ -49,13 +49,13 @@ class EASGD(Strategy):
     nodes: int = 1
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-        refuse_complex(model, because="the centre holds real numbers")
+        refuse_complex(model, because="the centre supports only real numbers")
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         if cluster.processes < 2:
             raise ConfigError(
-                f"easgd needs one process for the centre and at least one worker; the cluster has {cluster.processes}. "
-                "Set cluster.processes=3 or more."
+                "easgd requires one process for the centre and at least one worker; the cluster has "
+                f"{cluster.processes}. Set cluster.processes=3 or more."
             )
         return {"centre": Role(1, serves=True), "worker": Role(cluster.processes - 1)}
 
@@ -77,7 +77,7 @@ class EASGD(Strategy):
     def serve(self, recipe: Recipe, context: RunContext) -> None:
         """Serve the center through a Unix socket on one host, or mutual TLS between hosts."""
         workers, model = context.workers, recipe.model()
-        meeting = context.meeting_place(needs="easgd's centre needs its workers")
+        meeting = context.meeting_place(needs="the easgd centre requires workers")
         credentials = self._credentials(_CENTRE, meeting.folder)
         unix = f"unix:{meeting.get_socket_path(_CENTRE)}"
         with open_listener(f"tcp:{meeting.address}:0" if credentials else unix, credentials) as listener:
@@ -95,7 +95,7 @@ class EASGD(Strategy):
         return True
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
-        world, meeting = context.world, context.meeting_place(needs="easgd needs its centre")
+        world, meeting = context.world, context.meeting_place(needs="easgd workers require the centre")
         name, registry = f"worker-{world.rank}", Registry(meeting.folder, meeting.timeout)
         credentials = self._credentials(name, meeting.folder)
         channel, _ = Dialer(name, registry, credentials, meeting.timeout, Operation).connect(_SERVICE, "worker")

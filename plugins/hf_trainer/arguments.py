@@ -45,27 +45,27 @@ _REPLACED = {
     *("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"),
 }
 
-_STRATEGIES = "choose a strategy of worldsize instead: strategy=fsdp, hsdp, zero or mesh"
+_STRATEGIES = "Set strategy=fsdp, hsdp, zero or mesh instead"
 # remedies for unsupported arguments; other arguments with a non-default value are refused too
 _REMEDIES = {
     "deepspeed": _STRATEGIES,
     "fsdp": _STRATEGIES,
     "fsdp_config": _STRATEGIES,
     "parallelism_config": _STRATEGIES,
-    "torch_compile": "leave it out; worldsize does not compile models",
-    "auto_find_batch_size": "leave it out, and cut the batch finer by logical_ranks",
-    "average_tokens_across_devices": "leave it out; the mean is always over the tokens of all devices",
-    "full_determinism": "leave it out, and set reproducibility=deterministic",
-    "tf32": "leave it out, and set reproducibility=fast",
-    "train_sampling_strategy": "leave it out; each epoch has its permutation, which length_balanced=true balances",
-    "group_by_length": "leave it out; each epoch has its permutation, which length_balanced=true balances",
-    "load_best_model_at_end": "leave it out, and keep the best checkpoints by checkpoint.keep.best",
-    "resume_from_checkpoint": "leave it out, and use worldsize resume",
-    "push_to_hub": "leave it out, and upload what the run has saved",
-    "batch_eval_metrics": "leave it out; compute_metrics is called once, with the predictions of all batches",
-    "eval_do_concat_batches": "leave it out; compute_metrics is given the concatenated predictions",
-    "bf16_full_eval": "leave it out; evaluation computes in the run's precision",
-    "fp16_full_eval": "leave it out; evaluation computes in the run's precision",
+    "torch_compile": "Remove it; models are not compiled",
+    "auto_find_batch_size": "Remove it, and raise logical_ranks for smaller micro-batches",
+    "average_tokens_across_devices": "Remove it; the mean is always over the tokens of all devices",
+    "full_determinism": "Set reproducibility=deterministic instead",
+    "tf32": "Set reproducibility=fast instead",
+    "train_sampling_strategy": "Remove it; every epoch is shuffled, and length_balanced=true balances sample lengths",
+    "group_by_length": "Remove it; every epoch is shuffled, and length_balanced=true balances sample lengths",
+    "load_best_model_at_end": "Set checkpoint.keep.best instead",
+    "resume_from_checkpoint": "Remove it, and use worldsize resume",
+    "push_to_hub": "Remove it, and upload the run's files after training",
+    "batch_eval_metrics": "Remove it; compute_metrics is called once, with the predictions of all batches",
+    "eval_do_concat_batches": "Remove it; compute_metrics receives the concatenated predictions",
+    "bf16_full_eval": "Remove it; evaluation uses the run's precision",
+    "fp16_full_eval": "Remove it; evaluation uses the run's precision",
 }
 
 
@@ -97,9 +97,10 @@ def check_arguments(arguments: Any, run: RunValues, *, run_decides: bool) -> Non
         raise ConfigError("\n".join(refused))
     if not run_decides and (words := _differences(arguments, run)):
         raise ConfigError(
-            f"TrainingArguments ask for {', '.join(f'{name}={value}' for name, (value, _) in words.items())}; the run "
-            f"has {', '.join(f'{name}={_format_value(own)}' for name, (_, own) in words.items())}. Set "
-            f"{' '.join(f'{name}={value}' for name, (value, _) in words.items())}, or recipe.run_decides=true."
+            f"TrainingArguments have {', '.join(f'{name}={value}' for name, (value, _) in words.items())}; "
+            f"the run has {', '.join(f'{name}={_format_value(own)}' for name, (_, own) in words.items())}. "
+            f"Set {' '.join(f'{name}={value}' for name, (value, _) in words.items())}, or "
+            "recipe.run_decides=true."
         )
 
 
@@ -111,17 +112,18 @@ def _find_unsupported(arguments: Any) -> Iterator[str]:
         given, usual = getattr(arguments, name, None), getattr(defaults, name)
         if name in known or given == usual or (not given and not usual):
             continue
-        remedy = _REMEDIES.get(name, "leave it out")
-        yield f"TrainingArguments({name}={given!r}) does not come along to worldsize: {remedy}."
+        remedy = _REMEDIES.get(name, "Remove it")
+        yield f"TrainingArguments({name}={given!r}) is not supported. {remedy}."
     if arguments.optim not in OPTIMIZERS:
         yield (
-            f"TrainingArguments(optim={str(arguments.optim.value)!r}) does not come along to worldsize: choose one of "
-            f"{', '.join(OPTIMIZERS)}, or give the Trainer optimizer_cls_and_kwargs."
+            f"TrainingArguments(optim={str(arguments.optim.value)!r}) is not supported. Use one of "
+            f"{', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs to the Trainer."
         )
     if arguments.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         yield (
-            f"TrainingArguments(lr_scheduler_type={str(arguments.lr_scheduler_type.value)!r}) does not come along to "
-            "worldsize: a rate follows from the step alone; choose linear, cosine or another schedule of that kind."
+            f"TrainingArguments(lr_scheduler_type={str(arguments.lr_scheduler_type.value)!r}) is not "
+            "supported: the learning rate must depend only on the step. Use linear, cosine or another "
+            "schedule of the step."
         )
 
 

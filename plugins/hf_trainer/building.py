@@ -38,16 +38,16 @@ def build_trainer(make: Callable[[], Any], *, name: str, seed: int) -> Any:
         trainer = make()
     if not isinstance(trainer, transformers.Trainer):
         raise ConfigError(
-            f"recipe.trainer={name} returns a {type(trainer).__name__}. Return the transformers.Trainer, "
-            "without calling its train()."
+            f"recipe.trainer={name} returned a {type(trainer).__name__}, expected a transformers.Trainer. "
+            "Return the Trainer without calling train()."
         )
     if any(value is trainer for value in getattr(make, "__globals__", {}).values()):
         raise ConfigError(
-            f"recipe.trainer={name} returns a Trainer that was built when its module was imported, before anything "
-            "was seeded. Build the model and the Trainer inside the function."
+            f"recipe.trainer={name} returned a Trainer built at import time, before the seed was set. Build "
+            "the model and the Trainer inside the function."
         )
     if trainer.state.global_step:
-        raise ConfigError(f"recipe.trainer={name} returns a Trainer that has trained. Leave out trainer.train().")
+        raise ConfigError(f"recipe.trainer={name} returned a Trainer that was already trained. Remove trainer.train().")
     return trainer
 
 

@@ -74,13 +74,13 @@ class PredictionMetrics(StateMetric):
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 raise ConfigError(
-                    f"the model's outputs have a {type(leaf).__name__}; metrics need tensors. Name it "
-                    "in keys_to_ignore_at_inference of the model's configuration."
+                    f"the model's outputs contain a {type(leaf).__name__}, but metrics require tensors. Add the "
+                    "output's name to keys_to_ignore_at_inference in the model's config."
                 )
         if self._form not in (None, form):
             raise ConfigError(
-                "the model's outputs differ in structure from the previous batch's. Let preprocess_logits_for_metrics "
-                "return the same tensors for every batch."
+                "the structure of the model's outputs differs between batches. Return the same tensors for every "
+                "batch in preprocess_logits_for_metrics."
             )
         self._form = form
         return tuple(leaves)
@@ -119,8 +119,8 @@ class PredictionMetrics(StateMetric):
         for name, value in values.items():
             if not isinstance(value, int | float):
                 raise ConfigError(
-                    f"compute_metrics returns a {type(value).__name__} for {name!r}, not a number. Let it return "
-                    "a number under each name."
+                    f"compute_metrics returned a {type(value).__name__} for {name!r}, expected a number. Return a "
+                    "number for each metric."
                 )
         return {name.removeprefix("eval_"): float(value) for name, value in values.items()}
 
@@ -128,8 +128,8 @@ class PredictionMetrics(StateMetric):
         names = self._trainer.label_names
         if missing := [name for name in names if batch.get(name) is None]:
             raise ConfigError(
-                f"compute_metrics needs labels, and the evaluated batches lack {missing[0]!r}. Add it to the "
-                "eval_dataset, or name the labels in TrainingArguments(label_names=[...])."
+                f"compute_metrics requires labels, but the evaluation batches do not contain {missing[0]!r}. Add "
+                "it to the eval_dataset, or set TrainingArguments(label_names=[...])."
             )
         labels = tuple(batch[name].detach() for name in names)
         return labels[0] if len(labels) == 1 else labels

@@ -18,12 +18,13 @@ _CALLBACKS = (  # default callbacks of the Trainer, for logging, saving and prog
     "JITCheckpointCallback",
 )
 _REMEDIES = {
-    "training_step": "compute the loss in compute_loss, or write a recipe",
-    "create_optimizer": "give the Trainer optimizer_cls_and_kwargs",
-    "create_optimizer_and_scheduler": "give the Trainer optimizer_cls_and_kwargs, and name a schedule",
-    "create_scheduler": "name a schedule by TrainingArguments(lr_scheduler_type=...)",
-    "get_train_dataloader": "give the Trainer a data set and a data_collator",
-    "evaluate": "give the Trainer compute_metrics",
+    "training_step": "Compute the loss in compute_loss, or write a recipe",
+    "create_optimizer": "Pass optimizer_cls_and_kwargs to the Trainer",
+    "create_optimizer_and_scheduler": "Pass optimizer_cls_and_kwargs to the Trainer, and set "
+    "TrainingArguments(lr_scheduler_type=...)",
+    "create_scheduler": "Set TrainingArguments(lr_scheduler_type=...)",
+    "get_train_dataloader": "Pass a dataset and a data_collator to the Trainer",
+    "evaluate": "Pass compute_metrics to the Trainer",
 }
 
 
@@ -40,34 +41,34 @@ def _overrides(trainer: Any) -> Iterator[str]:
     names = {name for kind in own for name, value in vars(kind).items() if callable(value)}
     for name in sorted(names):
         if hasattr(transformers.Trainer, name) and not name.startswith("__") and name not in _METHODS:
-            remedy = _REMEDIES.get(name, "leave it out")
-            yield f"{type(trainer).__name__}.{name} would not be called by worldsize: {remedy}."
+            remedy = _REMEDIES.get(name, "Remove it")
+            yield f"{type(trainer).__name__}.{name} is not called by worldsize. {remedy}."
 
 
 def _find_unsupported(trainer: Any) -> Iterator[str]:
     if trainer.train_dataset is None:
-        yield "the Trainer has no train_dataset. Give it one."
+        yield "the Trainer does not have a train_dataset. Pass train_dataset to the Trainer."
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         yield (
-            "Trainer(optimizers=...) would not train the model's copies: give it optimizer_cls_and_kwargs, "
-            "and name a schedule by TrainingArguments(lr_scheduler_type=...)."
+            "Trainer(optimizers=...) is not supported, since worldsize trains copies of the model. Pass "
+            "optimizer_cls_and_kwargs to the Trainer, and set TrainingArguments(lr_scheduler_type=...)."
         )
     for callback in trainer.callback_handler.callbacks:
         if not (
             type(callback).__name__ in _CALLBACKS or type(callback).__module__.startswith("transformers.integrations")
         ):
             yield (
-                f"Trainer(callbacks=[{type(callback).__name__}]) would not be called by worldsize: leave it out; "
-                "a logger of worldsize is told of every step."
+                f"Trainer(callbacks=[{type(callback).__name__}]) is not supported. Remove it, or use a worldsize "
+                "logger, which receives every step."
             )
     if getattr(trainer.model, "peft_config", None) or getattr(trainer.model, "_hf_peft_config_loaded", False):
-        yield "the model has adapters of PEFT, which do not come along to worldsize: give the Trainer the whole model."
+        yield "PEFT adapters are not supported. Pass the full model to the Trainer."
     if getattr(trainer.model, "is_quantized", False):
-        yield "the model is quantized, which does not come along to worldsize: load it without quantization_config."
+        yield "quantized models are not supported. Load the model without quantization_config."
     if isinstance(trainer.eval_dataset, dict):
-        yield "Trainer(eval_dataset={...}) has several data sets: give it one."
+        yield "Trainer(eval_dataset={...}) with several datasets is not supported. Pass one dataset."
     if has_metrics(trainer) and getattr(trainer.args, "predict_with_generate", False):
         yield (
-            "TrainingArguments(predict_with_generate=True) would give compute_metrics generated tokens, and worldsize "
-            "does not generate any: leave it out, and compute_metrics is given logits; or leave compute_metrics out."
+            "TrainingArguments(predict_with_generate=True) is not supported: compute_metrics receives "
+            "logits, not generated tokens. Remove it, or remove compute_metrics."
         )

@@ -42,9 +42,7 @@ def build_component(make: Callable[..., Any], arguments: Mapping[str, Any], *, k
     except Exception as error:
         raise ConfigError(f"{key}: {_get_factory_name(make)} cannot be built: {describe_failure(error)}.") from error
     if value is not None and find_lightning_base(value, base) is None:
-        raise ConfigError(
-            f"{key}: {_get_factory_name(make)} is not a {base} of lightning. Name a class that derives from it."
-        )
+        raise ConfigError(f"{key}: {_get_factory_name(make)} is not a {base} of lightning. Use a subclass of {base}.")
     return value
 
 
@@ -58,12 +56,12 @@ def _check_arguments(make: Callable[..., Any], arguments: Mapping[str, Any], key
         return
     for name in arguments:
         if name not in parameters:
-            raise ConfigError(f"no key '{key}_args.{name}'{neighbours(name, parameters)}")
+            raise ConfigError(f"unknown key '{key}_args.{name}'{neighbours(name, parameters)}")
     needed = [
         name for name, each in parameters.items() if each.default is each.empty and each.kind != each.VAR_POSITIONAL
     ]
     if missing := [name for name in needed if name not in arguments]:
-        raise ConfigError(f"{_get_factory_name(make)} needs {', '.join(missing)}. Set {key}_args.{missing[0]}.")
+        raise ConfigError(f"{_get_factory_name(make)} requires {', '.join(missing)}. Set {key}_args.{missing[0]}.")
 
 
 @contextmanager

@@ -58,13 +58,13 @@ class Gradients:
             raise ConfigError(own.spoiled)
         if not own.losses:
             raise ConfigError(
-                f"step() of the optimizer {name!r} without a manual_backward since its zero_grad(): the gradient is "
-                "missing. Call self.manual_backward(loss) before; loss.backward() does not count."
+                f"step() of optimizer {name!r} requires a manual_backward after its last zero_grad(). Call "
+                "self.manual_backward(loss) instead of loss.backward() before step()."
             )
         losses, own.losses = own.losses, []
         own.spoiled = (
-            f"the optimizer {name!r} steps again without zero_grad(), and worldsize keeps no gradient beyond a step. "
-            "Call its zero_grad() before manual_backward."
+            f"optimizer {name!r} steps again without zero_grad(), but gradients are not kept after a step. "
+            "Call zero_grad() before manual_backward."
         )
         for other, gradient in self._gradients.items():
             if other != name:
@@ -78,26 +78,26 @@ class Gradients:
             reach = self._check_reach(loss, other if is_used else name)
             if is_used and reach == "unknown":
                 gradient.spoiled = (
-                    f"{name!r} has stepped by a loss that may reach the parameters of {other!r} too, which cannot be "
-                    "told here, since fsdp has gathered them. Call zero_grad() of each optimizer before its own "
-                    "manual_backward, or toggle_optimizer."
+                    f"the loss of optimizer {name!r} may also depend on parameters of {other!r}, which cannot be "
+                    "checked with fsdp. Call zero_grad() of each optimizer before its manual_backward, or use "
+                    "toggle_optimizer."
                 )
             elif reach == "unknown":
                 gradient.spoiled = (
-                    f"the optimizer {other!r} steps by a loss from before the step of {name!r}, and whether that step "
-                    "has changed its gradient cannot be told here, since fsdp has gathered the parameters. Compute the "
-                    f"loss of {other!r} after that step, or step before it."
+                    f"the loss of optimizer {other!r} was computed before the step of {name!r}, and changes to its "
+                    f"gradient cannot be checked with fsdp. Compute the loss of {other!r} after that step, or step "
+                    f"{other!r} first."
                 )
             elif is_used and reach == "yes":
                 gradient.spoiled = (
-                    f"a loss reaches the parameters of two optimizers, {name!r} has stepped by it, and its gradient is "
-                    f"gone for {other!r}. Call zero_grad() of {other!r} before its own manual_backward, or "
-                    "toggle_optimizer; if both shall step by one loss, give all parameters to one optimizer."
+                    f"optimizers {name!r} and {other!r} step on the same loss, but its gradient for {other!r} is not "
+                    f"kept after the step of {name!r}. Call zero_grad() of {other!r} before its manual_backward, or "
+                    "use toggle_optimizer. To step both on one loss, use one optimizer for all parameters."
                 )
             elif reach == "yes":
                 gradient.spoiled = (
-                    f"the optimizer {other!r} steps by a loss that was computed before {name!r} has stepped, and its "
-                    f"gradient is taken at the step. Compute the loss of {other!r} after that step, or step before it."
+                    f"the loss of optimizer {other!r} was computed before the step of {name!r}, but gradients are "
+                    f"computed in step(). Compute the loss of {other!r} after that step, or step {other!r} first."
                 )
         gradient.losses = [loss for loss in gradient.losses if all(loss is not each for each in used)]
 
@@ -107,8 +107,8 @@ class Gradients:
         for name, each in self._gradients.items():
             if each.losses and not each.spoiled:
                 reasons[name] = (
-                    f"the optimizer {name!r} adds up gradients of several batches, which worldsize does not keep. Step "
-                    "in every batch after a manual_backward, and set batch_size N times as large and logical_ranks=N."
+                    f"optimizer {name!r} accumulates gradients over several batches, which is not supported. Step in "
+                    "every batch after manual_backward, and use an N times larger batch_size with logical_ranks=N."
                 )
         return reasons
 

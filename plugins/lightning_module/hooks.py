@@ -37,36 +37,36 @@ _REMOVED = {
     *("training_epoch_end", "validation_epoch_end", "test_epoch_end", "training_step_end", "validation_step_end"),
     *("test_step_end", "tbptt_split_batch", "get_progress_bar_dict", "on_pretrain_routine_start"),
 }
-_STEP = "compute it in training_step"
-_EPOCH = "log values in the step itself with self.log; worldsize takes their mean over all batches"
+_STEP = "Compute it in training_step"
+_EPOCH = "Log values in the step itself with self.log; worldsize averages them over all batches"
 _REMEDIES = {
-    "backward": "return the loss from training_step",
-    "optimizer_step": "return the loss from training_step; worldsize steps the optimizer once a step",
-    "optimizer_zero_grad": "leave it out; gradients are those of one step",
-    "on_before_zero_grad": "leave it out; a hook of the optimizer (register_step_post_hook) sees each update",
-    "on_before_optimizer_step": "give the optimizer a hook: register_step_pre_hook",
+    "backward": "Return the loss from training_step",
+    "optimizer_step": "Return the loss from training_step; the optimizer steps once per step",
+    "optimizer_zero_grad": "Remove it; gradients do not persist between steps",
+    "on_before_zero_grad": "Remove it, or use optimizer.register_step_post_hook",
+    "on_before_optimizer_step": "Use optimizer.register_step_pre_hook",
     "on_before_backward": _STEP,
-    "on_after_backward": "give the optimizer a hook: register_step_pre_hook",
-    "configure_gradient_clipping": "leave it out, and set clip_norm",
-    "clip_gradients": "leave it out, and set clip_norm",
-    "lr_scheduler_step": "use a schedule of torch.optim.lr_scheduler; its rate follows from the step alone",
+    "on_after_backward": "Use optimizer.register_step_pre_hook",
+    "configure_gradient_clipping": "Remove it, and set clip_norm",
+    "clip_gradients": "Remove it, and set clip_norm",
+    "lr_scheduler_step": "Use a torch.optim.lr_scheduler that depends only on the step",
     "on_train_batch_start": _STEP,
     "on_train_batch_end": _STEP,
-    "on_train_start": "do it in setup or configure_model",
-    "on_fit_start": "do it in setup or configure_model",
-    "on_train_epoch_start": "compute it in training_step from self.current_epoch",
+    "on_train_start": "Move it to setup or configure_model",
+    "on_fit_start": "Move it to setup or configure_model",
+    "on_train_epoch_start": "Compute it in training_step from self.current_epoch",
     "on_train_epoch_end": _EPOCH,
     "on_validation_epoch_end": _EPOCH,
     "on_test_epoch_end": _EPOCH,
-    "configure_callbacks": "leave it out; see early_stopping, checkpoint.keep and ema",
-    "on_save_checkpoint": "keep it in a buffer of the module; checkpoints have all of these",
-    "on_load_checkpoint": "keep it in a buffer of the module; checkpoints have all of these",
-    "configure_sharded_model": "use configure_model, and choose strategy=fsdp",
-    "transfer_batch_to_device": "make a batch of tensors in lists, tuples and dicts, which are moved",
-    "log": "call self.log instead of overriding it",
-    "log_dict": "call self.log_dict instead of overriding it",
-    "state_dict": "keep what is saved in parameters and buffers",
-    "load_state_dict": "keep what is saved in parameters and buffers",
+    "configure_callbacks": "Remove it; see early_stopping, checkpoint.keep and ema",
+    "on_save_checkpoint": "Use a module buffer; checkpoints contain all buffers",
+    "on_load_checkpoint": "Use a module buffer; checkpoints contain all buffers",
+    "configure_sharded_model": "Use configure_model, and set strategy=fsdp",
+    "transfer_batch_to_device": "Return tensors in lists, tuples and dicts; worldsize moves them to the device",
+    "log": "Call self.log instead of overriding it",
+    "log_dict": "Call self.log_dict instead of overriding it",
+    "state_dict": "Keep saved values in parameters and buffers",
+    "load_state_dict": "Keep saved values in parameters and buffers",
 }
 
 
@@ -103,8 +103,8 @@ def _overridden(value: Any, base: str, *, manual: bool = False) -> Iterator[str]
     names = {name for kind in own for name in vars(kind)}
     carried = _CARRIED | _CARRIED_BY_MANUAL if manual else _CARRIED
     for name in sorted(names & judged - carried - _IRRELEVANT):
-        remedy = "leave it out, since Lightning 2 does not call it" if name in _REMOVED else _REMEDIES.get(name)
-        yield f"{type(value).__name__}.{name} would not be called by worldsize: {remedy or 'leave it out'}."
+        remedy = "Remove it; Lightning 2 does not call it" if name in _REMOVED else _REMEDIES.get(name)
+        yield f"{type(value).__name__}.{name} is not called by worldsize. {remedy or 'Remove it'}."
 
 
 def _signatures(module: Any) -> Iterator[str]:
@@ -112,8 +112,8 @@ def _signatures(module: Any) -> Iterator[str]:
     for name in inspect.signature(module.training_step).parameters:
         if name in ("dataloader_iter", "optimizer_idx", "hiddens"):
             yield (
-                f"{type(module).__name__}.training_step takes {name}, which worldsize does not have: "
-                "take batch and batch_idx."
+                f"{type(module).__name__}.training_step takes {name}, which is not supported. Use "
+                "training_step(self, batch, batch_idx)."
             )
 
 
@@ -126,8 +126,8 @@ def _find_clipping_calls(module: Any) -> Iterator[str]:
         for name in _CLIPPING:
             if name in method.__code__.co_names:
                 yield (
-                    f"{method.__qualname__} calls {name}, but worldsize computes a gradient at the step of its "
-                    "optimizer. Leave it out, and set clip_norm."
+                    f"{method.__qualname__} calls {name}, but gradients are computed in the optimizer's step(). "
+                    "Remove the call, and set clip_norm."
                 )
 
 
@@ -136,6 +136,6 @@ def _find_joined_metrics(module: nn.Module) -> Iterator[str]:
     for name, part in module.named_modules():
         if type(part).__module__.split(".")[0] == "torchmetrics" and not is_metric(part):
             yield (
-                f"{type(module).__name__}.{name} is a {type(part).__name__}, whose metrics share what they add up: "
-                "make each of its metrics a part of the module by itself."
+                f"{type(module).__name__}.{name} is a {type(part).__name__} whose metrics share state, which is "
+                "not supported. Assign each metric to a separate attribute of the module."
             )

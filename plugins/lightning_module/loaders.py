@@ -52,8 +52,8 @@ def single_loader(loaders: Any, name: str) -> DataLoader[Any]:
     if isinstance(loaders, DataLoader) and type(loaders).__iter__ is DataLoader.__iter__:
         return loaders
     if isinstance(loaders, list | tuple | dict) or type(loaders).__name__ == "CombinedLoader":
-        raise ConfigError(f"{name} returns several DataLoaders; worldsize supports one. Return one.")
-    raise ConfigError(f"{name} returns a {type(loaders).__name__}. Return a torch.utils.data.DataLoader.")
+        raise ConfigError(f"{name} returned several DataLoaders; only one is supported.")
+    raise ConfigError(f"{name} returned a {type(loaders).__name__}, expected a torch.utils.data.DataLoader.")
 
 
 def get_loader_data(loader: DataLoader[Any]) -> Any:
@@ -65,9 +65,7 @@ def first_samples(data: Any, count: int) -> Any:
     """Return the first samples of training data returned by :func:`get_loader_data`."""
     if isinstance(data, CollatedSamples):
         return CollatedSamples(Subset(data, range(min(count, len(data)))), data._collate)
-    raise ConfigError(
-        "validation_step or val_dataloader is missing, and the training data are a stream. Add both to the module."
-    )
+    raise ConfigError("streamed training data requires validation_step and val_dataloader. Add both to the module.")
 
 
 def check_loader(loader: DataLoader[Any], name: str) -> None:
@@ -79,14 +77,14 @@ def check_loader(loader: DataLoader[Any], name: str) -> None:
 def _find_unsupported(loader: DataLoader[Any]) -> Iterator[str]:
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         what = "batch_size=None" if loader.batch_sampler is None else "a batch_sampler"
-        yield f"the DataLoader has {what}, but worldsize deals samples to ranks itself. Give it a batch_size."
+        yield f"the DataLoader has {what}, but worldsize assigns samples to ranks. Use batch_size instead."
     elif not is_iterable(loader.dataset) and not _is_plain(loader.sampler):
         yield (
-            f"the DataLoader's sampler is a {type(loader.sampler).__name__}, but worldsize deals samples to ranks "
-            "itself, by a permutation an epoch. Leave the sampler out, and set shuffle=True."
+            f"the DataLoader's sampler {type(loader.sampler).__name__} is not supported: worldsize shuffles "
+            "and shards the samples. Remove the sampler, and set shuffle=True."
         )
     if loader.worker_init_fn is not None:
-        yield "the DataLoader's worker_init_fn would not be called; worldsize seeds each batch. Leave it out."
+        yield "the DataLoader's worker_init_fn is not called: worldsize seeds each batch. Remove it."
 
 
 def _is_plain(sampler: object) -> bool:
@@ -113,8 +111,8 @@ def check_values(train: DataLoader[Any], evaluated: DataLoader[Any] | None, run:
         )
     if not is_iterable(train.dataset) and isinstance(train.sampler, SequentialSampler):
         raise ConfigError(
-            "the training DataLoader does not shuffle, but worldsize draws a permutation an epoch. Give it "
-            "shuffle=True, or set recipe.run_decides=true."
+            "the training DataLoader does not shuffle, but worldsize shuffles every epoch. Set shuffle=True, "
+            "or recipe.run_decides=true."
         )
 
 
@@ -129,7 +127,9 @@ def same_collate(train: DataLoader[Any], evaluated: DataLoader[Any] | None) -> C
         ConfigError: training and evaluation have different ones.
     """
     if evaluated is not None and evaluated.collate_fn != train.collate_fn and is_iterable(evaluated.dataset):
-        raise ConfigError("the DataLoaders of two streams have different collate_fn. Give both the same one.")
+        raise ConfigError(
+            "the DataLoaders of the two streams have different collate_fn. Use the same collate_fn for both."
+        )
     return train.collate_fn
 
 

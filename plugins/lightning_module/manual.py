@@ -99,17 +99,17 @@ class ManualStep:
             ConfigError: the loss is not a scalar, or unsupported arguments are passed.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ConfigError("self.manual_backward takes a scalar loss, such as its mean().")
+            raise ConfigError("self.manual_backward requires a scalar loss, such as loss.mean().")
         options.pop("retain_graph", None)  # not needed: each backward pass is for the parameters of one optimizer
         if args or options:
             raise ConfigError(
-                "self.manual_backward takes only the loss in worldsize. Leave its other arguments out; "
-                "torch.autograd.grad gives the gradient of a part of the loss."
+                "self.manual_backward supports only the loss argument. Remove the other arguments, or use "
+                "torch.autograd.grad for partial gradients."
             )
         if self._toggled is None and self._is_toggle_unused:
             raise ConfigError(
-                "self.manual_backward comes after untoggle_optimizer. Call it while the optimizer is toggled, or do "
-                "not toggle it."
+                "self.manual_backward was called after untoggle_optimizer. Call it while the optimizer is "
+                "toggled, or remove toggle_optimizer."
             )
         self._is_toggle_unused = False
         names = list(self._made.optimizers) if self._toggled is None else [self._toggled]
@@ -122,7 +122,7 @@ class ManualStep:
             ConfigError: its gradient has other contributions, or the epoch has ended.
         """
         if self._is_epoch_end:
-            raise ConfigError("on_train_epoch_end steps an optimizer. Step it in training_step.")
+            raise ConfigError("on_train_epoch_end must not step an optimizer. Step it in training_step.")
         self._updates += 1
         self._check_untouched()
         self._give((name, self._gradients.take_loss(name)))
@@ -141,9 +141,9 @@ class ManualStep:
         self._check_untouched()
         if not self._updates:
             raise ConfigError(
-                f"training_step steps no optimizer in step {self._step}, and worldsize keeps no gradient from one step "
-                "to the next. Step one in every batch; instead of adding up gradients of N batches set batch_size N "
-                "times as large and logical_ranks=N."
+                f"training_step did not step an optimizer in step {self._step}; gradients are not kept between "
+                "steps. Step in every batch. To accumulate N batches, use an N times larger batch_size with "
+                "logical_ranks=N."
             )
         self._made.left = self._gradients.explain_leftovers()
         if end_epoch is not None:
@@ -166,7 +166,7 @@ class ManualStep:
         for name, each in self._made.optimizers.items():
             if each is wanted:
                 return name
-        raise ConfigError("toggle_optimizer takes one of the optimizers that self.optimizers() returns.")
+        raise ConfigError("toggle_optimizer requires an optimizer returned by self.optimizers().")
 
 
 @final
@@ -185,7 +185,9 @@ class StepOptimizer:
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step the optimizer, after calling ``closure`` to compute the gradient, if given."""
         if options:
-            raise ConfigError(f"step({', '.join(options)}=...) of an optimizer takes no more than a closure here.")
+            raise ConfigError(
+                f"step({', '.join(options)}=...) is not supported: an optimizer's step() accepts only a closure."
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -220,8 +222,8 @@ class StepScheduler:
         """Advance the schedule by one."""
         if args or options:
             raise ConfigError(
-                "step() of a schedule takes no argument in worldsize: its rate depends only on the number of the step. "
-                "Call it without, and choose a different schedule than ReduceLROnPlateau."
+                "a schedule's step() takes no arguments in worldsize: the learning rate must depend only on the "
+                "step. Remove the arguments, and do not use ReduceLROnPlateau."
             )
         self._count += 1
         self._untouched.check_settings()
@@ -252,9 +254,7 @@ def _get_current_step(name: str) -> ManualStep:
     try:
         return _IN_PROGRESS.get()
     except LookupError:
-        raise ConfigError(
-            f"self.{name}() is called outside of training_step. Call it there, where optimizers step."
-        ) from None
+        raise ConfigError(f"self.{name}() was called outside training_step. Call it in training_step.") from None
 
 
 def _get_log_function(outside: StepLog) -> Callable[..., None]:
@@ -273,4 +273,7 @@ def _schedulers() -> StepScheduler | list[StepScheduler] | None:
 
 
 def _refuse_clipping(*args: Any, **options: Any) -> NoReturn:
-    raise ConfigError("self.clip_gradients comes before the gradient is there. Leave it out, and set clip_norm.")
+    raise ConfigError(
+        "self.clip_gradients is not supported: gradients are computed in the optimizer's step(). Remove "
+        "it, and set clip_norm."
+    )

@@ -45,8 +45,8 @@ class ManualLightningRecipe(MultiUpdateRecipe):
         for optimizer in made.optimizers:
             if isinstance(optimizer, LBFGS):
                 raise ConfigError(
-                    f"{type(model.lightning).__name__}.configure_optimizers returns LBFGS, but it computes several "
-                    "gradients in a step; worldsize agrees on one. Choose an optimizer that takes one, such as Adam."
+                    f"{type(model.lightning).__name__}.configure_optimizers returned LBFGS, which computes several "
+                    "gradients per step; only one is supported. Use a different optimizer, such as Adam."
                 )
         named = dict(zip(_name_optimizers(model, made.optimizers), made.optimizers, strict=True))
         parameters = {name: frozenset(map(id, _parameters(each))) for name, each in named.items()}

@@ -48,7 +48,7 @@ class ModuleMetric(StateMetric):
         """Return the logged name of ``metric``, empty if not logged, and its state tensors."""
         code = logged.encode()
         if len(code) > _LONGEST:
-            raise ConfigError(f"self.log({logged!r}, ...) names a metric of more than {_LONGEST} bytes. Shorten it.")
+            raise ConfigError(f"self.log({logged!r}, ...): the name is longer than {_LONGEST} bytes. Shorten it.")
         name = torch.tensor([*code, *[0] * (_LONGEST - len(code))], dtype=torch.uint8)
         return name, *(_copy_state(getattr(metric, part)) for part in self._parts)
 

@@ -46,8 +46,8 @@ class Configured:
         own = [each for each in self.schedules if each.scheduler.optimizer is optimizer]
         if len(own) > 1:
             raise ConfigError(
-                "configure_optimizers returns several schedules of one optimizer, and worldsize advances one. Chain "
-                "them: torch.optim.lr_scheduler.ChainedScheduler."
+                "configure_optimizers returned several schedules for one optimizer; only one is supported. Chain "
+                "them with torch.optim.lr_scheduler.ChainedScheduler."
             )
         return own[0] if own else None
 
@@ -63,15 +63,15 @@ def call_configure_optimizers(module: Any) -> Configured:
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         what = "None" if returned is None else f"a {type(returned).__name__}"
         raise ConfigError(
-            f"{type(module).__name__}.configure_optimizers returned {what}. Return an optimizer, a list of them, a "
-            "pair of lists with their schedules, or dicts with 'optimizer' and 'lr_scheduler'."
+            f"{type(module).__name__}.configure_optimizers returned {what}. Return an optimizer, a list of "
+            "optimizers, lists of optimizers and schedules, or dicts with 'optimizer' and 'lr_scheduler'."
         )
     scheduled = [_parse_schedule(each) for each in schedules]
     for each in scheduled:
         if not any(each.scheduler.optimizer is optimizer for optimizer in optimizers):
             raise ConfigError(
-                "configure_optimizers returns a schedule of an optimizer that it does not return. Return that one too, "
-                "or make the schedule of one that is returned."
+                "configure_optimizers returned a schedule for an optimizer that it did not return. Return that "
+                "optimizer too, or use a returned optimizer for the schedule."
             )
     return Configured(optimizers, scheduled)
 
@@ -81,8 +81,8 @@ def _split_returned(returned: Any) -> tuple[list[Any], list[Any]]:
     match returned:
         case Mapping() if "frequency" in returned:
             raise ConfigError(
-                "configure_optimizers returns an optimizer with a frequency, but Lightning 2 ignores that. Leave it "
-                "out, and step the optimizer in its batches: self.automatic_optimization = False."
+                "configure_optimizers returned an optimizer with a frequency, which Lightning 2 ignores. Remove "
+                "the frequency, and step the optimizer in training_step with self.automatic_optimization = False."
             )
         case Mapping():
             return [returned.get("optimizer")], [returned["lr_scheduler"]] if "lr_scheduler" in returned else []
@@ -99,19 +99,19 @@ def _parse_schedule(given: Any) -> Scheduled:
     scheduler = words.get("scheduler")
     if isinstance(scheduler, ReduceLROnPlateau) or words.get("reduce_on_plateau"):
         raise ConfigError(
-            "configure_optimizers returns a ReduceLROnPlateau. Its rate depends on metrics, but in worldsize rates "
-            "depend only on the step. Choose a different schedule of torch.optim.lr_scheduler."
+            "ReduceLROnPlateau is not supported in configure_optimizers: the learning rate must depend only "
+            "on the step, not on metrics. Use a different schedule of torch.optim.lr_scheduler."
         )
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(
-            f"configure_optimizers returns a schedule that is a {type(scheduler).__name__}. Return one of "
+            f"configure_optimizers returned a {type(scheduler).__name__} as schedule. Return a schedule of "
             "torch.optim.lr_scheduler."
         )
     interval, frequency = words.get("interval", "epoch"), words.get("frequency", 1)
     if interval not in ("step", "epoch") or not isinstance(frequency, int) or frequency < 1:
         raise ConfigError(
-            f"configure_optimizers returns a schedule with interval={interval!r}, frequency={frequency!r}. The "
-            "interval is 'step' or 'epoch', the frequency a number from 1 on."
+            f"configure_optimizers returned a schedule with interval={interval!r}, frequency={frequency!r}. "
+            "interval must be 'step' or 'epoch', frequency at least 1."
         )
     return Scheduled(scheduler, interval, frequency)
 
@@ -202,7 +202,8 @@ class ManualSchedule(ModuleSchedule):
         if self._before + count != self._steps:
             raise ConfigError(
                 f"training_step advances a schedule {count} times for one micro-batch of step {step} and "
-                f"{self._steps - self._before} times for a second one. Let it depend on batch_idx and the epoch only."
+                f"{self._steps - self._before} times for another. Advance it depending only on batch_idx and the "
+                "epoch."
             )
 
     def _start_step(self, step: int) -> None:

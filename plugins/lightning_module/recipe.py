@@ -53,8 +53,9 @@ class LightningRecipe(Recipe):
         made = call_configure_optimizers(model.lightning)
         if len(made.optimizers) > 1:
             raise ConfigError(
-                f"{type(model.lightning).__name__}.configure_optimizers returns {len(made.optimizers)} optimizers; "
-                "training_step returns the loss of one. Use manual optimization: self.automatic_optimization = False."
+                f"{type(model.lightning).__name__}.configure_optimizers returned {len(made.optimizers)} "
+                "optimizers, but automatic optimization supports one. Use manual optimization: "
+                "self.automatic_optimization = False."
             )
         (optimizer,) = made.optimizers
         self._scheduled = made.find_schedule(optimizer)

@@ -39,9 +39,7 @@ class RunFacts:
         if name.startswith("_") or not hasattr(Trainer, name):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         known = sorted(each for each in dir(self) if not each.startswith("_") and each != "set_step")
-        raise ConfigError(
-            f"self.trainer.{name} does not come along to worldsize. Leave it out; known: {', '.join(known)}."
-        )
+        raise ConfigError(f"self.trainer.{name} is not supported. Remove it, or use one of {', '.join(known)}.")
 
     def set_step(self, step: int, stage: str) -> None:
         """Set the next step, counted from 1, and the name of the method that runs it."""
@@ -55,8 +53,9 @@ class RunFacts:
     def global_step(self) -> int:
         if self._is_manual:
             raise ConfigError(
-                "self.global_step counts the steps of all optimizers under manual optimization, and worldsize counts "
-                "batches. Use batch_idx + self.current_epoch * self.trainer.num_training_batches."
+                "self.global_step is not supported with manual optimization: Lightning counts the steps of all "
+                "optimizers, worldsize counts batches. Use batch_idx + self.current_epoch * "
+                "self.trainer.num_training_batches."
             )
         return self._step - 1
 

@@ -37,8 +37,8 @@ class StepLog:
         """Raise ConfigError if training logged a metric object, not a mean over a batch."""
         for name, metric in self.objects.items():
             raise ConfigError(
-                f"training_step logs {name!r} as a {type(metric).__name__}; its value covers a whole epoch. Log "
-                "the value of each batch, as the metric's forward pass returns it: self.log(name, metric(...))."
+                f"training_step logs {name!r} as a {type(metric).__name__}, whose value covers a whole epoch. Log "
+                "the value of each batch from the metric's forward: self.log(name, metric(...))."
             )
 
     def close(self, hook: str) -> None:
@@ -52,7 +52,9 @@ class StepLog:
             ConfigError: the value is not a number, is not reduced by the mean, or is logged in the wrong hook.
         """
         if self._closed_for:
-            raise ConfigError(f"{self._closed_for} logs {name!r}. Log it in the step itself, each name in every step.")
+            raise ConfigError(
+                f"{self._closed_for} logs {name!r}, which is not supported. Log every value in every step."
+            )
         if is_metric(value):
             self.objects[name] = value
             return
@@ -64,11 +66,11 @@ class StepLog:
         reduce = options.get("reduce_fx", "mean")
         if reduce not in ("mean", "avg", torch.mean):
             raise ConfigError(
-                f"self.log({name!r}, reduce_fx={getattr(reduce, '__name__', reduce)}) does not come along to "
-                "worldsize, where metrics are means. Log the mean of each batch."
+                f"self.log({name!r}, reduce_fx={getattr(reduce, '__name__', reduce)}) is not supported: metrics "
+                "are averaged. Log the mean of each batch."
             )
         if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise ConfigError(f"self.log({name!r}, ...) takes one number; it is a {type(value).__name__}.")
+            raise ConfigError(f"self.log({name!r}, ...) requires a single number, got a {type(value).__name__}.")
         self._add_mean(name, torch.as_tensor(value).detach().double().reshape(()), options.get("batch_size"))
 
     def _add_mean(self, name: str, mean: Tensor, samples: int | None) -> None:
@@ -106,5 +108,5 @@ def count_samples(batch: Any) -> int:
         return int(extract_batch_size(batch))
     except Exception:  # Lightning's own exception, which it does not export
         raise ConfigError(
-            "a batch without tensors is of unknown size. Pass it: self.log(..., batch_size=...)."
+            "the batch size of a batch without tensors is unknown. Pass self.log(..., batch_size=...)."
         ) from None

@@ -121,7 +121,7 @@ def evaluation_metrics(
     if logged or objects:
         return {**logged, **states}
     if output is None:
-        raise ConfigError(f"{name} logs nothing. Call self.log(name, value) in it.")
+        raise ConfigError(f"{name} did not log a metric. Call self.log(name, value) in it.")
     return {"loss": mean_over(batch, extract_loss(output, name)), **states}
 
 

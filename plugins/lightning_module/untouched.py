@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from worldsize.core import ConfigError
 
 PARAMETER_REMEDY = (
-    ", once for each micro-batch of a step, and a strategy may have divided it. Change parameters in a hook of the "
-    "optimizer, in configure_optimizers: optimizer.register_step_post_hook."
+    ": training_step runs once per micro-batch, and parameters may be sharded. Change parameters in "
+    "optimizer.register_step_post_hook, in configure_optimizers."
 )
 
 
@@ -73,20 +73,21 @@ class Untouched:
                 value, others = before.get((place, key)), now.get((place, key))
                 if others is not value and others != value:
                     raise ConfigError(
-                        f"training_step changes {key!r} of the optimizer {name!r}, once for each micro-batch of a "
-                        "step. Let configure_optimizers return a schedule that does it, such as "
-                        "torch.optim.lr_scheduler.LambdaLR, and advance that."
+                        f"training_step must not change {key!r} of optimizer {name!r}: training_step runs once per "
+                        "micro-batch. Return a schedule from configure_optimizers, such as "
+                        "torch.optim.lr_scheduler.LambdaLR, and step it."
                     )
 
     def _check_unchanged(self, before: _Seen, now: _Seen) -> None:
         if now.version != before.version:
-            raise ConfigError(f"training_step changes {self._describe_parameter(before.parameter)}{PARAMETER_REMEDY}")
+            raise ConfigError(
+                f"training_step must not change {self._describe_parameter(before.parameter)}{PARAMETER_REMEDY}"
+            )
         if now.gradient is not before.gradient or now.gradient_version != before.gradient_version:
             raise ConfigError(
-                f"training_step calls loss.backward() or changes the gradient of "
-                f"{self._describe_parameter(before.parameter)} "
-                "itself. Call self.manual_backward(loss), and zero_grad() of the optimizer itself; leave the rest "
-                "to a hook of the optimizer: register_step_pre_hook."
+                "training_step must not call loss.backward() or change the gradient of "
+                f"{self._describe_parameter(before.parameter)}. Call self.manual_backward(loss) and zero_grad() "
+                "of the optimizer, and use optimizer.register_step_pre_hook for other changes."
             )
 
     def _describe_parameter(self, parameter: nn.Parameter) -> str:

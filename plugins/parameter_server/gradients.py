@@ -80,7 +80,7 @@ class StepGradients:
         if step < self._step:
             return False
         if step != self._step or not 0 <= node < width or self._logical_ranks % width:
-            raise RefusedError(f"no part {node} of {width} of step {step}; the shard is at step {self._step}")
+            raise RefusedError(f"unexpected part {node} of {width} of step {step}; the shard is at step {self._step}")
         ranks, covered = set(range(node, self._logical_ranks, width)), self._covered[index]
         if ranks <= covered:
             return False

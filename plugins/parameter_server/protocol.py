@@ -108,16 +108,16 @@ def receive_tree(channel: Channel) -> Any:
     channel.receive_into([memoryview(head)])
     (length,) = _LENGTH.unpack(head)
     if header.dtype != torch.uint8 or not 0 < length <= min(header.length, MAX_MESSAGE_BYTES):
-        raise RefusedError(f"a state announces {length} bytes of names in {header.length}")
+        raise RefusedError(f"invalid state: names take {length} bytes, the frame has {header.length}")
     facts = bytearray(length)
     channel.receive_into([memoryview(facts)])
     try:
         described = parse_strict_json(bytes(facts), at_most=MAX_MESSAGE_BYTES)
     except ValueError as error:
-        raise RefusedError(f"a state's names are not JSON: {error}") from None
+        raise RefusedError(f"invalid state: names are not JSON: {error}") from None
     tensors = {name: torch.empty(shape, dtype=_NAMES[dtype]) for name, (dtype, shape) in described["tensors"].items()}
     if sum(tensor.nbytes for tensor in tensors.values()) + length + _LENGTH.size != header.length:
-        raise RefusedError("a state's tensors are not as long as its frame")
+        raise RefusedError("invalid state: tensors do not match the frame length")
     channel.receive_into([view_bytes(tensor) for tensor in tensors.values()])
     return join_tensors(described["values"], tensors)
 
@@ -217,7 +217,7 @@ class Sessions:
         if session is None or epoch > session.epoch:
             session = self._by_name[name] = Session(epoch, self._taken_by_master.get(epoch, 0))
         if epoch < session.epoch:
-            raise RefusedError(f"{name} has since rejoined in epoch {session.epoch}; this is epoch {epoch}")
+            raise RefusedError(f"stale epoch {epoch}: {name} has rejoined in epoch {session.epoch}")
         return session
 
     def note_taken(self, epoch: int, sequence: int) -> None:

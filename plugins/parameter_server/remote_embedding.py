@@ -38,7 +38,10 @@ class RemoteTable(nn.Module):
     def __init__(self, table: Table, like: nn.Embedding | nn.EmbeddingBag, pull: Pull) -> None:
         super().__init__()
         if like.max_norm is not None or like.scale_grad_by_freq:
-            raise ConfigError(f"{table.name}: max_norm and scale_grad_by_freq need the whole table on every worker.")
+            raise ConfigError(
+                f"{table.name}: max_norm and scale_grad_by_freq are not supported, since they require the whole "
+                "table on every worker."
+            )
         self.table = table
         self.weight = nn.Parameter(torch.empty(0, table.dim), requires_grad=False)
         self._pull = pull
@@ -125,7 +128,7 @@ def rowless_model(recipe: Recipe) -> nn.Module:
 
 
 def _no_rows(table: Table, ids_n: Tensor) -> Tensor:
-    raise AssertionError(f"{table.name} lacks rows in a process that does not train")
+    raise AssertionError(f"{table.name} is missing rows in a process that does not train")
 
 
 def find_remote_tables(model: nn.Module) -> Iterator[RemoteTable]:

@@ -94,12 +94,12 @@ class ReplicationLog:
         standby = _Standby(channel)
         with self.changed:
             if self._standby is not None:
-                raise RefusedError("there is a standby already")
+                raise RefusedError("a standby is already connected")
             channel.send_message(CommonOperation.WELCOME, {})
             send_tree(channel, image())
             self._standby = standby
         self._is_followed.set()
-        _logger.info("%s stands by", name)
+        _logger.info("%s is the standby", name)
         with suppress(LostError, RefusedError):
             while True:
                 channel.receive_answer(CommonOperation.DONE)
@@ -141,11 +141,11 @@ class ReplicationLog:
                 _end_fenced()
             self._standby = None
             self.changed.notify_all()
-        _logger.info("the standby is gone")
+        _logger.info("lost the standby")
 
 
 def _end_fenced() -> NoReturn:
-    _logger.info("a different server is master of this shard now")
+    _logger.info("another server is now master of this shard")
     os._exit(_FENCED)
 
 
@@ -227,12 +227,12 @@ class Succession:
         self.receiver.shard.restore(image["shard"])
         self.sessions.restore(image["sessions"])
         channel.wait_at_most(self._lease)
-        _logger.info("%s stands by for %s", self._dialer.name, entry.name)
+        _logger.info("%s is the standby of %s", self._dialer.name, entry.name)
         try:
             self._follow_master(channel)
         except LostError as error:
             self._registry.check_open()
-            _logger.info("%s is gone: %s", entry.name, error)
+            _logger.info("lost %s: %s", entry.name, error)
         finally:
             channel.close()
         return True
@@ -254,7 +254,7 @@ class Succession:
             try:
                 self._perform_operation(channel, header)
             except RefusedError as error:
-                _logger.info("refused, as by the master: %s", error)
+                _logger.info("refused an operation, as the master did: %s", error)
             channel.send(Header(CommonOperation.DONE))
 
     def _perform_operation(self, channel: Channel, header: Header) -> None:
@@ -276,7 +276,7 @@ class Succession:
             case CommonOperation.HEARTBEAT:
                 pass
             case _:
-                raise RefusedError(f"{header.operation.name} from the master")
+                raise RefusedError(f"unexpected {header.operation.name} from the master")
 
 
 class Mastership(ABC):

@@ -269,7 +269,8 @@ def create_row_update(optimizer: Optimizer, group: Mapping[str, Any], name: str)
     if kind == "AdamW" and not group.get("amsgrad"):
         return AdamRows(group)
     raise ConfigError(
-        f"rows of {name} cannot be trained by {kind} as it is set. Use SGD without momentum, Adagrad, Adam or AdamW."
+        f"{kind} with these options is not supported for rows of {name}. Use SGD without momentum, "
+        "Adagrad, Adam or AdamW."
     )
 
 

@@ -53,7 +53,7 @@ def find_tables(model: nn.Module, values: Mapping[str, RowValues]) -> list[Table
     modules, normal = dict(model.named_modules()), RowValues()
     for name in values:
         if name not in modules:
-            raise ConfigError(f"row_values: the model lacks a module {name!r}{neighbours(name, modules)}")
+            raise ConfigError(f"row_values: unknown module {name!r}{neighbours(name, modules)}")
     return [
         Table(f"{name}.weight", each.num_embeddings, each.embedding_dim, each.padding_idx, values.get(name, normal))
         for name, each in sparse_embeddings(model).items()

@@ -98,7 +98,7 @@ class LeaderService:
         """Serve one connection until it ends. Raises LostError or RefusedError."""
         name = str(facts["name"])
         if not name.startswith(self._leader_prefix):
-            raise RefusedError(f"{name} does not lead this run")
+            raise RefusedError(f"{name} is not the leading server of this run")
         channel.send_message(CommonOperation.WELCOME, {"step": self._master.shard.step})
         while True:
             self._answer_request(channel, channel.receive_header(), name)
@@ -136,7 +136,7 @@ class LeaderService:
                 channel.send(Header(CommonOperation.DONE))
                 self._master.log.ended.set()
             case _:
-                raise RefusedError(f"{header.operation.name} from {name}")
+                raise RefusedError(f"unexpected {header.operation.name} from {name}")
 
 
 _SEEN_MODULUS = 2**32
@@ -169,7 +169,7 @@ class WorkerService:
                 case CommonOperation.SHARE:
                     channel.accept_share(self._master.timeout)
                 case _:
-                    raise RefusedError(f"{header.operation.name} from a worker")
+                    raise RefusedError(f"unexpected {header.operation.name} from a worker")
 
     def _receive_push(self, channel: Channel, header: Header, session: Session) -> None:
         fields = Fields._make(header.fields)
@@ -206,7 +206,7 @@ class WorkerService:
 def _read_number(facts: Mapping[str, Any], key: str, default: int | None = None) -> int:
     number = facts.get(key, default)
     if not isinstance(number, int):
-        raise RefusedError(f"JOIN has {key}={str(number)[:50]}")
+        raise RefusedError(f"JOIN has an invalid {key}={str(number)[:50]}")
     return number
 
 

@@ -122,19 +122,18 @@ class ServerGroup:
         """Raise ConfigError if the options are invalid for ``cluster`` with this number of workers."""
         if cluster.device != "cpu":
             raise ConfigError(
-                f"parameter servers send gradients from host memory, and cluster.device={cluster.device} computes them "
-                "elsewhere. Set cluster.device=cpu, or use strategy=fsdp or zero."
+                f"parameter servers require gradients in host memory, but cluster.device={cluster.device}. Set "
+                "cluster.device=cpu, or use strategy=fsdp or zero."
             )
         if self.servers < 1 or workers < 1:
             raise ConfigError(
-                f"a parameter server needs at least one server and one worker; the cluster has {cluster.processes} "
-                f"processes, {self.processes} of them servers. "
-                f"Set cluster.processes={max(1, self.processes) + 1} or more."
+                "a parameter server requires at least one server and one worker; the cluster has "
+                f"{cluster.processes} processes, {self.processes} of them servers. Set "
+                f"cluster.processes={max(1, self.processes) + 1} or more."
             )
         if self.wire == "unix" and self.nodes > 1:
             raise ConfigError(
-                f"strategy.transport=unix works inside one host, and there are {self.nodes}. "
-                "Set strategy.transport=tls."
+                f"strategy.transport=unix requires a single host, found {self.nodes}. Set strategy.transport=tls."
             )
 
     def prepare_keys(self, folder: Path) -> None:
@@ -144,7 +143,7 @@ class ServerGroup:
 
     def create_dialer(self, name: str, context: RunContext) -> Dialer:
         """Create a dialer from process ``name`` to the servers. Raises ConfigError outside a run."""
-        meeting = context.meeting_place(needs="a parameter server needs its servers")
+        meeting = context.meeting_place(needs="parameter server workers require servers")
         credentials = issue_certificate(meeting.folder / "keys", name) if self.wire == "tls" else None
         return Dialer(name, Registry(meeting.folder, meeting.timeout), credentials, meeting.timeout, Operation)
 
@@ -177,7 +176,7 @@ class ServerGroup:
             dialer: Connects this process to the other servers.
             number: Index of the shard.
         """
-        meeting = context.meeting_place(needs="a server needs its workers")
+        meeting = context.meeting_place(needs="parameter servers require workers")
         listener = self._listener(dialer.credentials, meeting, f"{dialer.name}-{number}")
         service, address = shard_service(number), get_listener_address(listener)
         succession = Succession(

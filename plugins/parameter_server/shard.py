@@ -102,7 +102,7 @@ class Shard:
         """
         values = gradient if isinstance(gradient, Tensor) else gradient[1]
         if self.rule.finite and not math.isfinite(float(values.sum())):
-            raise RefusedError(f"a gradient for step {step} is NaN or infinite (nonfinite=ignore would accept it)")
+            raise RefusedError(f"the gradient of step {step} contains NaN or infinity (accepted with nonfinite=ignore)")
         if not self.rule.synchronous:
             return self._push_unit(index, gradient, (step, node), seen, present)
         is_new = self._gradients.add_contribution(index, gradient, step=step, width=width, node=node, present=present)
@@ -222,7 +222,7 @@ class PushReceiver:
             return self._receive_rows(channel, header)
         table, buckets, codec = Fields._make(header.fields).table, self.shard.parameters.buckets, self._codec
         if table >= len(buckets):
-            raise RefusedError(f"PUSH of table {table}; there are {len(buckets)}")
+            raise RefusedError(f"unknown table {table} in PUSH; the shard has {len(buckets)} tables")
         bucket = buckets[table]
         dtype, length = (codec.dtype, codec.compute_length(bucket.numel)) if codec else (bucket.dtype, bucket.numel)
         pieces = len(bucket.pieces) if header.shape == (length + len(bucket.pieces),) else 0
@@ -238,7 +238,7 @@ class PushReceiver:
         rows = self._find_rows(header)
         count, rest = divmod(header.length, _ID_BYTES + _NUMBER_BYTES * rows.table.dim)
         if rest or header.dtype != torch.uint8 or count > rows.table.rows:
-            raise RefusedError(f"PUSH_ROWS of {rows.table.name} carries {header.length} bytes")
+            raise RefusedError(f"unexpected PUSH_ROWS of {rows.table.name} with {header.length} bytes")
         ids_n, gradients_nd = torch.empty(count, dtype=torch.int64), torch.empty(count, rows.table.dim)
         channel.receive_into(payload := [view_bytes(ids_n), view_bytes(gradients_nd)])
         _check_ids(rows, ids_n)
@@ -248,7 +248,7 @@ class PushReceiver:
         """Receive PULL_ROWS: the table and ids, int64 (n,). Raises like :meth:`receive`."""
         rows = self._find_rows(header)
         if header.dtype != torch.int64 or len(header.shape) != 1 or header.shape[0] > rows.table.rows:
-            raise RefusedError(f"PULL_ROWS of {rows.table.name} carries {header.dtype} {list(header.shape)}")
+            raise RefusedError(f"unexpected PULL_ROWS of {rows.table.name} with {header.dtype} {list(header.shape)}")
         ids_n = torch.empty(header.shape, dtype=torch.int64)
         channel.receive_into([view_bytes(ids_n)])
         _check_ids(rows, ids_n)
@@ -257,7 +257,7 @@ class PushReceiver:
     def _find_rows(self, header: Header) -> Rows:
         table, tables = Fields._make(header.fields).table, self.shard.parameters.tables
         if table >= len(tables):
-            raise RefusedError(f"rows of table {table}; there are {len(tables)}")
+            raise RefusedError(f"unknown table {table}; the shard has {len(tables)} tables")
         return tables[table]
 
     def push_gradient(self, header: Header, gradient: Gradient) -> None:
@@ -279,8 +279,8 @@ def _check_ids(rows: Rows, ids_n: Tensor) -> None:
     if not len(ids):
         return
     if not (ids[1:] > ids[:-1]).all():
-        raise RefusedError(f"ids of rows of {rows.table.name} must be sorted and unique; these are not")
+        raise RefusedError(f"row ids of {rows.table.name} must be sorted and unique")
     if ids[0] < 0 or ids[-1] >= rows.table.rows:
-        raise RefusedError(f"{rows.table.name} has rows 0 to {rows.table.rows - 1}; the request has others")
+        raise RefusedError(f"row ids of {rows.table.name} must be between 0 and {rows.table.rows - 1}")
     if rows.rule.shards > 1 and not bool((rows.rule.assign_shards(ids_n, rows.table) == rows.shard).all()):
-        raise RefusedError(f"the request has rows of {rows.table.name} that belong to a different server")
+        raise RefusedError(f"the request contains rows of {rows.table.name} on a different server")

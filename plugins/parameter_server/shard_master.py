@@ -63,7 +63,7 @@ class ShardMaster:
             missing = seen - self.shard.updates - self._lost
             if missing > 0:  # this server was restored from a checkpoint
                 self._lost += missing
-                text = "%d updates are lost, which %s had received; continuing at step %d"
+                text = "%d updates received by %s are lost; continuing at step %d"
                 _logger.info(text, self._lost, name, self.shard.step)
             return session
 
@@ -91,7 +91,7 @@ class ShardMaster:
         """
         with self.log.changed:
             if not self.log.changed.wait_for(lambda: self.shard.step >= step, self.timeout):
-                raise RefusedError(f"step {step} did not end; the shard is at step {self.shard.step}")
+                raise RefusedError(f"step {step} did not finish; the shard is at step {self.shard.step}")
             return self.shard.updates
 
     def pull_rows(self, rows: Rows, ids_n: Tensor, *, step: int) -> tuple[Tensor, int, int]:
@@ -177,7 +177,7 @@ class ShardMaster:
 def _await_gradients(log: ReplicationLog, shard: Shard, *, seconds: float) -> None:
     """Wait for all gradients of the next step to commit. The caller must hold the lock."""
     if not log.changed.wait_for(lambda: shard.waits_for_commit, seconds):
-        raise RefusedError(f"the gradients of step {shard.step + 1} did not all arrive")
+        raise RefusedError(f"the gradients of step {shard.step + 1} are incomplete")
 
 
 @final

@@ -313,9 +313,9 @@ def _create_optimizer(make: MakeOptimizer, model: nn.Module, leading: Optimizer,
     lost = [piece.name for piece, each in part if id(full[piece.name]) in updated and id(each) not in given]
     if lost or len(optimizer.param_groups) != len(leading.param_groups):
         raise ConfigError(
-            f"optimizer(model) makes a different {type(optimizer).__name__} for a part of the model"
-            f"{f', without {lost[0]}' if lost else ''}: a server has parts of the parameters. Take parameters from the "
-            "model that it is given, in groups that do not depend on sizes, or use strategy=ddp."
+            f"optimizer(model) returned a different {type(optimizer).__name__} for a part of the "
+            f"model{f' (missing: {lost[0]})' if lost else ''}: each server has only some parameters. Use the "
+            "parameters of the given model, in groups that do not depend on sizes, or use strategy=ddp."
         )
     for group, options in zip(optimizer.param_groups, collect_options(leading), strict=True):
         group["params"] = [each for each in group["params"] if id(each) in own]

@@ -198,19 +198,20 @@ def check_served(model: nn.Module, optimizer: Optimizer) -> None:
     refuse_gradient_hooks(model)
     refuse_step_hooks(
         optimizer,
-        because="which no server can run: each has a part of the parameters. Use strategy=ddp, or remove the hook.",
+        because="which is not supported on parameter servers: each server has only some parameters. Use "
+        "strategy=ddp, or remove the hook.",
     )
     if any(not isinstance(group.get("lr"), float | int | Tensor) for group in optimizer.param_groups):
         raise ConfigError(
-            f"{type(optimizer).__name__} lacks a learning rate (lr); servers scale updates by it. Set its lr, or "
-            "use strategy=ddp."
+            f"{type(optimizer).__name__} requires a learning rate (lr), since servers scale updates by lr. "
+            "Set lr, or use strategy=ddp."
         )
-    refuse_complex(model, because="servers hold real numbers")
+    refuse_complex(model, because="parameter servers support only real numbers")
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ConfigError(
-                f"{name} is a {type(module).__name__}, whose statistics no server owns. Use LayerNorm or GroupNorm, "
-                "or strategy=ddp."
+                f"{name} is a {type(module).__name__}, whose running statistics are not supported on parameter "
+                "servers. Use LayerNorm or GroupNorm, or strategy=ddp."
             )
 
 
@@ -218,8 +219,8 @@ def refuse_remembering(recipe: Recipe) -> None:
     """Raise ConfigError if a recipe has state across steps, since workers may come and go."""
     if recipe.remembers or saves_state(recipe):
         raise ConfigError(
-            f"{type(recipe).__name__} keeps values from step to step in each process, and workers of a parameter "
-            "server come and go. Use strategy=ddp, zero or single."
+            f"{type(recipe).__name__} keeps state between steps, which is not supported with parameter servers: "
+            "workers may join and leave. Use strategy=ddp, zero or single."
         )
 
 
@@ -238,17 +239,18 @@ def check_updates(recipe: Recipe, *, consistency: str, replicas: int, compressio
     kind = type(recipe).__name__
     if consistency != "sync":
         raise ConfigError(
-            f"{kind} takes several updates a step; they cannot overlap with other steps. "
-            "Set strategy.consistency=sync, or strategy=ddp."
+            f"{kind} uses several updates per step, which requires strategy.consistency=sync. Set "
+            "strategy.consistency=sync, or strategy=ddp."
         )
     if replicas:
         raise ConfigError(
-            f"{kind} takes several updates a step; a standby cannot take over in the middle of a step. "
-            "Set strategy.replicas=0; with launcher.max_restarts a run resumes from its last checkpoint."
+            f"{kind} uses several updates per step, which is not supported with standbys. Set "
+            "strategy.replicas=0; with launcher.max_restarts a run resumes from its last checkpoint."
         )
     if compression != "none":
         raise ConfigError(
-            f"{kind} takes several updates a step, whose gradients are not compressed. Set strategy.compression=none."
+            f"{kind} uses several updates per step, which is not supported with compression. Set "
+            "strategy.compression=none."
         )
 
 
@@ -260,6 +262,6 @@ def check_no_tables(recipe: Recipe, model: nn.Module) -> None:
     """
     for name in sparse_embeddings(model):
         raise ConfigError(
-            f"{name} has sparse=True, and {type(recipe).__name__} takes several updates a step; servers support "
-            "these for dense parameters only. Set sparse=False."
+            f"{name} has sparse=True, which is not supported with several updates per step "
+            f"({type(recipe).__name__}). Set sparse=False."
         )

@@ -121,14 +121,18 @@ class ParameterServer(Strategy):
         super().__post_init__()
         if self.staleness < 0 or (self.staleness and self.consistency != "bounded"):
             raise ConfigError(
-                f"strategy.staleness={self.staleness} goes with strategy.consistency=bounded, and is 0 or more."
+                f"strategy.staleness={self.staleness} requires strategy.consistency=bounded and must be at least 0."
             )
         if self.compression != "none" and self.reduce == "ordered":
-            raise ConfigError("compressed gradients depend on the number of workers. Set strategy.compression=none.")
+            raise ConfigError(
+                "strategy.compression is not supported with reproducibility=elastic: compressed gradients depend "
+                "on the number of workers. Set strategy.compression=none."
+            )
         if self.cache_rows and not self.staleness:
             raise ConfigError(
-                f"strategy.cache_rows={self.cache_rows}: cached rows are stale, and reads must not be. Set "
-                "strategy.consistency=bounded and strategy.staleness, or strategy.cache_rows=0."
+                f"strategy.cache_rows={self.cache_rows} requires strategy.staleness of at least 1, since cached "
+                "rows are stale. Set strategy.consistency=bounded and strategy.staleness, or "
+                "strategy.cache_rows=0."
             )
 
     @property
@@ -174,7 +178,7 @@ class ParameterServer(Strategy):
         return self.bound == 0
 
     def replica(self, recipe: Recipe, context: RunContext) -> Replica:
-        raise ConfigError("the processes of a parameter server serve, without a replica. Call serve instead.")
+        raise ConfigError("parameter server processes do not have a replica. Call serve instead.")
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         planner = self._create_planner(context.numerics)

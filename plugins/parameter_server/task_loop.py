@@ -64,7 +64,7 @@ class TaskLoop:
         try:
             with suppress(EndedError):
                 while not self._join_and_work():
-                    _logger.info("joins again")
+                    _logger.info("rejoining")
         finally:
             heartbeat.stop()
 
@@ -90,7 +90,7 @@ class TaskLoop:
             control.send_message(Operation.TICK, {**done, "leaves": self._stop.is_wanted()})
             task = control.receive_message(control.receive_answer(Operation.TASK))
             if task["do"] == "stop":
-                _logger.info("%s", "; ".join([f"ends: {task['why']}", *self._last_words()]))
+                _logger.info("%s", "; ".join([f"stopping: {task['why']}", *self._last_words()]))
                 return True
             if task["do"] == "join":
                 return False
@@ -174,9 +174,8 @@ class UnownedWeights:
         for name, version in self._versions().items():
             if version != self._before[name]:
                 raise ConfigError(
-                    f"training has changed {name}, an untrained tensor: with a parameter server the change reaches "
-                    "neither evaluation nor checkpoints. Use strategy=ddp, or register it with persistent=False if it "
-                    "is a cache."
+                    f"training changed {name}, an untrained tensor, which is not saved or evaluated with a parameter "
+                    "server. Use strategy=ddp, or register a cache with persistent=False."
                 )
 
     def _versions(self) -> dict[str, tuple[int, int]]:

@@ -52,7 +52,7 @@ class TaskScheduler:
             clock = self._pool.add_worker(name, time.monotonic())
             self._epoch_of[name] = epoch = next(self._epochs)
             self.changed.notify_all()
-        _logger.info("%s joins at clock %d", name, clock)
+        _logger.info("%s joined at clock %d", name, clock)
         return epoch
 
     def is_expected(self, name: str) -> bool:
@@ -72,7 +72,7 @@ class TaskScheduler:
             del self._epoch_of[name]
             unit = self._pool.remove_worker(name)
             self.changed.notify_all()
-        _logger.info("%s is retired: %s%s", name, why, f"; {unit} is reassigned" if unit else "")
+        _logger.info("retired %s: %s%s", name, why, f"; {unit} is reassigned" if unit else "")
 
     def next_task(self, name: str, epoch: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Record a worker's result, and wait for its next task.
@@ -93,8 +93,9 @@ class TaskScheduler:
                     return task
                 self.changed.wait()
             if self.ended is None:
-                self.retire_worker(name, epoch, "asked to leave")  # under the lock, so that at least one worker stays
-            return {"do": "stop", "why": self.ended or "asked to leave"}
+                # under the lock, so that at least one worker stays
+                self.retire_worker(name, epoch, "requested to leave")
+            return {"do": "stop", "why": self.ended or "requested to leave"}
 
     # ------------------------------------------------------------ for the training loop
 
@@ -159,11 +160,11 @@ class TaskScheduler:
                 since = now if self.staleness.members else since
                 if now - since > self._timeout and not alone:
                     raise WorldsizeError(
-                        f"there has been no worker for {self._timeout:g} s (cluster.timeout). "
-                        "Look into the workers' logs, or add workers."
+                        f"no workers for {self._timeout:g} s (cluster.timeout). "
+                        "Check the workers' logs, or add workers."
                     )
                 for name, epoch in late:
-                    self.retire_worker(name, epoch, f"no heartbeat within its lease of {self.staleness.lease:g} s")
+                    self.retire_worker(name, epoch, f"no heartbeat within the lease of {self.staleness.lease:g} s")
 
 
 NextTask = Callable[[str, int, Mapping[str, Any]], dict[str, Any]]  # arguments: worker, epoch, and the last result
@@ -196,9 +197,9 @@ class TaskService:
                 if task["do"] == "stop":
                     self._scheduler.retire_worker(name, epoch, task["why"])
         except LostError as error:
-            self._scheduler.retire_worker(name, epoch, f"its connection ended ({error})")
+            self._scheduler.retire_worker(name, epoch, f"lost the connection ({error})")
         except RefusedError:
-            self._scheduler.retire_worker(name, epoch, "it was refused")
+            self._scheduler.retire_worker(name, epoch, "refused")
             raise
 
     def receive_heartbeats(self, channel: Channel, facts: Mapping[str, Any]) -> None:

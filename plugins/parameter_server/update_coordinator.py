@@ -74,10 +74,10 @@ class UpdateCoordinator(Replica):
         while results is None:
             if attempts == _ATTEMPTS:
                 raise WorldsizeError(
-                    f"step {step} was begun {attempts} times, and each time a worker was lost in it. Look into the "
-                    "workers' logs. If an update takes longer than cluster.timeout, set that higher."
+                    f"step {step} was started {attempts} times, and a worker was lost each time. Check the workers' "
+                    "logs. If an update takes longer than cluster.timeout, increase cluster.timeout."
                 )
-            _logger.info("step %d is repeated, since a worker was lost in it", step)
+            _logger.info("repeating step %d: a worker was lost", step)
             for shards in self._shards.values():
                 shards.roll_back()
             results, attempts = self._attempt_step(step, again=True), attempts + 1

@@ -90,7 +90,7 @@ class UpdateWorker:
 
     def _continue(self, _: Task) -> dict[str, Any]:
         self._context.faults.report_point("update:continue")
-        assert self._unit is not None, "the server lets nobody go on who has not begun"
+        assert self._unit is not None, "continued a step that was not started"
         return next(self._unit)
 
     def _evaluate(self, task: Task) -> dict[str, Any]:
@@ -127,8 +127,9 @@ class UpdateWorker:
         self._unowned.check_unchanged()
         if self._copy_options() != options:
             raise ConfigError(
-                f"{type(self._recipe).__name__}.updates has changed an optimizer's options, such as its learning rate; "
-                "the servers take the updates and do not see that. Give the recipe schedules, or use strategy=ddp."
+                f"{type(self._recipe).__name__}.updates changed optimizer options, such as the learning rate, but "
+                "servers apply the updates and do not receive such changes. Use schedules in the recipe, or "
+                "strategy=ddp."
             )
         yield {"unit": [step, ranks], "records": [each.take_metrics().to_message() for each in passes]}
 
@@ -168,8 +169,8 @@ class UpdateWorker:
         for parameter in get_trainable_parameters(self._parts[name].optimizer):
             if parameter.numel() and id(parameter) not in owned:
                 raise ConfigError(
-                    f"{type(self._recipe).__name__} begins to train a parameter of {name!r} that was frozen when the "
-                    "run began: no server owns it. Let it require gradients from the beginning, or use strategy=ddp."
+                    f"{type(self._recipe).__name__} unfreezes a parameter of {name!r}, which was frozen at the start "
+                    "of the run and is not on any server. Set requires_grad=True from the start, or use strategy=ddp."
                 )
             trained.append(parameter)
         return trained

@@ -46,15 +46,15 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
     outer_momentum: OuterMomentum = 0.9
     fragment_blocks: Annotated[int, Range(least=1)] = 3
     delay: Annotated[int, Range(least=0)] = 1
-    mix: Annotated[float, Range(least=0, below=1, hint="at 1 workers would never meet")] = 0.0
+    mix: Annotated[float, Range(least=0, below=1, hint="at 1 workers never synchronize")] = 0.0
     wire: Literal["fp32", "e3m0_gather", "e3m0_scatter"] = "e3m0_scatter"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.delay >= self.inner_steps:
             raise ConfigError(
-                f"strategy.delay={self.delay} must be below strategy.inner_steps={self.inner_steps}: "
-                "a fragment is sent again only after it has come back."
+                f"strategy.delay={self.delay} must be less than strategy.inner_steps={self.inner_steps}: a "
+                "fragment must be received before it is sent again."
             )
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:

@@ -55,7 +55,7 @@ class Criteo(Samples):
             with self._file.open() as lines:
                 return _parse_lines(islice(enumerate(lines, 1), first, first + count), self._file)
         except FileNotFoundError:
-            raise ConfigError(f"{self._file} is not there. Set data.path, or data=synthetic.") from None
+            raise ConfigError(f"{self._file} not found. Set data.path, or use data=synthetic.") from None
 
     def list_files(self) -> Mapping[str, Path]:
         return {"train.txt": self._file}
@@ -74,9 +74,9 @@ def _parse_lines(lines: Iterator[tuple[int, str]], path: Path) -> TensorDataset:
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}: {error}.") from None
         if len(fields) != 1 + COUNTS + CATEGORIES:
-            raise ConfigError(f"{path}, line {number} has {len(fields)} fields, not {1 + COUNTS + CATEGORIES}.")
+            raise ConfigError(f"{path}, line {number}: expected {1 + COUNTS + CATEGORIES} fields, got {len(fields)}.")
     if not labels:
-        raise ConfigError(f"{path} does not have such lines. Lower data.rows or data.test_rows.")
+        raise ConfigError(f"{path} does not have enough lines. Decrease data.rows or data.test_rows.")
     counts_nc = torch.tensor(counts, dtype=torch.float32).clamp(min=0).log1p()
     return TensorDataset(counts_nc, torch.tensor(categories), torch.tensor(labels))
 

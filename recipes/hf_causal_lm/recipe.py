@@ -116,7 +116,9 @@ class HFCausalLM(Recipe):
     def __post_init__(self) -> None:
         _transformers()
         if self.pretrained is None and "model_type" not in self.config:
-            raise ConfigError("recipe.config lacks a model_type. Set it, e.g. llama, or recipe.pretrained.")
+            raise ConfigError(
+                "recipe.config requires a model_type, e.g. llama. Set recipe.config.model_type or recipe.pretrained."
+            )
         if self.source is None:
             self.files()
         else:
@@ -162,8 +164,8 @@ class HFCausalLM(Recipe):
         first = int(len(tokens) * (1 - self.test_share))
         if min(first, len(tokens) - first) < self.context:
             raise ConfigError(
-                f"{len(tokens)} tokens of text are too few for windows of context={self.context}. "
-                "Give more text, or set recipe.context lower."
+                f"recipe.context={self.context} is too large for a text of {len(tokens)} tokens. "
+                "Use more text, or decrease recipe.context."
             )
         if split == "test":
             return Windows(tokens[first:][: self.test_tokens], self.context)

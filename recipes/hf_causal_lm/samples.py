@@ -45,19 +45,19 @@ def check_source(source: Source, context: int) -> None:
     for part in _list_parts(source):
         if not isinstance(part, TokenFiles):
             raise ConfigError(
-                f"a language model learns from tokens, and data reads {type(part).__name__}. Prepare tokens with "
-                "worldsize prepare, and choose data=tokens, documents or packed."
+                f"a language model requires token data, got {type(part).__name__}. Prepare tokens with worldsize "
+                "prepare, and set data=tokens, documents or packed."
             )
         if part.length != context:
             raise ConfigError(
-                f"recipe.context={context}, and the data have samples of length={part.length}. Set both alike, "
-                "e.g. data.length='${recipe.context}'."
+                f"recipe.context={context} does not match length={part.length} of the data. Set both to the same "
+                "value, e.g. data.length='${recipe.context}'."
             )
         makers |= {each.tokenizer["sha256"]: each.tokenizer["name"] for each in part.prepared}
     if len(makers) > 1:
         raise ConfigError(
-            f"the data were prepared with different tokenizers: {', '.join(map(str, makers.values()))}. Prepare all "
-            "with one."
+            f"the data were prepared with different tokenizers: {', '.join(map(str, makers.values()))}. Use the same "
+            "tokenizer for all data."
         )
 
 
@@ -74,13 +74,13 @@ def find_vocabulary_size(source: Source, given: int | None) -> int:
     most = max((number for number in known if number is not None), default=None)
     if given is None and (most is None or None in known):
         raise ConfigError(
-            "the data lack their vocabulary size. Set recipe.tokenizer to the one that they were "
-            "prepared with, or recipe.config.vocab_size."
+            "the vocabulary size of the data is unknown. Set recipe.tokenizer to the tokenizer of the data, or set "
+            "recipe.config.vocab_size."
         )
     if given is not None and most is not None and given < most:
         raise ConfigError(
             f"vocabulary mismatch: the model has {given:,} tokens, the data {most:,}. Set "
-            "recipe.tokenizer or recipe.config.vocab_size to those of the data."
+            "recipe.tokenizer or recipe.config.vocab_size to match the data."
         )
     return given if given is not None else most or 0
 

@@ -60,7 +60,7 @@ def find_text_files(text: str | None) -> Mapping[str, Path]:
     files = {root.name: root} if root.is_file() else {str(path.relative_to(root)): path for path in root.rglob("*.txt")}
     if not files:
         raise ConfigError(
-            f"recipe.text={text}: the file does not exist, or the folder lacks *.txt. Give a text file or a folder."
+            f"recipe.text={text}: file not found, or the folder has no *.txt files. Set a text file or a folder."
         )
     return dict(sorted(files.items()))
 

@@ -27,7 +27,9 @@ def find_modules(root: Path | None = None) -> dict[str, Path]:
     root = root or Path(sysconfig.get_paths()["stdlib"])
     modules = {path.relative_to(root).as_posix(): path for path in _walk_modules(root)}
     if not modules:
-        raise ConfigError(f"no .py files in {root}. Use a Python whose standard library is installed as source.")
+        raise ConfigError(
+            f"no .py files found in {root}. Use a Python installation with the source of the standard library."
+        )
     return {name: modules[name] for name in sorted(modules)}
 
 

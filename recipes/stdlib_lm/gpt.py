@@ -26,8 +26,8 @@ class Sizes:
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads):
             raise ConfigError(
-                f"width={self.width} does not divide into heads={self.heads} of even size. "
-                f"Choose a width that is a multiple of {2 * self.heads}, or fewer heads."
+                f"width={self.width} must be a multiple of {2 * self.heads} with heads={self.heads}, for an even head "
+                "size. Set a different width, or use fewer heads."
             )
 
 

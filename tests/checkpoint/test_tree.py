@@ -40,6 +40,7 @@ def test_numbers_of_numpy_may_be_keys() -> None:
 @pytest.mark.parametrize("value", [np.complex64(1j), np.datetime64("2020-01-01"), np.ones(2), 1j, object(), {1, 2}])
 def test_any_other_value_is_refused_by_name(value: Any) -> None:
     with pytest.raises(
-        CheckpointError, match=r"optimizer/best is a .*, which checkpoints do not support\. Keep tensors"
+        CheckpointError,
+        match=r"optimizer/best has the type .*, which is not supported in checkpoints\. Use only tensors",
     ):
         split_tensors({"optimizer": {"best": value}})

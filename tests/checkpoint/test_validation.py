@@ -90,7 +90,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "step text": (put("step", value="x"), "step is 'x'"),
     "step negative": (put("step", value=-5), "step is -5"),
     "step true": (put("step", value=True), "step is True"),
-    "another step": (put("step", value=4), "step is 4, and the folder is step_0000003"),
+    "another step": (put("step", value=4), "step is 4, but the folder is step_0000003"),
     "no step": (lambda manifest: manifest.pop("step"), "KeyError: 'step'"),
     "world_size 0": (put("world_size", value=0), "world_size is 0"),
     "world_size half": (put("world_size", value=1.5), "world_size is 1.5"),
@@ -101,38 +101,41 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "metric": (put("facts", "metrics", "accuracy", value="best"), "metric 'accuracy' is 'best'"),
     "file size": (put("files", "rank_00000.safetensors", "size", value=-1), "size of rank_00000.safetensors is -1"),
     "file digest": (put("files", "rank_00000.safetensors", "sha256", value=7), "TypeError"),
-    "file name": (put("files", "../rank_00000.safetensors", value={"size": 1, "sha256": "0" * 64}), "lacks the name"),
+    "file name": (put("files", "../rank_00000.safetensors", value={"size": 1, "sha256": "0" * 64}), "invalid name"),
     "dtype": (put(*X, "dtype", value="float4"), "KeyError: 'float4'"),
     "shape of minus one": (put(*X, "shape", value=[-1]), "shape of model/x is -1"),
-    "shape that overflows": (put(*X, "shape", value=[0, 1 << 62]), "shape of model/x is larger"),
+    "shape that overflows": (put(*X, "shape", value=[0, 1 << 62]), "shape of model/x exceeds"),
     "shape beyond int64": (put(*X, "shape", value=[1 << 70]), "which is too large"),
     "shape text": (put(*X, "shape", value="8"), "not a list"),
-    "many dimensions": (put(*Y, "shape", value=[1] * 65), "shape of model/y is larger"),
+    "many dimensions": (put(*Y, "shape", value=[1] * 65), "shape of model/y exceeds"),
     "negative size": (put(*X, "chunks", 0, "sizes", value=[-8]), "sizes of a chunk of model/x is -8"),
     "huge length": (put(*X, "chunks", 0, "length", value=1 << 80), "length of a chunk of model/x is"),
-    "overlap that leaves a gap": (chunks_of_x((0, 4), (2, 4)), "the chunks of model/x do not make up"),
-    "overlap beside a gap": (chunks_of_x((0, 3), (1, 3), (6, 2)), "the chunks of model/x do not make up"),
-    "one chunk twice": (chunks_of_x((0, 4), (0, 4)), "the chunks of model/x do not make up"),
-    "gap": (chunks_of_x((0, 3), (5, 3)), "the chunks of model/x do not make up"),
-    "no chunks": (put(*X, "chunks", value=[]), "the chunks of model/x do not make up"),
+    "overlap that leaves a gap": (chunks_of_x((0, 4), (2, 4)), "the chunks of model/x overlap or do not cover"),
+    "overlap beside a gap": (chunks_of_x((0, 3), (1, 3), (6, 2)), "the chunks of model/x overlap or do not cover"),
+    "one chunk twice": (chunks_of_x((0, 4), (0, 4)), "the chunks of model/x overlap or do not cover"),
+    "gap": (chunks_of_x((0, 3), (5, 3)), "the chunks of model/x overlap or do not cover"),
+    "no chunks": (put(*X, "chunks", value=[]), "the chunks of model/x overlap or do not cover"),
     "a scalar twice": (
         lambda manifest: manifest["tensors"]["model/y"]["chunks"].append(manifest["tensors"]["model/y"]["chunks"][0]),
-        "the chunks of model/y do not make up",
+        "the chunks of model/y overlap or do not cover",
     ),
-    "shared bytes": (shared_bytes, "two chunks share bytes of rank_00000.safetensors"),
+    "shared bytes": (shared_bytes, "two chunks overlap in rank_00000.safetensors"),
     "values": (put("values", value=[]), "values are not a mapping"),
     "values of a tuple": (put("values", value={"$tuple": []}), "values are not a mapping"),
-    "unknown tensor": (put(*VALUE, "$tensor", value="model/z"), "'model/x' in values refers to the tensor"),
-    "another's tensor": (put(*VALUE, "$tensor", value="model/y"), "'model/x' in values refers to the tensor"),
-    "tensor by number": (put(*VALUE, "$tensor", value=5), "'model/x' in values is {'$tensor': 5}"),
-    "tensor without a name": (put(*VALUE, "$tensor", value=None), "'model/x' in values is"),
-    "tensor and more": (put(*VALUE, "more", value=1), "'model/x' in values is"),
-    "no reference": (put(*VALUE, value=1), "the tensor 'model/x' is nowhere in values"),
-    "one more reference": (put("values", "model", "z", value={"$tensor": "model/z"}), "but it does not exist"),
-    "no such code": (put("values", "schedule", "lr", value={"$code": "x"}), "'schedule/lr' in values is"),
-    "a float by text": (put("values", "schedule", "lr", value={"$float": "x"}), "'schedule/lr' in values is"),
-    "a bare NaN": (put("values", "schedule", "lr", value=math.nan), "'schedule/lr' in values is nan"),
-    "a tuple of nothing": (put("values", "schedule", "ends", value={"$tuple": 3}), "'schedule/ends' in values is"),
+    "unknown tensor": (put(*VALUE, "$tensor", value="model/z"), "'model/x' in values refers to a different tensor"),
+    "another's tensor": (put(*VALUE, "$tensor", value="model/y"), "'model/x' in values refers to a different tensor"),
+    "tensor by number": (put(*VALUE, "$tensor", value=5), "'model/x' in values is invalid: {'$tensor': 5}"),
+    "tensor without a name": (put(*VALUE, "$tensor", value=None), "'model/x' in values is invalid"),
+    "tensor and more": (put(*VALUE, "more", value=1), "'model/x' in values is invalid"),
+    "no reference": (put(*VALUE, value=1), "the tensor 'model/x' is missing from values"),
+    "one more reference": (put("values", "model", "z", value={"$tensor": "model/z"}), "unknown tensor 'model/z'"),
+    "no such code": (put("values", "schedule", "lr", value={"$code": "x"}), "'schedule/lr' in values is invalid"),
+    "a float by text": (put("values", "schedule", "lr", value={"$float": "x"}), "'schedule/lr' in values is invalid"),
+    "a bare NaN": (put("values", "schedule", "lr", value=math.nan), "'schedule/lr' in values is invalid: nan"),
+    "a tuple of nothing": (
+        put("values", "schedule", "ends", value={"$tuple": 3}),
+        "'schedule/ends' in values is invalid",
+    ),
     "items that are none": (put("values", "schedule", value={"$items": [[1]]}), "'schedule' in values is"),
     "a key that is a list": (put("values", "schedule", value={"$items": [[[], 1]]}), "'schedule' in values is"),
 }
@@ -143,7 +146,7 @@ def test_a_hostile_manifest_is_refused_with_its_file_and_the_reason(folder: Path
     sealed_again(folder, change)
     with pytest.raises(CheckpointError) as refused:
         find_newest(folder.parent, World.create_single(torch.device("cpu")))
-    assert str(refused.value).startswith(f"the checkpoint is damaged: {folder / MANIFEST} is not a manifest (")
+    assert str(refused.value).startswith(f"the checkpoint is damaged: {folder / MANIFEST} is not a valid manifest (")
     assert reason in str(refused.value)
 
 
@@ -168,21 +171,21 @@ def test_values_without_end_are_refused(folder: Path) -> None:
     for _ in range(200):
         nested = [nested]
     sealed_again(folder, put("values", "schedule", value=nested))
-    with pytest.raises(CheckpointError, match="nested more than 100 deep"):
+    with pytest.raises(CheckpointError, match="nested more than 100 levels deep"):
         read_checkpoint(folder)
 
 
 def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(folder: Path) -> None:
     (folder / MANIFEST).unlink()
     os.mkfifo(folder / MANIFEST)
-    with pytest.raises(CheckpointError, match=r"manifest.json has something else, expected a regular file"):
+    with pytest.raises(CheckpointError, match=r"manifest.json is not a file, expected a regular file"):
         read_checkpoint(folder)
 
 
 def test_an_optimizer_of_another_form_is_refused_when_its_options_are_those_of_now(folder: Path) -> None:
     tensor = {"x": torch.zeros(8), "y": torch.zeros(())}
     now = {"model": tensor, "schedule": {}, "optimizer": {"param_groups": [{"lr": 0.1, "params": [0]}]}}
-    with pytest.raises(CheckpointError, match=r"step_0000003 holds a different optimizer or schedule .*KeyError"):
+    with pytest.raises(CheckpointError, match=r"step_0000003 does not match the optimizer or schedule .*KeyError"):
         load_checkpoint(read_checkpoint(folder), now, ignore=["hyperparameters"])
 
 

@@ -34,7 +34,7 @@ def test_it_waits_until_hosts_begin_and_gives_up_on_a_report_once_they_are_silen
     monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     doctor.wait_for_report(findings, 500.0)
     assert now[0] == pytest.approx(1600, abs=2 * doctor._POLL), "nothing at first, and then something new"
-    assert "The first host has left no report, and nothing new for 500 s." in capsys.readouterr().out
+    assert "No report from the first host: timed out after 500 s without new findings." in capsys.readouterr().out
 
 
 def test_it_ends_with_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

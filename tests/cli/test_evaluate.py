@@ -73,11 +73,11 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(train: Any, evaluate:
         file for file in (run.folder / "checkpoints" / "step_0000004").iterdir() if file.stat().st_size > 0
     )
     for words, said in (
-        (("checkpoint=5",), "Known: best, last, 4, 8."),
-        (("checkpoint=best",), "the run is not configured with a metric for the best checkpoint"),
+        (("checkpoint=5",), "checkpoint=5 not found; available: best, last, 4, 8."),
+        (("checkpoint=best",), "checkpoint=best requires a run with checkpoint.keep.best"),
         (("split=validatoin",), "no split 'validatoin'; did you mean 'validation'?"),
         (("split=",), "split= is empty"),
-        (("cluster=slurm",), "evaluate starts its processes on this machine"),
+        (("cluster=slurm",), "evaluate requires a launcher that starts processes on this machine"),
     ):
         done = evaluate(run, *words)
         assert (done.returncode, said in done.stderr) == (2, True), (words, done.stderr)

@@ -64,9 +64,9 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     refusals = {
-        ("checkpoint=7",): "the run has none of that step",
+        ("checkpoint=7",): "checkpoint=7 not found",
         ("--ema",): "trained without ema.decay",
-        ("--format", "hf"): "not a model of transformers",
+        ("--format", "hf"): "--format hf requires a transformers model",
     }
     for words, why in refusals.items():
         assert exported(trained, *words, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 2
@@ -81,7 +81,7 @@ def test_code_of_a_strangers_run_is_not_run(
     assert not read_run(trained).is_own
     assert exported(trained, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 0
     assert exported(trained, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
-    assert "this record was not written by you" in capsys.readouterr().err
+    assert "building the recipe of another user's record is not supported" in capsys.readouterr().err
 
 
 def test_code_that_only_an_unsigned_file_names_is_not_run(
@@ -96,7 +96,7 @@ def test_code_that_only_an_unsigned_file_names_is_not_run(
     OmegaConf.save(config, folder / "config.yaml")
     assert read_run(folder).is_own
     assert exported(folder, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
-    assert "not a model of transformers" in capsys.readouterr().err
+    assert "--format hf requires a transformers model" in capsys.readouterr().err
     assert not marker.exists()
 
 

@@ -36,5 +36,5 @@ def test_the_newest_run_is_the_last_and_what_is_meant_without_a_name(runs: list[
 
 def test_without_any_run_the_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(WorldsizeError, match=f"no runs below {tmp_path}/runs"):
+    with pytest.raises(WorldsizeError, match=f"no runs found in {tmp_path}/runs"):
         run_and_overrides(["steps=3"])

@@ -100,14 +100,12 @@ def test_an_optimizer_without_a_learning_rate_trains_is_resumed_and_needs_none(
 def test_servers_refuse_an_optimizer_without_a_learning_rate(project: Path, train: Any) -> None:
     run = train("recipe=line", "strategy=parameter_server", "cluster.processes=2")
     assert (run.code, run.folder) == (2, None)
-    assert "Stride lacks a learning rate (lr)" in run.error
+    assert "Stride requires a learning rate (lr)" in run.error
 
 
 @pytest.mark.parametrize("words", [(), ("lr=null",)])
 def test_a_learning_rate_that_the_optimizer_takes_is_asked_for(project: Path, words: tuple[str, ...]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^lr is missing, and optimizer.lr takes it. Set the learning rate, e.g. lr="
-    ):
+    with pytest.raises(ConfigError, match=r"^lr is missing, but optimizer.lr requires it. Set e.g. lr="):
         composed("recipe=taking", *words)
 
 

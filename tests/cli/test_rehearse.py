@@ -47,7 +47,7 @@ def test_every_rank_has_its_row_and_its_calls_and_nothing_is_launched(rehearse: 
     file = tmp_path / "ranks.json"
     done = rehearse("recipe=digits", "strategy=fsdp", "cluster.processes=4", "--calls", "1", "--json", str(file))
     assert done.returncode == 0, done.stderr
-    assert "All 4 ranks make the same calls in the same order, and none waits for ever." in done.stdout
+    assert "All 4 ranks make the same calls in the same order, without a deadlock." in done.stdout
     assert "reduce_scatter(float32[" in done.stdout
     ranks = json.loads(file.read_text())
     assert [each["rank"] for each in ranks] == [0, 1, 2, 3]
@@ -73,17 +73,20 @@ def test_a_large_model_is_rehearsed_on_fakes(rehearse: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("strategy=parameter_server", "cluster.processes=3"), "has servers, whose work depends on their peers"),
+        (
+            ("strategy=parameter_server", "cluster.processes=3"),
+            "has server processes, which cannot run without their peers",
+        ),
         (("strategy=ddp", "cluster.processes=2", "--ranks", "0,2"), "rank 2 does not exist. The 2 ranks are 0 to 1."),
         (("strategy=ddp", "cluster.processes=2", "--ranks", "first"), "'first' is not a rank."),
         (("strategy=ddp", "cluster.processes=4", "--ranks", "3-1"), "'3-1' is an empty range. Write the smaller"),
         (("strategy=ddp", "cluster.processes=2", "--steps", "2.5"), "'2.5' is not a whole number."),
-        (("strategy=ddp", "cluster.processes=4", "--ranks", "0-1", "--calls", "2"), "that rank is not rehearsed"),
-        (("strategy=ddp", "cluster.processes=2", "--json", "/absent/ranks.json"), "it cannot be written"),
-        (("strategy=ddp", "cluster.processes=2", "--json", "/tmp"), "it cannot be written"),
+        (("strategy=ddp", "cluster.processes=4", "--ranks", "0-1", "--calls", "2"), "the rank is not rehearsed"),
+        (("strategy=ddp", "cluster.processes=2", "--json", "/absent/ranks.json"), "is not writable"),
+        (("strategy=ddp", "cluster.processes=2", "--json", "/tmp"), "is not writable"),
         (  # by all ranks alike
             ("strategy=ddp", "cluster.processes=2", "--fake"),
-            "DDP has made the model with real tensors. Leave --fake out",
+            "DDP built real tensors. Remove --fake",
         ),
         (
             ("recipe=stdlib_lm", "strategy=mesh", "strategy.pipeline=2", "cluster.processes=2"),
@@ -127,12 +130,12 @@ def test_ranks_that_need_objects_of_one_that_was_left_out_say_so(capsys: pytest.
     _, *failed = ranks(*["in step 1: EOFError: Ran out of input"] * 3)
     asked = [replace(failed[0].calls[0], operation="broadcast", form="objects, root 0")]
     assert shown([replace(each, calls=asked) for each in failed]) == 1
-    assert "What rank 0 would have given them is not known: add 0 to --ranks." in capsys.readouterr().out
+    assert "The objects of rank 0 are unknown. Add 0 to --ranks." in capsys.readouterr().out
 
 
 def test_ranks_that_do_not_settle_are_not_accused(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = ranks(None, None, None)
     assert shown([first, replace(second, calls=[], is_settled=False), replace(third, is_settled=False)]) == 1
     said = capsys.readouterr().out
-    assert "The calls of ranks 1-2 still change each time" in said
-    assert "makes no further call" not in said
+    assert "The calls of ranks 1-2 did not converge" in said
+    assert "no further call" not in said

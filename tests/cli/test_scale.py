@@ -54,7 +54,7 @@ def test_runs_are_not_submitted_to_a_launcher_that_does_not_wait_for_them(
 ) -> None:
     done = command("scale", "+cluster=slurm", "world_sizes=1", cwd=tmp_path, environment=environment_without_wandb)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Slurm submits runs and does not wait for them. Set launcher.wait=true" in done.stderr
+    assert "Slurm submits runs without waiting for them. Set launcher.wait=true" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,7 +66,7 @@ def test_the_epochs_of_a_configuration_do_not_decide_how_long_is_measured(
     words = ("scale", "recipe=digits", "experiment=short", "steps=4", "world_sizes=1")
     done = command(*words, cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 2
-    assert "steps=4 are too few" in done.stderr
+    assert "steps=4 is too small" in done.stderr
 
 
 def test_a_study_with_a_point_that_cannot_run_starts_nothing(
@@ -74,7 +74,7 @@ def test_a_study_with_a_point_that_cannot_run_starts_nothing(
 ) -> None:
     done = command("scale", "world_sizes=1,7", cwd=tmp_path, environment=environment_without_wandb)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "batch_size=96 does not divide over 7 logical ranks." in done.stderr
+    assert "batch_size=96 is not divisible by 7 logical ranks." in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -98,7 +98,7 @@ def test_an_option_of_a_strategy_is_for_those_that_have_it_and_a_size_is_measure
     ]
     assert [point.settings.config["strategy"].get("inner_steps") for point in points] == [None, None, 10, 10]
     with pytest.raises(
-        ConfigError, match=r"no key 'strategy\.inner_stepz' of ddp, local_sgd; did you mean 'inner_steps'"
+        ConfigError, match=r"unknown key 'strategy\.inner_stepz' of ddp, local_sgd; did you mean 'inner_steps'"
     ):
         plan_points([*words[:3], "strategy.inner_stepz=10"], "strong", NoPredictor())  # type: ignore[arg-type]
 
@@ -147,9 +147,9 @@ def test_nodes_and_processes_of_each_are_measured_on_hosts_of_their_own(hosts: A
     [
         (
             ("+cluster=ssh", "cluster.hosts=[a,b]", "world_sizes=1x1,4x2"),
-            "a point of 4 nodes, and cluster.hosts names 2",
+            "requires 4 nodes, but cluster.hosts has 2",
         ),
-        (("world_sizes=2x",), "Write e.g. world_sizes=1,2,4, or with nodes x processes of each"),
+        (("world_sizes=2x",), "Write e.g. world_sizes=1,2,4, or world_sizes=1x1,1x2,2x2 for nodes x processes"),
         (("--knee", "1.5", "world_sizes=1,2"), "1.5"),
     ],
 )

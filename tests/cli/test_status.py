@@ -45,9 +45,9 @@ class Asked(BatchLauncher):
     ("reason", "answer", "expected"),
     [
         (None, "PENDING", "PENDING"),
-        (None, WorldsizeError("timed out"), "submitted; the scheduler does not answer"),
-        (None, None, "its job is over, and no attempt is noted here"),
-        ("running", WorldsizeError("timed out"), "running; the scheduler does not answer"),
+        (None, WorldsizeError("timed out"), "submitted; the scheduler is not responding"),
+        (None, None, "the job ended without a recorded attempt"),
+        ("running", WorldsizeError("timed out"), "running; the scheduler is not responding"),
         ("running", "RUNNING", "RUNNING"),
         ("completed", "never asked", "completed"),
     ],
@@ -68,7 +68,7 @@ def test_a_report_that_could_not_be_written_is_refused_before_any_host_is_examin
     words = ("doctor", "recipe=digits", "--json", str(tmp_path / "nowhere" / "report.json"))
     done = command(*words, cwd=tmp_path, environment=environment_without_wandb)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "cannot be written: its folder is missing or read-only" in done.stderr
+    assert "report.json: its folder is missing or read-only" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -127,7 +127,7 @@ def test_the_others_go_on_without_a_host_whose_link_is_cut(
     finally:
         four.set_link(2, "up")
     assert memberships == [[0, 1, 2, 3], [0, 2, 3]], output
-    assert "the host h2 (node 1) has not answered for 6 s, or is gone; continuing without it" in output
+    assert "the host h2 (node 1) did not respond for 6 s or disconnected; continuing without it" in output
     assert not list((folder / "checkpoints").glob("*"))
     assert digest == undisturbed("steps=120")
 
@@ -178,7 +178,7 @@ def test_another_host_leads_from_the_newest_checkpoint_when_the_first_is_lost(
         four.set_link(2, "up")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert "starting again without h2, on h3, h4 (1 of 1)" in output
+    assert "restarting without h2, on h3, h4 (1 of 1)" in output
     last = attempts(folder)[-1]
     assert last["steps"][0] >= 20
     assert [each["hosts"] for each in last["memberships"]] == [["h3", "h4"]]
@@ -202,10 +202,10 @@ def test_the_hosts_that_are_left_go_on_without_the_first_until_it_comes_back(
         four.set_link(2, "up")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert "the host h2 (node 1) has come back" in output
+    assert "the host h2 (node 1) has rejoined" in output
     first, second = attempts(folder)[-1]["memberships"]
     assert (first["hosts"], second["hosts"]) == (["h3"], ["h3", "h2"])
-    assert "the host h2 (node 1) has not answered" in first["lost"]["1"]
+    assert "the host h2 (node 1) did not respond" in first["lost"]["1"]
     assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=400")
 
 
@@ -222,7 +222,7 @@ def test_a_host_whose_link_comes_back_takes_part_again(
     digest, output, memberships = ended(process, tmp_path)
     assert memberships[:2] == [[0, 1, 2, 3], [0, 2, 3]], output
     assert memberships[-1] == [0, 2, 3, 1], output
-    assert "the host h2 (node 1) has come back" in output
+    assert "the host h2 (node 1) has rejoined" in output
     assert digest == undisturbed("steps=175")
 
 
@@ -300,8 +300,8 @@ def test_two_hosts_lead_in_turn_when_each_is_lost(
         four.set_link(3, "up")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert "starting again without h2, on h3 (1 of 2)" in output
-    assert "starting again without h3, on h2 (2 of 2)" in output
+    assert "restarting without h2, on h3 (1 of 2)" in output
+    assert "restarting without h3, on h2 (2 of 2)" in output
     assert json.loads((folder / "result.json").read_text())["state_digest"] == undisturbed("steps=600")
 
 

@@ -81,7 +81,7 @@ def test_the_bucket_and_the_run_are_mounted_and_the_old_name_of_an_option_gives_
     train: Any, tmp_path: Path
 ) -> None:
     run = train(*DIGITS, *SPOT, "cluster.spot_recovery=FAILOVER", "launch=show")
-    assert "job_recovery since its version 0.8" in run.error
+    assert "SkyPilot 0.8 renamed it to job_recovery" in run.error
     task = yaml.safe_load(run.output)
     assert task["file_mounts"]["/checkpoints"] == {"source": "s3://mine", "mode": "MOUNT"}
     assert task["file_mounts"]["~/worldsize_run"].startswith(f"{tmp_path}/runs/digits/")
@@ -207,13 +207,13 @@ def test_doctor_reads_the_report_in_the_log_of_the_task(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("cluster.checkpoint_bucket=null",), "a reclaimed run starts over"),
-        (("cluster.checkpoint_bucket=mine",), "is not a bucket. Write e.g. s3://NAME"),
+        (("cluster.checkpoint_bucket=null",), "is required for spot instances and multiple nodes"),
+        (("cluster.checkpoint_bucket=mine",), "is not a bucket. Set it to a bucket such as s3://NAME"),
         (("cluster.checkpoint_bucket=/proc/mine",), "is not a writable folder"),
-        (("cluster.bucket_mode=COPY",), "Known: MOUNT, MOUNT_CACHED"),
-        (("cluster.accelerators=A100:four",), "not of the form NAME:COUNT"),
+        (("cluster.bucket_mode=COPY",), "Available: MOUNT, MOUNT_CACHED"),
+        (("cluster.accelerators=A100:four",), "must have the form NAME:COUNT"),
         (("cluster.job_recovery=FAILOVER", "cluster.spot_recovery=FAILOVER"), "the old name of cluster.job_recovery"),
-        (("launcher.sky=[nowhere]",), "nowhere is not found. Install SkyPilot"),
+        (("launcher.sky=[nowhere]",), "nowhere not found. Install SkyPilot"),
     ],
 )
 def test_a_task_that_skypilot_would_not_accept_is_refused(train: Any, options: tuple[str, ...], message: str) -> None:

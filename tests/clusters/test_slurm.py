@@ -217,8 +217,8 @@ def test_servers_and_workers_share_an_allocation(submit: Any, laptop: Any) -> No
 
 
 WRONG = {
-    "partition": (("cluster.partition=gpu",), "Slurm refuses: ", "invalid partition"),
-    "nodes": (("cluster.nodes=8", "cluster.processes_per_node=1"), "Slurm refuses: ", "node"),
+    "partition": (("cluster.partition=gpu",), "Slurm rejected the request: ", "invalid partition"),
+    "nodes": (("cluster.nodes=8", "cluster.processes_per_node=1"), "Slurm rejected the request: ", "node"),
 }
 
 
@@ -234,7 +234,7 @@ def test_a_job_that_slurm_refuses_is_refused_in_its_own_words_and_leaves_nothing
 def test_without_slurm_nothing_is_started_but_the_job_can_be_written(train: Any) -> None:
     run = train(*DIGITS, *ON_SLURM, "steps=30", PATH="/nowhere")
     assert run.code == 2
-    assert "sbatch is not found" in run.error
+    assert "sbatch not found" in run.error
     assert run.folder is None
     run = train(*DIGITS, *ON_SLURM, "steps=30", "launch=write", PATH="/nowhere")
     assert run.code == 0, run.error
@@ -280,7 +280,7 @@ def test_torchrun_that_srun_starts_more_than_once_is_refused(slurm: Slurm, submi
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "worldsize.worker")
     with pytest.raises(subprocess.CalledProcessError) as error:
         slurm.ask("srun", *tasks, python, *words, str(run.folder), PYTHON_EXEC=python)
-    assert "the run would be started more than once" in error.value.stderr + error.value.stdout
+    assert "the run would start more than once" in error.value.stderr + error.value.stdout
 
 
 def test_a_run_that_heals_goes_on_without_a_node_that_is_taken_out(

@@ -54,14 +54,13 @@ def test_a_node_with_fewer_cpus_than_its_ranks_need_is_warned_of(binding: real.S
     assert run.code == 0, run.error
     assert cpus_of_ranks(run.folder) == {1}
     (log,) = (run.folder / "logs").glob("slurm_*.log")
-    assert (
-        "2 processes need 2 CPUs and may run on 1. Ask for more (with Slurm: cluster.cpus_per_task)" in log.read_text()
-    )
-    assert "need 2 CPUs (cluster.threads, data_workers) and may run on 1" in render_page([run.folder])
+    warning = "2 processes require 2 CPUs, but can use only 1. Request more CPUs (with Slurm: cluster.cpus_per_task)"
+    assert warning in log.read_text()
+    assert "require 2 CPUs (cluster.threads, data_workers), 1 available" in render_page([run.folder])
 
 
 def test_more_cpus_than_a_node_has_are_refused_with_the_key_that_says_how_many(binding: real.Slurm, train: Any) -> None:
     run = train(*ON_ONE_NODE, f"data_workers={CPUS}", **binding.environment)
     assert run.code == 2
-    assert f"The job requests {2 + 2 * CPUS} CPUs on each node; set cluster.cpus_per_task to change that." in run.error
+    assert f"The job requests {2 + 2 * CPUS} CPUs per node; set cluster.cpus_per_task to change this." in run.error
     assert run.folder is None

@@ -89,7 +89,7 @@ def test_a_first_node_that_was_cut_off_ends_before_the_job_that_was_queued_again
     finally:
         os.kill(agent, signal.SIGCONT)
     wait_until(lambda: not three.processes(first, agents))
-    assert "is lost, and this one no longer leads the run: it ends" in logs(run.folder)
+    assert "is lost, and this host no longer leads the run; exiting" in logs(run.folder)
     assert reasons(run.folder) == ["running"]  # the next attempt has not begun
     three.ask("scancel", job)
     three.start(first)

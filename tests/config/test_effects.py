@@ -43,16 +43,16 @@ def test_a_typed_value_counts_although_the_recipe_sets_it_for_the_numerics(train
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("lr=0.1 optimizer.lr=0.2", "lr=0.1 is given, and so is optimizer.lr=0.2. Leave one of them out."),
-        ("clip_norm=1 numerics.clip_norm=2", "clip_norm=1 is given, and so is numerics.clip_norm=2. Leave one of"),
-        ("ema.every=3", "ema.every=3 has no effect without ema.decay. Set ema.decay=0.999, too, or leave it out."),
-        ("ema.decay=1.0", "ema.decay=1.0 never averages: the average stays at its first weights."),
+        ("lr=0.1 optimizer.lr=0.2", "lr=0.1 conflicts with optimizer.lr=0.2. Set only one of them."),
+        ("clip_norm=1 numerics.clip_norm=2", "clip_norm=1 and numerics.clip_norm=2 are mutually exclusive; pass one"),
+        ("ema.every=3", "ema.every=3 has no effect without ema.decay. Also set ema.decay=0.999, or remove ema.every."),
+        ("ema.decay=1.0", "ema.decay=1.0 never updates the average. Set a value below 1"),
         ("early_stopping.patience=2", "has no effect without early_stopping.metric."),
         ("shuffle.enabled=false shuffle.block=8", "shuffle.block=8 has no effect without shuffle.enabled."),
         ("compile_mode=max-autotune", "compile_mode=max-autotune has no effect without compile."),
         ("init_from_strict=false", "init_from_strict=false has no effect without init_from."),
-        ("run.evaluates=zz", "run.evaluates=zz is set by `worldsize evaluate`. Call that instead."),
-        ("run.examine=tiers", "run.examine=tiers is set by `worldsize doctor`. Call that instead."),
+        ("run.evaluates=zz", "run.evaluates=zz is reserved for `worldsize evaluate`. Run that command"),
+        ("run.examine=tiers", "run.examine=tiers is reserved for `worldsize doctor`. Run that command"),
     ],
 )
 def test_a_typed_value_without_an_effect_is_refused(train: Any, words: str, message: str) -> None:
@@ -68,7 +68,7 @@ def test_a_rate_that_nothing_in_the_run_takes_is_refused(train: Any, tmp_path: P
     assert train(*own).code == 0
     for word in ("lr=0.1", "optimizer=sgd"):
         run = train(*own, word)
-        assert (run.code, f"{word} has no effect: nothing in this run takes" in run.error) == (2, True), run.error
+        assert (run.code, f"{word} has no effect: this run does not use" in run.error) == (2, True), run.error
 
 
 @pytest.mark.parametrize("words", ["ema.decay=0.9 ema.every=3", "ema.decay=1.0 ema.warmup=true", "optimizer=sgd"])

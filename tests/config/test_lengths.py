@@ -44,4 +44,4 @@ def test_a_run_warms_up_for_as_many_steps(train: Any) -> None:
 def test_tokens_of_a_recipe_that_counts_none_are_refused_in_a_sentence(train: Any) -> None:
     run = train("recipe=digits", "schedule.warmup_steps=10M tokens")
     assert (run.code, run.folder) == (2, None)
-    assert "Define Recipe.tokens_per_sample" in run.error
+    assert "Implement Recipe.tokens_per_sample" in run.error

@@ -358,7 +358,7 @@ def test_a_working_directory_that_was_deleted_is_named(
     monkeypatch.setattr(sys, "argv", ["worldsize", "train", "recipe=digits"])
     with pytest.raises(SystemExit, match="^2$"):
         cli.check_working_directory()
-    assert capsys.readouterr().err.startswith("the working directory cannot be entered any more")
+    assert capsys.readouterr().err.startswith("the working directory is not accessible")
 
 
 @pytest.mark.heavy

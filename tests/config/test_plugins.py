@@ -100,7 +100,7 @@ def test_an_installed_package_without_options_is_named_when_an_option_is_missing
     project: Path, install: Callable[..., Path]
 ) -> None:
     install("worldsize_empty", conf=False)
-    with pytest.raises(ConfigError, match=r"no strategy 'made_up'.*worldsize_empty offers nothing: .* has no conf/"):
+    with pytest.raises(ConfigError, match=r"unknown strategy 'made_up'.*worldsize_empty is broken: .* has no conf/"):
         compose_and_call(lambda cfg: None, ["strategy=made_up"])
 
 
@@ -119,7 +119,7 @@ def test_one_option_in_two_places_is_an_error_that_shows_both(
     here = put(project / "plugins" / "made_up", "made_up", "plugins.made_up.strategy.S")
     with pytest.raises(ConfigError) as refused:
         compose_and_call(lambda cfg: None, [])
-    assert f"strategy=made_up is in two places: {here / 'conf/strategy/made_up.yaml'} and {there}" in str(refused.value)
+    assert f"strategy=made_up is defined twice: {here / 'conf/strategy/made_up.yaml'} and {there}" in str(refused.value)
 
 
 def test_two_folders_of_one_module_are_an_error_though_their_options_differ(
@@ -128,7 +128,7 @@ def test_two_folders_of_one_module_are_an_error_though_their_options_differ(
     monkeypatch.setenv("WORLDSIZE_PLUGINS", str(tmp_path / "shared"))
     put(project / "plugins" / "same", "one", "plugins.same.strategy.S")
     put(tmp_path / "shared" / "plugins" / "same", "two", "plugins.same.strategy.S")
-    with pytest.raises(ConfigError, match=r"plugins\.same is in two places: .*project.* and .*shared"):
+    with pytest.raises(ConfigError, match=r"plugins\.same is defined twice: .*project.* and .*shared"):
         check_unique()
 
 
@@ -161,13 +161,13 @@ def test_a_copy_has_the_digest_of_its_original_until_a_byte_changes(project: Pat
     copied = sorted(file.name for file in copies.rglob("*") if file.is_file())
     assert copied == ["mine.yaml", "strategy.py"]
     (copies / "plugins" / "mine" / "strategy.py").write_text("S = 2\n")
-    with pytest.raises(WorldsizeError, match="mine is lost or was changed"):
+    with pytest.raises(WorldsizeError, match="mine is missing or was changed"):
         check_kept(record, copies)
 
 
 def test_a_plugin_that_holds_a_secret_is_not_copied(project: Path) -> None:
     folder = put(project / "plugins" / "mine", "mine", "plugins.mine.strategy.S", "KEY = 'abcdef'\n")
-    with pytest.raises(WorldsizeError, match=r"strategy.py holds a secret"):
+    with pytest.raises(WorldsizeError, match=r"strategy.py contains a secret"):
         copy_plugin(folder, project / "copy", lambda text: text.replace("abcdef", "<redacted>"))
 
 
@@ -198,11 +198,11 @@ def test_new_refuses_names_that_are_taken_or_invalid(
     command: Any, project: Path, environment_without_wandb: dict[str, str]
 ) -> None:
     refusals = {
-        ("strategy", "ddp"): "strategy=ddp is taken by",
-        ("logger", "diloco"): "plugins.diloco is taken by",
-        ("recipe", "My-Recipe"): "cannot be the name of a module",
-        ("recipe", "class"): "cannot be the name of a module",
-        ("strategy", "world"): "would be class World, used by its file",
+        ("strategy", "ddp"): "strategy=ddp already exists in",
+        ("logger", "diloco"): "plugins.diloco already exists in",
+        ("recipe", "My-Recipe"): "is not a valid module name",
+        ("recipe", "class"): "is not a valid module name",
+        ("strategy", "world"): "would create the class World, whose name is already used",
     }
     for words, message in refusals.items():
         done = command("new", *words, cwd=project, environment=environment_without_wandb)
@@ -225,4 +225,4 @@ def test_a_broken_plugin_breaks_the_runs_that_choose_it_and_no_other(
     assert 'bad/strategy.py", line 2' in chosen.stderr
     other = planned("strategy=ddp")
     assert other.returncode == 0, other.stderr
-    assert "bad: it is broken: ValueError: line two" in " ".join(other.stdout.split())
+    assert "bad: broken: ValueError: line two" in " ".join(other.stdout.split())

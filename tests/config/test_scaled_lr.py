@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_other_workers_at_the_rate_of_their_updates_once_that
     words = ("resume", str(run.folder), "cluster.processes=3", "steps=4")
     refused = command(*words, cwd=run.folder, environment=environment_without_wandb)
     assert refused.returncode == 2
-    assert "lr: 0.01 then, 0.006666666666666666 now" in refused.stderr
+    assert "lr: 0.01 -> 0.006666666666666666" in refused.stderr
     resumed = command(*words, "--ignore", "lr", cwd=run.folder, environment=environment_without_wandb)
     assert resumed.returncode == 0, resumed.stderr
     assert "global batch 32 (batch_size=96 / 3 workers) · lr 0.00666667 = 0.02 × 32/96" in resumed.stdout
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_other_workers_at_the_rate_of_their_updates_once_that
         ("strategy=local_sgd cluster.processes=4", "lr 0.02 at any number of workers (cluster.scale_lr=none)\n"),
         (
             "strategy=parameter_server strategy.consistency=async cluster.processes=3",
-            "global batch 48 (batch_size=96 / 2 logical ranks) · lr 0.02, of which each update takes a part\n",
+            "global batch 48 (batch_size=96 / 2 logical ranks) · lr 0.02, divided among the updates\n",
         ),
         ("strategy=parameter_server cluster.processes=3", "global batch 96 · lr"),
     ],
@@ -87,13 +87,13 @@ def test_what_an_update_has_is_shown_before_the_start(train: Any, words: str, te
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("strategy=ddp cluster.scale_lr=linear", "nothing scales under DDP: an update has batch_size=96 samples"),
+        ("strategy=ddp cluster.scale_lr=linear", "has no effect with DDP: an update has batch_size=96 samples"),
         (
             "strategy=parameter_server strategy.consistency=async cluster.processes=3 cluster.scale_lr=linear",
-            "nothing scales under ParameterServer: a step, whose updates take a part of lr each",
+            "has no effect with ParameterServer: a step (each update with a part of lr)",
         ),
         ("cluster.base_batch=48", "Set cluster.scale_lr=linear or sqrt, or leave cluster.base_batch out."),
-        ("cluster.scale_lr=cubic", "Known: linear, none, sqrt"),
+        ("cluster.scale_lr=cubic", "Available: linear, none, sqrt"),
         ("cluster.scale_lr=linear cluster.base_batch=0", "cluster.base_batch=0 must be 1 or more"),
     ],
 )

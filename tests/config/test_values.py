@@ -45,9 +45,9 @@ def test_names_in_lists_sweeps_and_options_of_a_cluster_stay_as_they_are_typed(t
 @pytest.mark.parametrize("key", ["steps", "checkpoint.every", "data_workers", "cluster.threads"])
 def test_a_whole_number_may_have_an_exponent(key: str) -> None:
     assert value(key, f"{key}=1e1") == [10]
-    with pytest.raises(ConfigError, match=rf"^{key}='1.5' is of the wrong type: it takes a whole number"):
+    with pytest.raises(ConfigError, match=rf"^{key}='1.5' has the wrong type: expected an integer"):
         value(key, f"{key}=1.5")
-    with pytest.raises(ConfigError, match=rf"^{key}='1e\+300' is of the wrong type: it takes a whole number"):
+    with pytest.raises(ConfigError, match=rf"^{key}='1e\+300' has the wrong type: expected an integer"):
         value(key, f"{key}=1e300")
 
 
@@ -72,22 +72,22 @@ def test_data_may_lie_in_the_home_folder_of_the_host_that_reads_them(
 
 @pytest.mark.parametrize("name", ["a\n#SBATCH --exclusive", "a\x1b[31m", "a\u2028b"])
 def test_a_name_of_several_lines_is_refused(name: str) -> None:
-    assert "cannot be a folder's name" in str(FolderName().describe_violation(name))
+    assert "is not a valid folder name" in str(FolderName().describe_violation(name))
 
 
 def test_an_option_of_several_lines_is_no_line_of_a_job_script() -> None:
     assert _quote_value("a b") == '"a b"'
-    with pytest.raises(ConfigError, match="would be several lines of the job script"):
+    with pytest.raises(ConfigError, match="an sbatch option must be a single line"):
         _quote_value("a\n#SBATCH --exclusive")
 
 
 @pytest.mark.parametrize("text", ["'${'", "'${a b}'", "${oc.env:}", "${oc.nothing:x}"])
 def test_a_reference_that_means_nothing_is_to_be_left_out(text: str) -> None:
     """Configured objects do not accept such text, also after a backslash."""
-    with pytest.raises(ConfigError, match=r"^optimizer\.fused: [^\\]* or leave \$\{ out\.$"):
+    with pytest.raises(ConfigError, match=r"^optimizer\.fused: [^\\]* or remove \$\{\.$"):
         value("optimizer.fused", f"optimizer.fused={text}")
 
 
 def test_what_cannot_be_read_is_to_be_quoted() -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read: .* If the value is text, write run.name='\"VALUE\"'\.$"):
+    with pytest.raises(ConfigError, match=r"^failed to parse .* To pass a string, quote it: run.name='\"VALUE\"'\.$"):
         value("run.name", "run.name=a'b;c")

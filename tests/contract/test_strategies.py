@@ -134,5 +134,5 @@ def test_strategies_with_other_options_reach_the_loss_of_one_process(strategy: S
 
 
 def test_hsdp_with_two_shards_a_copy_needs_an_even_number_of_ranks() -> None:
-    with pytest.raises(ConfigError, match="3 processes do not divide into copies of 2 shards"):
+    with pytest.raises(ConfigError, match="3 processes cannot be split into groups of 2 shards"):
         FSDP(shard=2).roles(Cluster("test", 1, 3, "cpu", "gloo"))

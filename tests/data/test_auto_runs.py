@@ -54,7 +54,7 @@ def test_a_slow_data_set_gets_workers_and_the_bits_stay(train: Any, tmp_path: Pa
     first = next(event for event in events if event["event"] == "data_workers")
     assert (first["event"], first["before"], first["workers"], first["step"]) == ("data_workers", 0, 1, 25)
     assert first["waited"] > 0.05, "each step sleeps 20 ms for its data"
-    assert "step 25: rank 0: 1 data workers instead of 0" in auto.output + auto.error
+    assert "step 25: rank 0: data workers changed from 0 to 1" in auto.output + auto.error
     fixed = train(*words, "data_workers=0", "steps=110")
     assert fixed.json("result.json")["state_digest"] == auto.json("result.json")["state_digest"]
     assert [row["loss"] for row in fixed.steps()] == [row["loss"] for row in auto.steps()]
@@ -63,5 +63,8 @@ def test_a_slow_data_set_gets_workers_and_the_bits_stay(train: Any, tmp_path: Pa
 def test_another_word_than_auto_is_refused_with_what_is_taken(train: Any) -> None:
     run = train("recipe=digits", "data_workers=avto")
     assert run.code == 2
-    assert "data_workers='avto' is unknown; did you mean 'auto'? Known: auto. A number of processes is" in run.error
-    assert "data_workers=-1 must be between 0 and 256; so many processes" in train("data_workers=-1").error
+    assert (
+        "data_workers='avto' is unknown; did you mean 'auto'? Available: auto. A number of processes is also"
+        in run.error
+    )
+    assert "data_workers=-1 must be between 0 and 256; the limit is per worker" in train("data_workers=-1").error

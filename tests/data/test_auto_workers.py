@@ -118,15 +118,15 @@ class Loader:
     def __init__(self, first: int, workers: int) -> None:
         self.next, self.workers, self.last, self.closed = first + 1, workers, 10**9, False
 
-    def step(self) -> list[tuple[int, int]]:
+    def load_step(self) -> list[tuple[int, int]]:
         assert self.next <= self.last
         self.next += 1
         return [(self.next - 1, self.workers)]
 
-    def place(self) -> str:
+    def describe_position(self) -> str:
         return "here"
 
-    def ends(self, last: int) -> None:
+    def set_last_step(self, last: int) -> None:
         assert last >= self.next - 1 + settling_steps(self.workers, 1) - 5, "workers have been asked for more"
         self.last = last
 

@@ -134,7 +134,7 @@ def test_short_and_long_steps_come_in_an_order_that_depends_on_the_seed() -> Non
 
 def test_data_without_lengths_are_refused() -> None:
     order = Order(7, BATCH, LOGICAL, (0,), balanced=True)
-    with pytest.raises(ConfigError, match="TensorDataset lacks an attribute lengths"):
+    with pytest.raises(ConfigError, match="TensorDataset does not have the attribute lengths"):
         next(micro_batches(TensorDataset(torch.arange(9)), order, CPU))
     with pytest.raises(ConfigError, match="a stream"):
         next(micro_batches(iter([1, 2, 3]), order, CPU))
@@ -146,6 +146,6 @@ def test_data_without_lengths_are_refused() -> None:
 def test_only_a_training_run_on_this_machine_looks_at_its_data_before(words: tuple[str, ...], refused: bool) -> None:
     cfg = compose_only(["recipe=digits", "logger=none", "length_balanced=true", *words])
     before = torch.get_rng_state()
-    with pytest.raises(ConfigError, match="lacks an attribute lengths") if refused else nullcontext():
+    with pytest.raises(ConfigError, match="does not have the attribute lengths") if refused else nullcontext():
         build_checked_settings(cfg)
     assert torch.equal(torch.get_rng_state(), before)

@@ -99,7 +99,7 @@ def test_counting_operations_leaves_a_batch_that_moves_itself_where_it_is() -> N
 
 
 def test_an_object_whose_tensors_would_stay_on_the_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batches hold a Lost: its tensor 'x' would stay on the CPU"):
+    with pytest.raises(ConfigError, match="cannot move a batch to the device: Lost contains a tensor, 'x'"):
         to_device([Lost(torch.ones(2))], META)
 
 
@@ -139,8 +139,8 @@ def test_a_loader_of_batches_is_refused_with_the_remedy(train: Any, tmp_path: Pa
     write_recipe(tmp_path, "own", _LOADER, own=text)
     run = train("recipe=own", "cluster.processes=1")
     assert run.code != 0
-    assert "the recipe's data are a DataLoader: it makes its own batches" in run.error
-    assert "Return its data set (loader.dataset)" in run.error
+    assert "Recipe.data returned a batched DataLoader" in run.error
+    assert "Return loader.dataset" in run.error
     assert not run.steps() if (run.folder and (run.folder / "metrics.jsonl").exists()) else True
 
 

@@ -41,11 +41,11 @@ def test_an_option_has_all_arguments_of_its_source_with_their_defaults(name: str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"on_error": "skp"}, "data.on_error='skp' is unknown; did you mean 'skip'. Known: skip, stop"),
+        ({"on_error": "skp"}, "data.on_error='skp' is unknown; did you mean 'skip'. Available: skip, stop"),
         ({"cache": {"block": 10}}, "data.cache.block=10 must be between 4096 and .*; it is in bytes"),
         ({"cache": {"capacity": -1}}, "data.cache.capacity=-1 must be 0 or more; it is in bytes"),
-        ({"path": "a\0b"}, "holds a NUL character"),
-        ({"pth": "a"}, "no key 'data.pth'; did you mean 'path'"),
+        ({"path": "a\0b"}, "contains a NUL character"),
+        ({"pth": "a"}, "unknown key 'data.pth'; did you mean 'path'"),
     ],
 )
 def test_what_an_argument_cannot_be_is_refused(name: str, change: dict[str, Any], message: str) -> None:
@@ -57,11 +57,11 @@ def test_what_an_argument_cannot_be_is_refused(name: str, change: dict[str, Any]
     ("name", "change", "message"),
     [
         ("webdataset", {"decode": ["txt", "jpgg"]}, r"data.decode=.* has an unknown ending 'jpgg'; did you mean 'jpg'"),
-        ("webdataset", {"decode": "txt"}, "data.decode='txt' is of the wrong type"),
-        ("parquet", {"format": "torch"}, "data.format='torch' is unknown. Known: numpy, python"),
+        ("webdataset", {"decode": "txt"}, "data.decode='txt' has the wrong type"),
+        ("parquet", {"format": "torch"}, "data.format='torch' is unknown. Available: numpy, python"),
         ("arrow", {"keep": -1}, "data.keep=-1 must be 0 or more"),
-        ("jsonl", {"columns": "id"}, "data.columns='id' is of the wrong type"),
-        ("images", {"transform": "x"}, "data.transform='x' is of the wrong type"),
+        ("jsonl", {"columns": "id"}, "data.columns='id' has the wrong type"),
+        ("images", {"transform": "x"}, "data.transform='x' has the wrong type"),
         ("images", {"transform": {"_target_": "os.remove", "_partial_": True}}, "outside the allow-list"),
     ],
 )
@@ -73,11 +73,11 @@ def test_what_an_option_of_one_source_cannot_be_is_refused(name: str, change: di
 def test_a_list_of_paths_is_taken_and_a_folder_is_one_path() -> None:
     assert built("jsonl", path=["a", "b"]).path == ["a", "b"]
     for name in ("images", "hf_dataset"):
-        with pytest.raises(ConfigError, match=r"data.path=\['a', 'b'\] must be one folder"):
+        with pytest.raises(ConfigError, match=r"data.path must be a single folder .*, got \['a', 'b'\]"):
             len(built(name, path=["a", "b"]))
 
 
 def test_a_recipe_that_takes_no_source_says_so(train: Any) -> None:
     run = train("data=jsonl", "data.path=x")
     assert run.code == 2
-    assert "this recipe takes no data=... A recipe that does has a line under `defaults:` of its YAML file" in run.error
+    assert "data=... is not supported with this recipe. To support it, add a line such as" in run.error

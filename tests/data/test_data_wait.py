@@ -73,11 +73,11 @@ def test_a_sample_that_hangs_is_an_error_with_its_place(
         with pytest.raises(DataWaitError) as error:
             next(steps)
     for text in (str(error.value), caplog.records[-1].getMessage()):
-        assert text.startswith("step 3 waits for its data since ")
+        assert text.startswith("step 3 has been waiting for data for ")
         assert "in _hang" in text
     assert [record.getMessage()[:7] for record in caplog.records].count("step 3 ") == 1
-    assert "set a larger cluster.timeout" in str(error.value)
-    assert ("It loads sample 5 and is here" in str(error.value)) == (workers == 1)
+    assert "increase cluster.timeout" in str(error.value)
+    assert ("It is loading sample 5. Stack" in str(error.value)) == (workers == 1)
 
 
 def test_stacks_of_workers_leave_no_open_file() -> None:

@@ -173,7 +173,7 @@ def test_a_path_of_data_that_is_not_here_is_refused_before_anything_starts(train
     project(tmp_path, "json_lines")
     run = train("recipe=every_source", "data=jsonl", "data.path=nowhere", "recipe.seen=seen", "cluster.processes=1")
     assert (run.code, run.folder) == (2, None)
-    assert run.error.startswith("nowhere: no such file, or no file in it that ends with .jsonl or ")
+    assert run.error.startswith("nowhere: no such file, or no .jsonl or ")
 
 
 def test_data_in_a_list_or_a_mapping_of_a_recipe_are_looked_for_too(tmp_path: Path) -> None:

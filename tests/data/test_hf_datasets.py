@@ -237,5 +237,5 @@ def test_an_evaluation_counts_every_row_once(dataset: Any, size: int) -> None:
 
 def test_a_stream_is_not_balanced_by_length() -> None:
     config = PortConfig(batch_size=BATCH, length_balanced=True)
-    with pytest.raises(ConfigError, match="reorders samples, and a stream has a fixed order"):
+    with pytest.raises(ConfigError, match="requires an indexable data set, but the data are a stream"):
         next(micro_batches(sentences().to_iterable_dataset(), config.order(), config.device, collate=padded))

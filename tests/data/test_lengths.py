@@ -86,9 +86,9 @@ def test_a_column_of_a_table_says_how_long_its_rows_are(name: str, columns: list
     assert lengths_of(source) == [len(word) for word in WORDS]
     assert set(source[3]) == ({"word", "letters"} if columns is None else {"word"})
     assert make(str(tmp_path / "files"), **options).lengths is None
-    with pytest.raises(ConfigError, match="no column 'leters'; did you mean 'letters'"):
+    with pytest.raises(ConfigError, match="column 'leters' not found; did you mean 'letters'"):
         lengths_of(make(str(tmp_path / "files"), length_column="leters", **options))
-    with pytest.raises(ConfigError, match="column 'word' does not only hold integers. Choose a different"):
+    with pytest.raises(ConfigError, match="column 'word' contains values other than integers. Choose a different"):
         lengths_of(make(str(tmp_path / "files"), length_column="word", **options))
 
 

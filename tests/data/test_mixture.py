@@ -159,27 +159,27 @@ def test_a_function_of_samples_keeps_the_shares() -> None:
 
 def test_what_would_lose_the_shares_is_refused() -> None:
     data = mixed(1000, 1000, weights=(0.9, 0.1))
-    with pytest.raises(ConfigError, match="Split it with split_source"):
+    with pytest.raises(ConfigError, match="Use split_source"):
         HeldOut(data, share=0.1, held_out=True)
-    with pytest.raises(ConfigError, match="Split it with split_source"):
+    with pytest.raises(ConfigError, match="Use split_source"):
         HeldOut(Transformed(data, str), share=0.1, held_out=True)
-    with pytest.raises(ConfigError, match="a mixture within a mixture"):
+    with pytest.raises(ConfigError, match="nested mixtures are not supported"):
         Mixture({"inner": Part(data, weight=1)})
 
 
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ({}, "a mixture without sources"),
-        ({"a": {"source": Numbers(0, 5)}}, "needs the weight of each source"),
-        ({"a": {"source": Numbers(0, 5), "weight": 1, "epochs": 1}}, "needs the weight of each source"),
-        ({"a": {"source": Numbers(0, 5), "weight": 0}}, "share 0"),
-        ({"a": {"source": Numbers(0, 5), "weight": -1}}, "numbers of at least 0, and finite"),
-        ({"a": {"source": Numbers(0, 5), "epochs": float("nan")}}, "numbers of at least 0, and finite"),
-        ({"a": {"source": Numbers(0, 5), "weight": "much"}}, "numbers of at least 0, and finite"),
+        ({}, "a mixture requires at least one source"),
+        ({"a": {"source": Numbers(0, 5)}}, "requires weight for all sources"),
+        ({"a": {"source": Numbers(0, 5), "weight": 1, "epochs": 1}}, "requires weight for all sources"),
+        ({"a": {"source": Numbers(0, 5), "weight": 0}}, "share of 0"),
+        ({"a": {"source": Numbers(0, 5), "weight": -1}}, "must be finite and at least 0"),
+        ({"a": {"source": Numbers(0, 5), "epochs": float("nan")}}, "must be finite and at least 0"),
+        ({"a": {"source": Numbers(0, 5), "weight": "much"}}, "must be finite and at least 0"),
         ({"a": {"source": Numbers(0, 5), "wieght": 1}}, "did you mean 'weight'"),
-        ({"a": {"weight": 1}}, "data.sources.a lacks a source"),
-        ({"a": {"source": 3, "weight": 1}}, "is a int, not a Source"),
+        ({"a": {"weight": 1}}, "data.sources.a.source is not set"),
+        ({"a": {"source": 3, "weight": 1}}, "expected a Source, got int"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(sources: Any, message: str) -> None:
@@ -188,7 +188,7 @@ def test_a_mixture_that_cannot_be_is_refused(sources: Any, message: str) -> None
 
 
 def test_a_share_that_would_never_be_drawn_is_refused_before_the_start() -> None:
-    message = "'source 1' has a share of .* rounds to 0 of 65,536 samples, so it would never be drawn. Give it a share"
+    message = "'source 1' has a share of .* rounds to 0 of 65,536 samples. Increase the share"
     with pytest.raises(ConfigError, match=message):
         mixed(10, 10, weights=(1, 1e-6))
     by_epochs = mixed(10**9, 10, epochs=(1, 1))

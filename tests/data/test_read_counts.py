@@ -88,4 +88,4 @@ def test_blocks_of_a_url_are_fetched_once_for_all_ranks(train: Any, tokens: Path
     assert sum(counted(again.folder, "fetched_bytes")) == 0
     assert counted(again.folder, "read_bytes") == counted(done.folder, "read_bytes")
     assert again.json("result.json")["state_digest"] == done.json("result.json")["state_digest"]
-    assert any(name == "of that from other machines" for name, _ in collect_summary(read_run(done.folder)))
+    assert any(name == "data read from other machines" for name, _ in collect_summary(read_run(done.folder)))

@@ -128,7 +128,7 @@ def test_spawned_workers_load_what_the_process_itself_would_or_say_why_not(tmp_p
         [sys.executable, script], env={"PYTHONPATH": root, "PATH": ""}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ConfigError data workers are spawned, and the data cannot be sent to them")
+    assert done.stdout.startswith("ConfigError spawned data workers require picklable data")
     assert "set data_workers=0" in done.stdout
 
 
@@ -142,7 +142,7 @@ def test_workers_are_forked_unless_the_program_says_otherwise(
 
 def test_a_server_of_forks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_start_method", partial(_method, "forkserver"))
-    with pytest.raises(ConfigError, match="would outlive the process"):
+    with pytest.raises(ConfigError, match="would outlive the training process"):
         next(micro_batches(Lengths(), ORDER, CPU, workers=1))
 
 

@@ -123,7 +123,7 @@ def test_what_would_come_back_as_something_else_is_refused_with_its_place_and_ty
 def test_a_state_without_end_is_refused() -> None:
     state: list[Any] = []
     state.append(state)
-    with pytest.raises(ConfigError, match="nested more than 100 deep"):
+    with pytest.raises(ConfigError, match="nested more than 100 levels deep"):
         encode_state(state)
 
 

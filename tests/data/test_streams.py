@@ -100,7 +100,7 @@ def test_steps_are_the_same_over_resumes_at_other_numbers_of_processes(
 
 
 def test_the_workers_of_a_loader_are_refused_below_a_process_that_reads_ahead() -> None:
-    with pytest.raises(ConfigError, match=r"stream has 2 \(num_workers of StatefulDataLoader\). Set data_workers=0"):
+    with pytest.raises(ConfigError, match=r"num_workers=2 of the StatefulDataLoader: .* Set data_workers=0"):
         next(micro_batches(loader(num_workers=2), order(), CPU, workers=1, collate=rows))
 
 
@@ -140,9 +140,9 @@ def test_what_has_no_state_is_read_again_and_says_at_the_start_what_that_costs(
     alone = Reader(Plain, order(), None, 0)
     assert resumed(Plain, tmp_path, (1, 4, 2), (3, 1, 3), workers=workers) == alone.take(7)
     said = capfd.readouterr().err
-    assert "neither state_dict nor load_state_dict" in said
-    assert f"from its start, {BATCH} samples for each step that was taken" in said
-    assert "is read again: 72 samples up to step 3" in said
+    assert "does not define state_dict and load_state_dict" in said
+    assert f"from the start, {BATCH} samples per step" in said
+    assert "re-reading the training stream: 72 samples up to step 3" in said
     assert not alone.stream.collect_states(7)
 
 
@@ -177,18 +177,22 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "size", "messages"),
     [
-        (Plain, 1, ["the training stream (Plain) has neither"]),
+        (Plain, 1, ["the training stream (Plain) does not define state_dict"]),
         (
             Plain,
             2,
-            ["(Plain) has neither", "the whole training stream (Plain) and keeps its part of it. Give it"],
+            ["(Plain) does not define", "the whole training stream (Plain) and uses only its part. Define num_shards"],
         ),
-        (lambda: table(shards=5), 2, ["It has 5 shards: make it of a multiple of 12"]),
+        (lambda: table(shards=5), 2, ["It has 5 shards. Use a multiple of 12"]),
         (lambda: table(shards=5), 1, []),
-        (lambda: table(shards=16), 1, ["the 16 shards of the training stream (IterableDataset) are dealt to 12"]),
+        (
+            lambda: table(shards=16),
+            1,
+            ["the 16 shards of the training stream (IterableDataset) are not divisible by 12"],
+        ),
         (lambda: table(shards=24), 3, []),
         (Sharded, 4, []),
-        (loader, 2, ["reads the whole training stream (StatefulDataLoader) and keeps its part"]),
+        (loader, 2, ["reads the whole training stream (StatefulDataLoader) and uses only its part"]),
     ],
 )
 def test_one_process_says_once_what_reading_costs(
@@ -209,8 +213,8 @@ def test_a_long_skip_shows_how_far_it_is(caplog: pytest.LogCaptureFixture, monke
     stream = TrainingStream(Plain(), speaks=True)
     with caplog.at_level(logging.INFO, "worldsize"):
         next(micro_batches(stream, order(), CPU, first=6, collate=rows))
-    said = [record.getMessage() for record in caplog.records if "were read again" in record.getMessage()]
-    assert said[0].startswith("48 of 144 samples")
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("re-read ")]
+    assert said[0].startswith("re-read 48 of 144 samples")
 
 
 def test_a_shorter_part_begins_again_before_the_others_end() -> None:
@@ -252,7 +256,7 @@ def test_shards_of_uneven_lengths_are_warned_of_once(train: Any, tmp_path: Path)
     words = ("recipe=own", "cluster.processes=2", "cluster.threads=1", "log_every=1", "checkpoint=none")
     uneven, even = (train(*words, f"recipe.lengths={lengths}") for lengths in ("[10,2]", "[10,10]"))
     assert uneven.code == even.code == 0, uneven.error + even.error
-    warning = "are uneven: by step 2 one logical rank reads its shards for the 2. time, and another for the 1. time"
+    warning = "are uneven: at step 2, one logical rank is in pass 2 over its shards and another in pass 1"
     assert (uneven.output + uneven.error).count(warning) == (uneven.output + uneven.error).count("are uneven") == 1
     assert "are uneven" not in even.output + even.error
 
@@ -306,7 +310,7 @@ def test_a_state_that_the_library_refuses_is_an_error_with_a_remedy(tmp_path: Pa
     reader = Reader(Sharded, order(), None, 0)
     reader.take(1)
     checkpoint = saved(tmp_path, 1, reader.stream.collect_states(1))
-    with pytest.raises(ConfigError, match=r"cannot resume .*KeyError: 'worker_3'.*--ignore streams"):
+    with pytest.raises(ConfigError, match=r"failed to load its state .*KeyError: 'worker_3'.*--ignore streams"):
         Reader(Refusing, order(), checkpoint, 0).take(1)
 
 
@@ -318,7 +322,7 @@ def test_a_stream_that_cannot_begin_again_says_so() -> None:
 def test_a_state_that_was_not_kept_is_an_error_and_not_another_one() -> None:
     reader = Reader(Sharded, order(), None, 0)
     reader.take(2)
-    with pytest.raises(RuntimeError, match="at step 1 was not kept"):
+    with pytest.raises(RuntimeError, match="at step 1 is no longer available"):
         reader.stream.collect_states(1)
 
 

@@ -125,7 +125,7 @@ def test_packed_samples_hold_every_document(prepared: Path, tmp_path: Path) -> N
 
 def test_boundaries_of_another_file_are_refused(prepared: Path, tmp_path: Path) -> None:
     (prepared / "documents_00000.npy").write_bytes((prepared / "documents_00002.npy").read_bytes())
-    with pytest.raises(ConfigError, match="documents_00000.npy belongs to a different file"):
+    with pytest.raises(ConfigError, match="documents_00000.npy does not match .*tokens_00000.npy"):
         len(PackedDocuments(str(prepared), length=LENGTH, cache=cache(tmp_path)))
 
 
@@ -144,7 +144,7 @@ def test_each_of_several_folders_has_its_own_documents(tmp_path: Path) -> None:
 
 def test_tokens_without_boundaries_are_refused(prepared: Path, tmp_path: Path) -> None:
     (prepared / "documents_00001.npy").unlink()
-    with pytest.raises(ConfigError, match="has no file documents_00001.npy with document boundaries beside it"):
+    with pytest.raises(ConfigError, match="document boundaries documents_00001.npy not found"):
         len(DocumentWindows(str(prepared), length=LENGTH, cache=cache(tmp_path)))
 
 
@@ -159,9 +159,9 @@ def test_new_boundaries_make_a_new_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-7]), "byte .*: .* bytes were expected"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-7]), "byte .*: wrong file size, expected .* bytes"),
         (lambda file: file.write_bytes(b"not an array"), "is not an .npy file"),
-        (lambda file: numpy.save(file, numpy.zeros(100)), "holds float64; tokens are whole numbers"),
+        (lambda file: numpy.save(file, numpy.zeros(100)), "has dtype float64; tokens must be integers"),
         (lambda file: numpy.save(file, numpy.zeros((10, 10), dtype=numpy.uint8)), "has 2 dimensions"),
         (lambda file: numpy.save(file, numpy.array([{}] * 9), allow_pickle=True), "object"),
     ],
@@ -174,12 +174,12 @@ def test_a_file_that_is_damaged_is_named(prepared: Path, spoil: Any, message: st
 
 def test_a_file_that_ends_within_a_number_is_named(tmp_path: Path) -> None:
     (tmp_path / "text.bin").write_bytes(bytes(101))
-    with pytest.raises(SampleError, match=r"text.bin, byte 100: the file ends within a number"):
+    with pytest.raises(SampleError, match=r"text.bin, byte 100: the last token is incomplete"):
         len(TokenWindows(str(tmp_path / "text.bin"), length=LENGTH))
 
 
 def test_a_path_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such file, or no file in it that ends with \.npy or \.bin"):
+    with pytest.raises(ConfigError, match=r"no such file, or no \.npy or \.bin files"):
         len(TokenWindows(str(tmp_path / "nothing"), length=LENGTH))
 
 
@@ -221,12 +221,12 @@ def test_packed_documents_are_the_texts_that_were_prepared(finished: Path, tmp_p
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "tokens_00001.npy").unlink(), r"tokens_00001.npy: .* but it has no bytes"),
+        (lambda folder: (folder / "tokens_00001.npy").unlink(), r"tokens_00001.npy: .* found no file"),
         (lambda folder: numpy.save(folder / "tokens_00000.npy", numpy.zeros(99, numpy.uint8)), "tokens_00000.npy"),
-        (lambda folder: numpy.save(folder / "tokens_00009.npy", numpy.zeros(9, numpy.uint8)), "lists no bytes"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "is not a manifest of worldsize prepare"),
-        (lambda folder: (folder / "manifest.json").write_text('{"shards": []}'), "is not a manifest"),
-        (lambda folder: shutil.copytree(folder, folder / ".pieces"), "the preparation of .* has not ended"),
+        (lambda folder: numpy.save(folder / "tokens_00009.npy", numpy.zeros(9, numpy.uint8)), "expected no file"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "not a manifest of worldsize prepare"),
+        (lambda folder: (folder / "manifest.json").write_text('{"shards": []}'), "not a manifest"),
+        (lambda folder: shutil.copytree(folder, folder / ".pieces"), "the preparation of .* is incomplete"),
     ],
 )
 def test_a_folder_that_is_not_what_was_prepared_is_refused(finished: Path, spoil: Any, message: str) -> None:

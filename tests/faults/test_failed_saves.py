@@ -55,8 +55,8 @@ def test_training_goes_on_with_the_same_bits_and_the_failure_is_told_everywhere(
     assert all(REFUSED in row["reason"] for row in events(run.folder))
     assert events(run.folder)[0]["reason"].startswith("rank 1: ")
     said = " ".join((run.output + run.error).split())
-    assert "step 4: the checkpoint could not be written: rank 1: [Errno 28]" in said
-    assert "2 saves in a row have failed. A restart would go back to the beginning" in said
+    assert "step 4: failed to write the checkpoint: rank 1: [Errno 28]" in said
+    assert "2 saves in a row have failed. A restart would resume from the beginning" in said
     assert [each["step"] for each in run.json("result.json")["failed_saves"]] == [4, 8]
     assert verified(run.folder) == [12, 14]
     undisturbed = train(*OPTIONS)
@@ -66,14 +66,14 @@ def test_training_goes_on_with_the_same_bits_and_the_failure_is_told_everywhere(
     assert done.returncode == 0, done.stderr
     (page,) = run.folder.glob("report*.html")
     assert "failed saves" in page.read_text()
-    assert "A restart would go back to the beginning" in page.read_text()
+    assert "A restart would resume from the beginning" in page.read_text()
 
 
 def test_a_run_that_is_to_stop_agrees_on_a_step_saves_again_and_fails(train: Any) -> None:
     long = ("steps=400", "checkpoint.on_failure=stop")
     run = train(*OPTIONS, *long, planted(f"{FULL}, rank: 1", SLOW))
     assert run.code == 1
-    assert "the checkpoint of step 4 could not be written: rank 1" in run.error
+    assert "failed to write the checkpoint of step 4: rank 1" in run.error
     assert [row["step"] for row in events(run.folder)] == [4]
     assert verified(run.folder)[-1] == run.steps()[-1]["step"] < 400
 
@@ -83,7 +83,7 @@ def test_a_run_whose_last_save_fails_is_not_complete_and_can_be_resumed(
 ) -> None:
     run = train(*OPTIONS, "checkpoint.every=0", planted(f"{FULL}, rank: 0"))
     assert run.code == 1
-    assert "training has ended, but its last checkpoint is missing" in run.error
+    assert "training has finished, but its last checkpoint is missing" in run.error
     assert run.json("result.json")["exit_reason"] == "failed"
     assert verified(run.folder) == []
     done = command("resume", str(run.folder), cwd=run.folder, environment=environment_without_wandb)
@@ -95,7 +95,7 @@ def test_a_run_that_is_asked_to_stop_and_has_saved_nothing_does_not_end_as_saved
     asked = "action: terminate, rank: 1, step: 6"
     run = train(*OPTIONS, "checkpoint.every=0", "steps=400", planted(asked, f"{FULL}, rank: 0", SLOW))
     assert run.code == 1, run.output
-    assert "nothing of this attempt is saved" in run.error
+    assert "before a checkpoint of this attempt was saved" in run.error
     (event,) = events(run.folder)
     assert (event["newest"], event["in_a_row"]) == (None, 1)
     assert REFUSED in event["reason"]

@@ -146,7 +146,7 @@ def test_a_rank_that_hangs_is_left_behind_after_its_bound(train: Any, undisturbe
     run = train(*OPTIONS, *FOUR, HEAL, "cluster.timeout=4", faults({"action": "stop", "rank": 1, "step": 9}))
     assert run.code == 0, run.error
     assert memberships(run.folder) == [[0, 1, 2, 3], [0, 2, 3]]
-    assert "worker 1 does not answer; continuing without it" in run.error
+    assert "worker 1 is not responding; continuing without it" in run.error
     assert equal_parts(run.folder) == undisturbed()
 
 
@@ -180,7 +180,7 @@ def test_a_replacement_may_fail_by_an_error_of_its_own_again(train: Any) -> None
     assert memberships(run.folder)[-1] == [0, 1, 3]
     (attempt,) = run.json("run_manifest.json")["attempts"]
     causes = [cause for each in attempt["memberships"] for cause in each["lost"].values()]
-    assert causes == ["RuntimeError: a fault that the configuration planted"] * 2
+    assert causes == ["RuntimeError: fault injected by the configuration"] * 2
 
 
 def test_an_error_of_the_program_is_not_tried_on_every_process(train: Any) -> None:
@@ -190,7 +190,7 @@ def test_an_error_of_the_program_is_not_tried_on_every_process(train: Any) -> No
     assert memberships(one.folder) == [[0, 1, 2, 3], [0, 1, 2]]
     each = train(*OPTIONS, *FOUR, HEAL, faults({"action": "raise", "rank": None, "step": 7}))
     assert each.code == 1
-    assert "a fault that the configuration planted" in each.error
+    assert "fault injected by the configuration" in each.error
     assert each.error.count("continuing without it") <= 2
 
 
@@ -278,7 +278,7 @@ def test_a_file_changes_the_number_of_processes_and_no_bit(
     (folder / "autoscale").write_text("4")
     wait_until(lambda: _members(folder) == 4 and len(_events(folder)) > 0)
     (folder / "autoscale").write_text("a few")
-    wait_until(lambda: "has 'a few' where a number" in (tmp_path / "said").read_text())
+    wait_until(lambda: "expected a number of processes, got 'a few'" in (tmp_path / "said").read_text())
     (folder / "autoscale").write_text("1")
     wait_until(lambda: _members(folder) == 1)
     held.unlink()
@@ -329,10 +329,10 @@ def test_signals_still_save_and_end_a_gang_that_has_healed(
     [
         (("strategy.compress=bf16",), "lost with a process"),
         (("strategy.reduce=hierarchical",), "lost with a process"),
-        (("cluster=torchrun",), "does not report dead processes to the others"),
-        (("cluster.min_processes=5",), "more than the 4 processes"),
-        (("strategy.on_failure=restart", "cluster.spares=1"), "this run uses no spares"),
-        (("strategy.on_failure=restart", "autoscale=file"), "of fixed size"),
+        (("cluster=torchrun",), "dead processes are not reported to their peers"),
+        (("cluster.min_processes=5",), "exceeds the 4 processes"),
+        (("strategy.on_failure=restart", "cluster.spares=1"), "requires strategy.on_failure=heal"),
+        (("strategy.on_failure=restart", "autoscale=file"), "autoscale requires strategy.on_failure=heal"),
         (("strategy.on_failure=heel",), "heal"),
     ],
 )

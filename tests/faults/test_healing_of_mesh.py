@@ -50,7 +50,7 @@ def test_a_stage_that_waits_for_a_dead_one_or_for_one_that_hangs_goes_on(train: 
     run = train(*ELASTIC, PIPELINE, *HEAL, *options, faults(kill(4, 5), hang))
     assert result_of(run) == undisturbed(PIPELINE, *ranks, "cluster.processes=2")
     assert [len(members) for members in memberships(run.folder)] == [6, 4, 4]
-    assert run.error.count("worker 0 does not answer; continuing without it") == 1
+    assert run.error.count("worker 0 is not responding; continuing without it") == 1
 
 
 def test_ranks_with_several_stages_go_on_in_another_number_of_parts_than_they_began_with(

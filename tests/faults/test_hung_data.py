@@ -46,10 +46,10 @@ def test_the_sample_and_the_line_are_named_where_all_ranks_wait(train: Any, tmp_
     assert run.code == 1
     first, cause = run.error.split("\n", 1)
     assert " failed at step " in first
-    assert cause.startswith("step 3 waits for its data since ")
-    assert "It loads sample " in cause
+    assert cause.startswith("step 3 has been waiting for data for ")
+    assert "It is loading sample " in cause
     assert "recipes/own/recipe.py" in cause
-    assert "did not answer" not in run.error
+    assert "did not respond" not in run.error
 
 
 def test_a_signal_while_all_ranks_wait_for_data_saves_the_last_step(

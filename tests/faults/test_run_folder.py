@@ -74,7 +74,7 @@ def test_a_run_whose_folder_is_deleted_ends_and_does_not_create_it_again(
     deleted(folder)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1, said
-    assert said == f"the run folder {folder} was deleted while the run trained, so nothing more can be saved.\n"
+    assert said == f"the run folder {folder} was deleted during training, so nothing more can be saved.\n"
     assert list(folder.parent.iterdir()) == []
 
 
@@ -87,12 +87,12 @@ def test_a_checkpoint_is_not_saved_into_a_folder_without_a_manifest(tmp_path: Pa
     saver.finish()
     run.manifest.unlink()
     saver.save({"x": torch.ones(2)}, step=2, facts={})
-    with pytest.raises(CheckpointError, match="the folder was deleted"):
+    with pytest.raises(CheckpointError, match="the run folder .* was deleted"):
         saver.finish()
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_0000001"]
     shutil.rmtree(run.path)
     saver.save({"x": torch.ones(2)}, step=3, facts={})
-    with pytest.raises(CheckpointError, match="the folder was deleted"):
+    with pytest.raises(CheckpointError, match="the run folder .* was deleted"):
         saver.finish()
     saver.close()
     assert not run.path.exists()
@@ -145,7 +145,7 @@ def test_a_disk_that_fills_after_the_record_ends_the_run_as_failed_with_a_senten
         run = train(*OPTIONS, "steps=3", "strategy=filling")
         assert run.code == 1, run.error
         assert "Traceback" not in run.error
-        shown = "the disk with .* is full" if where == "worker" else "the run folder .* cannot be written any more"
+        shown = "the disk with .* is full" if where == "worker" else "failed to write to the run folder .*: "
         assert re.search(shown, run.error)
         assert len(run.error.splitlines()) == (3 if where == "worker" else 1), run.error
         status = command("status", cwd=tmp_path, environment=environment_without_wandb)
@@ -226,9 +226,15 @@ def test_an_error_that_is_not_the_folders_keeps_its_type(run: RunDirectory) -> N
     for error in (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), FileNotFoundError(errno.ENOENT, "", "sbatch")):
         with pytest.raises(type(error)), wrap_write_errors(run):
             raise error
-    with pytest.raises(RunFolderError, match=r"the run folder .* \(Permission denied\)"), wrap_write_errors(run):
+    with (
+        pytest.raises(RunFolderError, match=r"failed to write to the run folder .*: Permission denied"),
+        wrap_write_errors(run),
+    ):
         raise PermissionError(errno.EACCES, "Permission denied", str(run.metrics))
-    with pytest.raises(RunFolderError, match=r"^/elsewhere/x cannot be written any more"), wrap_write_errors(run):
+    with (
+        pytest.raises(RunFolderError, match=r"^failed to write to /elsewhere/x: No space left on device"),
+        wrap_write_errors(run),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere/x")
 
 

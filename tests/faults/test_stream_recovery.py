@@ -264,10 +264,10 @@ def test_other_logical_ranks_are_refused_until_the_states_are_left_out(complete:
     words = ("steps=8", "logical_ranks=6", "--ignore", "logical_ranks")
     refused = resume(complete, *words)
     assert refused.returncode == 1
-    assert "has the states of 12 reader(s) of the training stream, and the run has 6 readers now" in refused.stderr
+    assert "has the states of 12 reader(s) of the training stream, but the run has 6 readers" in refused.stderr
     done = resume(complete, *words, "--ignore", "streams")
     assert done.returncode == 0, done.stderr
-    assert said(complete, "the training stream is read again: 144 samples up to step 6") == 1
+    assert said(complete, "re-reading the training stream: 144 samples up to step 6") == 1
 
 
 def test_a_checkpoint_without_states_resumes_by_reading_again(complete: Path, resume: Resume) -> None:
@@ -278,7 +278,7 @@ def test_a_checkpoint_without_states_resumes_by_reading_again(complete: Path, re
     without_states(complete / "checkpoints" / "step_0000004")
     done = resume(complete, "steps=8", "cluster.processes=3")
     assert done.returncode == 0, done.stderr
-    assert said(complete, "the training stream is read again: 96 samples up to step 4") == 1
+    assert said(complete, "re-reading the training stream: 96 samples up to step 4") == 1
     assert counts(complete, 8) == [2.0] * 96
 
 
@@ -316,10 +316,10 @@ def test_commands_that_read_checkpoints_have_no_use_for_the_states(
 def test_what_has_no_state_is_accepted_with_one_warning(train: Any, resume: Resume) -> None:
     run = train(*ALL, "recipe.stream=plain", "cluster.processes=2", "steps=8", killed(6, 1, 1, "checkpoint:begin"))
     assert run.code == 1
-    assert said(run.folder, "neither state_dict nor load_state_dict") == 1
+    assert said(run.folder, "does not define state_dict and load_state_dict") == 1
     done = resume(run.folder, "cluster.processes=3", "faults=[]")
     assert done.returncode == 0, done.stderr
-    assert said(run.folder, "the training stream is read again: 96 samples up to step 4") == 1
+    assert said(run.folder, "re-reading the training stream: 96 samples up to step 4") == 1
     assert counts(run.folder, 8) == [2.0] * 96
     assert (
         STREAMS not in json.loads((run.folder / "checkpoints" / "step_0000008" / "manifest.json").read_text())["values"]
@@ -330,5 +330,5 @@ def test_a_strategy_that_draws_by_index_refuses_a_stream_with_a_remedy(train: An
     run = train(*OPTIONS[:1], "strategy=parameter_server", "cluster.processes=2", "cluster.threads=1")
     assert run.code != 0
     assert (
-        "draws samples by their index; the recipe's training data are a stream. Return data with an index" in run.error
+        "requires a map-style dataset; the recipe's training data are a stream. Return a map-style dataset" in run.error
     )

@@ -19,7 +19,7 @@ from worldsize.testing.worlds import run_in_worlds
 from worldsize.world.environments import Placement
 from worldsize.world.world import create_world
 
-_MISSING = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="this machine has no GPU that torch can use")
+_MISSING = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch found no GPU on this machine")
 CUDA = pytest.param("cuda", marks=(pytest.mark.gpu, _MISSING))
 DEVICES = ("cpu", CUDA)
 

@@ -37,7 +37,7 @@ def test_weights_are_drawn_unless_all_of_them_are_loaded(
     checkpoint: Any = SimpleNamespace(step=3) if is_saved else None
     monkeypatch.setattr(loop_state, "find_newest", lambda *_, **__: checkpoint)
     config: Any = SimpleNamespace(
-        checkpoint=SimpleNamespace(allow_older=False, ignored=lambda step: ignored), initial=initial
+        checkpoint=SimpleNamespace(allow_older=False, list_ignored_parts=lambda step: ignored), initial=initial
     )
     before = torch.get_rng_state()
     state, context = LoopState().find_checkpoint(config, RunDirectory(tmp_path), World.create_single(HOST))

@@ -38,7 +38,7 @@ def recovery_of(run: RunDirectory) -> ShardRecovery:
         strategy=SimpleNamespace(data_rank=lambda world: None),
         training=SimpleNamespace(schedule_metric=None),
         checkpoint=SimpleNamespace(peers=1),
-        faults=SimpleNamespace(at=lambda point: None),
+        faults=SimpleNamespace(report_point=lambda point: None),
         loop=LoopConfig(steps=10, batch_size=1),
     )
     return ShardRecovery(settings, run)

@@ -160,11 +160,11 @@ def test_a_generation_counts_that_is_older_but_whole() -> None:
     assert {box: ranks for each in keepers for box, ranks in each.ranks.items()} == {
         rows("", rank, 4)[0]: [0 if rank < 2 else 2] for rank in range(4)
     }
-    with pytest.raises(CheckpointError, match=r"90 of 330 numbers of the state after step 7 are lost"):
+    with pytest.raises(CheckpointError, match=r"90 of 330 elements of the state after step 7 are lost"):
         _newest_complete([[offer(7, [0, 1])], [offer(7, [3])]])
 
 
 def test_states_of_other_tensors_are_not_mixed() -> None:
     told = [build_inventory([], dtypes) for dtypes in (DTYPES, {**DTYPES, "model/0": torch.float16})]
-    with pytest.raises(CheckpointError, match="differ in the names or dtypes"):
+    with pytest.raises(CheckpointError, match="tensor names or dtypes differ"):
         build_placements(told)

@@ -45,7 +45,7 @@ def test_an_agent_that_cannot_begin_leaves_its_cause_in_the_record(
 
     begins(1, 2)
     assert run.json("run_manifest.json")["attempts"] == [], "the first host tells of itself alone"
-    started = "the run is planned for 1 nodes (cluster.nodes), but started on 2."
+    started = "the run has cluster.nodes=1, but was started on 2 nodes."
     causes = [started, "WORLDSIZE_NODES", "nowhere.jsonl: no such file", "RuntimeError: off"]
     begins(0, 2)
     for rank in (0, 1):

@@ -128,7 +128,7 @@ def test_what_a_policy_wants_is_rounded_down_to_whole_blocks(
     ("body", "said"),
     [
         (lambda _: 1 // 0, "ZeroDivisionError"),
-        (lambda _: None, "returned None, not a number"),
+        (lambda _: None, "returned None; expected an int"),
         (lambda _: 2.0, "returned 2.0"),
         (lambda _: [][0], "IndexError"),
     ],
@@ -148,8 +148,8 @@ def test_a_policy_that_fails_changes_nothing_and_says_why(
     [
         ({"worker": Role(4)}, None, "Set strategy.on_failure=heal"),
         (HEAL, 3, "is less than the initial cluster.processes=4"),
-        (HEAL, 9, "the run has 8 logical ranks, and each process needs one"),
-        (BLOCKS, 17, "and 2 processes together need one. Set at most 16, or logical_ranks=9"),
+        (HEAL, 9, "one logical rank per process, but the run has 8 logical ranks"),
+        (BLOCKS, 17, "per 2 processes, but the run has 8 logical ranks. Set at most 16, or logical_ranks=9"),
     ],
 )
 def test_what_cannot_scale_is_refused(roles: dict[str, Role], most: int | None, said: str) -> None:

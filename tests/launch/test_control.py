@@ -242,7 +242,7 @@ def test_a_request_for_more_than_the_host_can_start_does_not_end_the_run(tmp_pat
     members = Members(roles, forked(tmp_path, {(4, 0)}), max_restarts=0, terminal=None)
     for rank in range(2):
         members.add_process("worker", rank)
-    with pytest.raises(WorldsizeError, match=r"worker 4 cannot be started: .*unavailable. Started: worker 2, worker 3"):
+    with pytest.raises(WorldsizeError, match=r"failed to start worker 4: .*unavailable. Started: worker 2, worker 3"):
         Resize(members).add_processes(5)
     assert [each.rank for each in members.current] == [0, 1, 2, 3]
     members.kill_processes()
@@ -272,7 +272,7 @@ def test_a_process_that_cannot_be_started_again_is_a_failure_of_its_own(
     (dead,) = members.current
     dead.process.join()
     members.note_end(dead)
-    assert "worker 0 cannot be started again" in caplog.text
+    assert "failed to restart worker 0" in caplog.text
     assert members.must_end is not goes_on
     assert members.lost == ([dead] if goes_on else [])
 

@@ -41,7 +41,7 @@ def test_the_peer_furthest_behind_is_blamed_if_a_rank_timed_out_waiting() -> Non
     failure = determine_outcome([*failed, *silent], failed, silent, signum=0).failure
     assert failure is not None
     assert (failure.rank, failure.step) == (2, 3)
-    assert failure.cause.startswith("did not answer at step 3 while the others waited for it")
+    assert failure.cause.startswith("did not respond at step 3; the other processes waited until cluster.timeout")
     assert failure.cause.endswith("Timed out waiting 5000ms")
 
 

@@ -26,7 +26,7 @@ def test_a_data_digest_depends_on_names_and_sizes_and_names_missing_files(tmp_pa
 def test_a_host_tells_which_path_of_its_data_is_missing(tmp_path: Path) -> None:
     recipe: Any = SimpleNamespace(parts=[JsonLines(str(tmp_path / "nowhere.jsonl"))], files=dict)
     told = _describe_data(recipe)
-    assert told.startswith(f"that are missing ({tmp_path}/nowhere.jsonl: no such file")
+    assert told.startswith(f"with missing files ({tmp_path}/nowhere.jsonl: no such file")
     (tmp_path / "nowhere.jsonl").write_text("{}\n")
     assert _describe_data(recipe) == data_digest({})
 

@@ -46,15 +46,15 @@ def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", [Slurm, SkyPilot])
 def test_a_tag_is_refused_where_a_digest_is_required(launcher: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="image_digest=required: the image trainer:1 has no digest visible here"):
+    with pytest.raises(ConfigError, match="image_digest=required: the image trainer:1 is specified without a digest"):
         launcher(image="trainer:1", image_digest="required").check(CLUSTER)
-    with pytest.raises(ConfigError, match=r"no image is set. Set cluster\.image"):
+    with pytest.raises(ConfigError, match=r"requires an image\. Set cluster\.image"):
         launcher(image_digest="required").check(CLUSTER)
     launcher(image=f"trainer@{DIGEST}", image_digest="required").check_image()
     with caplog.at_level(logging.WARNING):
         launcher(image="trainer:1").check_image()
         launcher(image="ami-0123").check_image()
-    assert caplog.text.count("has no digest visible here") == 2
+    assert caplog.text.count("is specified without a digest") == 2
 
 
 def test_srun_opens_the_image_with_pyxis(plan: Plan, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_process_is_killed_and_another_takes_its_place(pair: Pair) -> None:
     assert again.process.is_alive()
     failed = started(pair, 7)
     failed.process.join()
-    assert "it cannot be started: no more processes" in failed.read_ending().cause
+    assert "failed to start: no more processes" in failed.read_ending().cause
 
 
 def test_processes_of_the_first_host_are_started_there(pair: Pair) -> None:
@@ -200,7 +200,7 @@ def test_a_lost_host_is_the_end_of_all_its_processes_and_of_none_by_its_own_erro
     pair.other.close()
     assert wait([member.process.sentinel], 120)
     ending = member.read_ending()
-    assert ending.cause == "the host h2 (node 1) has not answered for 60 s, or is gone"
+    assert ending.cause == "the host h2 (node 1) did not respond for 60 s or disconnected"
     assert not ending.has_failed_itself
     with pytest.raises(LostHostError, match="the host h2 is lost"):
         started(pair, 1)

@@ -111,7 +111,7 @@ def test_runs_of_a_sweep_that_ask_for_different_jobs_are_not_one_array(train: An
     these = ("--multirun", "+cluster=slurm", "cluster.nodes=1,2", "run.name=${cluster.nodes}")
     run = train("recipe=digits", *these, PATH=f"{sbatch.parent}:{os.environ['PATH']}", FULL="4")
     assert (run.code, "job 103 submitted: " in run.output) == (1, True), run.error
-    assert re.search(r"not submitted: \S+/2: .*the queue is full", run.error)
+    assert re.search(r"failed to submit \S+/2: .*the queue is full", run.error)
 
 
 def test_a_node_of_its_own_is_used_with_all_its_cpus(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_gpus_are_asked_for_once_with_their_type(tmp_path: Path) -> None:
     for other in ({"gres": "gpu:a100:2"}, {"gpus": 2}, {"gpus-per-task": 1}, {"tres-per-node": "gres/gpu:2"}):
         with pytest.raises(ConfigError, match=r"cluster.gpus_per_node and cluster.options.[\w-]+ both request GPUs"):
             Slurm(gpus_per_node=2, options=other).check(cluster)
-    with pytest.raises(ConfigError, match=r"cluster.gpu_type=a100, but the job requests no GPUs"):
+    with pytest.raises(ConfigError, match=r"cluster.gpu_type=a100 requires GPUs"):
         Slurm(gpu_type="a100").check(cluster)
 
 

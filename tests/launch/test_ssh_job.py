@@ -55,7 +55,7 @@ def test_a_file_that_vanishes_while_the_code_is_copied_does_not_matter(
     rsync.write_text(f"#!/bin/sh\nexit {code}\n")
     rsync.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with pytest.raises(ConfigError, match="cannot be copied to a") if is_refused else nullcontext():
+    with pytest.raises(ConfigError, match="failed to copy the code to a") if is_refused else nullcontext():
         Ssh(hosts=["a"], folder="/there")._copy_code("a")
 
 
@@ -64,12 +64,12 @@ def test_others_go_on_as_often_as_they_may(killed: RunDirectory, caplog: pytest.
     second = often.choose_next_lineup(HOSTS, LOST, [])
     assert second is not None
     assert second == Lineup(("b", "c", "d", "a"), 1, "a")
-    assert "starting again without a, on b, c, d (1 of 2)" in caplog.text
+    assert "restarting without a, on b, c, d (1 of 2)" in caplog.text
     third = often.choose_next_lineup(second, LOST, [])
     assert third is not None
     assert third == Lineup(("c", "d", "b", "a"), 1, "b")
     assert often.choose_next_lineup(third, LOST, []) is None
-    assert "the first host, c, is lost, and launcher.max_restarts=2" in caplog.text
+    assert "the first host, c, is lost after launcher.max_restarts=2 restarts" in caplog.text
 
 
 def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_again(
@@ -80,7 +80,7 @@ def test_a_run_that_has_ended_or_that_too_few_could_go_on_with_does_not_begin_ag
     assert succession(done, {"b", "c"}).choose_next_lineup(HOSTS, LOST, []) is None
     assert not caplog.text
     assert succession(killed, {"b"}).choose_next_lineup(HOSTS, LOST, []) is None
-    assert "too few hosts answer to continue without a: b" in caplog.text
+    assert "too few hosts respond to continue without a (responding: b)" in caplog.text
     assert succession(killed, {"b", "c"}).choose_next_lineup(HOSTS, LOST, [signal.SIGTERM]) is None
     signals = list[int]()
 

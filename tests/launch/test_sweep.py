@@ -155,7 +155,9 @@ def test_an_unknown_metric_ends_the_sweep_after_its_first_run(train: Any, hill: 
     words = ("hydra.sweeper.n_jobs=2", "hydra.sweeper.max_failure_rate=1", "lr=interval(0.0,4.0)")
     run = train(*HILL, *SEARCH, *words, "sweep.metric=los")
     assert run.code == 2
-    sentence = "sweep.metric=los: the evaluation has no metric 'los'; did you mean 'loss'? Known: loss, weight."
+    sentence = (
+        "sweep.metric=los: metric 'los' not found in the evaluation; did you mean 'loss'? Available: loss, weight."
+    )
     assert sentence in run.error
     assert "Traceback" not in run.error
     assert len(folders(hill / "runs")) == 1
@@ -286,9 +288,9 @@ def test_a_search_whose_runs_all_fail_ends_with_the_largest_code(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("lr=0.1,0.2,-1",), "run 3 of the sweep is refused: lr=-1.0 must be 0 or more."),
+        (("lr=0.1,0.2,-1",), "run 3 of the sweep is invalid: lr=-1.0 must be 0 or more."),
         (("seed=1,2", "run.name=same"), "runs 1 and 2 of the sweep would share"),
-        (("steps=2,3", "batch_size=96,95"), "run 4 of the sweep is refused: batch_size=95"),
+        (("steps=2,3", "batch_size=96,95"), "run 4 of the sweep is invalid: batch_size=95"),
     ],
 )
 def test_no_run_of_a_sweep_starts_if_a_later_one_is_refused(
@@ -414,14 +416,14 @@ def test_a_signal_lets_the_runs_side_by_side_save_and_begins_no_other(
 
 
 REFUSALS = {
-    "no metric": ((), "hydra/sweeper=optuna searches for the best value of a metric, and none is named."),
+    "no metric": ((), "hydra/sweeper=optuna requires sweep.metric. Set sweep.metric to a name in metrics.jsonl"),
     "contradiction": (
         ("sweep.metric=loss", "sweep.direction=maximize", "hydra.sweeper.direction=minimize"),
-        "sweep.direction=maximize contradicts hydra.sweeper.direction=minimize. Leave one of them out.",
+        "sweep.direction=maximize contradicts hydra.sweeper.direction=minimize. Set only one of them.",
     ),
     "several": (
         ("sweep.metric=loss", "hydra.sweeper.direction=[minimize,maximize]"),
-        "hydra.sweeper.direction is a list, and sweep.metric names one metric.",
+        "hydra.sweeper.direction is a list, but sweep.metric is a single metric.",
     ),
     "nothing is trained": (("sweep.metric=loss", "launch=show"), "launch=show trains none."),
     "no direction": (("sweep.metric=loss", "sweep.direction=up"), "sweep.direction='up'"),
@@ -443,7 +445,7 @@ def test_a_search_that_would_find_nothing_is_refused_before_anything_is_made(
 def test_a_metric_of_a_split_that_is_not_evaluated_is_refused(train: Any, tmp_path: Path) -> None:
     run = train("recipe=digits", "sweep.metric=validation/loss")
     assert run.code == 2
-    assert "sweep.metric=validation/loss is a metric of 'validation'" in run.error
+    assert "sweep.metric=validation/loss requires the split 'validation'" in run.error
     assert list(tmp_path.iterdir()) == []
 
 

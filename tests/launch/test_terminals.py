@@ -143,7 +143,7 @@ def test_output_that_takes_nothing_does_not_end_a_run(
         )
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("warning: stdout cannot be written (")
+    assert line.startswith("warning: failed to write to stdout (")
     assert last_attempt(tmp_path / "runs" / "digits" / "a")["exit_reason"] == "completed"
 
 
@@ -168,7 +168,7 @@ def test_sockets_are_elsewhere_than_in_a_folder_with_a_long_name(
     assert run.code == 0, run.error
     monkeypatch.setattr("tempfile.tempdir", str(long))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match=r"^TMPDIR=.*t is too long for the paths of sockets\. Set a shorter one\.$"):
+    with pytest.raises(ConfigError, match=r"^TMPDIR=.*t is too long for Unix socket paths\. Set a shorter path\.$"):
         scratch.socket_folder()
 
 
@@ -176,7 +176,7 @@ def test_a_full_folder_for_temporary_files_is_blamed_itself(train: Callable[...,
     with mounted(tmp_path / "small", "32k") as small:
         run = train("recipe=digits", "cluster.processes=1", "steps=2", TMPDIR=str(small))
         assert (run.code, run.folder) == (2, None)
-        assert run.error == f"{small}, the folder for temporary files, is full. Set TMPDIR to one with free space.\n"
+        assert run.error == f"the temporary folder {small} is full. Set TMPDIR to a folder with free space.\n"
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 20])

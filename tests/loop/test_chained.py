@@ -57,13 +57,16 @@ def test_rates_are_those_of_torchs_sequential_schedule_in_each_group() -> None:
     ("parts", "message"),
     [
         ([], "parts is empty"),
-        ([{"name": "linear"}, {"name": "cosine"}], r"parts\[0\] needs a length"),
-        ([{"name": "linear", "steps": 3, "share": 0.1}, {"name": "cosine"}], r"parts\[0\] needs a length"),
-        ([{"name": "linear", "steps": 40}, {"name": "cosine"}], "40 of 40 steps are taken"),
+        ([{"name": "linear"}, {"name": "cosine"}], r"parts\[0\] requires either steps or share"),
+        (
+            [{"name": "linear", "steps": 3, "share": 0.1}, {"name": "cosine"}],
+            r"parts\[0\] requires either steps or share",
+        ),
+        ([{"name": "linear", "steps": 40}, {"name": "cosine"}], "40 of 40 steps are used"),
         ([{"name": "linear", "share": 0.0}, {"name": "cosine"}], "at least one"),
-        ([{"name": "linear", "steps": 3}, {"name": "cosine", "steps": 3}], "Leave out its length"),
-        ([{"name": "cosin"}], "no schedule 'cosin'; did you mean 'cosine'"),
-        ([{"name": "cosine", "flor": 0.1}], r"no key 'schedule.parts\[0\].flor'; did you mean 'floor'"),
+        ([{"name": "linear", "steps": 3}, {"name": "cosine", "steps": 3}], "Remove its steps or share"),
+        ([{"name": "cosin"}], "unknown schedule 'cosin'; did you mean 'cosine'"),
+        ([{"name": "cosine", "flor": 0.1}], r"unknown key 'schedule.parts\[0\].flor'; did you mean 'floor'"),
         ([{"name": "cosine", "floor": -1.0}], r"schedule.parts\[0\].floor"),
     ],
 )

@@ -49,13 +49,16 @@ def test_it_ends_where_lightning_ends(direction: Literal["max", "min"], patience
 def test_the_reason_names_the_best_value_and_its_step() -> None:
     losses = [(10, {"loss": 0.5}), (20, {"loss": 0.25}), (30, {"loss": 0.24}), (40, {"loss": 0.3})]
     assert EarlyStopping("loss", "min", 2, 0.1).find_stop_reason(losses) == (
-        "loss has not improved by more than 0.1 in 2 evaluations on 0.25 of step 20"
+        "loss has not improved on 0.25 (step 20) by more than 0.1 in 2 evaluations"
     )
     assert EarlyStopping("loss", "min", 2, 0.0).find_stop_reason(losses) is None
 
 
 def test_a_metric_that_an_evaluation_does_not_have_is_refused_with_those_that_it_has() -> None:
-    with pytest.raises(ConfigError, match=r"no metric 'los'; did you mean 'loss'\? Known: accuracy, loss\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"metric 'los' not found in the evaluation; did you mean 'loss'\? Available: accuracy, loss\.",
+    ):
         EarlyStopping("los").find_stop_reason([(1, {"loss": 1.0, "accuracy": 0.5})])
 
 
@@ -127,7 +130,9 @@ def test_an_interrupted_run_ends_at_the_step_of_an_undisturbed_one(train: Any, c
     for run in (straight, resumed):
         assert run.code == 0, run.error
         assert run.json("result.json")["steps"] == 9
-        assert run.json("run_manifest.json")["results"]["stopped_early"].startswith("loss has not improved in 2 ev")
+        reason = run.json("run_manifest.json")["results"]["stopped_early"]
+        assert reason.startswith("loss has not improved on ")
+        assert reason.endswith(" in 2 evaluations")
         assert "ended early" in run.output
         saved = json.loads((run.folder / "checkpoints" / "step_0000009" / "manifest.json").read_text())
         assert saved["step"] == 9

@@ -149,9 +149,9 @@ def test_a_stream_cannot_be_drawn_from() -> None:
     ("words", "said"),
     [
         (("evaluation.splits=[test,validatoin]",), "no split 'validatoin'; did you mean 'validation'?"),
-        (("evaluation.splits=[]",), "must name at least one split, and each once"),
-        (("evaluation.splits=[test,test]",), "must name at least one split, and each once"),
-        (("evaluation.splits=[a/b]",), "not a name of a split"),
+        (("evaluation.splits=[]",), "must have at least one split, without duplicates"),
+        (("evaluation.splits=[test,test]",), "must have at least one split, without duplicates"),
+        (("evaluation.splits=[a/b]",), "invalid split name"),
         (("evaluation.batches=0",), "evaluation.batches"),
         (("evaluation.splits=[validation]", "checkpoint.keep.best=error"), "checkpoint.keep.best=validation/error"),
     ],

@@ -70,9 +70,9 @@ class ByBatch:
     [
         (
             ByBatch(),
-            "schedule returned a ByBatch, whose step needs epoch. Return a schedule that is advanced by step()",
+            "schedule returned a ByBatch, but its step() requires epoch. Return a schedule with step(), called after",
         ),
-        (lambda step: 1.0, "schedule returned a function without a method step. Return a schedule of torch.optim"),
+        (lambda step: 1.0, "schedule returned a function without a step() method. Return a schedule of torch.optim"),
     ],
     ids=["other arguments", "a function"],
 )
@@ -84,16 +84,16 @@ def test_what_cannot_be_advanced_is_refused_in_a_sentence(schedule: Any, message
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("schedule=plateau",), "ReduceLROnPlateau is advanced by the metric of an evaluation. Set schedule_metric to"),
+        (("schedule=plateau",), "ReduceLROnPlateau requires an evaluation metric. Set schedule_metric to"),
         (
             ("schedule=plateau", "schedule_metric=loss"),
-            "schedule_metric=loss: the run is evaluated at its end only. Set",
+            "schedule_metric=loss requires evaluations during training. Set",
         ),
         (
             ("schedule_metric=loss", "evaluate_every=5"),
-            "schedule_metric=loss: the recipe lacks a schedule that is advanced",
+            "schedule_metric=loss requires a schedule that steps on a metric",
         ),
-        (("schedule_metric=validation/loss", "evaluate_every=5"), "does not evaluate that. Set schedule_metric=loss"),
+        (("schedule_metric=validation/loss", "evaluate_every=5"), "requires the split"),
         (
             (
                 "schedule=plateau",
@@ -103,7 +103,7 @@ def test_what_cannot_be_advanced_is_refused_in_a_sentence(schedule: Any, message
                 "strategy.consistency=async",
                 "cluster.processes=3",
             ),
-            "steps overlap under this ParameterServer. Set strategy=ddp",
+            "not supported with the overlapping steps of ParameterServer. Set strategy=ddp",
         ),
     ],
     ids=str,
@@ -115,7 +115,7 @@ def test_a_metric_without_its_schedule_or_evaluation_is_refused(options: tuple[s
 
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has() -> None:
     with pytest.raises(
-        ConfigError, match="schedule_metric=los: the evaluation has no metric 'los'; did you mean 'loss'"
+        ConfigError, match="schedule_metric=los: metric 'los' not found in the evaluation; did you mean 'loss'"
     ):
         get_metric_value({"loss": 1.0, "accuracy": 0.5}, "los", key="schedule_metric")
 

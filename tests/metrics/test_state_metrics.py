@@ -102,7 +102,7 @@ def test_metrics_that_cannot_be_merged_exactly_are_refused() -> None:
     with pytest.raises(ConfigError, match="the custom reduction of state 'mean_x' in PearsonCorrCoef"):
         TorchMetric(PearsonCorrCoef())
     metric = TorchMetric(MulticlassConfusionMatrix(num_classes=2))
-    with pytest.raises(ConfigError, match="computes more than one number"):
+    with pytest.raises(ConfigError, match="must compute a single number"):
         metric.compute(metric.state(torch.tensor([0, 1]), torch.tensor([1, 1])))
     with pytest.raises(ConfigError, match="a scalar cannot be concatenated"):
         WholeSplit(max).state(torch.tensor(1.0))
@@ -110,7 +110,7 @@ def test_metrics_that_cannot_be_merged_exactly_are_refused() -> None:
 
 def test_a_missing_or_old_torchmetrics_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_utilities.core.imports._version", lambda _: "1.7")
-    with pytest.raises(ConfigError, match=r"needs torchmetrics>=1\.8, but it is not installed"):
+    with pytest.raises(ConfigError, match=r"requires torchmetrics>=1\.8, which is not installed"):
         TorchMetric(MaxMetric())
 
 
@@ -129,7 +129,7 @@ class Unnamed(Classified):
 
 @pytest.mark.parametrize(
     ("recipe", "message"),
-    [(Forgetful(), "but Recipe.evaluate does not return it"), (Unnamed(), "or Recipe.metrics must name it")],
+    [(Forgetful(), "but Recipe.evaluate does not return it"), (Unnamed(), "or Recipe.metrics must define it")],
     ids=["forgetful", "unnamed"],
 )
 def test_what_evaluate_returns_has_to_fit_the_names(recipe: Classified, message: str) -> None:
@@ -139,7 +139,7 @@ def test_what_evaluate_returns_has_to_fit_the_names(recipe: Classified, message:
 
 
 def test_a_parameter_server_refuses_them_before_the_start() -> None:
-    with pytest.raises(ConfigError, match="evaluates metrics that are sums and counts"):
+    with pytest.raises(ConfigError, match=r"requires metrics as \(sum, count\)"):
         ParameterServer().check_recipe(Classified())
 
 

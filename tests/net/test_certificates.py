@@ -86,7 +86,7 @@ def test_two_processes_of_a_run_know_each_others_names(keys: Path, server: Serve
 
 
 def test_another_process_than_the_expected_one_is_refused(keys: Path, server: Server) -> None:
-    with pytest.raises(RefusedError, match="is 'server-0', not 'server-1'"):
+    with pytest.raises(RefusedError, match="expected the peer 'server-1', got 'server-0'"):
         greeted(server, issue_certificate(keys, "worker-3"), peer="server-1")
 
 
@@ -120,7 +120,7 @@ def test_keys_and_their_folder_are_for_one_user_alone(keys: Path) -> None:
 def test_a_key_that_others_may_read_is_refused(keys: Path) -> None:
     issue_certificate(keys, "worker-3")
     (keys / "worker-3.key").chmod(0o640)
-    with pytest.raises(ConfigError, match="Run chmod 600"):
+    with pytest.raises(ConfigError, match="Run `chmod 600"):
         issue_certificate(keys, "worker-3")
 
 
@@ -134,7 +134,7 @@ def test_what_is_there_is_not_made_again(keys: Path) -> None:
 
 def test_without_the_authoritys_key_nothing_is_issued(keys: Path) -> None:
     (keys / "authority.key").unlink()
-    with pytest.raises(ConfigError, match="is missing"):
+    with pytest.raises(ConfigError, match="not found: this process is not a member"):
         issue_certificate(keys, "worker-3")
 
 

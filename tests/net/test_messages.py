@@ -67,7 +67,7 @@ def test_what_is_no_message_is_refused(ends: tuple[Channel, socket.socket], text
     channel, there = ends
     sending = threading.Thread(target=there.sendall, args=(framed(text),))
     sending.start()
-    with pytest.raises(RefusedError, match="not JSON"):
+    with pytest.raises(RefusedError, match="not valid JSON"):
         channel.receive_message(channel.receive_header())
     sending.join()
 

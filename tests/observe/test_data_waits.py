@@ -36,22 +36,22 @@ def test_a_line_counts_for_the_steps_since_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("workers", "remedy"),
     [
-        (0, "Set data_workers=auto, give the data set a method load_batch, or prepare the data once"),
-        (2, "Set data_workers=auto, or more than 2, give the data set a method load_batch"),
-        ("auto", "More data_workers than auto has started did not help, or cores for them are lacking: give"),
+        (0, "Set data_workers=auto, add a load_batch method to the dataset, or prepare the data once"),
+        (2, "Set data_workers=auto, or more than 2, add a load_batch method to the dataset"),
+        ("auto", "data_workers=auto cannot add useful workers, or CPU cores are missing: add"),
     ],
 )
 def test_the_remedy_follows_from_the_workers_that_there_are(workers: int | str, remedy: str) -> None:
     said = waiting_text({0: 0.5}, {"data_workers": workers})
     assert said is not None
-    assert said.startswith(f"Steps wait for data for 50% of the time. {remedy}")
+    assert said.startswith(f"Steps wait for data 50% of the time. {remedy}")
 
 
 def test_ranks_that_wait_longest_are_named_and_short_waits_are_not() -> None:
     shares = {rank: 0.01 * rank for rank in range(8)}
     said = waiting_text({**shares, 8: math.nan}, {})
     assert said is not None
-    assert "for 4% of the time; longest wait: rank 7 7%, rank 6 6%, rank 5 5%, rank 4 4%, rank 3 3%. Set" in said
+    assert "4% of the time; longest wait: rank 7 7%, rank 6 6%, rank 5 5%, rank 4 4%, rank 3 3%. Set" in said
     assert waiting_text({0: 0.05, 1: 0.01}, {}) is None
     assert waiting_text({0: math.nan}, {}) is None
 
@@ -69,7 +69,7 @@ def slow_rank(tmp_path: Path) -> Path:
 def test_the_report_shows_who_waits_and_the_remedy(slow_rank: Path, tmp_path: Path) -> None:
     text = render_page([slow_rank])
     assert "Wait for data by rank" in text
-    assert "Steps wait for data for 28% of the time: rank 1 50%, rank 0 6%. Set data_workers=auto" in text
+    assert "Steps wait for data 28% of the time: rank 1 50%, rank 0 6%. Set data_workers=auto" in text
     brisk = write_run(tmp_path / "brisk", ranks=2)
     for rank in (0, 1):
         timing = RunDirectory(brisk).get_timing_file(rank)
@@ -96,8 +96,8 @@ def test_a_change_of_data_workers_is_a_line_of_events_and_good_news_in_the_timel
     first, second = read_run(slow_rank).events
     assert (first["event"], first["step"], first["workers"], first["before"]) == ("data_workers", 25, 1, 0)
     assert [record.getMessage() for record in caplog.records] == [
-        "step 25: rank 0: 1 data workers instead of 0: steps waited for data for 62% of their time",
-        "step 59: rank 0: back to 0 data workers: steps were not shorter with 1",
+        "step 25: rank 0: data workers changed from 0 to 1: steps waited for data 62% of the time",
+        "step 59: rank 0: back to 0 data workers: steps were not faster with 1",
     ]
     assert second["workers"] == 0
     assert caplog.records[0].getMessage() in render_page([slow_rank])

@@ -65,18 +65,18 @@ def test_the_summary_says_who_is_on_which_network_and_who_warned(tmp_path: Path)
         log.write_text(f"step 1\n[rank{rank}]:[W505 06:16:50.1 ProcessGroupNCCL.cpp:1250] Warning: slow \x1b[31m\n")
         collectives_file(log).write_text(json.dumps({"0": [57 - rank, 56], "": "x", "1": [True, [1]]}))
     assert debug_summary(run).splitlines() == [
-        "what NCCL and torch logged (cluster.debug):",
-        "  NCCL 2.21.5+cuda12.4, 2.27.5+cuda12.9: 1 of 4 ranks are connected",
-        "  began to connect, and did not end: rank 3",
-        "  network IB: mlx5_0:1/IB, mlx5_1:1/RoCE, set up on eth0 (rank 0)",
+        "NCCL and torch logs (cluster.debug):",
+        "  NCCL 2.21.5+cuda12.4, 2.27.5+cuda12.9: 1 of 4 ranks connected",
+        "  started to connect but did not finish: rank 3",
+        "  network IB: mlx5_0:1/IB, mlx5_1:1/RoCE, bootstrap on eth0 (rank 0)",
         "  network Socket: eth0, eth1 (rank 3)",
-        "  2 connections by NET/IB/0/GDRDMA",
-        "  1 connections by P2P/CUMEM/read",
-        "  collectives of group 0: 57 begun, 56 completed by worker_00000; 56 begun, 56 completed by worker_00001",
-        "  warned by rank 3 (2): transport/net_ib.cc:1296 NET/IB : Got completion with status=12",
-        r"  warned by worker_00000 (1), worker_00001 (1): ProcessGroupNCCL.cpp:1250 Warning: slow \x1b[31m",
-        "  warned by rank 3 (1): misc/socket.cc:484 socketStartConnect: Connect to 10.0.0.1<36529> failed : Connection "
-        "refused",
+        "  2 connections via NET/IB/0/GDRDMA",
+        "  1 connections via P2P/CUMEM/read",
+        "  collectives of group 0: 57 started, 56 completed by worker_00000; 56 started, 56 completed by worker_00001",
+        "  warning from rank 3 (2): transport/net_ib.cc:1296 NET/IB : Got completion with status=12",
+        r"  warning from worker_00000 (1), worker_00001 (1): ProcessGroupNCCL.cpp:1250 Warning: slow \x1b[31m",
+        "  warning from rank 3 (1): misc/socket.cc:484 socketStartConnect: Connect to 10.0.0.1<36529> failed : "
+        "Connection refused",
     ]
 
 
@@ -94,10 +94,10 @@ def test_a_rank_that_an_earlier_attempt_had_connected_is_not_told_as_connected(t
         os.utime(file, (1000 * (pid // 10),) * 2)
     os.utime(counts, (1000, 1000))
     told = debug_summary(run, {"start_at": 1500.0, "transport": {"backend": "nccl"}})
-    assert "1 of 2 ranks are connected" in told
-    assert "began to connect, and did not end: rank 1" in told
+    assert "1 of 2 ranks connected" in told
+    assert "started to connect but did not finish: rank 1" in told
     assert "collectives" not in told
-    assert "2 of 2 ranks are connected" in debug_summary(run, {"start_at": 500.0})
+    assert "2 of 2 ranks connected" in debug_summary(run, {"start_at": 500.0})
 
 
 def test_the_logs_of_an_attempt_are_known_by_their_names_also_in_a_run_folder_that_was_copied(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_the_logs_of_an_attempt_are_known_by_their_names_also_in_a_run_folder_th
     for number, rank, state in ((1, 0, "COMPLETE"), (1, 1, "COMPLETE"), (2, 0, "COMPLETE"), (2, 1, "START")):
         log = nccl_log(folder, host="gpu", process=str(rank), attempt=number)
         log.write_text(done.format(rank=rank, state=state))
-    assert "1 of 2 ranks are connected" in debug_summary(RunDirectory(tmp_path), {"number": 2, "start_at": 0.0})
-    assert "2 of 2 ranks are connected" in debug_summary(RunDirectory(tmp_path), {"number": 1, "start_at": 0.0})
+    assert "1 of 2 ranks connected" in debug_summary(RunDirectory(tmp_path), {"number": 2, "start_at": 0.0})
+    assert "2 of 2 ranks connected" in debug_summary(RunDirectory(tmp_path), {"number": 1, "start_at": 0.0})
     assert listen_to_nccl(folder, attempt=2)["NCCL_DEBUG_FILE"] == f"{folder}/nccl_%h_%p.attempt_2.log"
 
 
@@ -124,9 +124,9 @@ def test_processes_whose_logs_are_not_read_are_not_told_as_unconnected(
         line = f"gpu:{rank}:1 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {rank} nranks 3 cudaDev 0 - Init COMPLETE\n"
         (run.nccl_logs("gpu") / f"nccl_gpu_{rank}.log").write_text(line)
     assert debug_summary(run).splitlines()[1:] == [
-        "  NCCL of an unknown version: 2 of the 2 processes whose logs were read (of 3) are connected",
+        "  NCCL of an unknown version: 2 of 2 processes connected (logs read from 2 of 3)",
         "  no warnings",
-        "  the output of 1 further processes was not read",
+        "  the output of 1 more processes was not read",
     ]
 
 
@@ -138,7 +138,7 @@ def test_the_summary_of_a_run_is_shown_again(
     monkeypatch.setattr(sys, "argv", ["logs", str(run), "--debug"])
     logs.main()
     said = capsys.readouterr()
-    assert said.out.splitlines()[1:] == ["  gloo by lo", "  no warnings"]
+    assert said.out.splitlines()[1:] == ["  gloo on lo", "  no warnings"]
     assert "the run had cluster.debug=false, so little was logged" in said.err
 
 
@@ -149,7 +149,7 @@ def test_a_log_that_says_little_or_much_makes_a_short_summary(tmp_path: Path, te
     (run.nccl_logs("gpu1") / "nccl_gpu1_1.log").write_text(text)
     said = debug_summary(run)
     assert len(said) < 1000
-    assert ("warned by a process on gpu1 (40)" in said) == ("WARN" in text)
+    assert ("warning from a process on gpu1 (40)" in said) == ("WARN" in text)
 
 
 def test_output_of_a_rank_that_the_run_does_not_have_is_no_empty_output(
@@ -165,4 +165,4 @@ def test_output_of_a_rank_that_the_run_does_not_have_is_no_empty_output(
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.out == "[worker 1] hello from 1\n"
-    assert said.err == f"no process of {run.path} has rank 9. There is output of ranks 0-1.\n"
+    assert said.err == f"no output of rank 9 in {run.path}. There is output of ranks 0-1.\n"

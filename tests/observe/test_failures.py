@@ -62,7 +62,7 @@ def test_watch_and_report_tell_why_a_run_failed(failed: RunDirectory) -> None:
     assert "\x1b[31mworker 3 on gpu-b failed at step 17" in console.export_text(styles=True)
     text = render_page([failed.path])
     assert f'<p class="bad">{LINE}</p>' in text
-    assert f"attempt 2 ends: failed after step 17 (exit code 1): {LINE}" in text
+    assert f"attempt 2 ended: failed after step 17 (exit code 1): {LINE}" in text
 
 
 def test_a_failure_is_recorded_in_the_manifest_and_as_an_event(unstarted: RunDirectory) -> None:
@@ -94,11 +94,9 @@ def test_an_end_before_or_outside_of_an_attempt_is_a_failure_of_the_launching_pr
     assert [each["exit_reason"] for each in refresh_run(unstarted).attempts] == ["failed", "killed"]
     assert [each["failure"]["cause"] for each in refresh_run(unstarted).attempts] == [
         "ConfigError: the hosts differ. Update them.",
-        "it was killed, or its host was lost",
+        "killed, or its host was lost",
     ]
-    assert (
-        refresh_run(unstarted).failure == f"the launching process on {host} failed: it was killed, or its host was lost"
-    )
+    assert refresh_run(unstarted).failure == f"the launching process on {host} failed: killed, or its host was lost"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,7 @@ def test_an_end_before_or_outside_of_an_attempt_is_a_failure_of_the_launching_pr
     [
         (RAISED, "ValueError: first"),
         (f"{RAISED}\nDuring handling of this:\n\n{RAISED.replace('first', 'last')}", "ValueError: last"),
-        (f"did not answer at step 3.\n{RAISED}", "did not answer at step 3."),
+        (f"did not respond at step 3.\n{RAISED}", "did not respond at step 3."),
         ("killed by SIGKILL", "killed by SIGKILL"),
         ("the disk is full.\nMake room.\n", "the disk is full."),
         ("\n", "no cause"),

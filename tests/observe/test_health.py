@@ -302,7 +302,7 @@ def test_an_alert_is_raised_once_until_the_figure_has_come_back() -> None:
     alerts = HealthAlerts(LIMITS, node=2)
     assert told(alerts) == []
     (alert,) = alerts.find_new_alerts(row(memory=0.96))
-    assert alert == NodeAlert(2, "n1", "memory", 0.96, 0.95, detail="of its ranks, 5 holds most: 2.00 GB")
+    assert alert == NodeAlert(2, "n1", "memory", 0.96, 0.95, detail="largest: rank 5, 2.00 GB")
     assert told(alerts, memory=0.99) == []
     assert told(alerts, memory=0.94) == []  # not yet back
     assert told(alerts, memory=0.96) == []
@@ -331,7 +331,7 @@ def test_each_new_memory_error_of_a_gpu_is_told() -> None:
 def test_the_rank_that_holds_too_much_is_named_with_its_bytes_and_the_bound() -> None:
     (alert,) = HealthAlerts(LIMITS, node=1).find_new_alerts(row(resident={"8": 10**9, "9": 3_456_000_000}))
     assert (alert.what, alert.rank, alert.value, alert.limit) == ("process_memory", 9, 3_456_000_000, 3e9)
-    assert describe_alert(vars(alert)) == ("node 1, n1: rank 9 holds 3.46 GB, more than cluster.max_memory (3.00 GB).")
+    assert describe_alert(vars(alert)) == ("node 1, n1: rank 9 uses 3.46 GB, more than cluster.max_memory (3.00 GB).")
 
 
 def test_ranks_that_are_bound_to_fewer_cpus_than_they_need_are_an_alert(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,18 +341,18 @@ def test_ranks_that_are_bound_to_fewer_cpus_than_they_need_are_an_alert(monkeypa
     alerts = HealthAlerts(LIMITS, node=1)
     assert [told(alerts, cpus=cpus) for cpus in (0, 2)] == [[], []], "0: no rank runs yet"
     (alert,) = alerts.find_new_alerts(row(cpus=1))
-    expected = "node 1, n1: its processes need 2 CPUs (cluster.threads, data_workers) and may run on 1."
+    expected = "node 1, n1: processes require 2 CPUs (cluster.threads, data_workers), 1 available."
     assert describe_alert(vars(alert)) == expected
     assert told(alerts, cpus=1) == []
 
 
 def test_a_slow_rank_is_explained_by_what_its_host_suffers_most_of_the_time() -> None:
     assert why_slow([row(), row()]) == ""
-    assert why_slow([row(swap=5e6), row(swap=15e6), row()]) == "it swaps 10 MB/s"
-    assert why_slow([row(gpus=[HOT]), row(gpus=[HOT]), row()]) == "GPU 3 is slowed down (temperature)"
+    assert why_slow([row(swap=5e6), row(swap=15e6), row()]) == "swapping 10 MB/s"
+    assert why_slow([row(gpus=[HOT]), row(gpus=[HOT]), row()]) == "GPU 3 is throttled (temperature)"
     assert why_slow([row(gpus=[HOT]), row(), row()]) == ""
     busy = row(cpu=0.99, cpu_of_others=0.4)
-    assert why_slow([busy]) == "all processors are busy, 40 % of them with processes that are not of this run"
+    assert why_slow([busy]) == "all CPUs are busy, 40 % with processes outside this run"
     assert why_slow([row(cpu=0.6, cpu_of_others=0.4)]) == ""  # some are free
 
 
@@ -464,9 +464,9 @@ def test_the_host_of_a_slow_rank_is_asked_for_its_health(tmp_path: Path) -> None
     run, now = RunDirectory(tmp_path), time.time()
     for node, host, swap in ((0, "a", 0.0), (1, "b", 5e6)):
         HealthFile(run, node).add_row(row(host=host, time=now, swap=swap), [])
-    assert why_host_is_slow(run, "b", 9, per_node=8) == "it swaps 5 MB/s"
+    assert why_host_is_slow(run, "b", 9, per_node=8) == "swapping 5 MB/s"
     assert why_host_is_slow(run, "a", 0, per_node=8) == ""
-    assert why_host_is_slow(run, "b", 0, per_node=8) == "it swaps 5 MB/s"  # its ranks may be anywhere
+    assert why_host_is_slow(run, "b", 0, per_node=8) == "swapping 5 MB/s"  # its ranks may be anywhere
     assert why_host_is_slow(run, "c", 0, per_node=8) == ""
     run.get_health_file(1).write_text(json.dumps(row(host="b", time=now - 600, swap=5e6)) + "\n")
     assert why_host_is_slow(run, "b", 9, per_node=8) == ""  # long ago
@@ -524,7 +524,7 @@ def test_the_report_shows_health_and_alerts(large: RunDirectory) -> None:
     large.events.write_text(json.dumps({"event": "node_alert", "time": START + 9, **alert}) + "\n")
     text = render_page([large.path])
     assert "Health of the nodes" in text
-    assert "node 599, n&lt;b&gt;: GPU 3 is slowed down (temperature)." in text
+    assert "node 599, n&lt;b&gt;: GPU 3 is throttled (temperature)." in text
     assert "GPU 3: temperature" in text  # the node with an alert is shown
     assert "568 more nodes" in text
 
@@ -583,8 +583,8 @@ def alerts_of(run: RunDirectory) -> list[NodeAlert]:
 
 
 def test_a_straggler_is_described_with_the_health_of_its_host() -> None:
-    event = Straggling(250, 2, "n3", "cuda:1", "compute", 1.2, 210, health="GPU 1 is slowed down (temperature)")
-    assert describe_straggler(event).endswith("it takes longer to compute (GPU 1 is slowed down (temperature)).")
+    event = Straggling(250, 2, "n3", "cuda:1", "compute", 1.2, 210, health="GPU 1 is throttled (temperature)")
+    assert describe_straggler(event).endswith("slow compute (GPU 1 is throttled (temperature)).")
     assert parse_row(json.dumps(vars(event)).encode()) is not None
 
 

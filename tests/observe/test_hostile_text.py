@@ -77,7 +77,7 @@ def test_watch_escapes_what_a_record_says_and_counts_damaged_lines(tmp_path: Pat
     text = out.getvalue()
     assert "\x1b[2J" not in text
     assert "\x1b[31m" not in text
-    assert "2 damaged lines of the run's files were left out" in text
+    assert "skipped 2 damaged lines in the run's files" in text
     watched = Watched(run)
     watched.read_new_rows()
     assert "\x1b" not in rendered(render_screen(watched, refresh_run(RunDirectory(run)).manifest, "x\x1b[2J"))

@@ -170,7 +170,7 @@ def test_a_listener_that_cannot_be_made_costs_a_warning(shown: pytest.CaptureFix
     listener = SubprocessListeners({"logger": fail})
     for event in (step(1), step(2), RunFailed("x")):
         listener(event)
-    said = "warning: the logger failed and is off for the rest of the run: OSError: no network\n"
+    said = "warning: the logger failed and is disabled for the rest of the run: OSError: no network\n"
     assert said in shown.readouterr().err
 
 
@@ -191,7 +191,7 @@ def test_a_preempted_run_waits_for_a_listener_no_longer_than_its_scheduler_waits
         raise AssertionError
 
     SubprocessListeners({"logger": hang}, grace=lambda: 0.125)(RunEnded(1, "preempted"))
-    assert "the logger did not finish within 0.125 s; its unsent events are lost" in shown.readouterr().err
+    assert "the logger did not finish within 0.125 s: its unsent events are lost" in shown.readouterr().err
 
 
 def blocked(door: Path, path: Path) -> Listener:

@@ -117,9 +117,9 @@ def test_the_time_line_shows_when_attempts_ran_and_what_a_failure_cost(eventful:
         (68.42, 70.53, 100.0),
     ]
     texts = {round(mark.seconds): mark.text for mark in line.marks}
-    assert texts[60] == "attempt 1 ends: failed after step 90 (exit code 1)"
+    assert texts[60] == "attempt 1 ended: failed after step 90 (exit code 1)"
     assert texts[30].startswith("step 40: straggling, rank 5, 1.2 × as slow as the others, host gpu-b, cause compute")
-    assert "recovered in 9.0 s; 10 steps are done again" in [mark.text for mark in line.marks]
+    assert "recovered in 9.0 s; 10 steps repeated" in [mark.text for mark in line.marks]
 
 
 def test_the_breakdown_has_the_phases_that_ranks_measured(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_scaling_study_is_sorted_and_knows_how_wrong_the_prediction_was(study:
 )
 def test_a_scaling_study_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -> None:
     (tmp_path / "scaling.json").write_text(damage)
-    with pytest.raises(WorldsizeError, match=r"Measure again|Upgrade worldsize"):
+    with pytest.raises(WorldsizeError, match=r"Run worldsize scale again|Upgrade worldsize"):
         render_page([tmp_path])
 
 
@@ -189,7 +189,7 @@ def test_lines_that_no_run_writes_are_counted_and_left_out(tmp_path: Path) -> No
             file.write(json.dumps({**step, "step": number, "facts": facts}) + "\n")
     record = read_run(run)
     assert (record.damaged, sorted(record.timing), record.events) == (5, [0, 1], [])
-    assert "5 damaged lines of the run's files were left out" in render_page([run])
+    assert "skipped 5 damaged lines in the run's files" in render_page([run])
 
 
 def test_a_report_of_many_ranks_and_steps_reads_some_lines_and_keeps_the_sums(
@@ -249,10 +249,10 @@ def test_a_file_that_cannot_be_read_spoils_no_page_but_its_own(tmp_path: Path) -
     write_manifest(lacking / "run_manifest.json", manifest)
     sweep = read_sweep([whole, damaged, lacking])
     assert [record.folder for record in sweep.runs.values()] == [whole]
-    assert "metrics.jsonl cannot be read: it is not a regular file" in sweep.refused["damaged"]
-    assert "lacks the field 'overrides'" in sweep.refused["lacking"]
-    assert "lacks the field" in render_page([tmp_path])
-    with pytest.raises(WorldsizeError, match="it is not a regular file"):
+    assert "metrics.jsonl cannot be read: not a regular file" in sweep.refused["damaged"]
+    assert "missing field 'overrides'" in sweep.refused["lacking"]
+    assert "missing field" in render_page([tmp_path])
+    with pytest.raises(WorldsizeError, match="not a regular file"):
         render_page([damaged])
 
 
@@ -322,7 +322,7 @@ def test_the_pointer_shows_the_values_of_all_runs_at_its_place() -> None:
 def test_a_loss_over_two_decades_has_a_logarithmic_axis(last: float, is_log: bool) -> None:
     losses = [1.0, math.sqrt(abs(last)) or 0.3, last]
     (chart,) = lines_chart("loss", [StepCurve("", [1, 2, 3], losses)], is_loss=True)
-    assert ("Logarithmic" in chart.note) == is_log
+    assert ("Log scale" in chart.note) == is_log
     (path,) = (each.get("d", "") for each in ElementTree.fromstring(chart.svg).iter("path") if each.get("fill"))
     first, second, third = (float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path))
     assert ((second - first) == pytest.approx(third - second, abs=0.2)) == is_log
@@ -418,4 +418,4 @@ def test_only_the_page_in_a_run_folder_replaces_a_link(tmp_path: Path) -> None:
 def test_a_folder_without_runs_is_refused(command: Any, tmp_path: Path) -> None:
     done = command("report", str(tmp_path), cwd=tmp_path, environment={})
     assert done.returncode == 2
-    assert "no runs in" in done.stderr
+    assert "no runs found in" in done.stderr

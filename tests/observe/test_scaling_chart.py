@@ -34,4 +34,4 @@ def test_the_upright_line_parts_one_node_from_several_or_is_not_there(
     study = read_study(tmp_path / "scaling.json")
     assert study.boundary == (None if boundary is None else pytest.approx(boundary))
     throughput, efficiency = study_charts(study)
-    assert ("upright line" in throughput.note, "upright line" in efficiency.note) == (False, boundary is not None)
+    assert ("vertical line" in throughput.note, "vertical line" in efficiency.note) == (False, boundary is not None)

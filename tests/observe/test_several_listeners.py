@@ -79,9 +79,9 @@ def test_a_listener_that_fails_or_hangs_is_named_once_and_the_others_go_on(
     assert (tmp_path / "fourth").read_text().split() == ["Evaluated"] * 3000 + ["RunEnded"]
     assert not (tmp_path / "first").exists()
     assert sorted(shown.readouterr().err.splitlines()) == [
-        "warning: the listener first failed and is off for the rest of the run: OSError: no network",
-        "warning: the listener second failed and is off for the rest of the run: ValueError: no key",
-        "warning: the listener third did not finish within 60 s; its unsent events are lost",
+        "warning: the listener first failed and is disabled for the rest of the run: OSError: no network",
+        "warning: the listener second failed and is disabled for the rest of the run: ValueError: no key",
+        "warning: the listener third did not finish within 60 s: its unsent events are lost",
     ]
 
 
@@ -106,7 +106,7 @@ def test_a_listener_that_falls_behind_misses_steps_and_nothing_else(
     told = (tmp_path / "told").read_text().split()
     assert 50 < told.count("StepDone") < 500
     assert (told.count("Evaluated"), told[-1]) == (10, "RunEnded")
-    warning = "warning: the logger has fallen behind: it misses steps until it has caught up\n"
+    warning = "warning: the logger is falling behind and skips steps until it catches up\n"
     assert shown.readouterr().err == warning
 
 
@@ -122,7 +122,7 @@ def test_a_run_tells_a_group_option_and_ones_own_class_and_loses_the_broken_one(
     assert run.code == 0, run.error
     assert (run.folder / "mine").read_text().split()[-2:] == ["Evaluated", "RunEnded"]
     assert "Evaluated" not in (run.folder / "broken").read_text()
-    said = "the listener broken failed and is off for the rest of the run: OSError: no network"
+    said = "the listener broken failed and is disabled for the rest of the run: OSError: no network"
     logs = "".join(path.read_text() for path in (run.folder / "logs").rglob("*") if path.is_file())
     assert said in run.error + logs
     assert len(read(run.folder).Scalars("train/loss")) == 2

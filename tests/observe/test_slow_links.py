@@ -88,5 +88,5 @@ def test_nobody_is_named_if_all_links_are_equally_slow_or_only_two_hosts_share_o
 
 def test_the_event_says_how_much_less_the_link_carries() -> None:
     text = describe_straggler(Straggling(40, 4, "h3", "cpu", "network", 20.0, 10))
-    assert "the link of h3, where rank 4 is, carries 5% of what most do" in text
+    assert "the network link of h3 (rank 4) has 5% of the typical bandwidth" in text
     assert "since step 10" in text

@@ -127,8 +127,9 @@ def test_an_event_is_a_line_with_the_rank_its_host_and_the_cause(
     assert line.pop("time") > 1e9
     assert line == {"event": "straggling", **vars(event)}
     assert describe_straggler(event) in caplog.messages
-    assert "rank 2 on n3 (cuda:1) has been 23% slower than its peers since step 210: it waits" in describe_straggler(
-        event
+    assert (
+        "rank 2 on n3 (cuda:1) has been 23% slower than its peers since step 210: slow data loading"
+        in describe_straggler(event)
     )
 
 

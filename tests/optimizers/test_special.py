@@ -209,14 +209,16 @@ def test_strategies_that_do_not_train_an_optimizer_refuse_it_before_the_start(st
     if isinstance(strategy, trains):
         check_construction(recipe(make), strategy)
         return
-    with pytest.raises(ConfigError, match=rf"{type(strategy).__name__} does not train it\. Set strategy=single"):
+    with pytest.raises(
+        ConfigError, match=rf"is not supported with {type(strategy).__name__}: .*\. Set strategy=single"
+    ):
         check_construction(recipe(make), strategy)
 
 
 def test_what_contradicts_a_schedule_free_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"without a schedule of the learning rate\. Set schedule=constant"):
+    with pytest.raises(ConfigError, match=r"does not support a learning-rate schedule\. Set schedule=constant"):
         check_construction(recipe(FREE, make_schedule=partial(warmup_cosine, steps=9)), Single())
-    with pytest.raises(ConfigError, match=r"averages weights itself\. Leave ema\.decay out"):
+    with pytest.raises(ConfigError, match=r"already averages weights\. Remove ema\.decay"):
         check_construction(recipe(FREE), Single(), averages=True)
     with pytest.raises(ConfigError, match=r"running statistics of 1 \(BatchNorm1d\)"):
         check_construction(Normed(), Single())

@@ -46,7 +46,7 @@ class Unbuilt(Chain):
 @pytest.mark.parametrize(("build", "name"), [(_too_much, "RuntimeError"), (_killed, "BrokenProcessPool")])
 def test_too_little_memory_is_an_error_with_a_remedy(build: Callable[[], NoReturn], name: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"cannot take the recipe's steps, 2 process\(es\) at once \({name}\)\. Pass"
+        ConfigError, match=rf"does not fit on this machine with 2 concurrent process\(es\) \({name}\)\. Pass"
     ):
         calibrate(Unbuilt(build=build), Numerics(), Order(0, 4, 1, (0,)), "cpu", at_once=2)
 

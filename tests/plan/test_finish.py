@@ -50,5 +50,5 @@ def test_a_run_that_never_fails_takes_its_training_and_one_save() -> None:
 
 
 def test_a_run_that_would_hardly_ever_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would hardly ever end"):
+    with pytest.raises(ConfigError, match="would make almost no progress"):
         simulate_runs(1e5, 1.0, 10.0, 3600.0)

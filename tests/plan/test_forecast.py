@@ -95,7 +95,7 @@ def test_the_compute_for_an_efficiency_counts_all_that_is_lost(idle: float) -> N
 def test_no_computation_makes_up_for_a_rank_that_is_idle_for_longer() -> None:
     found = forecast(Cost(0.0, 0.0, 0.0, 1.0, idle=0.25), Workload(0.0, 0.0, compute_seconds=1.0))
     assert found.compute_seconds_for(0.8) == math.inf
-    assert "a rank is idle for 25% of it, whatever it computes" in best_text({"mesh": found}, {})
+    assert "ranks are idle 25% of the time at any batch size" in best_text({"mesh": found}, {})
 
 
 def test_ranks_of_a_node_share_its_link_to_the_servers() -> None:
@@ -156,25 +156,27 @@ def test_the_best_is_the_fastest_that_fits_and_computes_the_same() -> None:
         "apart": made(0, same=False),
     }
     text = best_text(rivals, {"large"})
-    assert text.startswith("Best: best, 1200.00 ms a step. near is too near to tell (5.0% slower): ")
-    assert "Faster, but too large: large." in text
-    assert "Faster, but another algorithm, to be tried on the loss: apart." in text
+    assert text.startswith("Best: best, 1200.00 ms per step. near is about as fast (5.0% slower) and needs ")
+    assert "Faster, but out of memory: large." in text
+    assert "Faster, but not equivalent to a single process (compare the loss): apart." in text
     text = best_text({"slow": made(1.0), "slower": made(2.0)}, ())
-    assert "slower, the next, takes 1.50 ×: it waits 2000.00 ms for communication, not 1000.00 ms." in text
-    assert "Only 50.0% of the time computes: 80% needs 4000.00 ms of compute a step, 4.0 × as much." in text
-    assert best_text(rivals, set(rivals)).startswith("None of them fits.")
-    assert best_text({"apart": made(0, same=False)}, ()).endswith("to be tried on the loss: apart.")
-    assert best_text({}, ()) == "Nothing could be predicted, for the reasons below."
+    assert (
+        "slower is next and takes 1.50 × as long: it waits 2000.00 ms for communication instead of 1000.00 ms." in text
+    )
+    assert "only 50.0% of the time is compute. 80% requires 4000.00 ms of compute per step, 4.0 × as much: " in text
+    assert best_text(rivals, set(rivals)).startswith("No strategy fits in memory.")
+    assert best_text({"apart": made(0, same=False)}, ()).endswith("Approximate alternatives (compare the loss): apart.")
+    assert best_text({}, ()) == "No strategy could be predicted; see the reasons below."
 
 
 def test_advice_names_what_is_too_large_and_how_to_change_the_rate_for_a_larger_batch() -> None:
     assert explain_memory_excess(made(1.0, memory=3e9), 2e9) == (
-        "it needs 3.00 GB a rank, and there are 2.00 GB. Shard it over more ranks."
+        "out of memory: requires 3.00 GB per rank, found 2.00 GB. Shard the model over more ranks."
     )
     assert explain_memory_excess(made(1.0), 1e9) is None
     assert explain_memory_excess(made(1.0), None) is None
     assert retuning_text(64, 64, 0.1, "runs/x") is None
-    assert "start at 4 × with SGD, 2 × with Adam; lr=0.1 is set" in (retuning_text(64, 256, 0.1, "runs/x") or "")
+    assert "start at 4 × with SGD, 2 × with Adam (currently lr=0.1)" in (retuning_text(64, 256, 0.1, "runs/x") or "")
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [("a,b", "rack"), ("a,b,c,d", "network")])

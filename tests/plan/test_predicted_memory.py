@@ -71,8 +71,8 @@ def test_a_formula_in_place_of_a_rehearsal_that_failed_is_marked_with_the_reason
     assert forecast.cost.memory_bytes > 0
     text = formula_text({"ddp": forecast, "zero": forecast, "fsdp": replace(forecast, by_formula=None)})
     assert text.startswith(
-        "* Memory by the strategy's own formula, without activations. "
-        "ddp, zero: its rehearsal failed in step 1: ValueError: no such rank (tests/plan/test_predicted_memory.py:"
+        "* Memory estimated by the strategy's formula, without activations. "
+        "ddp, zero: the rehearsal failed in step 1: ValueError: no such rank (tests/plan/test_predicted_memory.py:"
     )
     assert formula_text({"fsdp": replace(forecast, by_formula=None)}) == ""
 
@@ -86,7 +86,7 @@ def test_memory_of_a_process_is_never_less_than_nothing(monkeypatch: pytest.Monk
     assert detect_memory_bytes(cluster) == 0
     forecast = Forecast(Cost(1e9, 0.0, 0.0, 0.0), 1.0, 0.0, 1.0)
     assert explain_memory_excess(forecast, 0.0, processes=4) == (
-        "4 processes do not fit beside Python and torch on this machine. Set cluster.processes lower, or "
+        "Python and torch use all memory of this machine with 4 processes. Lower cluster.processes, or set "
         "cluster.device_memory."
     )
 

@@ -79,7 +79,7 @@ def test_the_cliff_at_the_node_boundary_is_named_with_its_prediction() -> None:
     assert predict_efficiencies(STAIRS) == pytest.approx([1.0, 1.0, 0.6, 0.4])
     assert boundary_text(STAIRS) == [
         "ddp at the node boundary, 1 × 2 to 2 × 2: efficiency 90% to 55% (predicted 100% to 60%); "
-        "a further process adds 20% of the speed of one."
+        "each additional process adds 20% of the throughput of a single process."
     ]
     assert (marginal_text(-0.001), marginal_text(-0.05), marginal_text(None)) == ("0%", "-5%", "")
     assert boundary_text(STAIRS[:2]) == []

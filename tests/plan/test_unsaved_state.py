@@ -83,7 +83,7 @@ def test_values_that_no_checkpoint_holds_are_refused_before_the_start(
 ) -> None:
     refusal = find_early_refusal(strategy, recipe)
     assert message in refusal
-    assert "Keep tensors and plain values" in refusal
+    assert "Use only tensors and plain values" in refusal
 
 
 def test_what_a_trial_cannot_find_ends_the_run_before_its_second_step() -> None:

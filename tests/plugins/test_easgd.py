@@ -80,9 +80,9 @@ def test_workers_that_come_one_at_a_time_meet_the_centre_as_the_last_one_left_it
     [
         (lambda: EASGD(period=0), "strategy.period=0 must be 1 or more"),
         (lambda: EASGD(moving_rate=1.5), "strategy.moving_rate=1.5 must be above 0 and at most 1"),
-        (lambda: EASGD(rounds="never"), "'never' is unknown. Known: synchronous, asynchronous"),  # type: ignore[arg-type]
+        (lambda: EASGD(rounds="never"), "'never' is unknown. Available: synchronous, asynchronous"),  # type: ignore[arg-type]
         (lambda: check_precision(Numerics("fp16"), EASGD()), "Set precision=bf16"),
-        (lambda: EASGD().replica(CHAIN, RunContext(ALONE)), "needs its centre"),
+        (lambda: EASGD().replica(CHAIN, RunContext(ALONE)), "require the centre"),
     ],
 )
 def test_options_that_cannot_run_are_refused_with_the_remedy(make: Any, message: str) -> None:

@@ -230,14 +230,17 @@ def loss_too(prediction: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(classifier, compute=several), "compute_metrics returns a list for 'by_class', not a number"),
-        (partial(classifier, compute=loss_too), "two metrics that are called 'loss'. Rename one of them"),
-        (partial(classifier, label_names=["labels", "weights"]), "the evaluated batches lack 'weights'. Add it"),
+        (partial(classifier, compute=several), "compute_metrics returned a list for 'by_class', expected a number"),
+        (partial(classifier, compute=loss_too), "two metrics named 'loss'. Rename one of them"),
+        (
+            partial(classifier, label_names=["labels", "weights"]),
+            "the evaluation batches do not contain 'weights'. Add it",
+        ),
         (
             partial(classifier, preprocess=lambda logits, labels: (logits,) * len(labels)),
-            "differ in structure from the previous batch's",
+            "the structure of the model's outputs differs between batches",
         ),
-        (partial(classifier, preprocess=lambda logits, labels: "all"), "the model's outputs have a str"),
+        (partial(classifier, preprocess=lambda logits, labels: "all"), "the model's outputs contain a str"),
     ],
     ids=["no number", "two losses", "no labels", "another form", "no tensor"],
 )
@@ -253,12 +256,12 @@ def computed_in_turns(prediction: Any, compute_result: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(pair, predict_with_generate=True), "predict_with_generate=True.*worldsize does not generate any"),
+        (partial(pair, predict_with_generate=True), "predict_with_generate=True.*logits, not generated tokens"),
         (
             partial(classifier, compute=computed_in_turns, batch_eval_metrics=True),
             "batch_eval_metrics=True.*is called once, with the predictions of all batches",
         ),
-        (partial(classifier, eval_do_concat_batches=False), "eval_do_concat_batches=False.*is given the concatenated"),
+        (partial(classifier, eval_do_concat_batches=False), "eval_do_concat_batches=False.*receives the concatenated"),
     ],
     ids=["generated", "in turns", "lists"],
 )
@@ -268,7 +271,9 @@ def test_what_is_not_carried_is_refused_before_the_start(make: Make, message: st
 
 
 def test_servers_that_add_up_sums_refuse_the_metrics() -> None:
-    with pytest.raises(ConfigError, match="evaluates metrics that are sums and counts, and 'compute_metrics' is not"):
+    with pytest.raises(
+        ConfigError, match=r"requires metrics as \(sum, count\), but 'compute_metrics' is in Recipe.metrics"
+    ):
         ParameterServer().check_recipe(recipe(classifier))
 
 

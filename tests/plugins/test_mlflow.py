@@ -88,7 +88,7 @@ def test_alerts_are_tags_also_that_of_a_slower_transport(tmp_path: Path, monkeyp
     listener(CheckpointFailed(5, "the disk is full" * 99, None, 1))
     tags = logged(mlflow.MlflowClient(tracking_uri=uri))[0].data.tags
     assert tags["worldsize.transport"] == "NCCL uses plain sockets."
-    assert tags["worldsize.failed_save"].startswith("step 5: the checkpoint could not be written: the disk is full")
+    assert tags["worldsize.failed_save"].startswith("step 5: failed to write the checkpoint: the disk is full")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,13 +103,13 @@ def test_the_first_round_after_another_strategy_begins_at_its_model_with_its_opt
         (lambda: LocalSGD(inner_steps=0), r"strategy.inner_steps=0 must be 1 or more"),
         (lambda: LocalSGD(reduce="ordered"), r"Set reproducibility=deterministic"),
         (lambda: DiLoCo(reduce="hierarchical"), r"reduce=hierarchical .* Set strategy.reduce=flat"),
-        (lambda: LocalSGD(optimizer_state="gone"), r"'gone' is unknown. Known: local, mean, zero"),  # type: ignore[arg-type]
+        (lambda: LocalSGD(optimizer_state="gone"), r"'gone' is unknown. Available: local, mean, zero"),  # type: ignore[arg-type]
         (lambda: DiLoCo(outer_lr=0.0), r"strategy.outer_lr=0.0 must be positive"),
         (lambda: DiLoCo(outer_momentum=1.0), r"strategy.outer_momentum=1.0 must be at least 0 and below 1"),
         (lambda: StreamingDiLoCo(fragment_blocks=0), r"strategy.fragment_blocks=0 must be 1 or more"),
         (lambda: StreamingDiLoCo(inner_steps=5, delay=5), r"strategy.delay=5 .* below strategy.inner_steps=5"),
-        (lambda: StreamingDiLoCo(mix=1.0), r"strategy.mix=1.0 .* would never meet"),
-        (lambda: StreamingDiLoCo(wire="int4"), r"'int4' is unknown. Known: fp32, e3m0_gather"),  # type: ignore[arg-type]
+        (lambda: StreamingDiLoCo(mix=1.0), r"strategy.mix=1.0 .* never synchronize"),
+        (lambda: StreamingDiLoCo(wire="int4"), r"'int4' is unknown. Available: fp32, e3m0_gather"),  # type: ignore[arg-type]
     ],
 )
 def test_options_that_cannot_run_are_refused_with_the_remedy(make: Any, message: str) -> None:
@@ -120,5 +120,5 @@ def test_options_that_cannot_run_are_refused_with_the_remedy(make: Any, message:
 def test_elastic_runs_are_refused_before_a_process_starts(train: Any) -> None:
     run = train(*OPTIONS, "strategy=diloco", "reproducibility=elastic")
     assert run.code == 2
-    assert "depends on how many they are" in run.error
+    assert "depends on the number of workers" in run.error
     assert run.folder is None

@@ -54,7 +54,7 @@ def test_alerts_are_texts_at_their_steps_also_those_before_the_first_step(tmp_pa
     assert texts.pop("alerts/failed_save/text_summary")[0] == 5
     step, text = texts.pop("alerts/node_alert.1.memory/text_summary")
     assert (step, texts) == (6, {})
-    assert "n3: 97 % of its memory" in text
+    assert "n3: 97 % of memory" in text
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ STRATEGIES: Mapping[str, tuple[Strategy, int]] = {  # and the number of processe
     "parameter_server": (ParameterServer(), 3),
 }
 IMPOSSIBLE = {  # and the reason for the refusal
-    ("diffusion", "parameter_server"): "does not average weights",
-    ("resnet", "parameter_server"): "whose statistics no server owns",
-    ("wgan", "parameter_server"): "has a hook for each step",
+    ("diffusion", "parameter_server"): "does not support weight averaging",
+    ("resnet", "parameter_server"): "whose running statistics are not supported on parameter servers",
+    ("wgan", "parameter_server"): "has a step hook",
 }
 LIGHT = {("dpo", "parameter_server"), ("gcn", "ddp"), ("wgan", "fsdp")}  # the others are heavy
 PAIRS = [

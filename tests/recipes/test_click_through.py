@@ -42,10 +42,10 @@ def test_a_file_of_criteo_is_read_as_it_is_documented(criteo: Criteo) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1\t2\t3\n", "line 1 has 3 fields, not 40"),
+        ("1\t2\t3\n", "line 1: expected 40 fields, got 3"),
         (line(1, ["x"] * 13, ["1"] * 26), "line 1: invalid literal for int"),
         (line(1, ["1"] * 13, ["xyz"] * 26), "line 1: invalid literal for int"),
-        ("", "does not have such lines"),
+        ("", "does not have enough lines"),
     ],
 )
 def test_a_file_of_another_form_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -55,7 +55,7 @@ def test_a_file_of_another_form_is_refused_with_its_line(tmp_path: Path, text: s
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train.txt is not there. Set data.path"):
+    with pytest.raises(ConfigError, match="train.txt not found. Set data.path"):
         Criteo(str(tmp_path), rows=3, test_rows=2).read_split("train")
 
 

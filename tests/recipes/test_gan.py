@@ -109,8 +109,12 @@ def test_workers_that_train_apart_go_on_to_the_last_bit(train: Any, name: str, o
 @pytest.mark.parametrize(
     ("name", "fact", "remedy"),
     [
-        ("mesh", "DCGAN takes several updates a step", "Set strategy=ddp, zero, fsdp or single."),
-        ("parameter_server", "generator.1 is a BatchNorm2d, whose statistics no server owns", "or strategy=ddp."),
+        ("mesh", "DCGAN requires several updates per step", "Set strategy=ddp, zero, fsdp or single."),
+        (
+            "parameter_server",
+            "generator.1 is a BatchNorm2d, whose running statistics are not supported on parameter servers",
+            "or strategy=ddp.",
+        ),
     ],
 )
 def test_strategies_that_cannot_train_it_refuse_it_before_there_is_a_folder(
@@ -129,5 +133,5 @@ def test_plan_predicts_it_and_says_which_strategies_refuse_it(
     words = (*WORDS, "cluster.processes=2", "--strategies", "ddp,zero,mesh")
     done = command("plan", *words, cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
-    assert "mesh: DCGAN takes several updates a step" in done.stdout
+    assert "mesh: DCGAN requires several updates per step" in done.stdout
     assert all(f"│ {name} " in done.stdout for name in ("ddp", "zero"))

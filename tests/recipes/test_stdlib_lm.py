@@ -42,7 +42,7 @@ def test_generated_and_installed_files_are_not_part_of_the_corpus(tmp_path: Path
 
 
 def test_a_library_without_sources_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no \.py files"):
+    with pytest.raises(ConfigError, match=r"no \.py files found"):
         find_modules(tmp_path)
 
 
@@ -137,4 +137,4 @@ def test_training_compresses_better_than_guessing(train: Any) -> None:
 def test_model_sizes_can_be_chosen_for_this_recipe_only(train: Any) -> None:
     shown = train("--cfg", "job", "recipe=stdlib_lm", "model=medium").output
     assert re.search(r"^recipe:\n  width: 1024\n  depth: 24\n", shown, re.MULTILINE)
-    assert "no key 'recipe.depth'" in train("recipe=digits", "model=small").error
+    assert "unknown key 'recipe.depth'" in train("recipe=digits", "model=small").error

@@ -172,7 +172,7 @@ def test_a_checkout_that_git_cannot_compare_is_never_called_clean(repository: tu
     change(root)
     name = git("rev-parse", "HEAD:long.py").strip()
     (root / ".git" / "objects" / name[:2] / name[2:]).unlink()
-    with pytest.raises(WorldsizeError, match=f"git cannot compare .*{name}.* Repair that"):
+    with pytest.raises(WorldsizeError, match=f"git failed to compare .*{name}.* Repair the repository"):
         capture_code(root, exclude=root / "runs")
 
 

@@ -133,7 +133,7 @@ def test_a_run_that_lost_processes_claims_its_bits_only_if_sums_do_not_depend_on
         membership(2, [0, 2], first=4, ended=6.0, began=6.5),
     ]
     reasons = resume_downgrades({"determinism": {"reduce": reduce}, "attempts": [healed]})
-    said = "attempt 1: 2 processes trained from step 5 on, and sums depend on it"
+    said = "attempt 1: 2 processes trained from step 5, which affects sums"
     assert [(each.level, each.reason) for each in reasons] == ([("tolerance", said)] if reduce == "flat" else [])
 
 

@@ -87,7 +87,7 @@ def test_private_and_ignored_files_do_not_get_into_the_image(project: Path, in_g
 
 def test_a_lock_with_credentials_or_with_packages_from_elsewhere_is_refused(project: Path) -> None:
     (project / "pyproject.toml").write_text('[[tool.uv.index]]\nurl = "https://me:word@packages.example/simple"\n')
-    with pytest.raises(WorldsizeError, match="has credentials in an address"):
+    with pytest.raises(WorldsizeError, match="contains credentials in a URL"):
         dockerfile(project).write_files()
     (project / "pyproject.toml").write_text("")
     (project / "uv.lock").write_text(f'{LOCK}\n[[package]]\nname = "other"\nsource = {{ editable = "../other" }}\n')
@@ -99,7 +99,7 @@ def test_a_lock_with_credentials_or_with_packages_from_elsewhere_is_refused(proj
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.dockerignore"])
 def test_a_file_of_the_project_is_not_replaced_and_one_of_ours_is(project: Path, name: str) -> None:
     (project / name).write_text("FROM scratch\n")
-    with pytest.raises(WorldsizeError, match=f"{name} was not written by `worldsize image`, and would be lost"):
+    with pytest.raises(WorldsizeError, match=f"{name} was not written by `worldsize image` and would be overwritten"):
         dockerfile(project).write_files()
     assert (project / name).read_text() == "FROM scratch\n"
     (project / name).unlink()
@@ -127,23 +127,23 @@ def test_the_image_of_a_record_is_opened_by_its_digest(tmp_path: Path, monkeypat
     time_ns = file.stat().st_mtime_ns
     file.write_bytes(b"other")
     os.utime(file, ns=(time_ns, time_ns))
-    with pytest.raises(WorldsizeError, match="is not the image of the run"):
+    with pytest.raises(WorldsizeError, match="differs from the run's image"):
         container.build_python_command(tmp_path, writes=[], reads=[], cuda=False)
-    with pytest.raises(WorldsizeError, match="is not the image of the run"):
+    with pytest.raises(WorldsizeError, match="differs from the run's image"):
         read_recorded_image(facts)
 
 
 @pytest.mark.parametrize(
     ("name", "digest", "message"),
     [
-        ("trainer:1", None, "named by a tag, and the tag may have moved"),
-        ("trainer:1", DIGEST, "named by a tag, and the tag may have moved"),
-        (f"trainer@{DIGEST[:-1]}e", DIGEST, "named by a tag, and the tag may have moved"),
-        (f"trainer@{DIGEST}:1", DIGEST, "named by a tag, and the tag may have moved"),
-        (f"/nowhere@{DIGEST}/trainer.sif", DIGEST, "is lost, or is not the image of the run"),
-        (f"--privileged@{DIGEST}", DIGEST, "no container engine here can open"),
-        (f"trainer {DIGEST}", DIGEST, "no container engine here can open"),
-        (f"ssh://trainer@{DIGEST}", DIGEST, "no container engine here can open"),
+        ("trainer:1", None, "specified by a tag, which may have moved"),
+        ("trainer:1", DIGEST, "specified by a tag, which may have moved"),
+        (f"trainer@{DIGEST[:-1]}e", DIGEST, "specified by a tag, which may have moved"),
+        (f"trainer@{DIGEST}:1", DIGEST, "specified by a tag, which may have moved"),
+        (f"/nowhere@{DIGEST}/trainer.sif", DIGEST, "is missing or differs from the run's image"),
+        (f"--privileged@{DIGEST}", DIGEST, "no container engine can open"),
+        (f"trainer {DIGEST}", DIGEST, "no container engine can open"),
+        (f"ssh://trainer@{DIGEST}", DIGEST, "no container engine can open"),
     ],
 )
 def test_an_image_that_is_not_certain_or_is_none_is_refused(name: str, digest: str | None, message: str) -> None:
@@ -191,12 +191,12 @@ def test_apptainer_gets_the_variables_that_the_other_engines_are_told_by_name() 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(WorldsizeError, match=r"no container engine is found here \(podman, docker, apptainer\)"):
+    with pytest.raises(WorldsizeError, match=r"no container engine found. Install one of: podman, docker, apptainer"):
         find_engine("auto")
     (tmp_path / "docker").touch(mode=0o755)
     assert find_engine("auto") == "docker"
     assert engines_for(ContainerImage("trainer.sif", DIGEST)) == ("apptainer",)
-    with pytest.raises(WorldsizeError, match="apptainer cannot make or open this image. Choose podman or docker"):
+    with pytest.raises(WorldsizeError, match="apptainer cannot build or open this image. Use podman or docker"):
         find_engine("apptainer", engines_for(None))
 
 

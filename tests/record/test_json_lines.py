@@ -148,7 +148,7 @@ def test_an_attempt_parses_the_metrics_once(tmp_path: Path, monkeypatch: pytest.
         return parse_row(line)
 
     for name in ("metrics", "json_lines"):
-        monkeypatch.setattr(f"worldsize.record.{name}.row_of", counted)
+        monkeypatch.setattr(f"worldsize.record.{name}.parse_row", counted)
     begin(path, 100)
     assert len(parsed) == 1
     assert last_metrics(path) == {"accuracy": 0.5}

@@ -41,7 +41,7 @@ def manifest(size: int = 100, **determinism: object) -> dict[str, Any]:
 
 def test_another_order_of_samples_is_another_result() -> None:
     assert downgrades(manifest(order=2), manifest(order=2)) == []
-    expected = [Downgrade("tolerance", "order of samples: 3 then, 4 now")]
+    expected = [Downgrade("tolerance", "order of samples: 3 -> 4")]
     assert downgrades(manifest(order=3), manifest(order=4)) == expected
 
 
@@ -54,8 +54,8 @@ def test_variables_that_change_bits_are_named_and_those_of_a_user_or_a_job_are_n
     }
     now = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_bob", "SLURM_JOB_ID": "8", "ATEN_CPU_CAPABILITY": "default"}
     assert downgrades(manifest(environment=then), manifest(environment=now)) == [
-        Downgrade("tolerance", "ATEN_CPU_CAPABILITY: unset then, default now"),
-        Downgrade("tolerance", "NCCL_ALGO: Ring then, unset now"),
+        Downgrade("tolerance", "ATEN_CPU_CAPABILITY: unset -> default"),
+        Downgrade("tolerance", "NCCL_ALGO: Ring -> unset"),
     ]
 
 
@@ -66,9 +66,9 @@ def test_another_clone_of_worldsize_is_named_by_its_commit() -> None:
 
     then, now = {"commit": "c0ffee", "patch_sha256": None}, {"commit": "c0ffee", "patch_sha256": "ab"}
     (found,) = downgrades(trained_with(then), trained_with(now))
-    assert found.reason == "worldsize itself: commit c0ffee then, commit c0ffee with the changes ab now"
+    assert found.reason == "worldsize: commit c0ffee -> commit c0ffee with the changes ab"
     (found,) = downgrades(trained_with(None), trained_with(then))
-    assert found.reason == "worldsize itself: no clone of its own then, commit c0ffee now"
+    assert found.reason == "worldsize: no separate clone -> commit c0ffee"
 
 
 @pytest.mark.parametrize("balanced", [False, True])
@@ -88,15 +88,15 @@ def test_another_division_of_layers_is_another_order_of_sums_that_no_tree_makes_
 
     alone, whole, two = divided(shard="all"), divided(tensor=1, pipeline=1), divided(tensor=2, pipeline=1)
     assert list(_compare_machines(alone, whole)) == []
-    expected = [Downgrade("tolerance", "strategy.tensor: 1 then, 2 now, and sums depend on it")]
+    expected = [Downgrade("tolerance", "strategy.tensor: 1 -> 2, which affects sums")]
     assert list(_compare_machines(alone, two)) == list(_compare_machines(whole, two)) == expected
     changes = [["strategy.tensor", None, 2], ["strategy.pipeline", None, 1], ["strategy.shard", "all", None]]
     two["resumed"] = [{"attempt": 2, "changes": changes}]
-    reason = "strategy.tensor: None at first, 2 from attempt 2 on, and sums depend on it"
+    reason = "strategy.tensor: None -> 2 in attempt 2, which affects sums"
     assert resume_downgrades(two) == [Downgrade("tolerance", reason)]
 
 
 def test_a_record_without_a_version_of_the_order_has_the_first_which_small_data_keep() -> None:
     assert downgrades(manifest(), manifest(order=2)) == []
-    expected = [Downgrade("tolerance", "order of samples: 1 then, 2 now")]
+    expected = [Downgrade("tolerance", "order of samples: 1 -> 2")]
     assert downgrades(manifest(size=1 << 23), manifest(order=2)) == expected

@@ -36,7 +36,7 @@ def test_asking_in_the_holding_process_does_not_release_the_lock(tmp_path: Path)
 
 def test_one_process_cannot_take_a_lock_twice(tmp_path: Path) -> None:
     with run_lock(tmp_path):
-        with pytest.raises(WorldsizeError, match="is being trained by this process"), run_lock(tmp_path):
+        with pytest.raises(WorldsizeError, match="is already being trained by this process"), run_lock(tmp_path):
             pass
         assert locked_for_others(tmp_path)
     with run_lock(tmp_path):

@@ -41,7 +41,7 @@ def test_only_within_the_folder_of_wandb_may_links_leave_a_run(tmp_path: Path) -
     check_entries(run)
     (run.path / "wandb").rename(tmp_path / "wandb")
     (run.path / "wandb").symlink_to(tmp_path / "wandb")
-    with pytest.raises(WorldsizeError, match="wandb is a link out of the run folder"):
+    with pytest.raises(WorldsizeError, match="wandb is a symbolic link to outside of the run folder"):
         check_entries(run)
 
 

@@ -125,7 +125,7 @@ def test_a_launcher_of_another_user_that_is_none_of_ours_is_refused(run: Path, t
 
 def test_a_job_whose_name_is_an_option_of_the_scheduler_is_refused(run: Path) -> None:
     forge(run, jobs=[{"id": "--user=root", "submitted": "today"}])
-    with pytest.raises(WorldsizeError, match="an invalid name"):
+    with pytest.raises(WorldsizeError, match="the invalid job name"):
         _ = read_run(run).job
 
 
@@ -158,7 +158,7 @@ def test_another_users_run_is_resumed_only_if_that_was_agreed_to(
     words = ("resume", str(run), "steps=4")
     refused = command(*words, cwd=tmp_path, environment=environment_without_wandb)
     assert refused.returncode == 2
-    assert "not written by this user" in refused.stderr
+    assert "written by another user" in refused.stderr
     assert "recipes.digits" in refused.stderr, "what would be run is shown"
     done = command(*words, "--yes", cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
@@ -171,7 +171,7 @@ def test_another_users_run_is_evaluated_only_if_that_was_agreed_to(
     forge(run)
     refused = command("evaluate", str(run), cwd=tmp_path, environment=environment_without_wandb)
     assert refused.returncode == 2
-    assert "not written by this user" in refused.stderr
+    assert "written by another user" in refused.stderr
     assert "recipes.digits" in refused.stderr, "what would be run is shown"
     done = command("evaluate", str(run), "--yes", cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 0, done.stderr
@@ -230,7 +230,7 @@ def test_code_of_another_user_that_is_not_the_recorded_one_is_not_imported(
     environment = {**environment_without_wandb, "MARK": str(mark)}
     done = command("resume", str(run), "steps=4", "--yes", cwd=tmp_path, environment=environment)
     assert (done.returncode, mark.exists()) == (2, False)
-    assert "is not the plugins.diloco_too that the record lists" in done.stderr
+    assert "differs from the recorded plugin plugins.diloco_too" in done.stderr
 
 
 WIDENING = """# @package _global_
@@ -255,7 +255,7 @@ recipe: {_target_: os.system, command: "touch $MARK"}
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [
-        (WIDENING, "widens the allow-list by os"),
+        (WIDENING, "extends the allow-list by os"),
         (CALLING, "changes hydra.callbacks"),
         (OUTSIDE, "'os.system' is outside the allow-list"),
     ],
@@ -287,7 +287,10 @@ def test_configuration_files_of_another_user_widen_nothing_and_call_nothing(
 
 def test_a_target_that_was_not_shown_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     config = {"allow_targets": [], "run": {}, "recipe": {"_target_": "recipes.digits.recipe.Digits"}}
-    with patch("worldsize.launch.recorded_run.choices", return_value={}), pytest.raises(WorldsizeError, match="--yes"):
+    with (
+        patch("worldsize.launch.recorded_run.read_group_choices", return_value={}),
+        pytest.raises(WorldsizeError, match="--yes"),
+    ):
         check_before_start({"config": {}, "plugins": []}, config, [], yes=False)
     assert "recipes.digits.recipe.Digits" in capsys.readouterr().err
 
@@ -302,7 +305,7 @@ def test_a_target_that_was_not_shown_is_asked_about(capsys: pytest.CaptureFixtur
 )
 @pytest.mark.parametrize("own", [True, False])
 def test_recorded_overrides_are_overrides_only(word: str, own: bool) -> None:
-    with pytest.raises(WorldsizeError, match="sets no key of a configuration"):
+    with pytest.raises(WorldsizeError, match="not a configuration key"):
         read_recorded_overrides({"overrides": ["steps=3", word]}, own=own)
 
 
@@ -321,7 +324,7 @@ def test_a_file_among_the_plugins_that_no_record_lists_is_not_imported(
     forge(run)
     done = command(command_name, str(run), "steps=4", "--yes", cwd=tmp_path, environment=environment_without_wandb)
     assert done.returncode == 2
-    assert "is not in the record of the run" in done.stderr
+    assert "is not in the run's record" in done.stderr
 
 
 def test_what_is_asked_about_cannot_forge_lines(capsys: pytest.CaptureFixture[str]) -> None:

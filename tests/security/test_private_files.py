@@ -71,7 +71,7 @@ def test_a_file_with_the_name_of_a_private_one_is_left_out_and_named(
     assert code.left_out == (name,)
     assert b"canary" not in code.patch
     assert b"mine.py" in code.patch
-    assert f"{name} (its name)" in caplog.text
+    assert f"{name} (private file name)" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["id_mapping.py", "secret_sharing.py", "id_mapping.csv", "passwords/strength.py"])
@@ -85,7 +85,7 @@ def test_a_plugin_with_a_private_file_is_not_copied_unless_the_user_says_so(tmp_
     plugin = tmp_path / "mine"
     (plugin / "secrets").mkdir(parents=True)
     (plugin / "secrets" / "prod.yaml").write_text("canary\n")
-    with pytest.raises(WorldsizeError, match=r"prod.yaml seems to be private \(its name\)"):
+    with pytest.raises(WorldsizeError, match=r"prod.yaml may be private \(private file name\)"):
         copy_plugin(plugin, tmp_path / "copy", str)
     assert not (tmp_path / "copy").exists()
     copy_plugin(plugin, tmp_path / "copy", str, include=["secrets/prod.yaml"])

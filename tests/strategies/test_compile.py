@@ -84,8 +84,8 @@ def test_other_strategies_compile_what_they_compute(train: Any, code: Path, opti
 
 def test_what_cannot_be_compiled_is_refused_before_the_start(train: Any) -> None:
     refused = {
-        "does not support compilation": ("strategy=parameter_server",),
-        "chooses kernels by measured time": ("reproducibility=elastic", "compile_mode=max-autotune"),
+        "compile=true is not supported with ParameterServer": ("strategy=parameter_server",),
+        "kernels are selected by measured time": ("reproducibility=elastic", "compile_mode=max-autotune"),
         "did you mean 'default'?": ("compile_mode=defalt",),
     }
     for message, options in refused.items():

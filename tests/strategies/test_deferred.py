@@ -588,21 +588,21 @@ def generator_from_outside() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (sparse, "makes a sparse tensor of weights. Make it of separate tensors"),
-        (Window, "lets tensors that differ share memory. Let it clone"),
-        (Collector, "keeps a tensor elsewhere than as an attribute of a module. Let modules have"),
-        (hooked, "gives a hook to a parameter. Give it in the first call of forward"),
-        (drawn_by_probabilities, "draws random numbers by aten.bernoulli.default. Let modules make"),
-        (by_address, "asks where weights lie in memory"),
-        (by_address_in_double, "asks where weights lie in memory"),
-        (by_address_of_storage, "asks where weights lie in memory"),
-        (tolerant, "continues after DynamicOutputShapeException"),
-        (tolerant_of_numpy, "asks where weights lie in memory"),
-        (from_one_array, "changes a tensor after making weights from it. Let it read"),
-        (from_an_array_of_a_tensor, "changes a tensor after making weights from it. Let it read"),
-        (of_a_class_of_its_own, "makes parameters of the class Special. Let them be"),
-        (with_a_gradient, "computes gradients. Compute them only in training"),
-        (generator_from_outside, "gives a hook to a parameter"),
+        (sparse, "creates a sparse weight tensor. Create it from separate tensors"),
+        (Window, "creates different tensors that share memory. Clone views"),
+        (Collector, "stores a tensor outside of module attributes. Register weights"),
+        (hooked, "registers a hook on a parameter. Register it in the first call of forward"),
+        (drawn_by_probabilities, "draws random numbers with aten.bernoulli.default. Initialize weights"),
+        (by_address, "reads memory addresses of weights"),
+        (by_address_in_double, "reads memory addresses of weights"),
+        (by_address_of_storage, "reads memory addresses of weights"),
+        (tolerant, "caught DynamicOutputShapeException"),
+        (tolerant_of_numpy, "reads memory addresses of weights"),
+        (from_one_array, "modifies a tensor after creating weights from it. Read each"),
+        (from_an_array_of_a_tensor, "modifies a tensor after creating weights from it. Read each"),
+        (of_a_class_of_its_own, "creates parameters of class Special. Use nn.Parameter"),
+        (with_a_gradient, "computes gradients. Compute gradients only during training"),
+        (generator_from_outside, "registers a hook on a parameter"),
     ],
 )
 def test_what_cannot_be_described_is_made_at_once_with_a_warning(
@@ -617,7 +617,7 @@ def test_what_cannot_be_described_is_made_at_once_with_a_warning(
         assert type(parameter) is type(expected)
         assert parameter.dtype == expected.dtype
         assert torch.equal(parameter, expected)
-    assert "each process makes the whole model, at least 0.00 GiB, before it keeps its part, since" in caplog.text
+    assert "each process creates the full model (at least 0.00 GiB) before sharding, because" in caplog.text
     assert reason in caplog.text
 
 
@@ -686,17 +686,17 @@ def scaled_together() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (loaded, "makes them by itself"),
-        (given, "makes them by itself"),
-        (from_meta, "makes them by itself"),
-        (scaled_together, "computes weights from each other"),
+        (loaded, "creates weights outside torch.nn.init"),
+        (given, "creates weights outside torch.nn.init"),
+        (from_meta, "creates weights outside torch.nn.init"),
+        (scaled_together, "computes weights from other weights"),
     ],
 )
 def test_a_warning_says_how_much_of_the_model_is_whole_nevertheless(
     make: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     DeferredModel.from_factory(make)
-    assert "each process has 0.08 GiB of the model's 0.08 GiB at once before it keeps its part" in caplog.text
+    assert "each process allocates 0.08 GiB of the model's 0.08 GiB before sharding" in caplog.text
     assert reason in caplog.text
 
 

@@ -58,8 +58,8 @@ def test_it_is_refused_if_ranks_with_other_parameters_would_add_other_entries() 
     for kind in (ZeRO, FSDP, Mesh):
         assert not find_early_refusal(kind(on_failure="heal"), RECIPE)
         refusal = find_early_refusal(kind(), BY_PARAMETER)
-        assert "Remembering keeps values in its state_dict() besides state and param_groups" in refusal
-    assert "servers have an optimizer for each part" in find_early_refusal(ParameterServer(), RECIPE)
+        assert "Remembering.state_dict() has entries besides state and param_groups" in refusal
+    assert "each server has a separate optimizer for its part" in find_early_refusal(ParameterServer(), RECIPE)
 
 
 class Two(SharedLoss):
@@ -91,7 +91,7 @@ def test_a_state_without_the_entries_is_refused() -> None:
     state = TrainState.from_recipe(RECIPE, RECIPE.model())
     saved = state.state()
     del saved["optimizer"]["extra"]
-    with pytest.raises(CheckpointError, match="the saved state of Remembering lacks the entry 'decay'"):
+    with pytest.raises(CheckpointError, match="the saved state of Remembering is missing 'decay', an entry"):
         state.load(saved)
 
 

@@ -77,7 +77,7 @@ def test_the_state_of_a_run_is_that_of_one_in_float32() -> None:
 
 
 def test_what_would_not_compute_in_eight_bits_is_refused() -> None:
-    with pytest.raises(ConfigError, match="lacks a linear layer with both sizes a multiple of 16"):
+    with pytest.raises(ConfigError, match="requires a linear layer with in_features and out_features divisible by 16"):
         check_fp8(Narrow(), Narrow().model())
     with pytest.raises(ConfigError, match=r"strategy\.tensor=1"):
         Mesh(tensor=2).check_numerics(Numerics(precision="fp8"))

@@ -128,7 +128,7 @@ def test_a_loss_without_the_features_is_refused() -> None:
 
 def test_what_cannot_gather_features_is_refused_before_the_start() -> None:
     for strategy in (ParameterServer(), Mesh(pipeline=2)):
-        with pytest.raises(ConfigError, match="needs the features of all logical ranks"):
+        with pytest.raises(ConfigError, match="requires the features of all logical ranks"):
             check_trainable(Contrast(), strategy)
-    with pytest.raises(ConfigError, match="precision=fp16: derivatives by features"):
+    with pytest.raises(ConfigError, match="precision=fp16 is not supported with a FeatureRecipe: feature gradients"):
         check_construction(Contrast(), DDP(), Numerics(precision="fp16"))

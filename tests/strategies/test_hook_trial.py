@@ -107,7 +107,7 @@ def is_refused(recipe: Recipe, strategy: Strategy) -> bool:
     try:
         check_construction(recipe, strategy)
     except ConfigError as refusal:
-        assert "the optimizer has a hook for each step, " in str(refusal)  # noqa: PT017 - it may be refused or not
+        assert "the optimizer has a step hook, " in str(refusal)  # noqa: PT017 - it may be refused or not
         return True
     return False
 
@@ -150,10 +150,9 @@ def test_the_refusal_names_the_hook_the_buffer_and_what_to_do() -> None:
     with pytest.raises(ConfigError) as refusal:
         check_construction(AveragedChain(in_buffer=True), FSDP())
     assert str(refusal.value) == (
-        "the optimizer has a hook for each step, AveragedChain.optimizer.<locals>.average, that computes with weights "
-        "and the buffer 5.average together. Here weights are divided over ranks, and such a tensor is whole on each. "
-        "Keep it as a frozen parameter, nn.Parameter(..., requires_grad=False), to divide it alike; set ema.decay "
-        "for an average of all weights; or use strategy=ddp or zero."
+        "the optimizer has a step hook, AveragedChain.optimizer.<locals>.update_average, that combines sharded weights "
+        "with the buffer 5.average. Keep the tensor as a frozen parameter, nn.Parameter(..., requires_grad=False), so "
+        "that it is sharded like the weights; set ema.decay to average all weights; or use strategy=ddp or zero."
     )
 
 
@@ -179,5 +178,5 @@ def test_servers_of_tables_refuse_hooks_that_compute_with_a_table() -> None:
         return lambda *_: [parameter.data.clamp_(-1, 1) for parameter in model["net"].parameters()]  # type: ignore[index]
 
     check_construction(Rows(of_net), HybridParameterServer())
-    with pytest.raises(ConfigError, match="computes with table.weight, whose rows are on servers. Leave it out, set"):
+    with pytest.raises(ConfigError, match="uses table.weight, but its rows are on servers. Remove the hook, set"):
         check_construction(Rows(of_all), HybridParameterServer())

@@ -28,11 +28,11 @@ _TEXT = "# @package _global_\n# own\nsteps: 4\nbatch_size: 24\nrecipe: {_target_
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.zeros(()), "depends on no trained parameter, so it lacks a gradient"),
-        (None, "the recipe's loss returned None for a micro-batch"),
-        (LossOutput(3.5), "the recipe's loss returned a float for a micro-batch"),  # type: ignore[arg-type]
-        (torch.zeros(3, requires_grad=True), r"a tensor of shape \[3\] for a micro-batch, not a scalar"),
-        ((torch.zeros(()), torch.ones(())), "depends on no trained parameter"),
+        (torch.zeros(()), "the recipe's loss does not require grad"),
+        (None, "the recipe's loss returned None. Return the mean"),
+        (LossOutput(3.5), "the recipe's loss returned a float. Return the mean"),  # type: ignore[arg-type]
+        (torch.zeros(3, requires_grad=True), r"a tensor of shape \[3\], expected a scalar"),
+        ((torch.zeros(()), torch.ones(())), "does not require grad"),
     ],
 )
 def test_a_loss_that_cannot_be_differentiated_is_refused(loss: Any, message: str) -> None:
@@ -60,9 +60,9 @@ def test_an_optimizer_may_have_other_forms_of_loss_alone_and_with_another() -> N
 @pytest.mark.parametrize(
     ("kind", "message", "step"),
     [
-        ("ConstantLoss", "depends on no trained parameter", 1),
-        ("LateConstantLoss", "depends on no trained parameter", 3),
-        ("ChangingForm", "(the sum, its weight)", 1),
+        ("ConstantLoss", "does not require grad", 1),
+        ("LateConstantLoss", "does not require grad", 3),
+        ("ChangingForm", "(sum, weight)", 1),
     ],
 )
 def test_the_rank_and_the_step_of_such_a_loss_are_named(

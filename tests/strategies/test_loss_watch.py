@@ -194,8 +194,8 @@ def test_ranks_that_compute_a_pass_together_are_no_others_for_its_loss() -> None
 
     for gathers, assigns in run_in_worlds(on_two, 2):
         assert "Gathered.loss" in gathers
-        assert "2 of them compute a pass together" in gathers
-        assert "the loss changes the parameter" in assigns
+        assert "2 processes compute each pass together" in gathers
+        assert "the loss modifies the parameter" in assigns
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_stage_of_a_pipeline_refuses_to_communicate_and_none_updates(
 ) -> None:
     said = run_in_worlds(lambda world: refusal(Mesh(pipeline=2, reduce=reduce), world, 2, recipe, parts=1), 2)
     where = "Gathered.loss" if stage else "Exchange.forward"
-    assert f"the loss communicates with other processes, in {where} of " in said[stage]
+    assert f"the loss calls a collective in {where} of " in said[stage]
     assert "use strategy=ddp or fsdp with reproducibility=seeded" in said[stage]
     assert said[1 - stage] == LOST
 
@@ -233,7 +233,7 @@ def test_functional_collectives_of_a_loss_are_refused_as_others_are() -> None:
 def test_one_process_refuses_the_exchange_that_a_loss_leaves_out_when_it_is_alone(recipe: Recipe) -> None:
     alone = World.create_single(torch.device("cpu"))
     said = refusal(Single(reduce="ordered"), alone, 4, recipe)
-    assert "the loss communicates with other processes, in " in said
+    assert "the loss calls a collective in " in said
     assert "reproducibility=elastic" in said
     assert refusal(Single(reduce="ordered"), alone, 1, recipe) == refusal(Single(), alone, 4, recipe) == ""
     assert not dist.is_initialized()
@@ -280,5 +280,5 @@ def test_data_written_in_any_pass_of_the_first_step_are_seen(when: int) -> None:
 
     for index in range(when):
         advance(index)
-    with pytest.raises(ConfigError, match="the loss changes the parameter weight"):
+    with pytest.raises(ConfigError, match="the loss modifies the parameter weight"):
         advance(when)

@@ -119,7 +119,7 @@ def test_two_stages_of_one_rank_may_not_share_a_weight_if_it_is_or_may_be_sharde
     recipe, strategy = Shared(), Mesh(pipeline=2, schedule="interleaved")
     model = recipe.model()
     strategy.check_built(recipe, model, recipe.optimizer(model))
-    with pytest.raises(ConfigError, match="two stages of one rank share"):
+    with pytest.raises(ConfigError, match="is shared by two stages of one rank"):
         replace(strategy, **options).check_built(recipe, model, recipe.optimizer(model))
 
 

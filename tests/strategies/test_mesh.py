@@ -433,15 +433,15 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor": 4, "pipeline": 3}, "8 processes do not divide"),
-        ({"data": 2, "tensor": 2}, "Set cluster.processes=4, or sizes whose product is 8"),
-        ({"tensor": 8}, "does not divide the 4 processes of a node"),
-        ({"on_failure": "heal", "data": 2, "tensor": 2}, "Set cluster.processes=4, or sizes whose product is 8"),
+        ({"tensor": 4, "pipeline": 3}, "8 processes do not match"),
+        ({"data": 2, "tensor": 2}, "Set cluster.processes=4, or sizes with a product of 8"),
+        ({"tensor": 8}, "does not divide the 4 processes per node"),
+        ({"on_failure": "heal", "data": 2, "tensor": 2}, "Set cluster.processes=4, or sizes with a product of 8"),
         ({"reduce": "hierarchical"}, "reduce=flat"),
         ({"pipeline": 0}, "must be 1 or more"),
-        ({"schedule": "dual"}, "Known: gpipe, 1f1b, interleaved"),
+        ({"schedule": "dual"}, "available: gpipe, 1f1b, interleaved"),
         ({"stages_per_rank": 2}, "schedule=interleaved"),
-        ({"pipeline": 2, "split": [2, 3]}, "must name 1 layers"),
+        ({"pipeline": 2, "split": [2, 3]}, "must contain 1 layer indices"),
         ({"pipeline": 4, "split": [2, 2, 3]}, "ascending"),
     ],
 )
@@ -456,7 +456,7 @@ def test_fp16_is_refused_before_a_process_starts() -> None:
 
 
 def test_too_few_micro_batches_are_refused() -> None:
-    with pytest.raises(ConfigError, match="fewer than strategy.pipeline=4"):
+    with pytest.raises(ConfigError, match="strategy.pipeline=4 requires at least 4 micro-batches .* got 3"):
         Mesh(pipeline=4).check_micro_batches(3)
     Mesh(pipeline=4).check_micro_batches(Mesh(pipeline=4).default_micro_batches)
 

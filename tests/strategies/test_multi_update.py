@@ -241,20 +241,23 @@ class Returning(Two):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (TakesName(), "name a metric loss/b or lr/b, reserved in each logged step for the optimizer 'b'. Rename it."),
-        (Returning(3), "Returning.updates returned a int at its end. Return metrics by their names"),
-        (Returning({"a": 3}), "the recipe's loss must give its metric 'a' as (sum, count)"),
-        (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', not a scalar. Yield its mean()"),
-        (Detached(), "Detached.updates yielded a loss for 'a' that depends on no trained parameter."),
-        (Repeated(), "Repeated.updates yielded the loss of 'a' again, for 'b'; its graph is gone after one backward"),
-        (MisspeltTogether(), "MisspeltTogether.updates: no optimizer 'bb'; did you mean 'b'? Known: a, b."),
-        (TogetherByData(), "in step 1 one micro-batch updates 'a' and 'b' where another updates 'a'."),
-        (Misspelt(), "Misspelt.updates: no optimizer 'aa'; did you mean 'a'? Known: a, b."),
+        (TakesName(), "the metric names loss/b and lr/b are reserved for the optimizer 'b'. Rename the metric"),
+        (Returning(3), "Returning.updates returned a int. Return metrics by name"),
+        (Returning({"a": 3}), "the metric 'a' in the recipe's loss must be (sum, count)"),
+        (Vector(), "Vector.updates yielded a loss of shape [1] for 'a', expected a scalar. Yield loss.mean()"),
+        (Detached(), "the loss yielded by Detached.updates for 'a' does not require grad."),
+        (
+            Repeated(),
+            "Repeated.updates yielded the loss of 'a' again for 'b', but its graph was freed after one backward",
+        ),
+        (MisspeltTogether(), "MisspeltTogether.updates: unknown optimizer 'bb'; did you mean 'b'? Available: a, b."),
+        (TogetherByData(), "in step 1, one micro-batch updates 'a' and 'b' but another updates 'a'."),
+        (Misspelt(), "Misspelt.updates: unknown optimizer 'aa'; did you mean 'a'? Available: a, b."),
         (Silent(), "Silent.updates yielded nothing in step 1. Yield an update in every step."),
-        (Plain(), "Plain.updates returned None, no generator. Write it with `yield name_of_optimizer, loss`"),
+        (Plain(), "Plain.updates returned None, expected a generator. Write it with `yield name_of_optimizer, loss`"),
         (LossAlone(), "LossAlone.updates yielded a Tensor. Yield the name of an optimizer and a loss"),
-        (ByData(), "ByData.updates: in step 1 one micro-batch updates 'a' where another updates 'b'."),
-        (ShorterByData(), "in step 1 one micro-batch updates 'b' where another ends. The sequence of updates may"),
+        (ByData(), "ByData.updates: in step 1, one micro-batch updates 'a' but another updates 'b'."),
+        (ShorterByData(), "in step 1, one micro-batch updates 'b' but another ends. The sequence of updates must"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Two) else "",
 )
@@ -275,7 +278,7 @@ def test_ranks_whose_sequences_differ_are_refused_in_a_sentence() -> None:
             replica.step([batches_of(2)[world.rank]])
         return str(refusal.value)
 
-    sentence = "ByData.updates: in step 1 rank 0 updates 'a' where rank 1 updates 'b'. The sequence of updates may"
+    sentence = "ByData.updates: in step 1, rank 0 updates 'a' but rank 1 updates 'b'. The sequence of updates must"
     assert all(text.startswith(sentence) for text in run_in_worlds(body, 2))
 
 
@@ -313,12 +316,12 @@ class Frozen(Two):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (Frozen(), "Frozen.optimizers: all parameters of 'b' are frozen. Leave it out"),
-        (Shared(), "Shared gives 'a.weight' to two optimizers, 'a' and 'all'; their state is kept by the names"),
-        (NoneAtAll(), "NoneAtAll.optimizers returned no optimizer."),
-        (OneAlone(), "OneAlone.optimizers returned no mapping of names to optimizers."),
+        (Frozen(), "Frozen.optimizers: all parameters of 'b' are frozen. Remove the optimizer"),
+        (Shared(), "Shared assigns 'a.weight' to two optimizers, 'a' and 'all'. Pass each parameter to one"),
+        (NoneAtAll(), "NoneAtAll.optimizers returned an empty mapping."),
+        (OneAlone(), "OneAlone.optimizers did not return a mapping of names to optimizers."),
         (Crossed(), "Crossed.schedules: the schedule 'a' belongs to a different optimizer."),
-        (Unknown(), "Unknown.schedules: no optimizer 'c'"),
+        (Unknown(), "Unknown.schedules: unknown optimizer 'c'"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Two) else "",
 )
@@ -330,15 +333,24 @@ def test_optimizers_that_do_not_fit_are_refused_before_the_start(recipe: MultiUp
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Mesh(), "Two takes several updates a step, and Mesh takes one: it sums and clips all gradients together"),
+        (
+            Mesh(),
+            "Two requires several updates per step, but Mesh supports one: all gradients are summed and clipped",
+        ),
         (
             ParameterServer(consistency="async"),
-            "they cannot overlap with other steps. Set strategy.consistency",
+            "which requires strategy.consistency=sync. Set strategy.consistency",
         ),
-        (ParameterServer(replicas=1), "a standby cannot take over in the middle of a step. Set strategy.replicas=0"),
-        (ParameterServer(compression="bf16"), "whose gradients are not compressed. Set strategy.compression=none."),
-        (HybridParameterServer(), "and HybridParameterServer takes one"),
-        (DDP(compress="int8"), "whose gradients are not compressed or summed by node. Set strategy.compress=none"),
+        (ParameterServer(replicas=1), "which is not supported with standbys. Set strategy.replicas=0"),
+        (
+            ParameterServer(compression="bf16"),
+            "which is not supported with compression. Set strategy.compression=none.",
+        ),
+        (HybridParameterServer(), "but HybridParameterServer supports one"),
+        (
+            DDP(compress="int8"),
+            "gradient compression or strategy.reduce=hierarchical. Set strategy.compress=none",
+        ),
         (DDP(reduce="hierarchical"), "and strategy.reduce=flat"),
         (FSDP(param_dtype="bf16"), "Set strategy.param_dtype=null"),
     ],
@@ -381,13 +393,13 @@ class Normed(Two):
     [
         (
             Hooked(),
-            "has a hook for each step, Hooked.optimizers.<locals>.<lambda>, which no server can run",
+            "has a step hook, Hooked.optimizers.<locals>.<lambda>, which is not supported on parameter servers",
         ),
         (
             Rows(),
-            "b has sparse=True, and Rows takes several updates a step; servers support these for dense parameters",
+            "b has sparse=True, which is not supported with several updates per step (Rows). Set sparse=False.",
         ),
-        (Normed(), "b is a BatchNorm1d, whose statistics no server owns."),
+        (Normed(), "b is a BatchNorm1d, whose running statistics are not supported on parameter servers."),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, Two) else "",
 )
@@ -418,9 +430,9 @@ def test_one_update_is_the_case_of_several_with_the_same_bits_and_the_same_check
 
 def test_whoever_asks_for_the_one_loss_of_such_a_recipe_gets_a_sentence() -> None:
     recipe, model = Two(), Two().model()
-    with pytest.raises(ConfigError, match="Two takes several updates a step, and whatever trains it must"):
+    with pytest.raises(ConfigError, match="Two has several updates per step and must be trained with"):
         recipe.optimizer(model)
-    with pytest.raises(ConfigError, match="Two takes several updates a step"):
+    with pytest.raises(ConfigError, match="Two has several updates per step"):
         recipe.loss(model, None)
 
 
@@ -647,7 +659,7 @@ def test_an_optimizer_without_a_learning_rate_shows_none() -> None:
 def test_a_checkpoint_without_a_schedule_that_the_recipe_has_is_refused_in_a_sentence() -> None:
     replica = replica_of(TwoPlayers())
     state = {**replica.state(), "schedule": {}}
-    with pytest.raises(ConfigError, match="the checkpoint lacks a state of the schedule 'critic'"):
+    with pytest.raises(ConfigError, match="the checkpoint has no state for the schedule 'critic'"):
         replica.load(state)
 
 

@@ -143,4 +143,6 @@ def test_ranks_that_name_other_metrics_are_refused_in_a_sentence() -> None:
         return str(refusal.value)
 
     for said in run_in_worlds(body, 2):
-        assert said.startswith("Occasional.updates: in step 5 rank 1 names other metrics than rank 0. They may depend")
+        assert said.startswith(
+            "Occasional.updates: in step 5, the metric names of rank 1 differ from rank 0. Return names"
+        )

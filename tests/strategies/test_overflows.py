@@ -79,8 +79,8 @@ def test_overflows_are_events_of_the_run_and_counted_in_its_report(tmp_path: Pat
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [(row["event"], row["step"]) for row in rows] == [("overflow", 2), ("overflow", 4), ("overflow", 4)]
     record = read_run(run)
-    assert ("updates left out (float16 overflow)", "2") in collect_summary(record)
+    assert ("updates skipped (float16 overflow)", "2") in collect_summary(record)
     line = timeline(record)
     assert line is not None
     texts = [mark.text for mark in line.marks if "float16" in mark.text]
-    assert texts == ["step 2: an update left out, since its gradient left the range of float16"]
+    assert texts == ["step 2: update skipped (float16 gradient overflow)"]

@@ -154,9 +154,9 @@ class Named(ToldChain):
 
 def test_names_that_differ_between_micro_batches_steps_or_ranks_are_refused() -> None:
     calls = iter(range(100))
-    with pytest.raises(ConfigError, match="different metrics in two micro-batches: 0; and 1"):
+    with pytest.raises(ConfigError, match=r"different metrics in two micro-batches: \[0\] and \[1\]"):
         trained(Single(), World.create_single(torch.device("cpu")), 2, Named(name=lambda batch: str(next(calls))))
-    with pytest.raises(ConfigError, match="different metrics in two steps: 2; and 3"):
+    with pytest.raises(ConfigError, match=r"different metrics in two steps: \[2\] and \[3\]"):
         trained(Single(), World.create_single(torch.device("cpu")), 1, Named(name=lambda batch: str(next(calls))))
 
     def body(world: World) -> str:
@@ -164,24 +164,27 @@ def test_names_that_differ_between_micro_batches_steps_or_ranks_are_refused() ->
             trained(DDP(), world, 2, Named(name=lambda batch: f"of_{world.rank}"))
         return str(caught.value)
 
-    assert all("ranks 0 and 1: of_0; and of_1." in message for message in run_in_worlds(body, 2))
+    assert all("ranks 0 and 1: [of_0] and [of_1]." in message for message in run_in_worlds(body, 2))
 
 
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"loss": (torch.ones(()), 1)}, "a name reserved in each logged step. Rename it"),
-        ({"accuracy": torch.ones(())}, r"must give its metric 'accuracy' as \(sum, count\)"),
-        ({"accuracy": (torch.ones(3), 3)}, r"must give its metric 'accuracy' as \(sum, count\)"),
-        ({"accuracy": (1, 2, 3)}, r"must give its metric 'accuracy' as \(sum, count\)"),
-        ({"accuracy": ("1", 1)}, r"must give its metric 'accuracy' as \(sum, count\), two real scalars\."),
+        ({"loss": (torch.ones(()), 1)}, "the metric name 'loss' in the recipe's loss is reserved. Rename the metric"),
+        ({"accuracy": torch.ones(())}, r"the metric 'accuracy' in the recipe's loss must be \(sum, count\)"),
+        ({"accuracy": (torch.ones(3), 3)}, r"the metric 'accuracy' in the recipe's loss must be \(sum, count\)"),
+        ({"accuracy": (1, 2, 3)}, r"the metric 'accuracy' in the recipe's loss must be \(sum, count\)"),
+        (
+            {"accuracy": ("1", 1)},
+            r"the metric 'accuracy' in the recipe's loss must be \(sum, count\), two real scalars\.",
+        ),
         ({"accuracy": (None, 1)}, r"two real scalars\."),
         ({"accuracy": (1j, 1)}, r"two real scalars\."),
         ({"accuracy": (torch.ones((), dtype=torch.complex64), 1)}, r"two real scalars\."),
-        ({5: (1, 1)}, "names a metric 5. Give it a name of letters"),
-        ({"": (1, 1)}, "names a metric ''. Give it a name of letters"),
-        ({"top 5": (1, 1)}, "names a metric 'top 5'. Give it a name of letters"),
-        ({"a\n": (1, 1)}, "Give it a name of letters"),
+        ({5: (1, 1)}, "invalid metric name 5 in the recipe's loss. Use only letters"),
+        ({"": (1, 1)}, "invalid metric name '' in the recipe's loss. Use only letters"),
+        ({"top 5": (1, 1)}, "invalid metric name 'top 5' in the recipe's loss. Use only letters"),
+        ({"a\n": (1, 1)}, "Use only letters"),
     ],
     ids=str,
 )
@@ -234,11 +237,11 @@ def pairs(*numbers: float) -> Tensor:
 def test_a_metric_renamed_since_the_checkpoint_begins_anew_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     metrics = TrainingMetrics({"old": pairs(5, 1), "kept": pairs(7, 1)})
     metrics.add({"new": pairs(1, 2), "kept": pairs(3, 4)})
-    assert "other metrics than when the checkpoint was saved: kept, old; and now kept, new." in caplog.text
+    assert "have changed since the checkpoint was saved, from [kept, old] to [kept, new]." in caplog.text
     metrics.add({"new": pairs(1, 2), "kept": pairs(3, 4)})
     names, sums = metrics.take_sums(World.create_single(torch.device("cpu")))
     assert (names, sums.tolist()) == (["kept", "new"], [6, 8, 2, 4])
-    with pytest.raises(ConfigError, match="different metrics in two steps: kept, new; and old"):
+    with pytest.raises(ConfigError, match=r"different metrics in two steps: \[kept, new\] and \[old"):
         metrics.add({"old": pairs(1, 1)})
 
 
@@ -271,7 +274,9 @@ def test_ranks_compare_names_before_a_save_that_comes_before_the_first_logged_st
             fit(replica, repeat([]), world, config=config, callbacks=callbacks, first=first)
         return f"{saved} {caught.value}"
 
-    assert all(said.startswith("[] ") and "ranks 0 and 1: of_0; and of_1." in said for said in run_in_worlds(body, 2))
+    assert all(
+        said.startswith("[] ") and "ranks 0 and 1: [of_0] and [of_1]." in said for said in run_in_worlds(body, 2)
+    )
 
 
 def test_a_metric_that_nothing_counts_for_is_nan_and_infinities_are_shown() -> None:

@@ -100,8 +100,8 @@ def test_a_rank_that_computes_one_unit_more_is_refused_in_its_first_step(late: b
         return str(error.value)
 
     one, other = run_in_worlds(refusal, 2)
-    assert "this process computes 3 where others do not" in one
-    assert "this process has computed all its parts of the model when others compute one more" in other
+    assert "this process computes 3, but others do not" in one
+    assert "this process has computed all units of the model, but other processes compute another one" in other
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ def test_a_rank_that_computes_one_unit_more_before_a_later_update_is_refused(red
         return str(error.value), all(map(torch.equal, weights, before))
 
     (one, kept), (other, kept_too) = run_in_worlds(refusal, 2)
-    assert "this process computes 2 where others do not" in one
-    assert "this process has computed all its parts of the model when others compute one more" in other
+    assert "this process computes 2, but others do not" in one
+    assert "this process has computed all units of the model, but other processes compute another one" in other
     assert kept
     assert kept_too
 

@@ -60,7 +60,7 @@ def test_a_recipe_without_blocks_is_sharded_by_size_unless_blocks_are_wanted() -
     model = recipe.model()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert find_units(recipe, model, "auto", 100) == linear[:-1]  # the last module has only 51 parameters
-    with pytest.raises(ConfigError, match="lacks blocks"):
+    with pytest.raises(ConfigError, match="requires Recipe.blocks, which _Plain does not define"):
         find_units(recipe, model, "blocks", 100)
 
 
@@ -81,7 +81,8 @@ def test_shards_on_the_host_need_a_gpu() -> None:
         FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cpu", "gloo"))
     for backend in ("nccl", "cuda:gloo"):
         with pytest.raises(
-            ConfigError, match=rf"backend={backend} cannot. Set 'cluster.backend=\"cpu:gloo,cuda:nccl\"'"
+            ConfigError,
+            match=rf"gloo for CPU tensors, got cluster.backend={backend}. Set 'cluster.backend=\"cpu:gloo,cuda:nccl\"'",
         ):
             FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cuda", backend))
     assert FSDP(cpu_offload=True).roles(Cluster("test", 1, 2, "cuda", "cpu:gloo,cuda:nccl"))["worker"].processes == 2

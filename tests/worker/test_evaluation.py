@@ -105,11 +105,15 @@ def test_each_process_tries_its_first_batch_of_each_split_and_no_generator_moves
 
 
 def test_a_metric_that_no_evaluation_has_is_refused_before_the_first_step(alone: World) -> None:
-    with pytest.raises(ConfigError, match="^schedule_metric=los: the evaluation has no metric 'los'; did you mean 'l"):
+    with pytest.raises(
+        ConfigError, match="^schedule_metric=los: metric 'los' not found in the evaluation; did you mean 'l"
+    ):
         tried(settings("test", schedule_metric="los"), alone)
-    with pytest.raises(ConfigError, match="^checkpoint.keep.best=los: the evaluation has no metric 'los'; did"):
+    with pytest.raises(ConfigError, match="^checkpoint.keep.best=los: metric 'los' not found in the evaluation; did"):
         tried(settings("test", best="test/los"), alone)
-    with pytest.raises(ConfigError, match="^checkpoint.keep.best=ema/loss: the evaluation has no metric"):
+    with pytest.raises(
+        ConfigError, match="^checkpoint.keep.best=ema/loss: metric 'ema/loss' not found in the evaluation"
+    ):
         tried(settings("test", best="ema/loss"), alone)  # there is nothing averaged
     tried(settings("test", best="loss"), alone)
     tried(settings("test", "stream", schedule_metric="stream/loss"), alone)  # a stream is not read

@@ -47,7 +47,7 @@ def test_a_record_that_cannot_be_written_is_a_sentence(started: Path, monkeypatc
     monkeypatch.setattr(RunRecord, "begin_attempt", full)
     with pytest.raises(SystemExit) as ended:
         process.main()
-    assert "cannot be written any more (No space left on device)" in str(ended.value.code)
+    assert "failed to write to the run folder" in str(ended.value.code)
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_a_run_saves_by_itself_and_ends_with_the_same_bits(
     recorded = [read_checkpoint(path).facts["save_interval"] for path in complete(run.folder / "checkpoints")]
     assert recorded[-1].keys() == {"steps", "save_seconds", "step_seconds"}
     assert any(row["event"] == "save_interval" and row["save_seconds"] > 0 for row in rows)
-    assert "a save costs" in run.output + run.error
+    assert "a save takes" in run.output + run.error
     assert outcome(run.folder) == outcome(train(*words).folder)
 
 

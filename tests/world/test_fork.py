@@ -77,7 +77,7 @@ def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
 def test_a_process_that_cuda_refuses_replaces_itself_and_is_waited_for(tmp_path: Path) -> None:
     done = run(REPLACED, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "CUDA was called before this process was forked, by <string>, line 19: it restarts" in done.stderr
+    assert "CUDA was used before the fork of this process, by <string>, line 19. Restarting" in done.stderr
 
 
 # a finished run again, with a plan for cuda where its configuration has cpu: the gate runs without a GPU
@@ -110,7 +110,7 @@ def test_workers_of_a_recipe_that_asks_cuda_at_its_import_train(
     assert done.stdout.endswith("completed\n"), done.stderr
     for rank in range(2):
         log = (run_folder / "logs" / f"worker_{rank:05d}.log").read_text()
-        assert f"by {recipe / 'recipe.py'}, line 6: it restarts by itself" in log
+        assert f"by {recipe / 'recipe.py'}, line 6. Restarting the process" in log
 
 
 @pytest.mark.timeout(900)

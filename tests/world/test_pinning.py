@@ -160,11 +160,11 @@ def test_auto_leaves_processes_alone_where_it_would_not_help(tmp_path: Path) -> 
     laptop = read_topology(write_machine(tmp_path / "laptop", (("0-7",), {}, {})))
     unknown = read_topology(write_machine(tmp_path / "vm", (("0-7", "8-15"), {"0000:01:00.0": -1}, {})))
     for pins, reason in (
-        (planned(laptop, processes=2, cpu=True), "one NUMA node"),
-        (planned(two, processes=1, cpu=True), "1 processes do not divide over 2 NUMA nodes"),
+        (planned(laptop, processes=2, cpu=True), "a single NUMA node"),
+        (planned(two, processes=1, cpu=True), "1 processes cannot be divided evenly over 2 NUMA nodes"),
         (planned(unknown, processes=1), "does not report the NUMA nodes of the GPUs"),
-        (planned(two, usable=frozenset(range(32))), "bound to cores 0-31 of 0-223 already"),  # Slurm, Kubernetes
-        (planned(two, processes=4, gpus=[*two.gpus][:2]), "4 processes see 2 GPUs here"),
+        (planned(two, usable=frozenset(range(32))), "already bound to cores 0-31 of 0-223"),  # Slurm, Kubernetes
+        (planned(two, processes=4, gpus=[*two.gpus][:2]), "found 2 visible GPUs for 4 processes"),
         (planned(two, "none"), "cluster.pin=none"),
     ):
         assert pins.processes == ()
@@ -184,7 +184,9 @@ def test_more_processes_than_physical_cores_cannot_have_some_of_their_own(tmp_pa
 @pytest.mark.parametrize("pin", ["numa", "exclusive"])
 def test_processes_without_a_gpu_beside_others_with_one_are_not_pinned(tmp_path: Path, pin: Pinning) -> None:
     machine = read_topology(write_machine(tmp_path, H100))
-    with pytest.raises(ConfigError, match=rf"pin={pin}: 4 processes see 2 GPUs here\. Set cluster\.pin=none, or start"):
+    with pytest.raises(
+        ConfigError, match=rf"pin={pin}: found 2 visible GPUs for 4 processes\. Set cluster\.pin=none, or start"
+    ):
         planned(machine, pin, processes=4, gpus=[*machine.gpus][:2])
 
 
@@ -200,7 +202,7 @@ def test_a_process_that_mpirun_has_bound_stays_where_it_is(
     cluster = Cluster("test", 1, 4, "cpu", "gloo", pin=pin)
     with caplog.at_level(logging.INFO):
         assert pin_process(cluster, local_rank=3, processes=4, has_launcher=False) is None
-    assert f"pin={pin}: this process stays on cores 3, as bound" in caplog.text
+    assert f"pin={pin} is ignored: the parent process has already bound this process to cores 3" in caplog.text
     assert applied == []
     own = {*machine.cores}  # it is not bound
     placed = pin_process(cluster, local_rank=3, processes=4, has_launcher=False)
@@ -325,7 +327,7 @@ def test_processes_of_a_run_and_their_data_workers_are_where_the_manifest_says(t
 
     shown = train(*words, "launch=show")
     assert f"    on cores {said[1]}, memory of NUMA node" in shown.output
-    assert "on any cores: the machine has one NUMA node" in train(*words[:2], "launch=show").output or (
+    assert "not pinned: the machine has a single NUMA node" in train(*words[:2], "launch=show").output or (
         len(read_topology().numa) > 1
     )
     refused = train("recipe=told", "cluster.processes=4096", "batch_size=4096", "cluster.pin=exclusive")

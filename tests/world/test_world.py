@@ -31,7 +31,8 @@ def test_a_process_started_alone_is_rank_0_of_1() -> None:
 
 
 def test_an_incomplete_environment_is_an_error_that_names_what_is_missing() -> None:
-    with pytest.raises(ConfigError, match="RANK are set but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are not"):
+    missing = r"missing environment variables WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE \(set: RANK\)"
+    with pytest.raises(ConfigError, match=missing):
         placed({"RANK": "0"})
 
 
@@ -159,7 +160,7 @@ def test_the_innermost_launcher_places_a_process_unless_another_is_named() -> No
 @pytest.mark.parametrize(
     ("variables", "kind", "message"),
     [
-        ({**SLURM, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "auto", "srun has started 4 torchrun"),
+        ({**SLURM, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "auto", "srun started 4 torchrun"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, "auto", "unevenly over the nodes: [3, 1]"),
         ({**TORCHRUN, "RANK": "2"}, "auto", "rank 2 of 2"),
         ({}, "slurm", "SLURM_PROCID"),
@@ -186,10 +187,10 @@ def test_a_host_knows_its_place_under_every_scheduler() -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({**SKY, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES=3, but SKYPILOT_NODE_IPS names 2"),
+        ({**SKY, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES=3, but SKYPILOT_NODE_IPS lists 2"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on 2 nodes"),
-        ({"WORLDSIZE_NODES": "2", "WORLDSIZE_NODE_RANK": "2", "WORLDSIZE_FIRST": "a"}, "node 2 of 2"),
-        ({"WORLDSIZE_NODES": "2", "WORLDSIZE_NODE_RANK": "1"}, "nothing names the first"),
+        ({"WORLDSIZE_NODES": "2", "WORLDSIZE_NODE_RANK": "2", "WORLDSIZE_FIRST": "a"}, "invalid node rank 2 of 2"),
+        ({"WORLDSIZE_NODES": "2", "WORLDSIZE_NODE_RANK": "1"}, "WORLDSIZE_FIRST"),
     ],
 )
 def test_a_host_refuses_contradictory_variables(variables: dict[str, str], message: str) -> None:

@@ -47,10 +47,12 @@ def _train_here(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> i
     from worldsize.messages import show_messages
 
     if torch.cuda._is_in_bad_fork():
-        raise ConfigError("CUDA is in use in this program, so that it cannot be forked. Restart it, and train first.")
+        raise ConfigError(
+            "CUDA is already initialized, so this process cannot be forked. Restart the program, and train first."
+        )
     path = f"{recipe.__module__}.{recipe.__qualname__}"
     if recipe.__qualname__ != recipe.__name__:
-        raise ConfigError(f"{path} is nested. Define it at the top level of a cell or a module.")
+        raise ConfigError(f"{path} is a nested class. Define it at the top level of a cell or a module.")
     ConfigStore.instance().store(recipe.__name__, _build_config_node(recipe, path), group="recipe", package="_global_")
     show_messages()
     sys.argv = ["worldsize", "train"]
@@ -64,14 +66,14 @@ def _build_config_node(recipe: type[Recipe], path: str) -> dict[str, Any]:
     keys: dict[str, Any] = {"_target_": path}
     for name, parameter in inspect.signature(recipe).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ConfigError(f"{path} takes {parameter}, which cannot be set by a key. Name its parameters.")
+            raise ConfigError(f"{path}: {parameter} is not supported, because no key can set it. Use named parameters.")
         default = "???" if parameter.default is parameter.empty else parameter.default
         keys[name] = FACTORIES.get(name, default)
         try:
             OmegaConf.create({name: keys[name]})
         except OmegaConfBaseException:
             raise ConfigError(
-                f"{path}: the default of {name}, a {type(default).__name__}, does not fit into a configuration. Make "
-                "it a number, a text, a list or None."
+                f"{path}: the default of {name} has the unsupported type {type(default).__name__}. Use a number, a "
+                "string, a list or None."
             ) from None
     return {"recipe": keys}

@@ -116,7 +116,7 @@ def local_logical_ranks(replica: Replica, context: RunContext) -> tuple[int, ...
     """
     ranks, world = context.logical_ranks, context.world
     if ranks % world.size:
-        raise ConfigError(f"logical_ranks={ranks} is not a multiple of {world.size} processes. Choose a multiple.")
+        raise ConfigError(f"logical_ranks={ranks} must be a multiple of the number of processes, {world.size}.")
     return assign_logical_ranks(world.rank, world.size, ranks, replica.dealing)
 
 

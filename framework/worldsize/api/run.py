@@ -49,7 +49,7 @@ class Run:
         self._view  # noqa: B018 - raises an error if the folder is not a run
 
     def __repr__(self) -> str:
-        return f"<Run {self.folder}: {self.exit_reason or 'not begun'}>"
+        return f"<Run {self.folder}: {self.exit_reason or 'not started'}>"
 
     @property
     def _view(self) -> RunView:
@@ -132,7 +132,7 @@ class Run:
         try:
             model.load_state_dict({name: weights.read_tensor(name) for name in weights.entries})
         except RuntimeError as error:
-            raise WorldsizeError(f"the recipe's model is not the one that was saved: {error}.") from None
+            raise WorldsizeError(f"the recipe's model does not match the checkpoint: {error}.") from None
         return model.eval()
 
     def evaluate(
@@ -216,8 +216,8 @@ class Run:
         """Return the flags that let commands run another user's code; raise an error without ``trust``."""
         if not trust and not self._view.is_own:
             raise WorldsizeError(
-                f"{self.folder} was not written by this user on this machine, and its code would run. Look at it, then "
-                "pass trust=True."
+                f"{self.folder} was written by another user or on another machine, and its code would run. Inspect the "
+                "folder, then pass trust=True."
             )
         return ["--yes"] if trust else []
 
@@ -225,13 +225,14 @@ class Run:
         target = str(self.config["recipe"].get("_target_"))
         if target.startswith("__main__."):
             raise WorldsizeError(
-                f"cannot {deed} this run: its recipe {target.partition('.')[2]} was defined in a program, not a file. "
-                "Use its record, model and weights, or move the class to a file (worldsize new recipe NAME)."
+                f"cannot {deed} this run: its recipe {target.partition('.')[2]} is defined in __main__, not in a "
+                "module. Use the run's record, model and weights, or move the class to a file (worldsize new recipe "
+                "NAME)."
             )
 
     def _run_command(self, name: str, *words: str, has_result: bool = False) -> Ended:
         if flags := [word for word in words if word.startswith("-") and word != "--yes" and "--format=" not in word]:
-            raise WorldsizeError(f"{flags[0]}: use the command worldsize {name} for flags.")
+            raise WorldsizeError(f"{flags[0]}: flags are not supported here. Use the command worldsize {name}.")
         ended = call_command(name, str(self.folder), *words, has_result=has_result)
         if ended.code:
             raise RunFailedError(ended.messages, self.folder)

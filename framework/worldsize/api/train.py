@@ -34,7 +34,7 @@ def train(*words: str, recipe: type[Recipe] | None = None) -> Run:
         RunFailedError: The run did not complete; ``error.folder`` is its folder.
     """
     if flags := [word for word in words if word.startswith("-")]:
-        raise ConfigError(f"{flags[0]}: train takes only overrides and starts one run. Call it in a loop for several.")
+        raise ConfigError(f"{flags[0]}: train() accepts only overrides. Call train() in a loop to start several runs.")
     ended = call_command("train", *words, has_result=True) if recipe is None else call_in_fork(recipe, words)
     if ended.result is not None:
         run = Run(ended.result)
@@ -42,9 +42,9 @@ def train(*words: str, recipe: type[Recipe] | None = None) -> Run:
             raise RunFailedError(run.failure or ended.messages or f"exit code {ended.code}", run.folder)
         return run
     if ended.code in (0, CONFIG_ERROR):
-        unstarted = "launch=show starts no run. Use the command worldsize train."
+        unstarted = "launch=show does not start a run. Use the command worldsize train."
         raise ConfigError(ended.messages if ended.code else unstarted)
-    raise WorldsizeError(ended.messages or f"training ended with exit code {ended.code} before it had a record.")
+    raise WorldsizeError(ended.messages or f"training ended with exit code {ended.code} before the run was recorded.")
 
 
 def compose(*words: str) -> DictConfig:

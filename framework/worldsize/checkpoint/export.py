@@ -74,7 +74,7 @@ def publish_output(output: Path) -> Iterator[Path]:
         if not _is_of_writing(error, draft):
             raise  # a read error, for example of a tokenizer file
         raise WorldsizeError(
-            f"{output} cannot be written: {error.strerror or error}. Make room, or choose a different output=PATH."
+            f"failed to write {output}: {error.strerror or error}. Free disk space, or choose a different output=PATH."
         ) from error
     finally:
         if draft.is_dir():

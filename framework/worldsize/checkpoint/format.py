@@ -84,7 +84,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return _parse_manifest(path, parse_strict_json(text, at_most=_LARGEST, deepest=_DEEPEST, finite=False))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         kind = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the checkpoint is damaged: {path / MANIFEST} is not a manifest ({kind}).") from None
+        raise CheckpointError(
+            f"the checkpoint is damaged: {path / MANIFEST} is not a valid manifest ({kind})."
+        ) from None
 
 
 def read_digest(path: Path) -> str:
@@ -109,13 +111,13 @@ def _read_sealed_manifest(path: Path) -> tuple[bytes, str]:
 
 def _parse_manifest(path: Path, manifest: Any) -> Checkpoint:
     if (version := check_count(manifest["schema_version"], "schema_version")) != SCHEMA_VERSION:
-        remedy = "Upgrade worldsize." if version > SCHEMA_VERSION else "Use the worldsize that wrote it."
+        remedy = "Upgrade worldsize." if version > SCHEMA_VERSION else "Use the worldsize version that wrote it."
         raise OtherSchemaError(
             f"{path} has schema version {version}; this worldsize reads version {SCHEMA_VERSION}. {remedy}"
         )
     check_manifest(manifest, {name: dtype.itemsize for name, dtype in DTYPES.items()})
     if folder_name(manifest["step"]) != path.name:
-        raise ValueError(f"step is {manifest['step']}, and the folder is {path.name}")
+        raise ValueError(f"step is {manifest['step']}, but the folder is {path.name}")
     facts = {key: manifest[key] for key in ("step", "world_size", "facts", "files", "tensors", "values")}
     return Checkpoint(path, **facts)
 
@@ -130,8 +132,8 @@ def verify_checkpoint(checkpoint: Checkpoint, names: Iterable[str] | None = None
     path, files = checkpoint.path, checkpoint.files
     present = {file.name for file in path.iterdir()} - {MANIFEST, COMPLETE}
     for name in sorted(present ^ files.keys()):
-        known = "a file that the manifest lists" if name in files else "no such file"
-        raise CheckpointError(_format_difference(path / name, known, "a file" if name in present else "none"))
+        fault = "is missing" if name in files else f"is not listed in {MANIFEST}"
+        raise CheckpointError(f"the checkpoint is damaged: {path / name} {fault}.")
     facts = {"schema_version": SCHEMA_VERSION, "step": checkpoint.step, "world_size": checkpoint.world_size}
     for name, contents in sorted(collect_contents(checkpoint.tensors, list(files if names is None else names)).items()):
         _verify_file(path / name, files[name])
@@ -141,7 +143,7 @@ def verify_checkpoint(checkpoint: Checkpoint, names: Iterable[str] | None = None
 
 def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
     if not is_shard(path.name) or path.is_symlink() or not path.is_file():
-        raise CheckpointError(_format_difference(path, "a regular file named like a shard", "something else"))
+        raise CheckpointError(f"the checkpoint is damaged: {path} is not a regular shard file.")
     if (size := path.stat().st_size) != expected["size"]:
         raise CheckpointError(_format_difference(path, f"{expected['size']} bytes", f"{size} bytes"))
     if (actual := _hash_file(path)) != expected["sha256"]:
@@ -158,7 +160,7 @@ def _verify_header(path: Path, expected: Mapping[str, Entry], told: Mapping[str,
         raise CheckpointError(f"the checkpoint is damaged: {error}") from None
     for name in sorted(expected.keys() | actual.keys()):
         if (wanted := expected.get(name)) != (present := actual.get(name)):
-            known = f"{_describe_entry(name, wanted)}, as {MANIFEST} says"
+            known = f"{_describe_entry(name, wanted)} according to {MANIFEST}"
             raise CheckpointError(_format_difference(path, known, f"{_describe_entry(name, present)} in its header"))
     if metadata != told:
         raise CheckpointError(
@@ -187,12 +189,13 @@ def _hash_file(path: Path) -> str:
 def _read_bytes(path: Path) -> bytes:
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError(
-                _format_difference(path, "a regular file", "a link" if path.is_symlink() else "something else")
-            )
+            kind = "a link" if path.is_symlink() else "not a file"
+            raise CheckpointError(f"the checkpoint is damaged: {path} is {kind}, expected a regular file.")
         return read_regular(path, at_most=_LARGEST)
     except OSError as error:
-        raise CheckpointError(_format_difference(path, "a readable file", error.strerror or "an error")) from None
+        raise CheckpointError(
+            f"the checkpoint is damaged: failed to read {path}: {error.strerror or 'unknown error'}."
+        ) from None
 
 
 def seal_checkpoint(folder: Path, manifest: Mapping[str, Any], at: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from worldsize.core import World
 from worldsize.errors import CheckpointError
 
-DIFFERENT = "the ranks' tensors differ in names, dtypes or shapes; give all ranks the same"
+DIFFERENT = "tensor names, dtypes or shapes differ between ranks; pass the same tensors on all ranks"
 
 
 def partly_held(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:

@@ -53,10 +53,12 @@ def find_newest(root: Path, world: World, *, allow_older: bool = False) -> Check
             if isinstance(error, OtherSchemaError):
                 raise error
         if not allow_older:
-            raise CheckpointError(f"{errors[0]} An older checkpoint is used with --allow-older.")
-        _logger.warning("%s Trying an older one.", errors[0])
+            raise CheckpointError(f"{errors[0]} Use --allow-older to resume from an older checkpoint.")
+        _logger.warning("%s Trying an older checkpoint.", errors[0])
     if folders:
-        raise CheckpointError(f"no checkpoint in {root} can be used. To start over, remove them or start a new run.")
+        raise CheckpointError(
+            f"no valid checkpoint found in {root}. Remove the checkpoints to start over, or start a new run."
+        )
     return None
 
 
@@ -67,7 +69,7 @@ def _find_damage(path: Path, world: World) -> CheckpointError | None:
     except CheckpointError as error:
         return error.with_traceback(None)
     except OSError as error:
-        return CheckpointError(f"the checkpoint cannot be read: {error.filename or path}: {error.strerror}.")
+        return CheckpointError(f"failed to read the checkpoint ({error.filename or path}): {error.strerror}.")
     return None
 
 
@@ -108,8 +110,8 @@ def load_checkpoint(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequ
     if differences := list(_differences(saved, tensors)):
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise CheckpointError(
-            f"{checkpoint.path} holds a different model or optimizer: {'; '.join(differences[:_SHOWN])}{more}. "
-            "Resume with the run's own configuration, or leave a part out with checkpoint.ignore=[optimizer]."
+            f"{checkpoint.path} does not match the model or optimizer: {'; '.join(differences[:_SHOWN])}{more}. "
+            "Resume with the original configuration, or skip a part, e.g. with checkpoint.ignore=[optimizer]."
         )
     held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     state_dict_loader.load(held, storage_reader=Reader(checkpoint), no_dist=True)
@@ -124,8 +126,8 @@ def load_checkpoint(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequ
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         kind = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{checkpoint.path} holds a different optimizer or schedule than the run has now ({kind}). "
-            "Leave both out with checkpoint.ignore=[optimizer,schedule]."
+            f"{checkpoint.path} does not match the optimizer or schedule of the run ({kind}). "
+            "Skip both with checkpoint.ignore=[optimizer,schedule]."
         ) from None
 
 
@@ -203,7 +205,7 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Tensor]) -> Iterator
         saved = _format_tensor(then[name]["dtype"], then[name]["shape"]) if name in then else "absent"
         present = _format_tensor(str(now[name].dtype), now[name].shape) if name in now else "absent"
         if saved != present:
-            yield f"{name}: {saved} saved, {present} now"
+            yield f"{name}: {saved} in the checkpoint, {present} in the run"
 
 
 def _format_tensor(dtype: str, shape: Any) -> str:

@@ -58,22 +58,22 @@ def check_encoded(value: Any, names: Set[str]) -> None:
     """
     references = list(_references(value, "", 0))
     if lost := sorted(names - set(references)):
-        raise ValueError(f"the tensor {lost[0]!r} is nowhere in values")
+        raise ValueError(f"the tensor {lost[0]!r} is missing from values")
     if unknown := sorted(set(references) - names):
-        raise ValueError(f"values name the tensor {unknown[0]!r}, but it does not exist")
+        raise ValueError(f"values refer to an unknown tensor {unknown[0]!r}")
     if len(references) > len(names):  # a key 'a/b' has the same path as 'b' nested in 'a'
-        raise ValueError("values name a tensor twice")
+        raise ValueError("values refer to a tensor more than once")
 
 
 def _references(node: Any, path: str, depth: int) -> Iterator[str]:
     """Yield the tensor names in a value; raise ValueError if a name differs from its path."""
     if depth > _DEEPEST:
-        raise ValueError(f"values are nested more than {_DEEPEST} deep")
+        raise ValueError(f"values are nested more than {_DEEPEST} levels deep")
     for key, child in _children(node, path):
         yield from _references(child, f"{path}/{key}" if path else str(key), depth + 1)
     if isinstance(node, dict) and "$tensor" in node:
         if node["$tensor"] != path:
-            raise ValueError(f"{path!r} in values refers to the tensor {node['$tensor']!r}")
+            raise ValueError(f"{path!r} in values refers to a different tensor, {node['$tensor']!r}")
         yield path
 
 
@@ -94,7 +94,7 @@ def _children(node: Any, path: str) -> list[tuple[Any, Any]]:
             return [(key, child) for key, child in pairs]
         case dict() if not any(key.startswith("$") for key in node):
             return list(node.items())
-    raise ValueError(f"{path!r} in values is {str(node)[:80]}, which no checkpoint holds")
+    raise ValueError(f"{path!r} in values is invalid: {str(node)[:80]}")
 
 
 def _is_item(pair: Any) -> bool:
@@ -119,7 +119,9 @@ def order_like(tree: Any, template: Any) -> Any:
 def _encode_node(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(node, Tensor):
         if path in tensors:  # only one of the two would be saved
-            raise CheckpointError(f"two tensors of the state are called {path} (keys like 'a/b', or 1 and '1').")
+            raise CheckpointError(
+                f"two tensors of the state have the same name {path} (e.g. a key 'a/b', or keys 1 and '1')."
+            )
         tensors[path] = node
         return {"$tensor": path}
     if isinstance(node, Mapping):
@@ -135,8 +137,8 @@ def _encode_node(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if node is None or isinstance(node, bool | int | float | str):
         return node
     raise CheckpointError(
-        f"{path} is a {type(node).__name__}, which checkpoints do not support. "
-        "Keep tensors and plain values (None, bool, int, float, str, and lists, tuples and dicts of them) in the state."
+        f"{path} has the type {type(node).__name__}, which is not supported in checkpoints. "
+        "Use only tensors and plain values (None, bool, int, float, str, and lists, tuples and dicts) in the state."
     )
 
 
@@ -155,7 +157,7 @@ def _encode_mapping(node: Mapping[Any, Any], path: str, tensors: dict[str, Tenso
         return children
     if all(isinstance(key, str | int) for key in children):
         return {"$items": [[key, child] for key, child in children.items()]}
-    raise CheckpointError(f"{path} has keys that are neither strings nor integers; checkpoints do not support them.")
+    raise CheckpointError(f"{path} has unsupported keys: keys must be strings or integers in a checkpoint.")
 
 
 Box = tuple[tuple[int, int], ...]  # (begin, end) in each dimension
@@ -171,12 +173,12 @@ def check_manifest(manifest: Mapping[str, Any], itemsizes: Mapping[str, int]) ->
     """Check a manifest except its schema version; ``itemsizes``: bytes per element, by dtype."""
     check_count(manifest["step"], "step")
     if check_count(manifest["world_size"], "world_size") == 0:
-        raise ValueError("world_size is 0, but a checkpoint has at least one writer")
+        raise ValueError("world_size is 0, expected at least 1")
     _check_facts(manifest["facts"])
     files, tensors = manifest["files"], manifest["tensors"]
     for name, file in files.items():
         if not is_shard(name) or not _SHA256.fullmatch(file["sha256"]):
-            raise ValueError(f"file {name!r} lacks the name or the SHA-256 of a shard")
+            raise ValueError(f"file {name!r} has an invalid name or SHA-256")
         check_count(file["size"], f"size of {name}")
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, files, itemsizes)
@@ -194,7 +196,7 @@ def is_shard(name: str) -> bool:
 def check_count(number: Any, name: str) -> int:
     """Return ``number`` if it is an integer in [0, 2**63); otherwise raise ValueError."""
     if type(number) is not int or number < 0:
-        raise ValueError(f"{name} is {_abbreviate_value(number)}, not a count")
+        raise ValueError(f"{name} is {_abbreviate_value(number)}, expected a non-negative integer")
     if number >= _LARGEST:
         raise ValueError(f"{name} is {_abbreviate_value(number)}, which is too large")
     return number
@@ -211,7 +213,7 @@ def _check_facts(facts: Any) -> None:
         raise ValueError("facts are not a mapping")
     check_count(facts.get("skipped", 0), "skipped")
     if not isinstance(facts.get("evaluated", True), bool):
-        raise ValueError(f"evaluated is {_abbreviate_value(facts['evaluated'])}, neither true nor false")
+        raise ValueError(f"evaluated is {_abbreviate_value(facts['evaluated'])}, expected true or false")
     for name, value in facts.get("metrics", {}).items():
         if type(value) not in (int, float):
             raise ValueError(f"metric {name!r} is {_abbreviate_value(value)}, not a number")
@@ -228,22 +230,22 @@ def _check_tensor(name: str, tensor: Mapping[str, Any], files: Mapping[str, Any]
     """Check that chunks lie within their files and cover the tensor exactly."""
     itemsize, shape = itemsizes[tensor["dtype"]], _check_counts(tensor["shape"], f"shape of {name}")
     if len(shape) > MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) * itemsize >= _LARGEST:
-        raise ValueError(f"the shape of {name} is larger than a tensor can be")
+        raise ValueError(f"the shape of {name} exceeds the maximum tensor size")
     boxes = []
     for chunk in tensor["chunks"]:
         offsets, sizes = (_check_counts(chunk[key], f"{key} of a chunk of {name}") for key in ("offsets", "sizes"))
         box = tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         if any(end > limit for (_, end), limit in zip(box, shape, strict=True)):
-            raise ValueError(f"a chunk of {name} lies outside of its shape")
+            raise ValueError(f"a chunk of {name} is out of bounds")
         length = check_count(chunk["length"], f"length of a chunk of {name}")
         begin = check_count(chunk["offset"], f"offset of a chunk of {name}")
         if length != math.prod(sizes) * itemsize or begin + length > files[chunk["file"]]["size"]:
             raise ValueError(f"a chunk of {name} does not fit its file")
         if length and begin % itemsize:
-            raise ValueError(f"a chunk of {name} begins at byte {begin}, where its dtype cannot")
+            raise ValueError(f"a chunk of {name} begins at byte {begin}, which is not aligned to its dtype")
         boxes.append(box)
     if not covers_exactly(shape, boxes):
-        raise ValueError(f"the chunks of {name} do not make up its shape: they overlap, or leave a part without values")
+        raise ValueError(f"the chunks of {name} overlap or do not cover its shape")
 
 
 def _check_counts(values: Any, name: str) -> list[int]:
@@ -269,7 +271,7 @@ def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         return not boxes
     split = [dimension for dimension in range(len(shape)) if any(box[dimension] != full[dimension] for box in boxes)]
     if len(split) > _MOST_SPLIT:
-        raise ValueError(f"a tensor is split along {len(split)} dimensions")
+        raise ValueError(f"a tensor is split along {len(split)} dimensions, more than the limit of {_MOST_SPLIT}")
     corners: Counter[tuple[int, ...]] = Counter()
     for box in boxes:
         corners.update(_compute_corner_signs([box[dimension] for dimension in split]))
@@ -291,9 +293,9 @@ def _check_bytes(chunks: Iterable[Mapping[str, Any]], files: Mapping[str, Any]) 
     for (file, _, end), (other, begin, _) in pairwise([*sorted(_list_spans(chunks)), ("", 0, 0)]):
         after = begin if other == file else files[file]["size"]
         if end > after:
-            raise ValueError(f"two chunks share bytes of {file}")
+            raise ValueError(f"two chunks overlap in {file}")
         if end < after:
-            raise ValueError(f"no chunk has the bytes of {file} from {end} to {after}")
+            raise ValueError(f"bytes {end} to {after} of {file} do not belong to a chunk")
 
 
 def _list_spans(chunks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, int, int]]:

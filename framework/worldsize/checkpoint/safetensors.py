@@ -81,13 +81,13 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> byte
     offset = 0
     for entry in entries:
         if entry.dtype not in CODES:
-            raise CheckpointError(f"{entry.name} is of dtype {entry.dtype}, and worldsize does not export it.")
+            raise CheckpointError(f"{entry.name}: dtype {entry.dtype} is not supported for export.")
         place = [offset, offset := offset + entry.nbytes]
         described[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     if len(text) > _LARGEST_HEADER:
-        raise CheckpointError(f"the names of {len(entries)} tensors are too long for one safetensors file.")
+        raise CheckpointError(f"the header of {len(entries)} tensors exceeds the size limit of safetensors.")
     return len(text).to_bytes(8, "little") + text
 
 
@@ -115,7 +115,7 @@ def read_header(path: Path, *, at_most: int = _LARGEST_HEADER) -> tuple[dict[str
     try:
         return _parse_header(path, at_most)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file, or damaged ({error}).") from None
+        raise CheckpointError(f"{path} is damaged or not a safetensors file ({error}).") from None
 
 
 def _parse_shape(sizes: Any, name: str) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def _parse_header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
     with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= at_most:
-            raise ValueError(f"the length of its header is invalid: {length} bytes")
+            raise ValueError(f"invalid header length: {length} bytes")
         described = parse_strict_json(file.read(length), at_most=at_most, deepest=8)
         size = file.seek(0, 2)
     metadata = described.pop("__metadata__", None)
@@ -141,17 +141,17 @@ def _parse_header(path: Path, at_most: int) -> tuple[dict[str, Entry], Any]:
     for name, facts in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
         if facts["dtype"] in _UNREAD:
             raise CheckpointError(
-                f"{path}: {name} is of dtype {facts['dtype']}, and worldsize does not read it. Write the file with "
-                "a different dtype, or without that tensor."
+                f"{path}: dtype {facts['dtype']} of {name} is not supported. Save the file with a different dtype, or "
+                "without this tensor."
             )
         shape = _parse_shape(facts["shape"], name)
         entry = Entry(name, _DTYPES[facts["dtype"]], shape, end)
         first, after = (check_count(each, f"an offset of {name}") for each in facts["data_offsets"])
         if (first + 8 + length, after - first) != (end, entry.nbytes):
-            raise ValueError(f"the bytes of {name} are not where they should be")
+            raise ValueError(f"invalid data_offsets of {name}")
         entries[name], end = entry, end + entry.nbytes
     if end != size:
-        raise ValueError(f"it has {size} bytes, and its tensors need {end}")
+        raise ValueError(f"the file has {size} bytes, expected {end}")
     return entries, metadata
 
 

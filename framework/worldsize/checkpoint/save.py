@@ -198,7 +198,7 @@ class Saver:
 
     def _check_owner(self) -> None:
         if self._owner is not None and not self._owner.exists():
-            raise RunFolderError(f"the folder was deleted: {self._owner.parent}")
+            raise RunFolderError(f"the run folder {self._owner.parent} was deleted")
 
     def _publish_draft(self, folder: Path, final_: Path) -> None:
         """Publish the folder with one durable rename, then delete expired checkpoints, on rank 0."""
@@ -211,7 +211,7 @@ class Saver:
         try:
             format.apply_retention(self._keep, final_, self._at)
         except OSError as error:
-            said = f"it is complete, but not all others could be deleted that are not kept: {error.strerror}"
+            said = f"the checkpoint is complete, but deleting old checkpoints failed: {error.strerror}"
             raise OSError(error.errno, said, error.filename) from error
 
     def _run_on_rank_0(self, step: int, task: Callable[[], Any]) -> Any:

@@ -151,10 +151,10 @@ def _resolve_item(item: WriteItem, planner: SavePlanner) -> _TensorPart:
     """Return the tensor or shard for ``item``; raise CheckpointError if it is not supported."""
     name, tensor, facts = item.index.fqn, planner.resolve_data(item), item.tensor_data
     if facts is None or not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{name} is not a tensor, and a shard holds nothing else.")
+        raise CheckpointError(f"{name} is not a tensor; shards can only contain tensors.")
     if tensor.dtype not in DTYPES.values():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{name} is of dtype {dtype}, which checkpoints do not support.")
+        raise CheckpointError(f"{name}: dtype {dtype} is not supported in checkpoints.")
     return _TensorPart(item.index, tensor, facts.size, build_box(facts.chunk.offsets, facts.chunk.sizes))
 
 
@@ -162,7 +162,9 @@ def _check_finite(parts: Sequence[_TensorPart]) -> None:
     for part in parts:
         name, tensor = part.name, part.tensor
         if name.startswith("model/") and tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{name} holds NaN or infinity. Lower lr, set clip_norm, or choose nonfinite=ignore")
+            raise CheckpointError(
+                f"{name} contains NaN or infinity. Decrease lr, set clip_norm, or set nonfinite=ignore"
+            )
 
 
 def _describe_tensor(name: str, facts: Any, places: Mapping[MetadataIndex, ChunkPlace]) -> dict[str, Any]:

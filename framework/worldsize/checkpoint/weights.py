@@ -159,7 +159,9 @@ class SafetensorsWeights(Weights):
         for file in files:
             for name, entry in read_entries(file).items():
                 if name in self._places:
-                    raise CheckpointError(f"{name} is in {self._places[name][0]} and in {file}. Keep one of the files.")
+                    raise CheckpointError(
+                        f"{name} is in both {self._places[name][0]} and {file}. Remove one of the files."
+                    )
                 self._places[name] = file, entry
 
     @property
@@ -187,14 +189,14 @@ class TorchWeights(Weights):
             raise
         except Exception as error:  # torch raises all kinds of errors for damaged files
             raise CheckpointError(
-                f"{file} is damaged, or holds more than tensors: torch.load with weights_only=True does not read it. "
-                "Take it from a copy, or save it with torch.save(model.state_dict(), FILE)."
+                f"torch.load with weights_only=True failed: {file} is damaged or contains more than tensors. "
+                "Restore the file, or save it with torch.save(model.state_dict(), FILE)."
             ) from error
         if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
             state = state["state_dict"]  # checkpoints of Lightning and others contain more than weights
         if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
             raise CheckpointError(
-                f"{file} is not a state_dict of names and tensors. Save it with torch.save(model.state_dict(), FILE)."
+                f"{file} does not contain a state_dict of tensors. Save it with torch.save(model.state_dict(), FILE)."
             )
         self._state: dict[str, Tensor] = {str(name): tensor.detach() for name, tensor in state.items()}
 
@@ -218,13 +220,13 @@ def resolve_source(path: Path) -> Path:
     if is_folder(path / "checkpoints"):
         saved = complete(path / "checkpoints")
         if not saved:
-            raise WorldsizeError(f"the run {path} lacks a complete checkpoint. Let it save one: checkpoint.every=N.")
+            raise WorldsizeError(f"the run {path} does not have a complete checkpoint. Set checkpoint.every=N.")
         return saved[-1].absolute()
     if not is_file(path) and not is_folder(path):
         missing = _first_missing(path)
         near = neighbours(missing.name, [each.name for each in _list_folder(missing.parent)])
         raise WorldsizeError(
-            f"{missing} is not there{near} Name a run, a folder with safetensors files, or a file with a state_dict."
+            f"{missing} not found{near} Pass a run, a folder with safetensors files, or a file with a state_dict."
         )
     return path.absolute()
 
@@ -254,7 +256,7 @@ def open_weights(path: Path) -> Weights:
             return CheckpointWeights(read_checkpoint(path))
         return SafetensorsWeights(_no_shards(_safetensors_in(path)))
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from None
+        raise CheckpointError(f"failed to read {error.filename or path}: {error.strerror or error}.") from None
 
 
 def _no_shards(files: list[Path]) -> list[Path]:
@@ -262,8 +264,7 @@ def _no_shards(files: list[Path]) -> list[Path]:
     for file in files:
         if is_shard(file.name):
             raise CheckpointError(
-                f"{file} is one rank's part of a checkpoint, and {MANIFEST} describes the whole. Name the "
-                "run, or the folder of a complete checkpoint."
+                f"{file} is a shard of a checkpoint. Pass the run, or the checkpoint folder that contains {MANIFEST}."
             )
     return files
 
@@ -284,13 +285,13 @@ def _names_in(index: Path) -> list[str]:
     try:
         described = parse_strict_json(text, at_most=_LARGEST_INDEX, deepest=8)
     except ValueError as error:
-        raise CheckpointError(f"{index} is not JSON ({error}). Take it from a copy.") from None
+        raise CheckpointError(f"{index} is not valid JSON ({error}). Restore the file.") from None
     places = described.get("weight_map") if isinstance(described, dict) else None
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise CheckpointError(f"{index} lacks a weight_map, with a file by each tensor's name. Take it from a copy.")
+        raise CheckpointError(f"{index} does not contain a weight_map from tensor names to files. Restore the file.")
     names = sorted(set(places.values()))
     if any(Path(name).name != name or name in ("", "..") for name in names):
-        raise CheckpointError(f"{index} names files outside of its folder.")
+        raise CheckpointError(f"{index} refers to files outside of its folder.")
     return names
 
 

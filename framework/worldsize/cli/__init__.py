@@ -30,24 +30,24 @@ COMMANDS = {
     "init": "create a project that trains and has a test",
     "new": "create a custom strategy, launcher, recipe or logger, with a test",
     "list": "list strategies, clusters, recipes, plugins, ..., with source and purpose",
-    "prepare": "token shards of text, made once, for runs to read",
+    "prepare": "tokenize text once, into shards for training",
     "train": "train a recipe; the same as train.py",
-    "doctor": "whether a run would work on this cluster, and how fast its links are",
-    "plan": "show the layout of ranks, and predict a step's cost under every strategy; nothing is started",
-    "rehearse": "show each rank's memory, messages and waits at any world size; nothing is launched",
-    "scale": "measure how a step's time falls as processes are added, next to what plan predicts",
-    "image": "a Dockerfile of a project and the environment of its lock, and the image of it",
+    "doctor": "check whether a run would work on this cluster, and measure its links",
+    "plan": "show the layout of ranks, and predict the cost of a step per strategy, without starting a run",
+    "rehearse": "show each rank's memory, messages and waits at any world size, without launching a run",
+    "scale": "measure the step time for several numbers of processes, next to the prediction of plan",
+    "image": "write a Dockerfile for a project and its locked environment, and build the image",
     "resume": "resume a run from its newest checkpoint",
     "evaluate": "evaluate a checkpoint of a run, at any world size",
-    "status": "list runs, the newest first, and how they ended",
-    "logs": "show the logs of a run's processes, by rank; --follow it live",
-    "cancel": "end a run, whatever launched it; it saves first",
-    "reproduce": "re-create a run from its manifest, and report how exactly",
+    "status": "list runs and how they ended, newest first",
+    "logs": "show the logs of a run's processes, by rank; --follow shows them live",
+    "cancel": "stop a run after it saves a checkpoint, with any launcher",
+    "reproduce": "repeat a run from its manifest, and report how exactly it matches",
     "compare": "show where two runs differ, and by how much",
     "export": "write the weights of a checkpoint for other programs: safetensors, transformers, torch",
-    "report": "one HTML page of a run, a sweep or a scaling study",
+    "report": "write an HTML page about a run, a sweep or a scaling study",
     "watch": "follow a running job live, from any other shell",
-    "agent": "play one host's part of a run; launchers start it",
+    "agent": "run one host's part of a run; started by launchers",
     "workers": "add, remove and list workers of a running job",
     "completion": "print completion code for bash, zsh or fish",
 }
@@ -92,7 +92,7 @@ def check_working_directory() -> None:
     try:
         Path.cwd()
     except OSError as error:
-        text = f"the working directory cannot be entered any more ({error.strerror}). Change to one that exists."
+        text = f"the working directory is not accessible ({error.strerror}). Change to an existing directory."
         sys.exit(report_error(WorldsizeError(text)))
 
 
@@ -112,9 +112,9 @@ def _run_command(result_fd: int | None = None) -> None:
         except OSError as error:
             if name not in _OF_FILES or error.filename is None:  # without a file name, it may be a connection error
                 raise
-            sys.exit(report_error(WorldsizeError(f"{error.filename} cannot be read or written: {error.strerror}.")))
+            sys.exit(report_error(WorldsizeError(f"failed to read or write {error.filename}: {error.strerror}.")))
     else:
-        sys.exit(report_error(WorldsizeError(f"no command {name!r}{neighbours(name, COMMANDS)}")))
+        sys.exit(report_error(WorldsizeError(f"unknown command {name!r}{neighbours(name, COMMANDS)}")))
 
 
 def _format_usage() -> str:

@@ -33,9 +33,9 @@ def main() -> None:
     parser.add_argument(
         "--tether",
         action="store_true",
-        help="take variables and signals from standard input, a JSON value a line, and end when it ends",
+        help="read variables and signals from standard input, one JSON value per line, and exit when it closes",
     )
-    parser.add_argument("--from", dest="source", type=Path, help="folder of files to begin the run folder with")
+    parser.add_argument("--from", dest="source", type=Path, help="folder with the initial files of the run folder")
     options = parser.parse_args()
     outlive_output()
     if options.tether:
@@ -97,7 +97,7 @@ def _begin_with(source: Path, run: Path) -> None:
         _copy_run_files(source, draft)
     except OSError as error:
         raise ConfigError(
-            f"{run.parent} cannot be written: {error}. Is the bucket or volume mounted, and ours?"
+            f"failed to write {run.parent}: {error}. Check that the bucket or volume is mounted and writable."
         ) from error
     try:
         draft.rename(run)

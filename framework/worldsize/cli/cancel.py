@@ -38,7 +38,7 @@ def cancel(run: RunDirectory) -> str:
         launcher.cancel(view.job)
         return f"job {view.job} was cancelled"
     if view.exit_reason != "running":
-        raise WorldsizeError(f"the run {run.path} is not being trained.")
+        raise WorldsizeError(f"the run {run.path} is not running.")
     attempt = view.attempts[-1]
     host, process = attempt["hosts"][0], find_lock_holder(run.path)
     if process is None and view.is_own and is_locked(run.path):  # the kernel may not report the lock's owner
@@ -46,9 +46,9 @@ def cancel(run: RunDirectory) -> str:
     if host != socket.gethostname():
         raise WorldsizeError(f"the run {run.path} was launched on {host}; cancel it there.")
     if process is None:
-        raise WorldsizeError(f"the process that trains {run.path} belongs to a different user, who can cancel it.")
+        raise WorldsizeError(f"the process of the run {run.path} belongs to another user, who must cancel it.")
     try:
         os.kill(process, signal.SIGTERM)
     except PermissionError:
-        raise WorldsizeError(f"process {process} trains the run {run.path} and belongs to a different user.") from None
-    return f"process {process} was asked to save and to end"
+        raise WorldsizeError(f"process {process} of the run {run.path} belongs to another user.") from None
+    return f"sent SIGTERM to process {process}; it saves a checkpoint and exits"

@@ -44,9 +44,9 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=build_number_parser(Range(least=0)),
         default=TOLERANCE,
-        help="largest relative difference of a figure that is let pass",
+        help="largest relative difference of a value that counts as within tolerance",
     )
-    parser.epilog = "Exit code: 0 bitwise identical, 3 within tolerance, 4 different, 2 it cannot be compared or run."
+    parser.epilog = "Exit code: 0 bitwise identical, 3 within tolerance, 4 different, 2 error."
 
 
 def show_comparison(comparison: Comparison, *, as_json: bool) -> None:

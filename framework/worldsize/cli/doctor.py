@@ -42,15 +42,19 @@ _POLL, _LOGS = 0.5, 300.0  # seconds between checks for a report; maximum second
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize doctor", description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 recipe=digits")
-    parser.add_argument("--pairs", action="store_true", help="measure the link between each two nodes")
+    parser.add_argument(
+        "overrides", nargs="*", help="overrides as for train, e.g. +cluster=slurm cluster.nodes=4 recipe=digits"
+    )
+    parser.add_argument("--pairs", action="store_true", help="measure the link between each pair of nodes")
     parser.add_argument(
         "--patience",
         type=build_number_parser(SECONDS),
         default=60.0,
-        help="seconds that hosts have to answer (%(default)s)",
+        help="seconds to wait for the answer of a host (%(default)s)",
     )
-    parser.add_argument("--json", dest="report", metavar="FILE", help='write the findings; "-": to standard output')
+    parser.add_argument(
+        "--json", dest="report", metavar="FILE", help='write the findings to FILE, or "-" for standard output'
+    )
     options = parser.parse_intermixed_args()
     try:
         exit_process(doctor(options.overrides, Examine(options.pairs, options.patience), options.report))
@@ -68,7 +72,7 @@ def _examine_cluster(cfg: DictConfig, purpose: Examine, file: str | None) -> int
 
     if file and file != "-" and not os.access(Path(file).absolute().parent, os.W_OK):
         raise ConfigError(
-            f"{file} cannot be written: its folder is missing or read-only. Pass a different file to --json."
+            f"failed to write {file}: its folder is missing or read-only. Pass a different file to --json."
         )
     trained = build_settings(cfg)  # also rejects invalid values that the examination overrides
     settings = build_settings(cfg, add_spare_nodes(purpose, cfg, trained))
@@ -92,8 +96,8 @@ def add_spare_nodes(purpose: Examine, cfg: DictConfig, trained: Settings) -> Exa
     count, tiers = cluster.all_nodes, trained.config["cluster"]["tiers"]
     if uneven := [name for name, nodes in tiers.items() if nodes < count and count % nodes]:
         _logger.warning(
-            "the %d hosts, with the spare ones, do not fill whole units of %s (cluster.tiers), so the links of these "
-            "units are not measured separately. Leave out the spare ones to measure them.",
+            "the %d hosts, including spare hosts, do not fill whole units of %s (cluster.tiers), so the links of these "
+            "units are not measured separately. Remove the spare hosts to measure these links.",
             count,
             " and ".join(uneven),
         )
@@ -119,8 +123,8 @@ def _collect_report(settings: Settings, root: Path) -> tuple[Report, Path | None
     launcher = settings.launcher
     if not isinstance(launcher, NodeLauncher) and not (isinstance(launcher, BatchLauncher) and launcher.agents):
         raise ConfigError(
-            f"doctor needs a launcher that starts an agent on each host; {type(launcher).__name__} does not. Name the "
-            "same hosts with cluster=ssh or cluster=slurm."
+            f"doctor requires a launcher with an agent on each host, got {type(launcher).__name__}. Use cluster=ssh or "
+            "cluster=slurm with the same hosts."
         )
     run = plan_run_directory(root, "doctor", None)
     plan = settings.create_plan(run.path)
@@ -186,7 +190,7 @@ def _submit_examination(launcher: BatchLauncher, plan: Plan, run: RunDirectory, 
     job = launcher.submit(plan)
     if job is None:
         print(launcher.describe(plan))
-        print(f"Start these. Their report will be in {run.findings}, and is shown here.", flush=True)
+        print(f"Start these commands. Their report is written to {run.findings} and shown here.", flush=True)
         wait_for_report(run.findings, silence)
         return None
     _wait_for_job(launcher, job)
@@ -203,7 +207,7 @@ def wait_for_report(findings: Path, silence: float) -> None:
         if told != (now := {path.name: path.stat().st_mtime_ns for path in findings.glob("*.json")}):
             told, since = now, time.monotonic()
         if told and time.monotonic() - since > silence:
-            print(f"The first host has left no report, and nothing new for {silence:g} s.", flush=True)
+            print(f"No report from the first host: timed out after {silence:g} s without new findings.", flush=True)
             return
         time.sleep(_POLL)
 
@@ -221,8 +225,8 @@ def _read_log_report(command: Sequence[str]) -> Report:
     if report := report_in(log):
         return report
     last = next(iter((said.strip() or log.strip()).splitlines()[-1:]), "nothing")
-    fact = f"it has ended, but its log lacks a report; the last line: {printable(last)}"
-    remedy = f"Look at the job's log: {shown}. The findings of its hosts are in the run's folder there, below findings."
+    fact = f"no report in the log of the job; its last line: {printable(last)}"
+    remedy = f"See the job's log: {shown}. The hosts' findings are in the subfolder findings of the run folder there."
     return Report([Check("report", "the job", False, fact, remedy)])
 
 

@@ -25,10 +25,10 @@ def main(result_fd: int | None = None) -> None:
         "words",
         nargs="*",
         metavar="RUN | OVERRIDE",
-        help=f"{RUN}; checkpoint=best, last (default) or a step; split=NAME (default: those that the run evaluates); "
-        "changes, e.g. cluster.processes=2",
+        help=f"{RUN}; checkpoint=best, last (default) or a step; split=NAME (default: the splits of the run); "
+        "overrides, e.g. cluster.processes=2",
     )
-    parser.add_argument("--yes", action="store_true", help="evaluate a different user's run without asking")
+    parser.add_argument("--yes", action="store_true", help="evaluate another user's run without asking")
     options = parser.parse_intermixed_args()
     outlive_output()
     try:
@@ -64,7 +64,7 @@ def evaluate(
     path = choose_checkpoint(record, choices.get("checkpoint", "last"))
     split = choices.get("split")
     if split == "":
-        raise ConfigError("split= is empty. Leave it out, or name one: split=test.")
+        raise ConfigError("split= is empty. Set e.g. split=test, or remove split=.")
     words = [*enter_project(record, overrides, yes=yes), *build_run_options(record)]
 
     def evaluate_with_config(cfg: DictConfig) -> int:

@@ -32,16 +32,20 @@ def main() -> None:
         "--format",
         choices=("safetensors", "hf", "torch"),
         default="safetensors",
-        help="safetensors: files with the tensors; hf: a folder that transformers' from_pretrained loads; torch: a "
+        help="safetensors: files with the tensors; hf: a folder for transformers' from_pretrained; torch: a "
         "state_dict file",
     )
     help = (
         f"{RUN}; checkpoint=best, last (default) or a step; output=PATH (default: export_STEP_FORMAT in the run folder)"
     )
     parser.add_argument("words", nargs="*", metavar="RUN | NAME=VALUE", help=help)
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the numbers; default: as saved")
-    parser.add_argument("--shard-size", type=parse_size, default="5GB", metavar="SIZE", help="largest file, e.g. 500MB")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights (ema.decay) instead of the last ones")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="data type of the weights (default: as saved)"
+    )
+    parser.add_argument(
+        "--shard-size", type=parse_size, default="5GB", metavar="SIZE", help="maximum file size, e.g. 500MB"
+    )
+    parser.add_argument("--ema", action="store_true", help="export the averaged weights (ema.decay)")
     options = parser.parse_intermixed_args()
     try:
         run, words = run_and_overrides(options.words)

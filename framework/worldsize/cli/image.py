@@ -15,14 +15,18 @@ from worldsize.record.container import BUILDERS, Dockerfile, build_image, find_e
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize image", description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(), help="the project (this folder), with its lock")
-    help = f"the image to begin with, best by its digest: IMAGE@sha256:... ({usual_base()})"
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path(), help="project folder with a lock file (default: .)"
+    )
+    help = f"base image, preferably by digest: IMAGE@sha256:... ({usual_base()})"
     parser.add_argument("--base", default=usual_base(), metavar="IMAGE", help=help)
-    parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="an optional dependency, or more")
-    help = "build it, with the engine that is installed or the one that is named"
+    parser.add_argument(
+        "--extra", action="append", default=[], metavar="NAME", help="extra to install; may be given more than once"
+    )
+    help = "build the image with this engine (default: the installed one)"
     parser.add_argument("--build", choices=("auto", *BUILDERS), nargs="?", const="auto", help=help)
-    parser.add_argument("--tag", metavar="NAME", help="name of the built image (the folder's)")
-    help = "an option of the engine's build, e.g. --option=--secret=id=netrc,src=$HOME/.netrc"
+    parser.add_argument("--tag", metavar="NAME", help="name of the built image (default: the name of the folder)")
+    help = "option for the engine's build command, e.g. --option=--secret=id=netrc,src=$HOME/.netrc"
     parser.add_argument("--option", action="append", default=[], metavar="OPTION", help=help)
     options = parser.parse_args()
     try:
@@ -44,7 +48,7 @@ def image(options: argparse.Namespace) -> None:
     ).write_files()
     print(dockerfile)
     if "@sha256:" not in options.base:
-        print(f"{options.base} may change at any time: name the image by its digest (--base).", file=sys.stderr)
+        print(f"{options.base} may change at any time. Pin the image by digest with --base.", file=sys.stderr)
     if engine:
         made = build_image(engine, dockerfile, options.tag or image_name(folder.name), options=options.option)
         print(f"{made.name}@{made.digest}" if made.digest else made.name)

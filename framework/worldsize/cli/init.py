@@ -41,7 +41,7 @@ def init(folder: Path) -> list[Path]:
     """
     name = folder.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
-        raise ConfigError(f"{name!r} cannot be a project's name. Use letters, digits, '-', '_' and '.'.")
+        raise ConfigError(f"{name!r} is not a valid project name. Use letters, digits, '-', '_' and '.'.")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty. Choose a different folder; nothing was written.")
     project = render_templates(

@@ -25,7 +25,7 @@ Row = Sequence[str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize list", description=__doc__)
-    parser.add_argument("kind", nargs="?", help="a group of the configuration, or plugins; without it, all groups")
+    parser.add_argument("kind", nargs="?", help="a configuration group, or plugins (default: all groups)")
     kind = parser.parse_args().kind
     try:
         check_unique()
@@ -43,7 +43,7 @@ def _list_options(kind: str | None) -> list[Row]:
     groups = sorted({option.group for option in available})
     chosen = groups if kind is None else [group for group in groups if kind in (group, _pluralize_group(group))]
     if not chosen:
-        raise WorldsizeError(f"no kind {kind!r}{neighbours(str(kind), ['plugins', *groups])}")
+        raise WorldsizeError(f"unknown kind {kind!r}{neighbours(str(kind), ['plugins', *groups])}")
     return [
         (f"{option.group}={option.name}", _describe_source(option, known), option.about)
         for option in available
@@ -66,7 +66,7 @@ def _describe_plugin(plugin: Plugin) -> str:
     """List the plugin's options, and describe the option with the plugin's name, or else the first."""
     offers = sorted(plugin.options, key=lambda option: not plugin.name.endswith(f".{option.name}"))
     names = ", ".join(f"{option.group}={option.name}" for option in offers)
-    return f"{names}: {offers[0].about}" if offers else "offers no option"
+    return f"{names}: {offers[0].about}" if offers else "no options"
 
 
 def _pluralize_group(group: str) -> str:

@@ -32,7 +32,7 @@ def main() -> None:
         "--rank",
         type=build_integer_parser(Range(least=0)),
         action="append",
-        help="only of these ranks; may be given more than once",
+        help="show only this rank; may be given more than once",
     )
     parser.add_argument("--follow", "-f", action="store_true", help="continue until the run ends")
     parser.add_argument("--debug", action="store_true", help="summarize the logs of NCCL and torch (cluster.debug)")
@@ -81,7 +81,7 @@ def _show_command_output(command: Sequence[str]) -> int:
                 print(*_escape_lines(line), sep="\n", flush=True)
         return process.returncode
     except OSError as error:
-        raise WorldsizeError(f"{command[0]} shows the logs of this run but cannot be started here: {error}.") from error
+        raise WorldsizeError(f"failed to start {command[0]} to show the logs of this run: {error}.") from error
 
 
 def read_log_lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: bool) -> Iterator[str]:
@@ -111,10 +111,10 @@ def read_log_lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: boo
             break
         time.sleep(_POLL)
     if unread:
-        raise WorldsizeError("\n".join(f"{path} was not read: {why}." for path, why in unread.items()))
+        raise WorldsizeError("\n".join(f"failed to read {path}: {why}." for path, why in unread.items()))
     if unknown := sorted({*(ranks or ())} - known):
-        there = f"There is output of {format_ranks(sorted(known))}" if known else "No process has written any"
-        raise WorldsizeError(f"no process of {run.path} has rank {unknown[0]}. {there}.")
+        there = f"There is output of {format_ranks(sorted(known))}" if known else "No process has written output"
+        raise WorldsizeError(f"no output of rank {unknown[0]} in {run.path}. {there}.")
 
 
 def _format_prefix(path: Path) -> tuple[str, int | None]:

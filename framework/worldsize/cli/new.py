@@ -25,7 +25,7 @@ _TRY = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize new", description=__doc__)
     parser.add_argument("kind", choices=_GROUPS)
-    parser.add_argument("name", help="lower case, e.g. my_strategy; it becomes a module and an option")
+    parser.add_argument("name", help="name of the module and the option in lower case, e.g. my_strategy")
     arguments = parser.parse_args()
     try:
         written = new(arguments.kind, arguments.name, Path.cwd())
@@ -52,13 +52,13 @@ def new(kind: str, name: str, folder: Path) -> list[Path]:
 
 def check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} cannot be the name of a module. Use lower-case letters, digits and underscores.")
+        raise ConfigError(f"{name!r} is not a valid module name. Use lower-case letters, digits and underscores.")
 
 
 def _check_free(kind: str, name: str) -> None:
     for option in list_options():
         if (option.group, option.name) == (_GROUPS[kind], name):
-            raise ConfigError(f"{option.group}={name} is taken by {option.file}. Choose a different name.")
+            raise ConfigError(f"{option.group}={name} already exists in {option.file}. Choose a different name.")
     for plugin in list_plugins():
         if plugin.name == f"{'recipes' if kind == 'recipe' else 'plugins'}.{name}":
-            raise ConfigError(f"{plugin.name} is taken by {plugin.folder}. Choose a different name.")
+            raise ConfigError(f"{plugin.name} already exists in {plugin.folder}. Choose a different name.")

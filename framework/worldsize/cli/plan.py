@@ -60,37 +60,45 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # seconds
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize plan", description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="as of train, e.g. +cluster=slurm cluster.nodes=4 strategy=mesh")
+    parser.add_argument(
+        "overrides", nargs="*", help="overrides as for train, e.g. +cluster=slurm cluster.nodes=4 strategy=mesh"
+    )
     parser.add_argument(
         "--model-size",
         type=build_number_parser(Range(least=1)),
         metavar="N",
-        help="parameters, e.g. 1e9, instead of the recipe's",
+        help="number of parameters, e.g. 1e9 (default: the recipe's)",
     )
-    parser.add_argument("--precision", choices=_SIZES, default="fp32", help="of all its numbers, sent and kept")
-    parser.add_argument("--compute", type=_parse_seconds, metavar="TIME", help="of a rank in a step, e.g. 250ms")
+    parser.add_argument("--precision", choices=_SIZES, default="fp32", help="data type of all sent and stored values")
+    parser.add_argument(
+        "--compute", type=_parse_seconds, metavar="TIME", help="compute time of a rank per step, e.g. 250ms"
+    )
     parser.add_argument(
         "--overlap",
         type=build_number_parser(Range(least=0, most=1)),
-        help="share of compute that can hide communication",
+        help="fraction of compute that can overlap communication",
     )
     share = build_number_parser(Range(least=0, most=1))
-    sweep = "with --compute: bytes of parameters where the efficiency falls to SHARE (0.5)"
+    sweep = "with --compute: find the parameter bytes at which the efficiency drops to SHARE (0.5)"
     parser.add_argument("--payload", type=share, nargs="?", const=0.5, metavar="SHARE", help=sweep)
-    adds = "of a curve (cluster.nodes=1..64): speedup that a further process must add, as a share of one's speed (0.5)"
+    adds = "for a curve (cluster.nodes=1..64): minimum speedup per added process, relative to one process (0.5)"
     parser.add_argument("--knee", type=share, default=0.5, metavar="SHARE", help=adds)
-    parser.add_argument("--study", type=Path, metavar="FOLDER", help="of a curve: worldsize report FOLDER draws it")
+    parser.add_argument(
+        "--study", type=Path, metavar="FOLDER", help="for a curve: write a study for worldsize report FOLDER"
+    )
     parser.add_argument("--strategies", metavar="NAMES", help="compare only these, e.g. ddp,fsdp,mesh")
-    parser.add_argument("--save", type=_parse_seconds, metavar="TIME", help="time that a save delays training, e.g. 2s")
-    parser.add_argument("--restart", type=_parse_seconds, metavar="TIME", help="from a failure until training resumes")
-    parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
+    parser.add_argument("--save", type=_parse_seconds, metavar="TIME", help="delay of training per save, e.g. 2s")
+    parser.add_argument(
+        "--restart", type=_parse_seconds, metavar="TIME", help="time from a failure until training resumes"
+    )
+    parser.add_argument("--links", type=Path, metavar="FILE", help="links measured by worldsize doctor --json FILE")
     exit_process(plan(parser.parse_intermixed_args()))
 
 
 def _parse_seconds(text: str) -> float:
     unit = next((unit for unit in _UNITS if text.endswith(unit)), None)
     if unit is None:
-        raise argparse.ArgumentTypeError(f"{text!r} lacks a unit: write e.g. 250ms")
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit. Write e.g. 250ms.")
     return build_number_parser(Range(above=0))(text.removesuffix(unit)) * _UNITS[unit]
 
 
@@ -99,7 +107,7 @@ def plan(options: argparse.Namespace) -> int:
     try:
         words, sizes = sizes_in(options.overrides)
         if options.study is not None and sizes is None:
-            raise ConfigError("--study draws a curve and needs a range. Add one, e.g. cluster.nodes=1..64.")
+            raise ConfigError("--study requires a range. Add e.g. cluster.nodes=1..64.")
     except ConfigError as error:
         return report_error(error)
     return call_composed(lambda cfg: _show_plan(cfg, options, sizes), words)
@@ -112,7 +120,7 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
 
     will_fork()
     if options.model_size is not None and options.compute is None:
-        raise ConfigError("--model-size does not determine a step's time. Add --compute, e.g. --compute 250ms.")
+        raise ConfigError("--model-size requires --compute. Add e.g. --compute 250ms.")
     single = sizes is not None or options.payload is not None
     names = (
         [read_group_choices()["strategy"]]
@@ -143,7 +151,7 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
     _print_lines(*_compare_strategies(settings, forecasts, unfitting, options, priced=not shared))
     batch, ranks = settings.training.batch_size, settings.logical_ranks
     _print_lines(
-        "" if shared else f"Global batch: {batch} samples a step, {ranks} × {batch // ranks}.",
+        "" if shared else f"Global batch: {batch} samples per step, {ranks} × {batch // ranks}.",
         links_text(cluster, options.links),
         "" if memory is not None else _UNKNOWN,
         formula_text(forecasts),
@@ -158,7 +166,7 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
 
 _ASSUMED_SAVE, _ASSUMED_RESTART = 1.0, 60.0  # seconds assumed until a run has measured them
 _SAMPLES_PER_LOGICAL_RANK = 16  # placeholder with --compute, since pipelines must be able to split micro-batches
-_UNKNOWN = "Device memory is not known here. Set cluster.device_memory to refuse plans that do not fit."
+_UNKNOWN = "Device memory is unknown. Set cluster.device_memory to reject plans that do not fit."
 
 
 def _print_lines(*lines: Table | str) -> None:
@@ -175,7 +183,7 @@ def _select_strategies(chosen: str | None) -> list[str]:
     known = GlobalHydra.instance().config_loader().get_group_options("strategy")
     for name in (names := chosen.split(",") if chosen else known):
         if name not in known:
-            raise ConfigError(f"no strategy {name!r}{neighbours(name, known)}")
+            raise ConfigError(f"unknown strategy {name!r}{neighbours(name, known)}")
     return names
 
 
@@ -223,7 +231,7 @@ def _strategies(
         except Exception as error:  # any exception, since an unused plugin may be broken
             if name == chosen:
                 raise
-            refused[name] = f"it is broken: {type(error).__name__}: {error}"
+            refused[name] = f"broken: {type(error).__name__}: {error}"
 
 
 def _show_curve(
@@ -260,8 +268,8 @@ def _show_payload_sweep(predictor: Predictor, options: argparse.Namespace, names
     """Print each strategy's efficiency by model size, and the size at which the efficiency drops to ``--payload``."""
     if options.compute is None or options.model_size is not None:
         raise ConfigError(
-            "--payload varies the parameters beside a computation that stays. Add --compute, e.g. --compute 250ms, and "
-            "leave --model-size out."
+            "--payload requires --compute and is not supported with --model-size. Add e.g. --compute 250ms, and remove "
+            "--model-size."
         )
     refused: dict[str, str] = {}
     sweep = PayloadSweep(options.payload)
@@ -336,7 +344,7 @@ def _build_finish_table(
         cells = ["", "", str(len(run.attempts) - 1), duration(seconds), ""]
         paid, _ = _format_prices([seconds] * 3, cluster, cluster.price_per_hour)
         table.add_row(f"{run.directory.path.name} took", *cells, paid, style="dim")
-    return table, f"A save holds up training for {duration(save)}, and a restart takes {duration(restart)}."
+    return table, f"A save delays training by {duration(save)}, and a restart takes {duration(restart)}."
 
 
 def _format_prices(seconds: Sequence[float], cluster: Cluster, price_per_hour: float | None) -> tuple[str, str]:

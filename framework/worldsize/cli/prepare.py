@@ -21,19 +21,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize prepare", description=__doc__)
     help = "text files, JSON lines (.jsonl), Parquet files (.parquet), or folders of these"
     parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help=help)
-    help = "a new folder; if a killed run has begun it, this one continues"
+    help = "a new folder, or the folder of an interrupted run to continue"
     parser.add_argument("--output", "-o", type=Path, required=True, metavar="FOLDER", help=help)
     help = "bytes (default), a tokenizer.json, a folder of a transformers tokenizer, or its name on the hub"
     parser.add_argument("--tokenizer", default=BYTES, help=help)
-    parser.add_argument("--end", metavar="TOKEN", help="a token to put after each document, e.g. '<|endoftext|>'")
+    parser.add_argument("--end", metavar="TOKEN", help="token to append to each document, e.g. '<|endoftext|>'")
     parser.add_argument("--field", default="text", help="field of a JSON line, or column of a Parquet file (text)")
-    help = "the unit of a document in a text file: the file (default), or each line"
+    help = "documents of a text file: the whole file (default), or each line"
     parser.add_argument("--documents", choices=("file", "line"), default="file", help=help)
     parser.add_argument(
-        "--processes", type=_parse_count, default=len(os.sched_getaffinity(0)), help="default: all cores"
+        "--processes",
+        type=_parse_count,
+        default=len(os.sched_getaffinity(0)),
+        help="number of processes (default: all cores)",
     )
-    parser.add_argument("--shard-mib", type=_parse_count, default=64, help="text of a shard in MiB (64)")
-    help = "when a document cannot be read: stop (default), or skip it and count"
+    parser.add_argument("--shard-mib", type=_parse_count, default=64, help="MiB of text per shard (64)")
+    help = "for an unreadable document: stop (default), or skip and count it"
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=help)
     options = parser.parse_args()
     preparation = Preparation(
@@ -48,7 +51,7 @@ def main() -> None:
     except WorldsizeError as error:
         sys.exit(report_error(error))
     except KeyboardInterrupt:
-        sys.exit("stopped. The same command continues from here.")
+        sys.exit("interrupted. Run the same command again to continue.")
 
 
 def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
@@ -66,13 +69,13 @@ def prepare(preparation: Preparation, folder: Path, processes: int) -> None:
         if bar.live.is_started:  # otherwise stop() would print an empty line
             bar.stop()
     for text in manifest["bad"]:
-        print(f"left out: {printable(text)}", file=sys.stderr)
+        print(f"skipped: {printable(text)}", file=sys.stderr)
     counts = f"{manifest['tokens']:,} tokens ({manifest['dtype']}) of {manifest['documents']:,} documents"
-    left_out = f", {manifest['skipped']:,} left out" if manifest["skipped"] else ""
+    left_out = f", {manifest['skipped']:,} skipped" if manifest["skipped"] else ""
     print(f"{folder / MANIFEST}: {counts}{left_out}, in {len(manifest['shards'])} shards, {manifest['sha256'][:16]}")
 
 
 def _parse_count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more.")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer.")
     return int(text)

@@ -38,16 +38,20 @@ _SHOWN = 8  # maximum number of differences to show
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize rehearse", description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="as of train, e.g. strategy=fsdp cluster.processes=64")
-    parser.add_argument("--ranks", metavar="RANKS", help="e.g. 0,5,60-63 or all (default: all, up to 64)")
+    parser.add_argument("overrides", nargs="*", help="overrides as for train, e.g. strategy=fsdp cluster.processes=64")
+    parser.add_argument(
+        "--ranks", metavar="RANKS", help="ranks to rehearse, e.g. 0,5,60-63 or all (default: all, up to 64)"
+    )
     parser.add_argument(
         "--steps", type=build_integer_parser(Range(least=1)), default=2, help="training steps (default: 2)"
     )
-    parser.add_argument("--without-evaluation", action="store_true", help="leave out two batches of each split")
+    parser.add_argument(
+        "--without-evaluation", action="store_true", help="skip the evaluation of two batches of each split"
+    )
     parser.add_argument(
         "--fake",
         action="store_true",
-        help="tensors without memory or numbers, for models that do not fit here: fsdp, hsdp, mesh",
+        help="use fake tensors, for models that do not fit on this machine (fsdp, hsdp, mesh)",
     )
     parser.add_argument("--calls", type=int, metavar="RANK", help="list the collectives of this rank, in order")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result of each rank")
@@ -104,19 +108,19 @@ def _check_output(options: argparse.Namespace, ranks: Sequence[int]) -> None:
     """Raise ConfigError early if the output cannot be written or shown."""
     if options.calls is not None and options.calls not in ranks:
         raise ConfigError(
-            f"--calls {options.calls}: that rank is not rehearsed. Take one of {abbreviate_ranks(ranks)}, or name "
-            "it in --ranks."
+            f"--calls {options.calls}: the rank is not rehearsed. Use one of {abbreviate_ranks(ranks)}, or add the "
+            "rank to --ranks."
         )
     file: Path | None = options.json
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-        raise ConfigError(f"--json {file}: it cannot be written. Name a file in a folder that exists and is yours.")
+        raise ConfigError(f"--json {file} is not writable. Use a file in an existing, writable folder.")
 
 
 def _write_result(file: Path, rehearsed: Sequence[Rehearsed]) -> None:
     try:
         file.write_text(json.dumps([_describe_rank(each) for each in rehearsed], indent=1))
     except OSError as error:
-        raise ConfigError(f"--json {file}: it cannot be written ({error.strerror}). Pass a different file.") from None
+        raise ConfigError(f"--json {file}: failed to write: {error.strerror}. Pass a different file.") from None
 
 
 def _common_refusal(rehearsed: Sequence[Rehearsed]) -> str | None:
@@ -158,7 +162,7 @@ def _parse_ranks(text: str, size: int) -> list[int]:
             raise ConfigError(f"--ranks {text}: {word!r} is not a rank. Write e.g. --ranks 0,5,60-63 or all.") from None
         if not some:
             raise ConfigError(
-                f"--ranks {text}: {word!r} is an empty range. Write the smaller one first: {last}-{first}."
+                f"--ranks {text}: {word!r} is an empty range. Write the smaller rank first: {last}-{first}."
             )
         if beyond := sorted(rank for rank in (some[0], some[-1]) if not 0 <= rank < size):
             raise ConfigError(f"--ranks {text}: rank {beyond[0]} does not exist. The {size} ranks are 0 to {size - 1}.")
@@ -180,19 +184,17 @@ def _show_outcome(rehearsed: Sequence[Rehearsed], cluster: Cluster, options: arg
     for line in [*wrong, *failed]:
         print(line)
     if wrong:
-        print(
-            "Let neither the rank, nor data, nor random numbers decide which collectives a rank calls, and with what."
-        )
+        print("Do not make collectives or their arguments depend on the rank, the data or random numbers.")
     elif not failed and len(rehearsed) == 1:
-        print(f"Only rank {rehearsed[0].rank} was rehearsed: its calls were not compared with other ranks'.")
+        print(f"Only rank {rehearsed[0].rank} was rehearsed, so its calls were not compared with other ranks.")
     elif not failed:
-        print(f"All {len(rehearsed)} ranks make the same calls in the same order, and none waits for ever.")
+        print(f"All {len(rehearsed)} ranks make the same calls in the same order, without a deadlock.")
     return _FAILED if wrong or failed else 0
 
 
 _UNSETTLED = (
-    "The calls of {} still change each time that all ranks are rehearsed with the others' latest objects, so the "
-    "differing rank cannot be found. Let ranks agree in fewer turns on their calls, or rehearse fewer steps: --steps."
+    "The calls of {} did not converge over repeated rehearsals with the latest objects of the other ranks, so the "
+    "differing rank cannot be found. Reduce the exchanges that determine the calls, or set a smaller --steps."
 )
 
 
@@ -203,7 +205,7 @@ def _find_problems(rehearsed: Sequence[Rehearsed]) -> list[str]:
     parted = differences(rehearsed)
     problems = [str(each) for each in parted[:_SHOWN]]
     if len(parted) > _SHOWN:
-        problems.append(f"... and {len(parted) - _SHOWN} more groups whose calls part")
+        problems.append(f"... and {len(parted) - _SHOWN} more groups with differing calls")
     problems += mismatches(rehearsed)[:_SHOWN]
     if not problems and all(each.error is None for each in rehearsed) and (stuck := deadlock(rehearsed)) is not None:
         problems.append(str(stuck))
@@ -219,8 +221,7 @@ def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
     problems = [f"{format_ranks(ranks)} fail{'s' if len(ranks) == 1 else ''} {text}" for text, ranks in by_text.items()]
     if absent := sorted(_absent_roots(rehearsed)):
         problems.append(
-            f"What {format_ranks(absent)} would have given them is not known: add {abbreviate_ranks(absent)} to "
-            "--ranks."
+            f"The objects of {format_ranks(absent)} are unknown. Add {abbreviate_ranks(absent)} to --ranks."
         )
     return problems
 

@@ -20,10 +20,12 @@ NAME = "report.html"
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize report", description=__doc__)
-    help = "a run folder (default: the newest); several, or a folder of runs, to compare; a folder with scaling.json"
+    help = (
+        "a run folder (default: the newest), several runs or a folder of runs to compare, or a folder with scaling.json"
+    )
     parser.add_argument("folders", nargs="*", type=run_folder, metavar="RUN", help=help)
-    parser.add_argument("--output", "-o", type=Path, help=f"default: {NAME} in the folder that holds all that is shown")
-    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    parser.add_argument("--output", "-o", type=Path, help=f"output file (default: {NAME} in the common parent folder)")
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     options = parser.parse_args()
     try:
         path = write_report(options.folders or [find_run("last").path], options.output)
@@ -49,5 +51,5 @@ def write_report(folders: list[Path], output: Path | None) -> Path:
         else:
             replace_file(path, data)
     except OSError as error:
-        raise WorldsizeError(f"{path} cannot be written: {error.strerror}. Pass a different --output.") from None
+        raise WorldsizeError(f"failed to write {path}: {error.strerror}. Pass a different --output.") from None
     return path

@@ -86,26 +86,26 @@ class Options:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize reproduce", description=__doc__)
-    parser.add_argument("manifest", type=Path, help="run_manifest.json, or the run folder that holds it")
+    parser.add_argument("manifest", type=Path, help="run_manifest.json, or its run folder")
     parser.add_argument(
         "overrides",
         nargs="*",
-        help="changes, e.g. cluster.processes=4; some downgrade the reproducibility level",
+        help="overrides, e.g. cluster.processes=4; some downgrade the reproducibility level",
     )
-    parser.add_argument("--yes", action="store_true", help="run a different user's manifest without asking")
+    parser.add_argument("--yes", action="store_true", help="run another user's manifest without asking")
     parser.add_argument("--strict", action="store_true", help="refuse to run if anything downgrades the level")
-    parser.add_argument("--approximate", action="store_true", help="continue without recorded changes that are lost")
+    parser.add_argument("--approximate", action="store_true", help="continue if recorded changes are missing")
     parser.add_argument(
-        "--rebuild", action="store_true", help="build the environment again even if this one is identical"
+        "--rebuild", action="store_true", help="rebuild the environment even if the current one is identical"
     )
     parser.add_argument(
         "--container",
         choices=("auto", *ENGINES),
         nargs="?",
         const="auto",
-        help="run it in the recorded image, by its digest; if there is none, in one built from the recorded lock",
+        help="run in the recorded image by digest, or in an image built from the recorded lock",
     )
-    parser.add_argument("--base", metavar="IMAGE", help="the image that such a one begins with (python:VERSION-slim)")
+    parser.add_argument("--base", metavar="IMAGE", help="base image of a built image (python:VERSION-slim)")
     add_report_options(parser)
     try:
         code = reproduce(Options(**vars(parser.parse_intermixed_args())))
@@ -185,7 +185,9 @@ def _confirm_run(recorded: RunView, patch: bytes, lock: Lock | None, image: str 
     places = ", ".join(map(str, (*_list_clones(recorded), *([code["remote"]] if code["remote"] else []))))
     facts = {
         "run": [manifest["run_id"]],
-        "code": [f"{code['commit']} from the first that has it: {places}"] if code["commit"] else [_NO_COMMIT],
+        "code": [f"{code['commit']} from the first repository with this commit: {places}"]
+        if code["commit"]
+        else [_NO_COMMIT],
         "with changes": [f"patch with SHA-256 {code['patch_sha256']}", *list_patched_files(patch)] if patch else [],
         "plugins": [f"{each['name']} with digest {each['sha256']}" for each in manifest.get("plugins", ())],
         "targets": target_names(manifest["config"]),
@@ -211,9 +213,7 @@ def _overrides(manifest: Mapping[str, Any], options: Options, *, own: bool) -> l
 def _ask_for_secret(word: str) -> str:
     key = word.partition("=")[0]
     if not sys.stdin.isatty():
-        raise WorldsizeError(
-            f"the record does not hold the secret {key}. Give it as {key}='${{oc.env:NAME_OF_A_VARIABLE}}'."
-        )
+        raise WorldsizeError(f"the secret {key} is not in the record. Pass {key}='${{oc.env:NAME_OF_A_VARIABLE}}'.")
     return f"{key}={getpass.getpass(f'{key}: ')}"
 
 
@@ -279,7 +279,7 @@ def _train_in_checkout(
     )
     folder_of_new = next(runs.glob(f"*/{escape(name)}"), None)
     if folder_of_new is None:
-        raise WorldsizeError("the run was refused, see above.")
+        raise WorldsizeError("the run was rejected; see the message above.")
     return RunDirectory(folder_of_new), done.returncode
 
 

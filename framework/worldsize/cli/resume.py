@@ -21,15 +21,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize resume", description=__doc__)
     help = f"{RUN}; overrides, such as cluster.processes=2 or steps=2000"
     parser.add_argument("words", nargs="*", metavar="RUN | OVERRIDE", help=help)
-    parser.add_argument("--yes", action="store_true", help="resume a different user's run without asking")
-    parser.add_argument("--allow-older", action="store_true", help="an older checkpoint may stand in for a damaged one")
+    parser.add_argument("--yes", action="store_true", help="resume another user's run without asking")
+    parser.add_argument(
+        "--allow-older", action="store_true", help="fall back to an older checkpoint if the newest is damaged"
+    )
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="PART",
-        help="a key of the configuration that may have changed (e.g. lr, recipe), 'data', or a part of the state that "
-        "is not loaded (optimizer, schedule, hyperparameters, streams); may be given more than once",
+        help="a configuration key that may have changed (e.g. lr, recipe), 'data', or a part of the state to skip "
+        "(optimizer, schedule, hyperparameters, streams); may be given more than once",
     )
     options = parser.parse_intermixed_args()
     try:
@@ -54,7 +56,7 @@ def resume(
     """
     run, manifest, own = record.directory, record.manifest, record.is_own
     if record.is_complete and not overrides:
-        raise WorldsizeError(f"the run {run.path} is complete. To train it further, give a larger number: steps=...")
+        raise WorldsizeError(f"the run {run.path} is complete. To train further, set steps to a larger number.")
     words = enter_project(record, overrides, yes=yes)
     arguments = [
         *words,

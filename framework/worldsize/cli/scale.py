@@ -71,21 +71,26 @@ class Planned:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="worldsize scale", description=__doc__)
     parser.add_argument(
-        "overrides", nargs="*", help="as of train, and world_sizes=, strategies=, accumulations=: lists"
+        "overrides",
+        nargs="*",
+        help="overrides as for train, and the lists world_sizes=, strategies= and accumulations=",
     )
     parser.add_argument(
-        "--mode", choices=("strong", "weak"), default="strong", help="the batch is global, or a process's"
+        "--mode",
+        choices=("strong", "weak"),
+        default="strong",
+        help="strong: batch_size is global; weak: batch_size is per process",
     )
     parser.add_argument(
         "--knee",
         type=build_number_parser(Range(least=0, most=1)),
         metavar="SHARE",
-        help="share of a process's speed that a further one must add; default: the best efficiency x speedup",
+        help="minimum speedup per added process, relative to one process (default: the best efficiency x speedup)",
     )
     parser.add_argument(
         "--one-machine", action="store_true", help="all nodes are this machine, as with worldsize.testing.hosts"
     )
-    parser.add_argument("--links", type=Path, metavar="FILE", help="measured by worldsize doctor --json FILE")
+    parser.add_argument("--links", type=Path, metavar="FILE", help="links measured by worldsize doctor --json FILE")
     options = parser.parse_intermixed_args()
     try:
         code = scale(options)
@@ -141,7 +146,7 @@ def plan_points(overrides: Sequence[str], mode: str, predictor: Predictor) -> li
     """Check and predict every point of a scaling study, before any of them is measured."""
     lists = {name: _parse_list(overrides, name) for name in _LISTS}
     if not lists["world_sizes"]:
-        raise ConfigError("no world sizes. Give some, e.g. world_sizes=1,2,4.")
+        raise ConfigError("world_sizes is missing. Set e.g. world_sizes=1,2,4.")
     given = [word for word in overrides if word.partition("=")[0] not in _LISTS]
     has_epochs = any(word.startswith("epochs=") and word != "epochs=null" for word in given)
     words = [*(_QUIET if has_epochs else (*_LENGTH, *_QUIET)), *given]
@@ -169,7 +174,7 @@ def _group_by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, 
     for key in typed.values():
         if known and not any(key in keys for keys in known.values()):
             raise ConfigError(
-                f"no key 'strategy.{key}' of {', '.join(names)}{neighbours(key, set().union(*known.values()))}"
+                f"unknown key 'strategy.{key}' of {', '.join(names)}{neighbours(key, set().union(*known.values()))}"
             )
     return {
         name: [*(word for word in words if word not in typed or typed[word] in known[name]), f"strategy={name}"]
@@ -211,12 +216,12 @@ def _plan_point(
             settings = build_settings(override_values(cfg, {"logical_ranks": accumulation * settings.logical_ranks}))
         if isinstance(settings.launcher, BatchLauncher) and not settings.launcher.wait:
             raise ConfigError(
-                f"{type(settings.launcher).__name__} submits runs and does not wait for them. Set launcher.wait=true, "
-                "where there is such an option, or run scale inside the job; nothing was started."
+                f"{type(settings.launcher).__name__} submits runs without waiting for them. Set launcher.wait=true if "
+                "available, or run scale inside the job; nothing was started."
             )
         if settings.training.steps < _FEWEST:
             raise ConfigError(
-                f"steps={settings.training.steps} are too few to measure their spread. Set {_FEWEST} or more."
+                f"steps={settings.training.steps} is too small to measure the spread. Set steps={_FEWEST} or more."
             )
         batch = "null" if own_batches else settings.training.batch_size
         shared = (f"batch_size={batch}", f"logical_ranks={settings.logical_ranks}")
@@ -243,8 +248,8 @@ def _first_hosts(cfg: DictConfig, nodes: int) -> list[str]:
         return []
     if nodes > len(cfg.cluster.hosts):
         raise ConfigError(
-            f"world_sizes has a point of {nodes} nodes, and cluster.hosts names {len(cfg.cluster.hosts)}. Name more "
-            "hosts; nothing was started."
+            f"world_sizes requires {nodes} nodes, but cluster.hosts has {len(cfg.cluster.hosts)}. Add hosts; nothing "
+            "was started."
         )
     return list(cfg.cluster.hosts)[:nodes]
 
@@ -272,7 +277,7 @@ def _parse_number(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(
             f"{text!r} is not a number of processes or micro-batches. Write e.g. world_sizes=1,2,4, or "
-            "with nodes x processes of each world_sizes=1x1,1x2,2x2."
+            "world_sizes=1x1,1x2,2x2 for nodes x processes per node."
         )
     return int(text)
 

@@ -51,7 +51,7 @@ def main() -> None:
         sys.exit(report_error(error))
     if not runs:
         where = ", ".join(map(str, roots))
-        sys.exit(report_error(WorldsizeError(f"no runs below {where}. Name a run folder, or a folder of runs.")))
+        sys.exit(report_error(WorldsizeError(f"no runs found in {where}. Pass a run folder, or a folder of runs.")))
     listed = sorted(map(_collect_facts, runs), key=lambda facts: facts["started_at"] or 0.0, reverse=True)
     if options.json:
         print(json.dumps(sanitize_json(listed), indent=2))

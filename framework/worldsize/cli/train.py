@@ -63,7 +63,10 @@ def train(arguments: Sequence[str], result_fd: int | None = None) -> int:
         if wants_sweep(arguments):
             if result_fd is not None:
                 return report_error(
-                    ConfigError("these overrides start a sweep, and a program starts one run. Use --multirun.")
+                    ConfigError(
+                        "these overrides start a sweep, but train() starts a single run. Use the command line with "
+                        "--multirun."
+                    )
                 )
             from worldsize.launch.sweep import call_sweep
 

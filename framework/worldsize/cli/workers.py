@@ -26,7 +26,7 @@ def main() -> None:
         type=build_integer_parser(Range(least=1, most=MOST)),
         nargs="?",
         default=1,
-        help="how many (default: 1)",
+        help="number of workers (default: 1)",
     )
     parser.add_argument("--run", type=run_folder, default="last", help=RUN)
     given = parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> None:
             Console().print(_build_table(send_request(sign, do="list")))
         else:
             names = ", ".join(send_request(sign, do=given.do, count=given.count))
-            print(f"{'started' if given.do == 'add' else 'asked to leave'}: {names}")
+            print(f"{'started' if given.do == 'add' else 'removing'}: {names}")
     except WorldsizeError as error:
         sys.exit(report_error(error))
 
@@ -44,6 +44,6 @@ def main() -> None:
 def _build_table(processes: list[ListedProcess]) -> Table:
     table = Table("role", "rank", "process", "step")
     for each in processes:
-        step = "waits" if each.get("waits") else str(each["step"] or "")
+        step = "waiting" if each.get("waits") else str(each["step"] or "")
         table.add_row(Text(printable(str(each["role"]))), str(each["rank"]), str(each["pid"]), Text(printable(step)))
     return table

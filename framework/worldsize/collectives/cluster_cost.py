@@ -27,16 +27,14 @@ from worldsize.core import Cluster, ConfigError, Link, Workload
 def get_link(cluster: Cluster, tier: str) -> Link:
     """Return a tier's link; raise ConfigError if the cluster does not declare it."""
     if tier not in cluster.links:
-        raise ConfigError(
-            f"cluster={cluster.name} declares no link of tier {tier!r}. Set {_format_remedy(cluster, tier)}"
-        )
+        raise ConfigError(f"cluster={cluster.name} has no link for tier {tier!r}. Set {_format_remedy(cluster, tier)}")
     return cluster.links[tier]
 
 
 def _format_remedy(cluster: Cluster, tier: str) -> str:
     if tier in cluster.tiers:
-        return f"cluster.tiers.{tier}={{nodes: {cluster.tiers[tier]}, bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
-    return f"cluster.links.{tier}={{bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
+        return f"cluster.tiers.{tier}={{nodes: {cluster.tiers[tier]}, bandwidth: BYTES_PER_SECOND, latency: SECONDS}}."
+    return f"cluster.links.{tier}={{bandwidth: BYTES_PER_SECOND, latency: SECONDS}}."
 
 
 def list_levels(cluster: Cluster) -> list[Level]:

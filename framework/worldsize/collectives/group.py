@@ -88,7 +88,7 @@ class Interruption:
         while not has_ended():
             check()
             if time.monotonic() - begun > self._longest:
-                raise RuntimeError(f"timed out: a peer has not answered for {self._longest:g} s")
+                raise RuntimeError(f"timed out after {self._longest:g} s waiting for a peer")
 
     def pop_unfinished(self) -> list[Work]:
         """Pop the unfinished collectives. The caller must wait for them before it destroys their groups."""

@@ -25,7 +25,7 @@ def _parse_within_limit(text: str, kind: Callable[[str], T], limit: Limit) -> T:
     try:
         value = kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if kind is int else ''}number.") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {'an integer' if kind is int else 'a number'}.") from None
     if refusal := limit.describe_violation(value):
         raise argparse.ArgumentTypeError(f"{text} {refusal}")
     return value

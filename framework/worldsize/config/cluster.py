@@ -64,11 +64,13 @@ def _select_tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[st
     below, told, around = 1, "a node", ""
     for name, count in sorted(nodes_of_unit.items(), key=lambda item: item[1]):
         if name in ("device", "node", "network"):
-            raise ConfigError(f"cluster.tiers.{name} uses the name of a built-in tier. Call it rack or pod, say.")
+            raise ConfigError(
+                f"cluster.tiers.{name}: the name is reserved for a built-in tier. Use another name, e.g. rack or pod."
+            )
         if count % below or count == below or (count < nodes and nodes % count):
             raise ConfigError(
-                f"cluster.tiers.{name}={count}: a unit must have several of {told} ({below} nodes) and divide the "
-                f"{nodes} nodes, or have them all. Set it to the nodes of one {name}, or leave it out."
+                f"cluster.tiers.{name}={count} must be a multiple of {below} ({told}), greater than {below}, and a "
+                f"divisor of {nodes} nodes unless larger. Set the number of nodes per {name}, or remove the tier."
             )
         below, told = count, f"a {name}"
         if count < nodes:
@@ -106,7 +108,7 @@ def normalize_tiers(cluster: Mapping[str, Any]) -> dict[str, Any]:
         key = f"cluster.tiers.{name}"
         values = _parse_tier_link(key, given) if isinstance(given, Mapping) else {"nodes": given}
         if not isinstance(values["nodes"], int) or isinstance(values["nodes"], bool):
-            raise ConfigError(f"{key}={given!r} is not a number of nodes. Set {key}=8, say.")
+            raise ConfigError(f"{key}={given!r} is not a number of nodes. Set e.g. {key}=8.")
         check_limits(_LinkedTier, values, key=key)
         tiers[name] = values.pop("nodes")
         links |= {name: values} if values else {}
@@ -120,11 +122,11 @@ def _parse_tier_link(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
         plain: Any = OmegaConf.to_container(merged, throw_on_missing=True)
     except ConfigKeyError as error:
         name = str(error.key)
-        raise ConfigError(f"no key '{key}.{name}'{neighbours(name, _LinkedTier.__dataclass_fields__)}") from error
+        raise ConfigError(f"unknown key '{key}.{name}'{neighbours(name, _LinkedTier.__dataclass_fields__)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{key}: {str(error.msg or error).splitlines()[0]}. "
-            f"Set {key}={{nodes: NODES, bandwidth: BYTES_A_SECOND, latency: SECONDS}}."
+            f"Set {key}={{nodes: NODES, bandwidth: BYTES_PER_SECOND, latency: SECONDS}}."
         ) from error
     return dict(plain)
 
@@ -133,8 +135,8 @@ def check_topology(topology: str | None, launcher: LaunchMethod) -> None:
     """Raise ConfigError if a topology file is set, but ``launcher`` does not order hosts."""
     if topology is not None and not launcher.orders_hosts:
         raise ConfigError(
-            f"cluster.topology={topology}: {type(launcher).__name__} does not order its hosts by a file. Leave it out, "
-            "or choose cluster=ssh or slurm."
+            f"cluster.topology={topology} is not supported with {type(launcher).__name__}. Remove cluster.topology, or "
+            "use cluster=ssh or slurm."
         )
 
 
@@ -151,8 +153,8 @@ def apply_topology(cluster: Mapping[str, Any]) -> dict[str, Any]:
     is_spread = cluster.get("placement") == "spread"
     if is_spread and cluster.get("tiers"):
         raise ConfigError(
-            "cluster.placement=spread takes hosts from the racks in turn, so that no rack of cluster.tiers has "
-            "consecutive ranks. Leave out one of them."
+            "cluster.placement=spread is not supported with cluster.tiers, because the ranks of a rack are not "
+            "consecutive. Set only one of them."
         )
     topology = Topology.read(Path(cluster["topology"]), is_spread=is_spread)
     if "hosts" not in cluster:

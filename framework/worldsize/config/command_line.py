@@ -35,12 +35,12 @@ GROUPS = (
 _OPTIONS = re.compile(
     r"[^\[]*|\[(?!.*\bnull\b)\s*[A-Za-z_][\w/-]*(\s*,\s*[A-Za-z_][\w/-]*)*\s*\]", re.DOTALL
 )  # one option, or a list of options
-_FOLDER = "worldsize makes a run's folder itself, and stays in the working directory. Set run.root and run.name."
+_FOLDER = "worldsize creates the run folder and does not change the working directory. Set run.root and run.name."
 REFUSED: Mapping[str, str] = {
     "hydra.run.dir": _FOLDER,
     "hydra.sweep.subdir": _FOLDER,
     "hydra.job.chdir": _FOLDER,
-    "hydra.output_subdir": "the folder of a run has config.yaml, overrides.yaml and hydra's choices already.",
+    "hydra.output_subdir": "the run folder already has config.yaml, overrides.yaml and Hydra's choices.",
 }
 """Hydra keys that runs ignore, with an explanation of what to use instead."""
 REFUSED_FLAGS = ("--config-path", "--experimental-rerun")
@@ -69,7 +69,7 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     _check_flags(flags)
     for key in map(parse_override_key, flags.overrides):
         if key in REFUSED:
-            raise ConfigError(f"{key} is not followed: {REFUSED[key]}")
+            raise ConfigError(f"{key} is not supported: {REFUSED[key]}")
     for word in flags.overrides:
         _check_kept(word)
         group, _, option = word.lstrip("+").partition("=")
@@ -87,16 +87,16 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
 def _check_flags(flags: Namespace) -> None:
     if flags.experimental_rerun is not None:
         raise ConfigError(
-            "--experimental-rerun would unpickle a configuration, and so run arbitrary code. "
-            "Run worldsize reproduce RUN, or worldsize resume RUN."
+            "--experimental-rerun is not supported: unpickling a configuration can run arbitrary code. "
+            "Use worldsize reproduce RUN or worldsize resume RUN."
         )
     if flags.config_path is not None:
         raise ConfigError(
-            "--config-path would replace the configuration of worldsize itself. Put options into conf/GROUP/NAME.yaml "
-            "of the working directory, or name a folder of groups with --config-dir."
+            "--config-path is not supported: it would replace worldsize's own configuration. Put options into "
+            "conf/GROUP/NAME.yaml in the working directory, or pass a folder of groups with --config-dir."
         )
     if flags.resolve and not (flags.cfg or flags.help):
-        raise ConfigError("--resolve needs --cfg or --help. Write e.g. --cfg job --resolve.")
+        raise ConfigError("--resolve requires --cfg or --help. Pass e.g. --cfg job --resolve.")
     modes = {"--run": flags.run, "--multirun": flags.multirun, "--cfg": flags.cfg, "--info": flags.info}
     given = [name for name, value in {**modes, "--shell-completion": flags.shell_completion}.items() if value]
     if len(given) > 1:
@@ -107,7 +107,7 @@ def _check_kept(word: str) -> None:
     """Raise ConfigError if ``word``, such as ``~lr``, deletes a mandatory key."""
     key = parse_override_key(word)
     if word.startswith("~") and key not in GROUPS and key in {field.name for field in fields(Schema)}:
-        raise ConfigError(f"{word}: every run has the key {key}. Set {key}=null for none, or leave the word out.")
+        raise ConfigError(f"{word}: the key {key} is mandatory. Set {key}=null, or remove the override.")
 
 
 def _parse_choice_key(word: str) -> str | None:

@@ -99,11 +99,11 @@ def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]
             raise  # an output error, such as a closed pipe
         if isinstance(error, OSError):
             raise ConfigError(
-                f"{error.filename} cannot be written: {error.strerror}. "
-                "Set run.root, or hydra.sweep.dir, to a folder that you may write; nothing was started."
+                f"failed to write {error.filename}: {error.strerror}. "
+                "Set run.root or hydra.sweep.dir to a writable folder; nothing was started."
             ) from error
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"Hydra cannot read this: {why}.") from error
+        raise ConfigError(f"Hydra failed to parse the arguments: {why}.") from error
     except SweepEnded as end:
         if end.error is not None:
             raise end.error from None
@@ -181,8 +181,8 @@ def compose_only(arguments: Sequence[str]) -> DictConfig:
     before, after = _extract_hydra_config(usual), _extract_hydra_config(cfg)
     if changed := sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)):
         raise ConfigError(
-            f"the configuration changes hydra.{changed[0]}, and the record is another user's. "
-            "Look at it, and begin your own run with it; nothing was started."
+            f"changing hydra.{changed[0]} is not supported in another user's record. "
+            "Inspect the record, and start your own run from it; nothing was started."
         )
     return _expand_home(_register_config(cfg))
 
@@ -256,14 +256,12 @@ def _prepare_hydra(arguments: Sequence[str]) -> None:
     """Register our configuration with Hydra; raise ConfigError for arguments that Hydra would wrongly accept."""
     for word in arguments:
         if _LONG_NUMBER.search(word):
-            raise ConfigError(
-                f"{parse_override_key(word)[:80]} has a number of more than 1,000 digits; no key takes that."
-            )
+            raise ConfigError(f"{parse_override_key(word)[:80]} has more than 1,000 digits. Set a smaller number.")
     forget_files()
     _Folders.additional = folder_of_flags(get_args_parser().parse_known_args(list(arguments))[0])
     check_unique([_Folders.additional] if _Folders.additional else [])
     if chosen := [word for word in arguments if word.lstrip("+").startswith("launcher=")]:
-        raise ConfigError(f"{chosen[0]}: a cluster brings its launcher along. Choose it with cluster=NAME.")
+        raise ConfigError(f"{chosen[0]}: the cluster determines the launcher. Set cluster=NAME.")
     register_schema()
     Plugins.instance().register(LauncherSource)
     Plugins.instance().register(_Folders)
@@ -317,7 +315,7 @@ def _check_keys(node: DictConfig, path: str) -> None:
         if key not in known:
             scheduler = scheduler_option(path.rstrip("."), key, known)
             more = f". {scheduler}" if scheduler else neighbours(key, known)
-            raise ConfigError(f"no key '{path}{key}'{more}{describe_key_source(f'{path}{key}')}")
+            raise ConfigError(f"unknown key '{path}{key}'{more}{describe_key_source(f'{path}{key}')}")
         child = cast("Node", node._get_node(key))
         if child._is_missing():
             example = "[a,b]" if OmegaConf.is_list(child) else "VALUE"

@@ -57,13 +57,13 @@ class Length:
                 dataset = recipe.data("train")
                 if is_iterable(dataset):
                     raise ConfigError(
-                        f"{self.key}={self.text}: the data are a stream, of unknown length. Give steps instead."
+                        f"{self.key}={self.text} requires data of known length, but the dataset is a stream. Use steps."
                     )
                 return count_epoch_steps(self.count, epoch_length(dataset), batch_size)
         if (tokens := recipe.tokens_per_sample()) is None:
             raise ConfigError(
-                f"{self.key}={self.text}: {type(recipe).__name__} does not define the number of tokens per sample. "
-                "Define Recipe.tokens_per_sample, or give steps, samples or epochs."
+                f"{self.key}={self.text} requires the number of tokens per sample, which {type(recipe).__name__} does "
+                "not define. Implement Recipe.tokens_per_sample, or use steps, samples or epochs."
             )
         return math.ceil(self.count / (batch_size * tokens))
 
@@ -108,7 +108,7 @@ def build_settings(
     settings = load_settings(objects)
     profiled, steps = settings.observe.profile.steps, settings.training.steps
     if profiled is not None and profiled[1] > steps:
-        raise ConfigError(f"profile.steps={list(profiled)} goes beyond the run. Its last step is {steps}.")
+        raise ConfigError(f"profile.steps={list(profiled)} exceeds the length of the run: {steps} steps.")
     return settings
 
 
@@ -130,7 +130,7 @@ def has_own_batches(cfg: DictConfig) -> bool:
     """
     if OmegaConf.is_missing(cfg, "batch_size"):
         raise ConfigError(
-            "batch_size is missing. Set e.g. batch_size=64, or batch_size=null if the recipe's data are batches."
+            "batch_size is missing. Set e.g. batch_size=64, or batch_size=null if the dataset yields batches."
         )
     return cfg.batch_size is None
 
@@ -142,12 +142,12 @@ def _check_length(cfg: DictConfig) -> None:
     """
     has_steps = not OmegaConf.is_missing(cfg, "steps") and cfg.steps is not None
     if not has_steps and cfg.epochs is None:
-        raise ConfigError("steps is missing, and so is epochs: how long is the run? Set steps=100 or epochs=1.")
+        raise ConfigError("the length of the run is missing. Set e.g. steps=100 or epochs=1.")
     is_typed = any(word.lstrip("+").startswith("steps=") for word in task_overrides())
     if has_steps and cfg.epochs is not None and is_typed:
         raise ConfigError(
-            f"steps={cfg.steps} is given, and so is epochs={cfg.epochs}, which would take precedence. "
-            f"Set epochs=null steps={cfg.steps}, or leave steps out."
+            f"steps={cfg.steps} and epochs={cfg.epochs} are mutually exclusive. "
+            f"Set epochs=null steps={cfg.steps}, or remove steps={cfg.steps}."
         )
 
 
@@ -219,18 +219,18 @@ def check_effects(cfg: DictConfig) -> None:
     cfg = override_values(cfg, _reconcile_values(cfg))
     for key in typed.keys() & _PURPOSES.keys():
         if OmegaConf.select(cfg, key) is not None:
-            raise ConfigError(f"{typed[key]} is set by `worldsize {_PURPOSES[key]}`. Call that instead.")
+            raise ConfigError(f"{typed[key]} is reserved for `worldsize {_PURPOSES[key]}`. Run that command instead.")
     for keys, counts, remedy in _SWITCHES:
         for key in keys:
             if key in typed and not counts(cfg):
                 missing = remedy.partition("=")[0]
-                raise ConfigError(f"{typed[key]} has no effect without {missing}. Set {remedy}, too, or leave it out.")
+                raise ConfigError(f"{typed[key]} has no effect without {missing}. Also set {remedy}, or remove {key}.")
     for group in (*_GROUPS, "lr"):
         words = [word for key, word in typed.items() if key == group or key.startswith(f"{group}.")]
         if words and not is_taken(cfg, group):
             raise ConfigError(
-                f"{words[0]} has no effect: nothing in this run takes {group}. Let the recipe's YAML refer to "
-                f"${{{group}}}, or leave it out."
+                f"{words[0]} has no effect: this run does not use {group}. Refer to ${{{group}}} in the recipe's YAML, "
+                "or remove the override."
             )
 
 
@@ -249,7 +249,7 @@ def _reconcile_values(cfg: DictConfig) -> dict[str, object]:
     for key in typed.keys() & {each.name for each in fields(Numerics)}:
         if not OmegaConf.is_interpolation(cfg.numerics, key):
             if (other := typed.get(f"numerics.{key}")) is not None:
-                raise ConfigError(f"{typed[key]} is given, and so is {other}. Leave one of them out.")
+                raise ConfigError(f"{typed[key]} and {other} are mutually exclusive; pass one of them.")
             values[f"numerics.{key}"] = f"${{{key}}}"
     if not OmegaConf.is_dict(cfg.optimizer) or "lr" not in cfg.optimizer or not is_taken(cfg, "optimizer"):
         return values
@@ -259,7 +259,7 @@ def _reconcile_values(cfg: DictConfig) -> dict[str, object]:
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         return values
     if "lr" in typed and cfg.lr != rate:
-        raise ConfigError(f"{typed['lr']} is given, and so is optimizer.lr={rate}. Leave one of them out.")
+        raise ConfigError(f"{typed['lr']} conflicts with optimizer.lr={rate}. Set only one of them.")
     return {**values, "lr": float(rate), "optimizer.lr": "${lr}"}
 
 

@@ -44,7 +44,7 @@ def explain_error(error: Exception, overrides: Sequence[str]) -> ConfigError:
     merged = re.match(r"Error merging override \+*([\w.]+)=", str(error))
     if merged and isinstance(cause, OmegaConfBaseException) and merged[1].startswith(f"{cause.full_key}."):
         return ConfigError(
-            f"no key {merged[1]!r}: {cause.full_key} has a value, and no keys. Set {cause.full_key}=VALUE."
+            f"unknown key {merged[1]!r}: {cause.full_key} is a value, not a section. Set {cause.full_key}=VALUE."
         )
     if isinstance(cause, ValidationError):
         return ConfigError(_wrong_type(cause, merged[1] if merged else cause.full_key))
@@ -53,11 +53,9 @@ def explain_error(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         key, equals, _ = str(error.override).partition("=")
         if not re.fullmatch(r"[+~]*[\w$-]+([./][\w$-]+)*(@[\w.:]*)?", key, re.ASCII):
-            return ConfigError(
-                f"{error.override!r}: {key!r} is no name of a key. Write KEY=VALUE or SECTION.KEY=VALUE."
-            )
-        remedy = f"If the value is text, write {key}='\"VALUE\"'." if equals else "Write key=value."
-        return ConfigError(f"{error.override!r} cannot be read: {_first_line(error)}. {remedy}")
+            return ConfigError(f"{error.override!r}: {key!r} is not a valid key. Write KEY=VALUE or SECTION.KEY=VALUE.")
+        remedy = f"To pass a string, quote it: {key}='\"VALUE\"'." if equals else "Write key=value."
+        return ConfigError(f"failed to parse {error.override!r}: {_first_line(error)}. {remedy}")
     return ConfigError(_rewrite_message(f"{_first_line(error)}."))
 
 
@@ -73,39 +71,39 @@ def _explain_interpolation(error: OmegaConfBaseException) -> str:
     """Explain an interpolation without a value."""
     text, key = _first_line(error), f"{error.full_key}: " if error.full_key else ""
     if "GrammarParseError" in text or isinstance(error, GrammarParseError):
-        return f"{key}${{...}} cannot be read. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or leave ${{ out."
+        return f"{key}invalid interpolation ${{...}}. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or remove ${{."
     if variable := re.search(r"Environment variable '(.*?)' not found", text):
         return (
-            f"{key}the environment variable {variable[1]!r} is not set. Set it, or write a default: "
+            f"{key}the environment variable {variable[1]!r} is not set. Set it, or provide a default: "
             f"${{oc.env:{variable[1]},DEFAULT}}."
         )
     if unknown := re.match(r"Interpolation key '(.*?)' not found", text):
-        return f"{key}there is no key {unknown[1]!r} whose value ${{{unknown[1]}}} could be. Name another, or a value."
+        return f"{key}unknown key {unknown[1]!r} in ${{{unknown[1]}}}. Refer to an existing key, or write a value."
     text = text.rpartition("raised while resolving interpolation: ")[2]
-    return f"{key}an interpolation cannot be resolved: {text}. Write a value, or leave ${{ out."
+    return f"{key}failed to resolve an interpolation: {text}. Write a value, or remove ${{."
 
 
-_SEVERAL = "\\1 has several values, which only a sweep takes. Add --multirun; if it is text, quote it: \\1='\"a,b\"'."
+_SEVERAL = "\\1 has several values. Add --multirun to sweep over them, or quote a string: \\1='\"a,b\"'."
 _SENTENCES = {
-    r"Could not append to config\. An item is already at '(.+)'": r"\1 is there already. Write \1=VALUE, without a +.",
+    r"Could not append to config\. An item is already at '(.+)'": r"\1 already exists. Write \1=VALUE, without the +.",
     r"Sweep parameters '\+*([^=]+)=.*' requires --multirun": _SEVERAL,
     r"Ambiguous value for argument '\+*([^=]+)=": _SEVERAL,
     r"Could not delete '([^=]+?)(=.*)?'\. No match in the defaults list": (
-        r"~\1: no such option of \1 is chosen that could be left out. Leave the word out."
+        r"~\1: this option of \1 is not selected. Remove the override."
     ),
-    r"Could not delete from config\. '(.+)' does not exist": r"~\1: there is no key \1. Leave the word out.",
+    r"Could not delete from config\. '(.+)' does not exist": r"~\1: unknown key \1. Remove the override.",
     r"Could not delete from config\. The value of '(.+?)' is .* and not (.*)\.$": (
-        r"~\1=\2: \1 has another value. Write ~\1, or leave the word out."
+        r"~\1=\2: \1 has a different value. Write ~\1, or remove the override."
     ),
-    r"force-add of config groups is not supported: '\++([^=]+)=": r"\1 is a group. Choose an option of it: \1=NAME.",
+    r"force-add of config groups is not supported: '\++([^=]+)=": r"\1 is a group. Select an option with \1=NAME.",
     r"Error resolving interpolation '(.+?)', possible interpolation keys: (.*)\.": (
-        r"\1 chooses no option: only the choice of another group can stand there, of \2. Name the option."
+        r"\1 does not select an option: the defaults list can only refer to the groups \2. Name the option."
     ),
     r"Override (.+)=.* looks like a config group override, but config group '(.+)' does not exist": (
-        r"\1: there is no group \2. Write \2=VALUE, without what follows the @."
+        r"\1: unknown group \2. Write \2=VALUE, without the @package."
     ),
-    r"Error merging override ~([\w.]*\w)": r"~\1: this key stays. Set \1=VALUE, or leave the word out.",
-    r"Error merging override (\+*)([^=]+)=": r"\2 takes no such value. Look at what it has with --cfg job.",
+    r"Error merging override ~([\w.]*\w)": r"~\1: the key \1 is mandatory. Set \1=VALUE, or remove the override.",
+    r"Error merging override (\+*)([^=]+)=": r"invalid value for \2. Show its current value with --cfg job.",
 }
 
 
@@ -123,14 +121,12 @@ def _first_line(error: Exception) -> str:
 def _unknown_option(error: MissingConfigException) -> str:
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     broken = [
-        f" The plugin {each.distribution} offers nothing: {each.broken}."
-        for each in find_installed_plugins()
-        if each.broken
+        f" The plugin {each.distribution} is broken: {each.broken}." for each in find_installed_plugins() if each.broken
     ]
     known = error.options or {
         name for conf in (main_conf(), *config_folders()) for name in _list_group_options(conf, group)
     }
-    return f"no {group or 'configuration'} {option!r}{neighbours(option, known)}{''.join(broken)}"
+    return f"unknown {group or 'configuration'} {option!r}{neighbours(option, known)}{''.join(broken)}"
 
 
 def _list_group_options(conf: Path, group: str) -> list[str]:
@@ -142,23 +138,23 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     parent, name, known = _first_unknown(key, _compose_choices(words))
     if not parent and name in known:
         return (
-            f"this recipe takes no {name}=... A recipe that does has a line under `defaults:` of its YAML file, "
-            f"e.g. with '- /{name}: null'."
+            f"{name}=... is not supported with this recipe. To support it, add a line such as '- /{name}: null' to "
+            "`defaults:` in the recipe's YAML file."
         )
     is_misspelt = _is_misspelt(name, known)
     if parent == "cluster" and not is_misspelt and (having := _clusters_with(name)):
         return (
-            f"only cluster={' or '.join(having)} has the key cluster.{name}. Choose it, e.g. +cluster={having[-1]}, or "
-            "leave the key out."
+            f"cluster.{name} requires cluster={' or '.join(having)}. Set e.g. +cluster={having[-1]}, or remove "
+            f"cluster.{name}."
         )
     # a node accepts all arguments of its target, even those missing from the YAML
     shown = f"{parent}.{name}" if parent else key
     if scheduler := scheduler_option(parent, name, known):
-        return f"no key {shown!r}. {scheduler}"
+        return f"unknown key {shown!r}. {scheduler}"
     is_open = shown == key and (not known or "_target_" in known)
-    more = f" If its _target_ takes {name!r}, add it: +{key}=VALUE." if "_target_" in known else ""
-    more = (more or f" If {parent} takes any names, add it: +{key}=VALUE.") if is_open else ""
-    return f"no key {shown!r}{neighbours(name, known)}{more}{_suggest_run_key(name) if parent else ''}"
+    more = f" If its _target_ accepts {name!r}, add it with +{key}=VALUE." if "_target_" in known else ""
+    more = (more or f" If {parent} accepts arbitrary keys, add it with +{key}=VALUE.") if is_open else ""
+    return f"unknown key {shown!r}{neighbours(name, known)}{more}{_suggest_run_key(name) if parent else ''}"
 
 
 def _is_misspelt(name: str, known: Iterable[str]) -> bool:
@@ -186,7 +182,7 @@ def _clusters_with(name: str) -> list[str]:
 def _suggest_run_key(name: str) -> str:
     """Suggest the top-level key that the user may have meant by ``name`` in a section."""
     close = get_close_matches(name, [field.name for field in fields(Schema)], n=1, cutoff=0.8)
-    return f" The run itself has the key {close[0]!r}: {close[0]}=VALUE." if close else ""
+    return f" The top-level key is {close[0]!r}: set {close[0]}=VALUE." if close else ""
 
 
 def _first_unknown(key: str, node: Any) -> tuple[str, str, list[str]]:
@@ -222,20 +218,20 @@ def _wrong_type(error: ValidationError, key: str | None) -> str:
     message = str(error.msg or error).splitlines()[0]
     place = error.full_key if error.full_key and str(error.full_key).startswith(key or "") else key
     if place and message.endswith("is not Optional"):
-        return f"{place} needs a value; null is none. Set {place}=VALUE, or leave it out."
+        return f"{place} must not be null. Set {place}=VALUE, or remove the override."
     if place and (match := _CONVERSION.match(message)):
-        return f"{place}={match[1]} is of the wrong type: it takes {_KINDS[match[2] or match[3] or match[4]]}."
+        return f"{place}={match[1]} has the wrong type: expected {_KINDS[match[2] or match[3] or match[4]]}."
     for pattern, kind in _CONTAINERS.items():
         if place and re.match(pattern, message):
-            return f"{place} takes {kind.format(key=place)}."
-    return f"{place}: {message[:1].lower()}{message[1:]}. See its value in --cfg job." if place else message
+            return f"{place} must be {kind.format(key=place)}."
+    return f"{place}: {message[:1].lower()}{message[1:]}. Show its value with --cfg job." if place else message
 
 
 _CONTAINERS = {
-    r"Cannot convert '\w+' to string": "text, as in {key}=NAME",
-    r"Invalid value assigned: \w+ is not a ListConfig": "a list, as in {key}=[a,b]",
-    r"Invalid type assigned: \w+ is not a subclass": "keys, as in {key}.KEY=VALUE",
-    r"Cannot assign \w+ to Dict": "a mapping, as in {key}={{NAME:VALUE}}",
+    r"Cannot convert '\w+' to string": "a string, e.g. {key}=NAME",
+    r"Invalid value assigned: \w+ is not a ListConfig": "a list, e.g. {key}=[a,b]",
+    r"Invalid type assigned: \w+ is not a subclass": "a section, e.g. {key}.KEY=VALUE",
+    r"Cannot assign \w+ to Dict": "a mapping, e.g. {key}={{NAME:VALUE}}",
 }
 _CONVERSION = re.compile(
     r"Value (.+?) (?:of type '\w+' could not be converted to (Integer|Float)|is not a valid (bool) |"
@@ -243,10 +239,10 @@ _CONVERSION = re.compile(
     re.DOTALL,
 )
 _KINDS = {
-    "Integer": "a whole number",
+    "Integer": "an integer",
     "Float": "a number",
     "bool": "true or false",
-    "Union": "a whole number or a name",
+    "Union": "an integer or a string",
 }
 
 
@@ -268,7 +264,7 @@ def describe_key_source(key: str) -> str:
     for file, (package, config) in reversed(_READ.items()):
         inner = key if not package else key.removeprefix(f"{package}.")
         if (inner != key or not package) and _has_key_path(OmegaConf.to_container(config), inner.split(".")):
-            return f" It stands in {file}."
+            return f" The key is set in {file}."
     return ""
 
 

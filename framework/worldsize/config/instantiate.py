@@ -70,8 +70,8 @@ class Allowed:
         """Return the end of an error message that rejects ``path``."""
         near = neighbours(path, find_bundled_targets()) if path.partition(".")[0] == __name__.partition(".")[0] else "."
         return (
-            f"{near} Allowed: targets in worldsize's own YAML files, and public names in {', '.join(self.prefixes)} "
-            "(of torch, classes). Add to it with allow_targets=[your.module]."
+            f"{near} Allowed: targets in worldsize's YAML files and public names in {', '.join(self.prefixes)} "
+            "(in torch, only classes). Extend the allow-list with allow_targets=[your.module]."
         )
 
 
@@ -100,7 +100,9 @@ def build_object(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
             raises an error; or the object is not a ``kind``. A target whose import fails raises its own error.
     """
     if not isinstance(node, Mapping):
-        raise ConfigError(f"{key}={'null' if node is None else node} does not describe an object. Leave it out.")
+        raise ConfigError(
+            f"{key}={'null' if node is None else node} must be a mapping with a _target_. Remove the override."
+        )
     node = deepcopy(dict(node))
     rename_targets(node)
     _check_texts(node, key)
@@ -108,21 +110,21 @@ def build_object(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     try:
         built = hydra.utils.instantiate(wrap_grouped_optimizers(node, _locate_target, key), _convert_="all")
     except TypeError as error:  # an invalid value for one of Hydra's keys, such as _partial_
-        raise ConfigError(f"{key}: {str(error).splitlines()[0].rstrip('.')}. Leave it as it is.") from error
+        raise ConfigError(f"{key}: {str(error).splitlines()[0].rstrip('.')}. Remove the override.") from error
     except InstantiationException as error:
         cause = error.__cause__ or error  # the error raised by the target itself
         if isinstance(cause, WorldsizeError | ImportError):
             raise cause from None
-        raise ConfigError(f"{key}: {node['_target_']} cannot be built: {describe_failure(cause)}.") from cause
+        raise ConfigError(f"{key}: failed to build {node['_target_']}: {describe_failure(cause)}.") from cause
     if not isinstance(built, kind):
-        raise ConfigError(f"{key}: {node.get('_target_')} makes a {type(built).__name__}, not a {kind.__name__}.")
+        raise ConfigError(f"{key}: {node.get('_target_')} must return {kind.__name__}, got {type(built).__name__}.")
     return built
 
 
 def _check_texts(node: Any, key: str) -> None:
     """Raise ConfigError for strings in ``node`` that Hydra would resolve, perhaps to an unchecked target."""
     if isinstance(node, str) and "${" in node:
-        raise ConfigError(f"{key}: an argument cannot contain the text ${{. Leave it out.")
+        raise ConfigError(f"{key}: arguments must not contain ${{. Remove it.")
     if isinstance(node, Mapping):
         for name, value in node.items():
             _check_texts(name, f"{key}.{name}")
@@ -235,7 +237,7 @@ def check_arguments(target: Any, node: Mapping[str, Any], key: str) -> None:
         for name in given:
             if name not in parameters:
                 raise ConfigError(
-                    f"no key '{key}.{name}'{neighbours(name, parameters)}{describe_key_source(f'{key}.{name}')}"
+                    f"unknown key '{key}.{name}'{neighbours(name, parameters)}{describe_key_source(f'{key}.{name}')}"
                 )
     _check_types(target, node, given, key)
     check_limits(target, node, key=key)
@@ -245,7 +247,7 @@ def _check_types(target: Any, node: Mapping[str, Any], given: Iterable[str], key
     hints = _plain_hints(target)
     for name in given:
         if name in hints and not _can_match_hint(node[name], hints[name]):
-            fact = f"{key}.{name}={node[name]!r} is of the wrong type: it takes {_format_hint(hints[name])}."
+            fact = f"{key}.{name}={node[name]!r} has the wrong type: expected {_format_hint(hints[name])}."
             raise ConfigError(f"{fact}{_suggest_integer(f'{key}.{name}', node[name], hints[name])}")
 
 
@@ -307,7 +309,7 @@ def check_groups(target: Any, groups: Any, *, key: str) -> None:
         raise ConfigError(f'{key}={groups!r} is not a mapping. Write {key}={{no_decay: {{match: ["*.bias"]}}}}.')
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not group.get("match"):
-            raise ConfigError(f'{key}.{name} needs patterns of parameters. Set {key}.{name}.match=["*.bias"].')
+            raise ConfigError(f'{key}.{name} requires patterns of parameter names. Set {key}.{name}.match=["*.bias"].')
         check_tuples(target, group, key=f"{key}.{name}")
 
 

@@ -65,7 +65,7 @@ def _check_folders(result: ConfigResult, file: Path) -> None:
         return
     for key, why in REFUSED.items():
         if file.parent != main_conf() and OmegaConf.select(result.config, key, throw_on_missing=False) is not None:
-            raise ConfigError(f"{file}: {key} is not followed: {why}")
+            raise ConfigError(f"{file}: {key} is not supported: {why}")
 
 
 @cache
@@ -76,7 +76,7 @@ def _warn_of_late_header(file: Path) -> None:
     for number, line in below:
         if re.match(r"\s*#\s*@package\b", line):
             _logger.warning(
-                "%s, line %d: %r has no effect, since it is not at the top. Make it the first line.",
+                "%s, line %d: %r has no effect below the top of the file. Move it to the first line.",
                 file,
                 number,
                 line.strip(),
@@ -108,7 +108,7 @@ def _merge_defaults(key: str, schema: type, given: DictConfig | None, file: Path
         return OmegaConf.merge(OmegaConf.structured(schema), given or {})
     except ConfigKeyError as error:
         name, known = str(error.key), [each.name for each in fields(schema)]
-        raise ConfigError(f"{file}: no key '{key}.{name}'{neighbours(name, known)}") from error
+        raise ConfigError(f"{file}: unknown key '{key}.{name}'{neighbours(name, known)}") from error
     except ValidationError as error:
         raise ConfigError(f"{file}: {key}.{error.full_key}: {str(error.msg or error).splitlines()[0]}.") from error
 

@@ -52,16 +52,14 @@ def apply_lr_scaling(shape: RunShape, lr: float | None, *, batch_size: int) -> f
             )
         return lr
     if lr is None:
-        raise ConfigError(
-            f"cluster.scale_lr={rule} scales lr, and this run has lr=null. Set lr, or cluster.scale_lr=none."
-        )
+        raise ConfigError(f"cluster.scale_lr={rule} requires lr, got lr=null. Set lr, or cluster.scale_lr=none.")
     if base is None and not _is_worker_dependent(shape):
         name = type(shape.strategy).__name__
-        what = "an update" if _count_update_parts(shape) is None else "a step, whose updates take a part of lr each,"
+        what = "an update" if _count_update_parts(shape) is None else "a step (each update with a part of lr)"
         raise ConfigError(
-            f"cluster.scale_lr={rule}: nothing scales under {name}: {what} has batch_size={batch_size} samples at any "
-            "number of processes. Set cluster.scale_lr=none, or cluster.base_batch to the number of samples that "
-            f"lr={lr:g} was chosen for."
+            f"cluster.scale_lr={rule} has no effect with {name}: {what} has batch_size={batch_size} samples at any "
+            "number of processes. Set cluster.scale_lr=none, or set cluster.base_batch to the batch size for which "
+            f"lr={lr:g} was tuned."
         )
     return lr * rate_factor(rule, samples=_count_rate_samples(shape, batch_size), base=base or batch_size)
 
@@ -73,7 +71,7 @@ def update_text(shape: RunShape, lr: float | None, *, batch_size: int) -> str:
     if parts is not None:
         batch += f" (batch_size={batch_size} / {parts} {'workers' if _is_worker_dependent(shape) else 'logical ranks'})"
     if lr is None:
-        return f"{batch} · the recipe sets its learning rate"
+        return f"{batch} · lr set by the recipe"
     return f"{batch} · lr {lr:g}{_origin(shape, lr, batch_size)}"
 
 
@@ -86,7 +84,7 @@ def _origin(shape: RunShape, lr: float, batch_size: int) -> str:
         return f" = {before:g} × {f'√({ratio})' if rule == 'sqrt' else ratio} (cluster.scale_lr={rule})"
     if _is_worker_dependent(shape):
         return " at any number of workers (cluster.scale_lr=none)"
-    return "" if _count_update_parts(shape) is None else ", of which each update takes a part"
+    return "" if _count_update_parts(shape) is None else ", divided among the updates"
 
 
 def _count_update_parts(shape: RunShape) -> int | None:
@@ -118,8 +116,8 @@ def fill_missing_lr(cfg: DictConfig) -> DictConfig:
     for section in map(str, copy):
         if section not in ("lr", "optimizer", "schedule") and (taker := _taker_of_rate(copy, section)):
             raise ConfigError(
-                f"lr is missing, and {taker} takes it. Set the learning rate, e.g. lr=0.001, on the command line or as "
-                f"lr in the recipe's YAML, or set {taker} itself."
+                f"lr is missing, but {taker} requires it. Set e.g. lr=0.001 on the command line or in the recipe's "
+                f"YAML, or set {taker}."
             )
     copy.lr = None
     return copy

@@ -83,11 +83,12 @@ def _check_search(config: DictConfig) -> None:
     name = f"hydra/sweeper={config.hydra.runtime.choices['hydra/sweeper']}"
     if config.sweep.metric is None:
         raise ConfigError(
-            f"{name} searches for the best value of a metric, and none is named. "
-            "Set sweep.metric, e.g. to loss, to a name in metrics.jsonl."
+            f"{name} requires sweep.metric. Set sweep.metric to a name in metrics.jsonl, e.g. sweep.metric=loss."
         )
     if config.launch != "run":
-        raise ConfigError(f"{name} needs the metric of each run, and launch={config.launch} trains none. Leave it out.")
+        raise ConfigError(
+            f"{name} requires training, but launch={config.launch} does not train. Remove launch={config.launch}."
+        )
 
 
 def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
@@ -98,13 +99,15 @@ def _direction(sweep: DictConfig, sweeper: DictConfig) -> str:
     """
     own = sweeper.direction
     if OmegaConf.is_list(own):
-        raise ConfigError("hydra.sweeper.direction is a list, and sweep.metric names one metric. Set sweep.direction.")
+        raise ConfigError(
+            "hydra.sweeper.direction is a list, but sweep.metric is a single metric. Set sweep.direction."
+        )
     usual = own.name if isinstance(own, Enum) else str(own)
     if sweep.direction is None:
         return usual
     if not isinstance(own, Enum) and usual != sweep.direction:
         raise ConfigError(
-            f"sweep.direction={sweep.direction} contradicts hydra.sweeper.direction={usual}. Leave one of them out."
+            f"sweep.direction={sweep.direction} contradicts hydra.sweeper.direction={usual}. Set only one of them."
         )
     return str(sweep.direction)
 

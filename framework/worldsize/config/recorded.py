@@ -41,7 +41,9 @@ def read_settings(run: RunDirectory) -> Settings:
     restore_secrets(config, withheld_secrets(os.environ))
     if withheld := find_redacted_keys(config):
         names = ", ".join(".".join(map(str, keys)) for keys in withheld)
-        raise ConfigError(f"{names}: the value is in no file of the run. Start it with `worldsize resume` or train.py.")
+        raise ConfigError(
+            f"{names}: secrets are not stored in the run folder. Start the run with `worldsize resume` or train.py."
+        )
     make_importable([run.plugins, *map(Path, config["run"]["import_path"])])
     return load_settings(Objects(config))
 
@@ -61,11 +63,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = deepcopy(_parse_config(read_regular(path, at_most=LARGEST).decode()))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Take it from a copy of the run.") from None
+        raise ConfigError(f"failed to read {path}: {error}. Restore it from a copy of the run.") from None
     run = config.get("run") if isinstance(config, dict) else None
     folders = run.get("import_path") if isinstance(run, dict) else None
     if not isinstance(config, dict) or not isinstance(folders, list) or not all(isinstance(e, str) for e in folders):
-        raise ConfigError(f"{path} is not a configuration. Take it from a copy of the run.")
+        raise ConfigError(f"{path} is not a run configuration. Restore it from a copy of the run.")
     return {str(key): value for key, value in config.items()}
 
 
@@ -96,10 +98,10 @@ def read_recipe(view: RunView) -> Recipe:
         WorldsizeError: the record is another user's, or the plugins in the run folder differ from the record.
     """
     if not view.is_own:
-        raise WorldsizeError("this record was not written by you, so the recipe that it names is not built.")
+        raise WorldsizeError("building the recipe of another user's record is not supported.")
     config = view.manifest["config"]
     if withheld := find_redacted_keys(config["recipe"], ("recipe",)):
-        raise ConfigError(f"{'.'.join(map(str, withheld[0]))}: the value is in no file of the run, as it is a secret.")
+        raise ConfigError(f"{'.'.join(map(str, withheld[0]))}: secrets are not stored in the run folder.")
     check_kept(view.manifest.get("plugins", ()), view.directory.plugins)
     make_importable([view.directory.plugins, *map(Path, config["run"]["import_path"])])
     return Objects(config).build_cached_object("recipe", config["recipe"], Recipe)  # type: ignore[type-abstract]
@@ -109,18 +111,18 @@ def _build_bundled_launcher(node: Mapping[str, Any]) -> BatchLauncher | None:
     target = str(node.get("_target_"))
     if not re.fullmatch(r"worldsize\.launch\.[a-z_]+\.[A-Za-z]+", target):
         raise ConfigError(
-            f"another user's run was launched by {printable(target)}; only worldsize's launchers are imported. "
-            "Query its scheduler yourself."
+            f"another user's run has the launcher {printable(target)}, but only worldsize's launchers are imported. "
+            "Query the scheduler directly."
         )
     kind = resolve_target(target, Allowed(), "launcher")
     if not (inspect.isclass(kind) and issubclass(kind, LaunchMethod) and not inspect.isabstract(kind)):
-        raise ConfigError(f"another user's run was launched by {target}, not by a launcher.")
+        raise ConfigError(f"another user's run has {target} as its launcher, which is not a launcher.")
     if not issubclass(kind, BatchLauncher):
         return None
     given = {name: node[name] for name in kind.finds_job_by if name in node}
     for name, value in given.items():
         if not isinstance(value, bool) and not re.fullmatch(r"\w[\w.-]*", str(value), re.ASCII):
-            raise ConfigError(f"another user's run has launcher.{name}={value!r}, an invalid name.")
+            raise ConfigError(f"another user's run has the invalid name launcher.{name}={value!r}.")
     check_arguments(kind, given, "launcher")
     launcher: BatchLauncher = kind(**given)
     return launcher

@@ -27,8 +27,8 @@ from worldsize.world.topology import Topology
 if TYPE_CHECKING:  # imports numpy
     from worldsize.checkpoint.format import Retention
 
-_INTERVAL = Range(least=0, hint="0: never")
-_PROCESSES = Range(least=0, most=256, hint="so many processes for each worker")
+_INTERVAL = Range(least=0, hint="0 means never")
+_PROCESSES = Range(least=0, most=256, hint="the limit is per worker")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TrainingConfig:
     evaluate_batch_size: Annotated[int, COUNT, LARGEST] = 256
     schedule_metric: str | None = None
     data_workers: Annotated[
-        int | Literal["auto"], _PROCESSES, OneOf("auto", hint="A number of processes is taken, too.")
+        int | Literal["auto"], _PROCESSES, OneOf("auto", hint="A number of processes is also accepted.")
     ] = 0
     length_balanced: bool = False
     shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
@@ -98,8 +98,8 @@ class TrainingConfig:
         """Raise ConfigError if ``key`` is set to a metric, but the run is evaluated only at its end."""
         if metric is not None and not self.evaluate_every:
             raise ConfigError(
-                f"{key}={metric}: the run is evaluated at its end only. "
-                "Set evaluate_every to the steps between two evaluations."
+                f"{key}={metric} requires evaluations during training. "
+                "Set evaluate_every to the number of steps between evaluations."
             )
 
 
@@ -117,13 +117,15 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         if not self.splits or len({*self.splits}) < len(self.splits):
-            raise ConfigError(f"evaluation.splits={list(self.splits)} must name at least one split, and each once.")
+            raise ConfigError(
+                f"evaluation.splits={list(self.splits)} must have at least one split, without duplicates."
+            )
 
     def check_known(self, known: Sequence[str]) -> None:
         """Raise ConfigError unless all splits are among ``known``, the recipe's splits."""
         for split in self.splits:
             if not is_split(split):
-                raise ConfigError(f"evaluation.splits: {split!r} is not a name of a split. Use a word without a slash.")
+                raise ConfigError(f"evaluation.splits: invalid split name {split!r}. Use a name without a slash.")
             if split not in known:
                 raise ConfigError(f"evaluation.splits: the recipe has no split {split!r}{neighbours(split, known)}")
 
@@ -132,8 +134,8 @@ class EvaluationConfig:
         split, name = parse_metric_key(metric or "")
         if metric is not None and split not in self.splits:
             raise ConfigError(
-                f"{key}={metric} is a metric of {split!r}, and evaluation.splits={list(self.splits)} does "
-                f"not evaluate that. Set {key}={metric_key(self.splits[0], name)}, or add the split."
+                f"{key}={metric} requires the split {split!r}, but evaluation.splits={list(self.splits)}. "
+                f"Set {key}={metric_key(self.splits[0], name)}, or add the split."
             )
 
 
@@ -158,7 +160,7 @@ class CheckpointConfig:
 
     keep: Retention
     every: Annotated[
-        int | Literal["auto"], _INTERVAL, LARGEST, OneOf("auto", hint="A number of steps is taken, too.")
+        int | Literal["auto"], _INTERVAL, LARGEST, OneOf("auto", hint="A number of steps is also accepted.")
     ] = "auto"
     at_end: bool = True
     signals: Sequence[str] = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
@@ -172,7 +174,7 @@ class CheckpointConfig:
         known = [number.name for number in SIGNALS]
         for name in self.signals:
             if name not in known:
-                raise ConfigError(f"checkpoint.signals: no signal {name!r}{neighbours(name, known)}")
+                raise ConfigError(f"checkpoint.signals: unknown signal {name!r}{neighbours(name, known)}")
 
     def list_ignored_parts(self, step: int) -> Sequence[str]:
         """Return the parts to ignore in the checkpoint of ``step``; after ``ignore_until``, only hyperparameters."""
@@ -282,7 +284,7 @@ class _ClusterConfig:
 
     processes_per_node: Annotated[int | None, Range(least=1, most=4096)] = None
     environment: Annotated[str, OneOf("auto", *ENVIRONMENTS)] = "auto"
-    max_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
+    max_memory: Annotated[float | None, Range(above=0, hint="the unit is bytes")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

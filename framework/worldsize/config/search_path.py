@@ -91,7 +91,7 @@ def check_unique(more: Iterable[Path] = ()) -> None:
 def _register_place(places: dict[str, Path], name: str, place: Path) -> None:
     if (other := places.setdefault(name, place)) != place:
         raise ConfigError(
-            f"{name} is in two places: {other} and {place}. Rename one, or take it away "
+            f"{name} is defined twice: {other} and {place}. Rename or remove one "
             "(searched: the working directory, WORLDSIZE_PLUGINS, --config-dir, installed packages, worldsize itself)."
         )
 

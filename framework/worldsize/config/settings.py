@@ -287,8 +287,8 @@ def _build_weight_average(node: Mapping[str, Any], strategy: Strategy) -> Weight
         return None
     if "ema" not in strategy.supports:
         raise ConfigError(
-            f"ema.decay={node['decay']}: with {type(strategy).__name__} the ranks' weights differ after an update, or "
-            "servers hold them. Set ema.decay=null, or a strategy such as ddp or fsdp."
+            f"ema.decay={node['decay']} is not supported with {type(strategy).__name__}: the weights differ between "
+            "ranks or are on servers. Set ema.decay=null, or use a strategy such as ddp or fsdp."
         )
     return build_dataclass(WeightAverage, node)
 

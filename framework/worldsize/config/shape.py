@@ -83,8 +83,8 @@ def count_training_nodes(hosts: Sequence[str], *, spare: int) -> int:
     """
     if hosts and spare >= len(hosts):
         raise ConfigError(
-            f"cluster.spare_nodes={spare} of the {len(hosts)} in cluster.hosts leaves none to train. "
-            f"Set at most {len(hosts) - 1}, or name more hosts."
+            f"cluster.spare_nodes={spare} must be less than the {len(hosts)} hosts in cluster.hosts. "
+            f"Set at most {len(hosts) - 1}, or add hosts."
         )
     return len(hosts) - spare
 
@@ -102,17 +102,19 @@ def resolve_processes(cluster: Mapping[str, Any], gpus: int) -> dict[str, Any]:
         cluster = {**cluster, "device": cluster["device"] or ("cuda" if gpus else "cpu")}
     if cluster["device"] is None:
         raise ConfigError(
-            "cluster.device=null needs cluster.gpus_per_node or cluster.accelerators, and this cluster has neither. "
+            "cluster.device=null requires a cluster with cluster.gpus_per_node or cluster.accelerators. "
             "Set cluster.device=cpu or cluster.device=cuda."
         )
     if nodes < 1:
         raise ConfigError(f"cluster.nodes={nodes} must be 1 or more.")
     processes = _processes(cluster, nodes, gpus)
     if processes < 1:
-        raise ConfigError(f"cluster.processes={processes}: a run needs at least 1 process.")
+        raise ConfigError(f"cluster.processes={processes} must be 1 or more.")
     if processes % nodes:
         multiple = -(-processes // nodes) * nodes
-        raise ConfigError(f"{processes} processes do not divide over {nodes} nodes. Set cluster.processes={multiple}.")
+        raise ConfigError(
+            f"{processes} processes are not divisible by {nodes} nodes. Set cluster.processes={multiple}."
+        )
     return {**cluster, "processes": processes, "processes_per_node": processes // nodes}
 
 
@@ -120,7 +122,7 @@ def _accelerators(text: str | None) -> int:
     """Return the number of accelerators in SkyPilot's notation, e.g. 4 for "A100:4"."""
     name, _, count = (text or "").partition(":")
     if count and not count.isdigit():
-        raise ConfigError(f"cluster.accelerators={text} is not of the form NAME:COUNT, e.g. A100:4.")
+        raise ConfigError(f"cluster.accelerators={text} must have the form NAME:COUNT, e.g. A100:4.")
     return int(count or 1) if name else 0
 
 
@@ -128,12 +130,10 @@ def check_gpus(processes_per_node: int, gpus: int, kind: str = "cuda") -> None:
     """Raise ConfigError unless each process on this node can have its own GPU, or other device of this ``kind``."""
     named = "GPU" if kind == "cuda" else f"{kind} device"
     if gpus == 0:
-        raise ConfigError(
-            f"cluster.device={kind}, but this machine has no {named} that torch can use. Set cluster=laptop."
-        )
+        raise ConfigError(f"cluster.device={kind}: torch found no {named} on this machine. Set cluster=laptop.")
     if processes_per_node > gpus:
         raise ConfigError(
-            f"{processes_per_node} processes need a {named} each, but this machine has {gpus}. "
+            f"{processes_per_node} processes require one {named} each, but this machine has {gpus}. "
             f"Set cluster.processes={gpus} or fewer."
         )
 
@@ -144,7 +144,7 @@ def _processes(cluster: Mapping[str, Any], nodes: int, gpus: int) -> int:
     if total is not None and per_node is not None and total != per_node * nodes:
         raise ConfigError(
             f"cluster.processes={total} contradicts cluster.processes_per_node={per_node} on {nodes} nodes. "
-            f"Set cluster.processes=null for {per_node * nodes}, or leave cluster.processes_per_node out."
+            f"Set cluster.processes=null to run {per_node * nodes}, or remove cluster.processes_per_node."
         )
     if total is None and per_node is None:
         per_node = gpus if cluster["device"] != "cpu" else 1
@@ -162,13 +162,13 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
         return
     if "compile" not in strategy.supports:
         raise ConfigError(
-            f"compile=true: {type(strategy).__name__} does not support compilation. Set compile=false, or a strategy "
-            "such as ddp or fsdp."
+            f"compile=true is not supported with {type(strategy).__name__}. Set compile=false, or use a strategy such "
+            "as ddp or fsdp."
         )
     if exact and numerics.compile_mode.startswith("max-autotune"):
         raise ConfigError(
-            f"compile_mode={numerics.compile_mode} chooses kernels by measured time, so results vary between runs; "
-            f"reproducibility={exact} promises the same bits. Set compile_mode=default."
+            f"compile_mode={numerics.compile_mode} is not supported with reproducibility={exact}: kernels are selected "
+            "by measured time, so results vary between runs. Set compile_mode=default."
         )
 
 
@@ -176,8 +176,8 @@ def check_precision(numerics: Numerics, strategy: Strategy) -> None:
     """Raise ConfigError if the precision needs loss scaling, but ``strategy`` does not support it."""
     if numerics.policy.scales_loss and "loss_scale" not in strategy.supports:
         raise ConfigError(
-            f"precision={numerics.precision}: the processes of {type(strategy).__name__} do not share a loss scale. "
-            "Set precision=bf16, or a strategy such as ddp or fsdp."
+            f"precision={numerics.precision} is not supported with {type(strategy).__name__}: its processes do not "
+            "share a loss scale. Set precision=bf16, or use a strategy such as ddp or fsdp."
         )
 
 
@@ -189,21 +189,21 @@ def check_device(numerics: Numerics, cluster: Cluster, *, exact: str | None) -> 
     if (kind := cluster.device) in ("cpu", "cuda"):
         return
     wanted = {
-        f"reproducibility={exact} promises the same bits": (exact, "reproducibility=seeded"),
-        f"precision={numerics.precision} needs the kernels of CUDA": (numerics.policy.has_8_bits, "precision=bf16"),
-        f"compile_mode={numerics.compile_mode} records CUDA graphs": (
+        f"reproducibility={exact} (bitwise identical results)": (exact, "reproducibility=seeded"),
+        f"precision={numerics.precision} (CUDA kernels)": (numerics.policy.has_8_bits, "precision=bf16"),
+        f"compile_mode={numerics.compile_mode} (CUDA graphs)": (
             numerics.records_graphs,
             "compile_mode=default",
         ),
-        "activation_offload=true copies through pinned memory beside CUDA's streams": (
+        "activation_offload=true (CUDA streams)": (
             numerics.activation_offload,
             "activation_checkpointing=full and activation_offload=false",
         ),
-        "cluster.hca is a setting of NCCL": (cluster.hca, "cluster.hca=null"),
+        "cluster.hca (an NCCL setting)": (cluster.hca, "cluster.hca=null"),
     }
     for fact, (is_wanted, remedy) in wanted.items():
         if is_wanted:
-            raise ConfigError(f"{fact}, not supported for cluster.device={kind}. Set {remedy}.")
+            raise ConfigError(f"{fact} is not supported with cluster.device={kind}. Set {remedy}.")
 
 
 def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int, recipe: Recipe) -> None:
@@ -215,15 +215,16 @@ def check_graphs(numerics: Numerics, cluster: Cluster, micro_batches: int, recip
         return
     if recipe.has_several_updates:
         raise ConfigError(
-            f"compile_mode={numerics.compile_mode} records CUDA graphs, whose results the next update of a step would "
-            f"overwrite, and {type(recipe).__name__} takes several. Set compile_mode=default."
+            f"compile_mode={numerics.compile_mode} is not supported with several updates per step, as in "
+            f"{type(recipe).__name__}: each update would overwrite the results in the CUDA graph. Set "
+            "compile_mode=default."
         )
     if micro_batches == 1:
         return
     raise ConfigError(
-        f"compile_mode={numerics.compile_mode} records CUDA graphs, where each micro-batch overwrites the gradients "
-        f"of the one before, and a process has {micro_batches} in a step. Set compile_mode=default, or "
-        f"logical_ranks to the number of processes that train."
+        f"compile_mode={numerics.compile_mode} requires 1 micro-batch per process and step, found {micro_batches}: "
+        "each would overwrite the previous gradients in the CUDA graph. Set compile_mode=default, or set "
+        "logical_ranks to the number of training processes."
     )
 
 
@@ -236,15 +237,15 @@ def check_activations(numerics: Numerics, strategy: Strategy, cluster: Cluster) 
             "activation_checkpointing=none and activation_offload=false, or choose a strategy such as ddp or fsdp."
         )
     if numerics.activation_offload and cluster.device == "cpu":
-        raise ConfigError("activation_offload=true moves activations from GPUs to the host; cluster.device is cpu.")
+        raise ConfigError("activation_offload=true requires a GPU, got cluster.device=cpu.")
 
 
 def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> None:
     """Raise ConfigError if a healing gang shards its state, but does not copy shards to peers."""
     if can_heal(roles) and strategy.shards_state and not peers:
         raise ConfigError(
-            f"strategy.on_failure=heal: {type(strategy).__name__} divides its state, and without copies in the memory "
-            "of peers a part is lost with a process. Set checkpoint.peers=1 (steps between two copies) or more."
+            f"strategy.on_failure=heal with {type(strategy).__name__} requires copies of the sharded state in the "
+            "memory of peers. Set checkpoint.peers=1 (steps between two copies) or more."
         )
 
 
@@ -253,48 +254,52 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
     if not can_heal(roles):
         for name, count in {"spares": cluster.spares, "spare_nodes": cluster.spare_nodes}.items():
             if count:
-                raise ConfigError(f"cluster.{name}={count}: this run uses no spares. Set strategy.on_failure=heal.")
+                raise ConfigError(
+                    f"cluster.{name}={count} requires strategy.on_failure=heal. Set strategy.on_failure=heal, or "
+                    f"cluster.{name}=0."
+                )
         if cluster.min_processes:
             raise ConfigError(
-                f"cluster.min_processes={cluster.min_processes}: this run does not continue with fewer processes. Set "
-                "strategy.on_failure=heal, or leave the key out."
+                f"cluster.min_processes={cluster.min_processes} requires strategy.on_failure=heal. Set "
+                "strategy.on_failure=heal, or remove cluster.min_processes."
             )
         return
     if cluster.spare_nodes and not launcher.heals_over_hosts:
         raise ConfigError(
-            f"cluster.spare_nodes={cluster.spare_nodes}: {type(launcher).__name__} does not report lost nodes to "
-            "processes. Choose cluster=ssh or slurm, or use spare processes (cluster.spares)."
+            f"cluster.spare_nodes={cluster.spare_nodes} is not supported with {type(launcher).__name__}: it does not "
+            "report lost nodes to processes. Use cluster=ssh or slurm, or spare processes (cluster.spares)."
         )
     if not launcher.heals or (cluster.nodes > 1 and not launcher.heals_over_hosts):
         raise ConfigError(
-            f"strategy.on_failure=heal: {type(launcher).__name__} on {cluster.nodes} nodes does not report dead "
-            "processes to the others. Set strategy.on_failure=restart, or choose cluster=ssh, slurm, laptop or node."
+            f"strategy.on_failure=heal is not supported with {type(launcher).__name__} on {cluster.nodes} nodes: dead "
+            "processes are not reported to their peers. Set strategy.on_failure=restart, or use cluster=ssh, slurm, "
+            "laptop or node."
         )
     if backend_for(cluster.backend, cluster.device) != "gloo":
         raise ConfigError(
-            f"strategy.on_failure=heal with cluster.backend={cluster.backend}: only gloo was tried with it. With NCCL "
-            "a wait does not block the host, so that survivors might update from a sum that a dead process left "
-            "unfinished. Set strategy.on_failure=restart and launcher.max_restarts, or cluster.backend=gloo."
+            f"strategy.on_failure=heal requires gloo, got cluster.backend={cluster.backend}. NCCL does not block the "
+            "host, so survivors could apply an incomplete all-reduce. Set strategy.on_failure=restart and "
+            "launcher.max_restarts, or cluster.backend=gloo."
         )
     if (least := cluster.min_processes or 1) > cluster.processes:
-        raise ConfigError(f"cluster.min_processes={least} is more than the {cluster.processes} processes of the run.")
+        raise ConfigError(f"cluster.min_processes={least} exceeds the {cluster.processes} processes of the run.")
 
 
 def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int) -> None:
     """Raise ConfigError if an autoscaling policy is set for a gang of fixed size, or its bounds are contradictory."""
     if not can_heal(roles):
         raise ConfigError(
-            "autoscale: the processes of this run are a gang of fixed size. Set strategy.on_failure=heal with a "
-            "strategy that has it, such as ddp, or autoscale=none."
+            "autoscale requires strategy.on_failure=heal. Set strategy.on_failure=heal with a strategy such as ddp, or "
+            "autoscale=none."
         )
     if (most := policy.max_processes) is None:
         return
     block = get_block_size(roles)
     if most > logical_ranks * block:
         raise ConfigError(
-            f"autoscale.max_processes={most}: the run has {logical_ranks} logical ranks, and "
-            f"{'each process' if block == 1 else f'{block} processes together'} need{'s' * (block == 1)} one. Set at "
-            f"most {logical_ranks * block}, or logical_ranks={-(-most // block)} or more."
+            f"autoscale.max_processes={most} requires one logical rank per "
+            f"{'process' if block == 1 else f'{block} processes'}, but the run has {logical_ranks} logical ranks. Set "
+            f"at most {logical_ranks * block}, or logical_ranks={-(-most // block)} or more."
         )
     if cluster.processes > most:
         raise ConfigError(
@@ -310,15 +315,17 @@ def check_backend(named: str) -> None:
     known = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
     for name in backend_names(named):
         if name not in known:
-            raise ConfigError(f"cluster.backend={named!r}: no backend {name!r}{neighbours(name, known)}")
+            raise ConfigError(f"cluster.backend={named!r}: unknown backend {name!r}{neighbours(name, known)}")
 
 
 def check_reduce(strategy: Strategy) -> None:
     """Raise ConfigError if the strategy does not support the reduction set by the user or the reproducibility level."""
     wanted, known, name = strategy.reduce, strategy.reductions, type(strategy).__name__
     if wanted not in known:
-        level = " reproducibility=elastic requires it. Set a different level, or strategy=ddp, say."
-        fact = f"strategy.reduce={wanted!r} is not a reduction of {name}{neighbours(wanted, known)}"
+        level = (
+            " reproducibility=elastic requires strategy.reduce=ordered. Set a different level, or e.g. strategy=ddp."
+        )
+        fact = f"strategy.reduce={wanted!r} is not supported with {name}{neighbours(wanted, known)}"
         raise ConfigError(fact + (level if wanted == "ordered" else ""))
 
 
@@ -326,19 +333,19 @@ def check_divisible(total: int, *, workers: int, batch: int) -> None:
     """Raise ConfigError unless workers divide the logical ranks (``total``), and logical ranks divide the batch."""
     if total < 1 or total % workers:
         raise ConfigError(
-            f"{total} logical ranks do not divide over {workers} data-parallel workers. "
+            f"{total} logical ranks are not divisible by {workers} data-parallel workers. "
             f"Set logical_ranks to a multiple of {workers}, or cluster.processes to a divisor of {total}."
         )
     if batch % total:
         below, above = batch // total * total, -(-batch // total) * total
         options = (
-            f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample a logical rank)"
+            f"batch_size={below} or {above}" if below else f"batch_size={above} (at least one sample per logical rank)"
         )
-        raise ConfigError(f"batch_size={batch} does not divide over {total} logical ranks. Set {options}.")
+        raise ConfigError(f"batch_size={batch} is not divisible by {total} logical ranks. Set {options}.")
     if batch // total > _MOST_SAMPLES:
         raise ConfigError(
-            f"batch_size={batch:,}: each of {total} logical ranks would take {batch // total:,} samples at once, more "
-            f"than a machine holds. Set batch_size={total * _MOST_SAMPLES:,} or less."
+            f"batch_size={batch:,} is too large: {batch // total:,} samples on each of {total} logical ranks. "
+            f"Set batch_size={total * _MOST_SAMPLES:,} or less."
         )
 
 
@@ -349,17 +356,16 @@ def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchM
     """
     if not recipe.remembers or saves_state(recipe):
         return
-    fact = f"{type(recipe).__name__} keeps values from step to step (remembers = True), which no checkpoint has"
+    fact = f"{type(recipe).__name__} has state that is not checkpointed (remembers = True)"
     if can_heal(roles):
         raise ConfigError(
-            f"strategy.on_failure=heal: {fact}, and they are lost with a process. Define its methods state and "
-            "load_state, or set strategy.on_failure=restart."
+            f"strategy.on_failure=heal: {fact} and is lost with a process. Implement state and load_state, or set "
+            "strategy.on_failure=restart."
         )
     if exact and launcher.max_restarts:
         raise ConfigError(
-            f"launcher.max_restarts={launcher.max_restarts}: {fact}: a restart would train other weights, and "
-            f"reproducibility={exact} promises the same. Define its methods state and load_state, set "
-            "launcher.max_restarts=0, or set reproducibility=seeded."
+            f"launcher.max_restarts={launcher.max_restarts} is not supported with reproducibility={exact}: {fact}. "
+            "Implement state and load_state, or set launcher.max_restarts=0 or reproducibility=seeded."
         )
 
 
@@ -371,10 +377,10 @@ def check_resumes(recipe: Recipe, step: int, *, exact: str | None) -> None:
     if not recipe.remembers or saves_state(recipe) or step == 0:
         return
     kind = type(recipe).__name__
-    fact = f"{kind} keeps values from step to step (remembers = True), and the checkpoint of step {step} lacks them"
+    fact = f"the checkpoint of step {step} does not include the state of {kind} (remembers = True)"
     if exact:
         raise ConfigError(
-            f"{fact}: the run would train other weights, and reproducibility={exact} promises the same. Define its "
-            "methods state and load_state and train it again, or set reproducibility=seeded."
+            f"{fact}, which reproducibility={exact} requires. Implement state and load_state and train again, or set "
+            "reproducibility=seeded."
         )
-    _logger.warning("%s: it begins anew. Define its methods state and load_state.", fact)
+    _logger.warning("%s, so the state is reset. Implement state and load_state.", fact)

@@ -36,9 +36,9 @@ class Link:
             FAST 2008).
     """
 
-    bandwidth: Annotated[float, Range(above=0, hint="it is in bytes a second")]
-    latency: Annotated[float, Range(least=0, hint="it is in seconds")]
-    gap: Annotated[float, Range(least=0, hint="it is in seconds")] = 0.0
+    bandwidth: Annotated[float, Range(above=0, hint="the unit is bytes/s")]
+    latency: Annotated[float, Range(least=0, hint="the unit is seconds")]
+    gap: Annotated[float, Range(least=0, hint="the unit is seconds")] = 0.0
     incast: Annotated[float, SHARE] = 1.0
 
 
@@ -101,14 +101,14 @@ class Cluster:
     hca: str | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
     tiers: Annotated[Mapping[str, int], Key(dict[str, Any])] = field(default_factory=dict)
-    device_memory: Annotated[float | None, Range(above=0, hint="it is in bytes")] = None
+    device_memory: Annotated[float | None, Range(above=0, hint="the unit is bytes")] = None
     price_per_hour: Annotated[float | None, Range(least=0)] = None
     mtbf_hours: Annotated[float | None, Range(above=0)] = None
     spot_market: Spot | None = None
     min_processes: Annotated[int | None, COUNT] = None
     spares: Annotated[int, Range(least=0, most=256)] = 0
     spare_nodes: Annotated[int, Range(least=0, most=256)] = 0
-    peak_flops: Annotated[float | None, Range(above=0, hint="it is in operations a second")] = None
+    peak_flops: Annotated[float | None, Range(above=0, hint="the unit is FLOP/s")] = None
     debug: bool = False
     pin: Annotated[Pinning, Key(default="auto")] = "none"
 

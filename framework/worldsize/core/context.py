@@ -162,5 +162,5 @@ class RunContext:
             ConfigError: this process was started without a launcher. The message starts with ``needs``.
         """
         if self.rendezvous is None:
-            raise ConfigError(f"{needs}. Start it with a launcher: it starts every role of a run.")
+            raise ConfigError(f"{needs}. Start the run with a launcher, which starts every role.")
         return self.rendezvous

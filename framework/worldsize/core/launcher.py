@@ -288,11 +288,13 @@ class HealthLimits:
         cpus: CPUs that the run's processes on a node need; an alert is raised if they are bound to fewer.
     """
 
-    every: Annotated[float, Range(least=0, most=3600, hint="it is in seconds; 0: none"), Key(default=20.0)]
+    every: Annotated[
+        float, Range(least=0, most=3600, hint="the unit is seconds; 0 disables the checks"), Key(default=20.0)
+    ]
     memory: Annotated[float | None, SHARE, Key(default=0.95)] = None
     process_memory: Annotated[float | None, NO_KEY] = None
-    swap: Annotated[float | None, Range(least=0, hint="it is in bytes a second"), Key(default=10e6)] = None
+    swap: Annotated[float | None, Range(least=0, hint="the unit is bytes/s"), Key(default=10e6)] = None
     disk: Annotated[float | None, SHARE, Key(default=0.95)] = None
-    temperature: Annotated[float | None, Range(above=0, hint="it is in degrees Celsius"), Key(default=90.0)] = None
+    temperature: Annotated[float | None, Range(above=0, hint="the unit is degrees Celsius"), Key(default=90.0)] = None
     network_errors: Annotated[float | None, Range(least=0), Key(default=60.0)] = None
     cpus: Annotated[int | None, NO_KEY] = None

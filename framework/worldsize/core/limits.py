@@ -41,7 +41,7 @@ class Range(Limit):
         most: inclusive upper bound.
         below: exclusive upper bound.
         finite: whether infinity is rejected.
-        hint: end of the error message, e.g. "it is in seconds".
+        hint: end of the error message, e.g. "the unit is seconds".
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Range(Limit):
         if self._most is None and self._below is None:
             lower = "positive" if self._above == 0 else f"above {self._above}"
             number = (
-                "" if value == value and value not in _INFINITE else " and finite" if self._finite else ", and a number"
+                "" if value == value and value not in _INFINITE else " and finite" if self._finite else " and not NaN"
             )
             return (lower if self._least is None else f"{self._least} or more") + number
         upper = f"at most {self._most:,}" if self._below is None else f"below {self._below}"
@@ -130,7 +130,7 @@ class FolderName(Limit):
             return None
         is_safe = value.isprintable() and not any(each in value for each in "/\\") and not value.startswith("-")
         if value in ("", ".", "..") or not is_safe:
-            return "cannot be a folder's name. Use letters, digits, '_', '-' and '.', and no '-' at the beginning."
+            return "is not a valid folder name. Use letters, digits, '_', '-' and '.', and do not start with '-'."
         return None
 
 
@@ -140,8 +140,8 @@ class FilePath(Limit):
 
     def describe_violation(self, value: Any) -> str | None:
         if value == "":
-            return "is empty, perhaps from a variable that is not set. Name a path, or leave the key out."
-        return "holds a NUL character, and a path cannot. Leave it out." if "\0" in str(value) else None
+            return "is empty; an environment variable may be unset. Set a path, or remove the key."
+        return "contains a NUL character. Set a valid path." if "\0" in str(value) else None
 
 
 @final
@@ -163,9 +163,9 @@ NO_KEY = Key()
 COUNT = Range(least=1)
 LARGEST = Range(most=2**63 - 1)  # fits int64, as in tensors and other languages
 SHARE = Range(above=0, most=1)
-SECONDS = Range(above=0, most=10**9, hint="it is in seconds")
-GRACE = Range(least=0, most=10**9, hint="it is in seconds")
-MEBIBYTES = Range(above=0, most=2**20, hint="it is in MiB")
+SECONDS = Range(above=0, most=10**9, hint="the unit is seconds")
+GRACE = Range(least=0, most=10**9, hint="the unit is seconds")
+MEBIBYTES = Range(above=0, most=2**20, hint="the unit is MiB")
 PORT = Range(least=1, most=65535)
 
 
@@ -222,8 +222,8 @@ def _resolvable(annotated: Any, *, limits: bool) -> Iterator[tuple[str, Any]]:
                 words = () if name == "return" else re.findall(r"\w+", str(annotation))
                 if any(word in limit_names or get_origin(space.get(word)) is Annotated for word in words):
                     raise ConfigError(
-                        f"{owner.__qualname__}: the limits of {name}: {annotation} cannot be read: {error}. Import the "
-                        "names in it outside of `if TYPE_CHECKING`."
+                        f"{owner.__qualname__}: failed to evaluate the annotation {name}: {annotation}: {error}. "
+                        "Import its names outside of `if TYPE_CHECKING`."
                     ) from None
 
 
@@ -240,14 +240,14 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
     elif origin in (Union, UnionType):
         _check_union(key, value, arguments)
     elif origin is Literal and value not in arguments:
-        raise ConfigError(f"{key}={value!r} is unknown. Known: {', '.join(map(str, arguments))}.")
+        raise ConfigError(f"{key}={value!r} is unknown. Available: {', '.join(map(str, arguments))}.")
     elif isinstance(value, Mapping):
         _check_mapping(key, value, hint)
     elif isinstance(value, Sequence) and isinstance(origin, type) and issubclass(origin, Sequence):
         for place, item in enumerate(value):
             _check_value(f"{key}[{place}]", item, arguments[0])
     elif isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"{key}=nan must be a number.")
+        raise ConfigError(f"{key}=nan must not be NaN.")
 
 
 def _check_union(key: str, value: Any, options: Sequence[Any]) -> None:

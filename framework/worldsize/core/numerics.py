@@ -60,7 +60,7 @@ class Numerics:
     """
 
     precision: PrecisionName = "fp32"
-    clip_norm: Annotated[float | None, Range(above=0, finite=False, hint="null: no clipping")] = None
+    clip_norm: Annotated[float | None, Range(above=0, finite=False, hint="null disables clipping")] = None
     nonfinite: Nonfinite = "stop"
     compile: bool = False
     compile_mode: CompileMode = "default"
@@ -69,16 +69,16 @@ class Numerics:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision={self.precision!r} is unknown. Known: {', '.join(PRECISIONS)}.")
+            raise ConfigError(f"precision={self.precision!r} is unknown. Available: {', '.join(PRECISIONS)}.")
         if self.nonfinite not in ("stop", "skip", "ignore"):
-            raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Known: stop, skip, ignore.")
+            raise ConfigError(f"nonfinite={self.nonfinite!r} is unknown. Available: stop, skip, ignore.")
         if self.activation_offload and self.activation_checkpointing == "selective":
             raise ConfigError(
-                "activation_offload=true does not move the activations that activation_checkpointing=selective keeps. "
+                "activation_offload=true is not supported with activation_checkpointing=selective. "
                 "Set activation_checkpointing=full or none."
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or null for no clipping.")
+            raise ConfigError(f"clip_norm={self.clip_norm} must be positive. Set null to disable clipping.")
 
     @property
     def policy(self) -> Precision:

@@ -94,8 +94,8 @@ class MultiUpdateRecipe(Recipe):
 
     def _create_refusal(self) -> ConfigError:
         return ConfigError(
-            f"{type(self).__name__} takes several updates a step, and whatever trains it must call its method updates. "
-            "Choose a strategy that does, such as ddp."
+            f"{type(self).__name__} has several updates per step and must be trained with its updates method. "
+            "Use a strategy with support for several updates, such as ddp."
         )
 
 

@@ -38,15 +38,15 @@ class WeightAverage:
             soon forgets the initial weights. Source: TensorFlow's ExponentialMovingAverage.
     """
 
-    decay: Annotated[float, Range(least=0, most=1, hint="0.999 is usual; null: no average"), Key(default=None)]
+    decay: Annotated[float, Range(least=0, most=1, hint="0.999 is typical; null disables averaging"), Key(default=None)]
     every: Annotated[int, COUNT, LARGEST] = 1
     warmup: bool = False
 
     def __post_init__(self) -> None:
         if self.decay >= 1 and not self.warmup:
             raise ConfigError(
-                f"ema.decay={self.decay} never averages: the average stays at its first weights. Set "
-                "ema.decay=0.999 or another number below 1, or ema.decay=null for no average."
+                f"ema.decay={self.decay} never updates the average. Set a value below 1, e.g. ema.decay=0.999, or "
+                "ema.decay=null to disable averaging."
             )
 
     def decay_after(self, averagings: int) -> float:

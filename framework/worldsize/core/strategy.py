@@ -218,7 +218,8 @@ class Strategy(ABC):
             others = cls.supports - ({"adamw_8bit", "schedule_free"} if capability is None else named)
             cls.supports = others | named if value else others
             warnings.warn(
-                f"{cls.__name__}.{name} is supports = frozenset({{{', '.join(map(repr, sorted(named)))}, ...}}) now",
+                f"{cls.__name__}.{name} is deprecated. Use supports = "
+                f"frozenset({{{', '.join(map(repr, sorted(named)))}, ...}}).",
                 FutureWarning,
                 stacklevel=2,
             )
@@ -258,8 +259,8 @@ class Strategy(ABC):
         """Raise ConfigError if ``recipe`` does not meet this strategy's requirements."""
         if "state_metrics" not in self.supports and (names := sorted(recipe.metrics())):
             raise ConfigError(
-                f"{type(self).__name__} evaluates metrics that are sums and counts, and {names[0]!r} is not. "
-                "Use a strategy such as ddp, or leave it out of Recipe.metrics."
+                f"{type(self).__name__} requires metrics as (sum, count), but {names[0]!r} is in Recipe.metrics. "
+                "Use a strategy such as ddp, or remove the metric from Recipe.metrics."
             )
 
     def check_built(  # noqa: B027 - most strategies take any
@@ -313,4 +314,4 @@ class Strategy(ABC):
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
         """Run a serving process until the run ends; return a replica if this process is to lead the run."""
-        raise ConfigError(f"{type(self).__name__} does not have a serving role {context.world.role!r}.")
+        raise ConfigError(f"{type(self).__name__} has no serving role {context.world.role!r}.")

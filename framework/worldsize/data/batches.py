@@ -81,10 +81,9 @@ def is_iterable(dataset: Any) -> bool:
     """
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         raise ConfigError(
-            f"the recipe's data are a {type(dataset).__name__}: it makes its own batches, whose order and size would "
-            "change with the world size. Return its data set (loader.dataset), set batch_size to the samples "
-            "of a step over all processes, and define Recipe.collate if it has a collate_fn; data_workers stands for "
-            "num_workers. As a stream of single samples, give it batch_size=None."
+            f"Recipe.data returned a batched {type(dataset).__name__}, whose batches would change with the world size. "
+            "Return loader.dataset, and set batch_size (the global batch size), data_workers (for num_workers) and "
+            "Recipe.collate (for collate_fn). To use the loader as a stream of samples, pass batch_size=None to it."
         )
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
@@ -149,8 +148,8 @@ def _check_holds_no_tensor(own: Any) -> None:
     if held is not None:
         kind = type(own).__name__
         raise ConfigError(
-            f"batches hold a {kind}: its tensor {held!r} would stay on the CPU, because it lacks a method to. "
-            f"Give {kind} a method to(device) that returns it on the device, or make it a dataclass, tuple or dict."
+            f"cannot move a batch to the device: {kind} contains a tensor, {held!r}, but does not define to(). "
+            f"Define {kind}.to(device), or convert {kind} to a dataclass, tuple or dict."
         )
 
 

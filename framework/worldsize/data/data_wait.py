@@ -22,9 +22,9 @@ _LOOK = 1.0  # seconds between two checks
 _FRAMES = 6  # innermost stack frames to show
 _WAKE = signal.SIGRTMIN + 4  # interrupts the main thread's system call
 _REMEDY = (
-    "If it hangs, look for a lock or a connection that another thread held when the data workers were forked: open it "
-    "in the worker, call multiprocessing.set_start_method('spawn'), or set data_workers=0. If storage is slow, set a "
-    "larger cluster.timeout."
+    "A common cause of a hang is a lock or connection in use by another thread when the data workers were forked. "
+    "Create locks and connections in the worker, call multiprocessing.set_start_method('spawn'), or set "
+    "data_workers=0. If storage is slow, increase cluster.timeout."
 )
 
 
@@ -157,12 +157,12 @@ def _format_wait(wait: _Wait, seconds: float) -> str:
     try:
         place = wait.describe()
     except Exception as error:  # any error, since the main thread may be modifying the loader
-        place = f"Who loads them is not known: {error!r}."
-    return f"step {wait.step} waits for its data since {seconds:.0f} s. {place}"
+        place = f"The loading process is unknown: {error!r}."
+    return f"step {wait.step} has been waiting for data for {seconds:.0f} s. {place}"
 
 
 def own_place() -> str:
     """Describe the main thread's position in the code, for data that are loaded in this process."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:])) if frame else ""
-    return f"This process loads them itself, and is here:\n{stack.rstrip()}"
+    return f"This process loads the data. Stack (most recent call last):\n{stack.rstrip()}"

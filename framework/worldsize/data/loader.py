@@ -185,7 +185,7 @@ def _draw_random_batches(
 ) -> Iterator[tuple[int, Callable[[], _Loaded]]]:
     if is_iterable(dataset):
         raise ConfigError(
-            "evaluation.batches draws samples by index; a stream does not have one. Set evaluation.batches=null."
+            "evaluation.batches requires an indexable data set, but the data are a stream. Set evaluation.batches=null."
         )
     if len(dataset) == 0:
         return

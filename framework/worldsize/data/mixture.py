@@ -66,16 +66,24 @@ class Mixture(Source, OwnOrder):
         by_weight = [part.weight is not None for part in parts]
         by_epochs = [part.epochs is not None for part in parts]
         if not parts:
-            raise ConfigError("a mixture without sources. Add some, e.g. data.sources.books.source=...")
+            raise ConfigError(
+                "a mixture requires at least one source. Add a source, e.g. data.sources.books.source=..."
+            )
         if not ((all(by_weight) and not any(by_epochs)) or (all(by_epochs) and not any(by_weight))):
-            raise ConfigError("a mixture needs the weight of each source, or the epochs of each. Give all the same.")
+            raise ConfigError(
+                "a mixture requires weight for all sources, or epochs for all sources. Set the same key for each."
+            )
         if any(own_order(part.source) is not None for part in parts):
-            raise ConfigError("a mixture within a mixture would lose its shares. Name its sources in the outer one.")
+            raise ConfigError(
+                "nested mixtures are not supported. List the sources of the inner mixture in the outer mixture."
+            )
         amounts = [each for part in parts for each in (part.weight, part.epochs) if each is not None]
         if not all(isinstance(each, int | float) and 0 <= each < math.inf for each in amounts):
-            raise ConfigError("the weights and epochs of a mixture must be numbers of at least 0, and finite.")
+            raise ConfigError("weight and epochs of a source in a mixture must be finite and at least 0.")
         if not any(part.weight or part.epochs for part in parts):
-            raise ConfigError("all sources of a mixture have the share 0. Give one of them a larger one.")
+            raise ConfigError(
+                "all sources of the mixture have a share of 0. Increase weight or epochs for at least one source."
+            )
         if all(by_weight):
             _compute_quotas(
                 tuple(self.shares.items())
@@ -85,7 +93,7 @@ class Mixture(Source, OwnOrder):
     def _lengths(self) -> list[int]:
         lengths = {name: len(part.source) for name, part in self.sources.items()}
         if empty := [name for name, length in lengths.items() if not length and self.shares[name]]:
-            raise ConfigError(f"source {empty[0]!r} of the mixture is empty. Check its path, or leave it out.")
+            raise ConfigError(f"source {empty[0]!r} of the mixture is empty. Check its path, or remove it.")
         return list(lengths.values())
 
     @cached_property
@@ -180,12 +188,12 @@ def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
             others = [other for other in sources if isinstance(sources[other].get("source"), Source)]
             guess = neighbours(name, others) if others else "."
             raise ConfigError(
-                f"data.sources.{name} lacks a source{guess} Choose one: +data@data.sources.{name}.source=tokens"
+                f"data.sources.{name}.source is not set{guess} Set it, e.g. +data@data.sources.{name}.source=tokens"
             )
         if strange := [key for key in part if key not in known]:
-            raise ConfigError(f"data.sources.{name} does not take {strange[0]!r}{neighbours(strange[0], known)}")
+            raise ConfigError(f"unknown key {strange[0]!r} in data.sources.{name}{neighbours(strange[0], known)}")
         if not isinstance(part["source"], Source):
-            raise ConfigError(f"data.sources.{name}.source is a {type(part['source']).__name__}, not a Source.")
+            raise ConfigError(f"data.sources.{name}.source: expected a Source, got {type(part['source']).__name__}.")
     return Mixture({name: Part(**part) for name, part in sources.items()})
 
 
@@ -204,8 +212,8 @@ def _compute_quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
     for (name, share), quota in zip(shares, quotas, strict=True):
         if share > 0 and quota == 0:
             raise ConfigError(
-                f"source {name!r} has a share of {share:.1e} of the mixture. That rounds to 0 of {_BLOCK:,} samples, "
-                f"so it would never be drawn. Give it a share of at least {1 / _BLOCK:.1e}, or leave it out."
+                f"source {name!r} has a share of {share:.1e} of the mixture, which rounds to 0 of {_BLOCK:,} samples. "
+                f"Increase the share to at least {1 / _BLOCK:.1e}, or remove the source."
             )
     return tuple(quotas)
 

@@ -117,7 +117,7 @@ def epoch_length(dataset: Any) -> int:
 
 def _refuse_empty(length: int) -> None:
     if length == 0:
-        raise ConfigError("the data set is empty. Check the path of the data, and the held-out share.")
+        raise ConfigError("the data set is empty. Check the data path and the held-out share.")
 
 
 def step_seed(seed: int, step: int, logical_rank: int) -> int:
@@ -207,13 +207,13 @@ def sample_lengths(dataset: Any) -> Lengths:
         ConfigError: the data set does not provide lengths, or is a stream.
     """
     if is_iterable(dataset):
-        raise ConfigError("length_balanced=true reorders samples, and a stream has a fixed order.")
+        raise ConfigError("length_balanced=true requires an indexable data set, but the data are a stream.")
     lengths: Lengths | None = getattr(dataset, "lengths", None)
     if lengths is None:
         raise ConfigError(
-            f"length_balanced=true needs the lengths of samples, and {type(dataset).__name__} lacks an attribute "
-            "lengths, a tensor [samples]. Add it to the recipe's data set, name the table column with the lengths "
-            "(data.length_column), or set length_balanced=false."
+            f"length_balanced=true requires sample lengths, but {type(dataset).__name__} does not have the attribute "
+            "lengths, a tensor [samples]. Add the attribute to the recipe's data set, set data.length_column to the "
+            "table column with the lengths, or set length_balanced=false."
         )
     return lengths
 

@@ -78,7 +78,7 @@ class Preparation:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be created: {error.strerror}. Choose a different folder.") from None
+            raise ConfigError(f"failed to create {folder}: {error.strerror}. Choose a different folder.") from None
         with _lock_folder(folder):
             with _create_pool(processes, self.tokenizer) as pool:
                 digests = dict(zip(files, pool.map(hash_file, files.values()), strict=True))
@@ -110,7 +110,9 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         with FileLock(folder / _LOCK, timeout=0):
             yield
     except Timeout:
-        raise WorldsizeError(f"a second process is preparing {folder}. Wait for it, or choose a new folder.") from None
+        raise WorldsizeError(
+            f"another process is preparing {folder}. Wait until it has finished, or choose a different folder."
+        ) from None
 
 
 # ---------------------------------------------------------------- existing content of the folder
@@ -134,13 +136,13 @@ def _read_finished_manifest(folder: Path, request: Mapping[str, Any], on_error: 
         present = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if present != size:
             raise ConfigError(
-                f"{folder / name} has {present:,} bytes, and {size:,} were written. Restore that file, or remove "
-                f"{folder} and prepare it again."
+                f"{folder / name} has {present:,} bytes, expected {size:,}. Restore the file, or remove {folder} and "
+                "run worldsize prepare again."
             )
     if skipped and on_error == "stop":
         raise ConfigError(
-            f"{folder} was prepared with --on-error skip, leaving out {skipped:,} documents. Give --on-error skip "
-            "as well, or choose a different folder."
+            f"{folder} was prepared with --on-error skip, which skipped {skipped:,} documents. Pass --on-error skip, "
+            "or choose a different folder."
         )
     shutil.rmtree(folder / _PIECES, ignore_errors=True)  # left over if killed after writing the manifest
     return manifest
@@ -153,7 +155,7 @@ def _open_work_folder(folder: Path, request: Mapping[str, Any]) -> Path:
         _check_same(folder, _read_json(work / _REQUEST), request)
         return work
     if others := sorted(path.name for path in folder.iterdir() if path.name not in (_LOCK, _PIECES)):
-        raise ConfigError(f"{folder} has other files ({others[0]}); nothing was changed. Name a new folder.")
+        raise ConfigError(f"{folder} is not empty (found {others[0]}); nothing was changed. Choose a new folder.")
     work.mkdir(exist_ok=True)
     write_json(work / _REQUEST, request)
     return work
@@ -170,14 +172,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _create_damage_error(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is damaged; nothing was changed. Remove the folder, and prepare it anew.")
+    return ConfigError(f"{path} is damaged; nothing was changed. Remove the folder and run worldsize prepare again.")
 
 
 def _check_same(folder: Path, there: Mapping[str, Any], request: Mapping[str, Any]) -> None:
     if differing := [key for key in request if there.get(key) != request[key]]:
         raise ConfigError(
-            f"{folder} has token shards that differ in {' and '.join(differing)}; nothing was changed. "
-            "Choose a different folder, or remove that one."
+            f"{folder} contains token shards that differ in {' and '.join(differing)}; nothing was changed. "
+            "Choose a different folder, or remove the existing one."
         )
 
 
@@ -223,8 +225,8 @@ def _make_all(
             progress(done, total)
     except BrokenProcessPool:
         raise WorldsizeError(
-            "a tokenising process was killed, perhaps because memory is short. Run the command again to continue "
-            "where it stopped; fewer --processes need less memory."
+            "a tokenizer process was killed, possibly due to a lack of memory. Run the same command again to resume; "
+            "use fewer --processes to reduce memory usage."
         ) from None
     finally:
         for future in futures:
@@ -247,7 +249,9 @@ def _finalize_shards(
     made = {piece: facts for piece in pieces if (facts := piece.read_record())}
     filled = [(piece, facts) for piece, facts in made.items() if facts.tokens]
     if not filled:
-        raise WorldsizeError(f"no document has any text: {_format_counts(made.values())}. Check --field and the input.")
+        raise WorldsizeError(
+            f"no text found in the input: {_format_counts(made.values())}. Check --field and the input."
+        )
     shards = [_move_shard(folder, number, piece, facts) for number, (piece, facts) in enumerate(filled)]
     dtype = choose_token_dtype(encoder.vocabulary).name
     manifest = {
@@ -273,7 +277,9 @@ def _move_shard(folder: Path, number: int, piece: ShardInput, facts: Made) -> di
             path.replace(folder / name)
     file, documents = places.values()
     if missing := [name for name in places.values() if not (folder / name).exists()]:
-        raise WorldsizeError(f"{folder / missing[0]} was written and is missing. Remove {folder} and prepare it again.")
+        raise WorldsizeError(
+            f"{folder / missing[0]} was written but is now missing. Remove {folder} and run worldsize prepare again."
+        )
     return {
         "file": file,
         "tokens": facts.tokens,
@@ -287,4 +293,4 @@ def _move_shard(folder: Path, number: int, piece: ShardInput, facts: Made) -> di
 
 def _format_counts(made: Any) -> str:
     empty, skipped = sum(facts.empty for facts in made), sum(facts.skipped for facts in made)
-    return f"{empty:,} are empty, {skipped:,} cannot be read"
+    return f"{empty:,} documents are empty, {skipped:,} unreadable"

@@ -123,12 +123,12 @@ class FileSource(Source):
 
     def _sample_or_error(self, index: int) -> Any:
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample index {index} is out of range for {len(self)} samples")
         try:
             return self.sample(index)
         except SampleError as error:
             if self.on_error == "stop":
-                raise SampleError(f"{error} Mend the file, or set on_error=skip of the data.") from error
+                raise SampleError(f"{error} Repair the file, or set on_error=skip for the data.") from error
             return error.with_traceback(None)
 
     def fingerprint(self) -> Mapping[str, Any]:
@@ -221,7 +221,7 @@ def _stand_in(source: Source, index: int, error: SampleError) -> Any:
         (sample,) = source.read_each([later])
         if not isinstance(sample, SampleError):
             return sample
-    raise SampleError(f"{error} Samples after it are bad too and cannot stand in for it. Repair the files.") from error
+    raise SampleError(f"{error} All replacement samples are unreadable, too. Repair the files.") from error
 
 
 def count_skipped(index: int, error: SampleError) -> None:
@@ -255,8 +255,8 @@ class IndexedSource(FileSource):
         """The index of all files, memory-mapped."""
         made = open_index(self.kind, self.files, self.cache, self.create_scanner())
         if not made:
-            names = self.files[0].name if len(self.files) == 1 else f"{self.files[0].name} and the files after it"
-            raise ConfigError(f"{names}, byte 0: there are no samples. Check the path of the data.")
+            names = self.files[0].name if len(self.files) == 1 else f"{self.files[0].name} and the following files"
+            raise ConfigError(f"{names}, byte 0: no samples found. Check the data path.")
         return made
 
     @property
@@ -276,8 +276,7 @@ def refuse_compressed(file: ByteFile) -> None:
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise SampleError(
-                f"{file.name}, byte 0: the file is compressed with {name} and can only be read from its beginning. "
-                "Decompress it."
+                f"{file.name}, byte 0: {name}-compressed files do not support random access. Decompress the file."
             )
 
 

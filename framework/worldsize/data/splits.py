@@ -38,7 +38,7 @@ def split_source(source: Source, split: str, *, share: float) -> Source:
     side = HeldOut(source, share, held_out=split != "train")
     if not len(side):
         raise ConfigError(
-            f"of {len(source)} samples, none are left for {split!r} if a share of {share} is held out. "
+            f"split {split!r} is empty: the data have {len(source)} samples, with a held-out share of {share}. "
             "Provide more data, or choose a different share."
         )
     return side
@@ -68,8 +68,8 @@ class HeldOut(Source):
     def __post_init__(self) -> None:
         if own_order(self.source) is not None:
             raise ConfigError(
-                f"{type(self.source).__name__} has its own order, and a split of it would lose that. Split it with "
-                "split_source of worldsize.data.splits."
+                f"HeldOut does not preserve the sample order of {type(self.source).__name__}. Use split_source from "
+                "worldsize.data.splits instead."
             )
 
     def __len__(self) -> int:

@@ -68,7 +68,7 @@ class EndlessReader:
         if self._taken == 0:
             raise ConfigError(
                 "the training stream cannot be restarted: it is empty after its first pass. "
-                "Return an object whose __iter__ starts again each time, not a generator."
+                "Return an object whose __iter__ starts a new pass on each call, instead of a generator."
             )
         self._current, self._taken = None, 0
         self._passes += 1
@@ -107,8 +107,8 @@ class EndlessReader:
             self._current = iterable, _resume_iterator(iterable, saved["state"])
         except Exception as error:  # any error of the iterable; the remedy is the same
             raise ConfigError(
-                f"the training stream cannot resume where the checkpoint was saved ({type(error).__name__}: {error}). "
-                "Resume with the same stream as then, or read it again from its start with --ignore streams."
+                f"the training stream failed to load its state from the checkpoint ({type(error).__name__}: {error}). "
+                "Resume with the original stream, or use --ignore streams to read the stream from the start."
             ) from error
 
 
@@ -140,8 +140,8 @@ _LARGEST = 1 << 30  # maximum size of an encoded state in bytes
 _KINDS = "biufcSUmM"  # NumPy dtypes, except references to Python objects
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HELD = (
-    "A state is made of None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and of dicts, lists, "
-    "tuples and sets of these."
+    "Supported types: None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and dicts, lists, tuples "
+    "and sets of these."
 )
 
 
@@ -177,7 +177,7 @@ class _RefusedError(Exception):
 def _encode_node(node: Any, path: str, depth: int) -> Any:
     """Convert ``node`` to JSON types; refuse subclasses, since decoding would not restore them."""
     if depth > _DEEPEST:
-        raise _RefusedError(f"is nested more than {_DEEPEST} deep at {path[:200]}.")
+        raise _RefusedError(f"is nested more than {_DEEPEST} levels deep at {path[:200]}.")
     kind = type(node)
     if node is None or kind in (bool, int, str):
         return node
@@ -236,13 +236,13 @@ def _decode_node(node: Any) -> Any:
             return numpy.frombuffer(bytearray(_decode_base64(text)), _parse_dtype(name)).reshape(shape)
         case "$scalar", [str(name), str(text)]:
             return numpy.frombuffer(_decode_base64(text), _parse_dtype(name))[0]
-    raise ValueError(f"{tag[:40]} of {str(value)[:40]}")
+    raise ValueError(f"invalid value of {tag[:40]}: {str(value)[:40]}")
 
 
 def _parse_dtype(name: str) -> numpy.dtype[Any]:
     dtype = numpy.dtype(name)
     if dtype.kind not in _KINDS:
-        raise ValueError(f"dtype {name[:40]}")
+        raise ValueError(f"unsupported dtype {name[:40]}")
     return dtype
 
 

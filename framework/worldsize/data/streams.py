@@ -127,7 +127,10 @@ class TrainingStream:
                     states = self._reading.collect_reader_states()
                 if states is not None:
                     return {f"{STREAMS}/{name}": _convert_to_tensor(state) for name, state in states.items()}
-        raise RuntimeError(f"the state of the training stream at step {step} was not kept: it is read ahead too far.")
+        raise RuntimeError(
+            f"the state of the training stream at step {step} is no longer available, since the stream was read "
+            "too far ahead."
+        )
 
 
 def _convert_to_tensor(state: bytes) -> Tensor:
@@ -174,11 +177,11 @@ class _Reading:
             return _Beginning(first)
         total = self._order.logical_ranks
         if saved != ({str(rank) for rank in range(total)} if self._divided else {_WHOLE}):
-            now = f"{total} readers" if self._divided else "one reader of the whole"
+            now = f"{total} readers" if self._divided else "one reader of the whole stream"
             raise ConfigError(
-                f"{checkpoint.path} has the states of {len(saved)} reader(s) of the training stream, and the run has "
-                f"{now} now. Resume with the logical_ranks and the stream of then, or read the stream again from its "
-                "start with --ignore streams: samples may then come twice in an epoch, or not at all."
+                f"{checkpoint.path} has the states of {len(saved)} reader(s) of the training stream, but the run has "
+                f"{now}. Resume with the original stream and logical_ranks, or use --ignore streams to read the stream "
+                "from the start (samples of the epoch may be repeated or skipped)."
             )
         tensors = read_tensors(checkpoint, STREAMS, only=self._readers)
         return _Beginning(first, checkpoint.step, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()})
@@ -234,7 +237,7 @@ class _Reading:
         """Read and drop the samples of completed steps, with the same random seeds as originally."""
         order, total = self._order, (begin.first - begin.done) * self._order.batch_size
         if total and self._speaks:
-            _logger.info("the training stream is read again: %s samples up to step %d", f"{total:,}", begin.first)
+            _logger.info("re-reading the training stream: %s samples up to step %d", f"{total:,}", begin.first)
         said = monotonic()
         for step in range(begin.done + 1, begin.first + 1):
             if self._divided:
@@ -246,7 +249,7 @@ class _Reading:
             if self._speaks and monotonic() > said + _PROGRESS:
                 said = monotonic()
                 count = (step - begin.done) * order.batch_size
-                _logger.info("%s of %s samples of the training stream were read again", f"{count:,}", f"{total:,}")
+                _logger.info("re-read %s of %s samples of the training stream", f"{count:,}", f"{total:,}")
 
     def _log_reading_cost(self, step: int) -> None:
         """Log the cost of reading; raise ConfigError early if a state cannot be saved."""
@@ -256,21 +259,21 @@ class _Reading:
         order, name = self._order, type(self._dataset).__name__
         if not stateful:
             _logger.warning(
-                "the training stream (%s) has neither state_dict nor load_state_dict: a resume reads it again from its "
-                "start, %d samples for each step that was taken. Give it both, or return data with an index.",
+                "the training stream (%s) does not define state_dict and load_state_dict; resuming re-reads the stream "
+                "from the start, %d samples per step. Define both methods, or return an indexable data set.",
                 name,
                 order.batch_size,
             )
         if not self._divided and len(order.mine) < order.logical_ranks:
             _logger.warning(
-                "every process reads the whole training stream (%s) and keeps its part of it. %s",
+                "every process reads the whole training stream (%s) and uses only its part. %s",
                 name,
                 _suggest_sharding(self._dataset, order.logical_ranks),
             )
         if self._divided and _num_shards(self._dataset) % order.logical_ranks:
             _logger.warning(
-                "the %d shards of the training stream (%s) are dealt to %d logical ranks: those with fewer begin again "
-                "before the others end, and see their samples more often. Make it of a multiple of %d shards.",
+                "the %d shards of the training stream (%s) are not divisible by %d logical ranks: ranks with fewer "
+                "shards repeat their samples more often. Use a multiple of %d shards.",
                 _num_shards(self._dataset),
                 name,
                 order.logical_ranks,
@@ -299,15 +302,15 @@ def _num_shards(dataset: Iterable[Any]) -> int:
 
 def _suggest_sharding(dataset: Iterable[Any], logical_ranks: int) -> str:
     if shards := _num_shards(dataset):
-        return f"It has {shards} shards: make it of a multiple of {logical_ranks}, and each process reads only its own."
-    return "Give it num_shards and shard(num_shards, index), and each process reads only its own (ShardedStream)."
+        return f"It has {shards} shards. Use a multiple of {logical_ranks} shards to read only a part in each process."
+    return "Define num_shards and shard(num_shards, index) (ShardedStream) to read only a part in each process."
 
 
 def _check_alone(dataset: Iterable[Any]) -> None:
     if isinstance(dataset, DataLoader) and dataset.num_workers:
         raise ConfigError(
-            f"data_workers=1 reads the training stream in a separate process that may not start any others, and the "
-            f"stream has {dataset.num_workers} (num_workers of {type(dataset).__name__}). Set data_workers=0."
+            f"data_workers=1 is not supported with num_workers={dataset.num_workers} of the {type(dataset).__name__}: "
+            "a data worker cannot start other workers. Set data_workers=0."
         )
 
 

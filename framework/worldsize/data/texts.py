@@ -80,10 +80,12 @@ def input_files(inputs: Sequence[Path]) -> dict[str, Path]:
             if any(part.startswith(".") for part in name.parts) and given.is_dir():
                 continue
             if name.as_posix() in named:
-                raise ConfigError(f"{named[name.as_posix()]} and {path} have one name. Name the folder above both.")
+                raise ConfigError(
+                    f"{named[name.as_posix()]} and {path} have the same name. Pass their common parent folder."
+                )
             named[name.as_posix()] = path
     if not named:
-        raise ConfigError(f"{', '.join(map(str, inputs))}: no files. Name text files, JSON lines or Parquet files.")
+        raise ConfigError(f"no files found in {', '.join(map(str, inputs))}. Pass text, JSON lines or Parquet files.")
     return dict(sorted(named.items()))
 
 
@@ -139,7 +141,7 @@ def _decode_text(data: bytes, path: Path, at: int) -> str | Bad:
     try:
         return data.decode("utf-8-sig" if at == 0 else "utf-8")
     except UnicodeDecodeError as error:
-        return Bad(_format_position(path, at + error.start), f"it is not UTF-8: {error.reason}")
+        return Bad(_format_position(path, at + error.start), f"not valid UTF-8: {error.reason}")
 
 
 def _format_position(path: Path, at: int) -> str:
@@ -154,7 +156,7 @@ def _parse_field(line: str, field: str) -> str:
     if not isinstance(row, dict):
         raise ValueError(f"the line is not a JSON object with a field {field!r}")
     if field not in row:
-        raise ValueError(f"no field {field!r}{neighbours(field, row)}")
+        raise ValueError(f"field {field!r} not found{neighbours(field, row)}")
     return _check_string(row[field], field)
 
 
@@ -162,18 +164,18 @@ def _check_string(value: Any, field: str) -> str:
     if value is None:
         raise ValueError(f"field {field!r} is null")
     if not isinstance(value, str):
-        raise ValueError(f"field {field!r} is not text but {type(value).__name__}")
+        raise ValueError(f"field {field!r} must be a string, got {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"field {field!r} is not UTF-8: {error.reason}") from None
+        raise ValueError(f"field {field!r} is not valid UTF-8: {error.reason}") from None
     return value
 
 
 def _read_column(span: Span, column: str) -> Iterator[str | Bad]:
     file = _open_parquet(span.path)
     if column not in file.schema_arrow.names:
-        yield Bad(str(span.path), f"no column {column!r}{neighbours(column, file.schema_arrow.names)}")
+        yield Bad(str(span.path), f"column {column!r} not found{neighbours(column, file.schema_arrow.names)}")
         return
     row = sum(file.metadata.row_group(group).num_rows for group in range(span.begin))
     for batch in _read_row_groups(file, span, column):
@@ -190,7 +192,7 @@ def _read_row_groups(file: Any, span: Span, column: str) -> Iterator[Any]:
         yield from file.iter_batches(row_groups=range(span.begin, span.end), columns=[column])
     except (import_arrow().ArrowException, OSError) as error:
         raise WorldsizeError(
-            f"{span.path}, row group {span.begin}: it does not decode: {error}. Bring the file again."
+            f"{span.path}: failed to decode row group {span.begin}: {error}. Copy the file again."
         ) from None
 
 
@@ -247,7 +249,7 @@ class Tokenizer:
         """
         if self.name == BYTES:
             if self.end is not None:
-                raise ConfigError("--tokenizer bytes lacks an end-of-document token. Leave out --end.")
+                raise ConfigError("--end is not supported with --tokenizer bytes. Remove --end.")
             return _Bytes()
         return _HuggingFace(_load_tokenizer(self.name), self.end)
 
@@ -293,12 +295,12 @@ def _load_tokenizer(name: str) -> Any:
 
         tokenizer = AutoTokenizer.from_pretrained(name)
     except ImportError as error:
-        raise ConfigError(f"--tokenizer {name} needs {error.name}: pip install transformers.") from None
+        raise ConfigError(f"--tokenizer {name} requires {error.name}. Run pip install transformers.") from None
     except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(
-            f"--tokenizer {name} cannot be loaded: {error}. Name bytes, a tokenizer.json, a folder that has one, or a "
-            "name on the Hugging Face hub."
+            f"failed to load --tokenizer {name}: {error}. Pass bytes, a tokenizer.json, its folder, or the name of a "
+            "model on the Hugging Face hub."
         ) from None
     if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(f"--tokenizer {name} lacks a tokenizer.json, the only supported format. Choose a fast one.")
+        raise ConfigError(f"--tokenizer {name} requires a tokenizer.json, which is missing. Choose a fast tokenizer.")
     return tokenizer.backend_tokenizer

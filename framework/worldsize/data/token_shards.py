@@ -117,7 +117,9 @@ def tokenize_piece(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_
                 if isinstance(each, str):
                     yield each
                 elif on_error == "stop":
-                    raise WorldsizeError(f"{each}. Correct it, or leave such documents out with --on-error skip.")
+                    raise WorldsizeError(
+                        f"{each}. Fix the document, or use --on-error skip to skip unreadable documents."
+                    )
                 else:
                     bad.append(each)
 
@@ -207,7 +209,7 @@ def read_prepared_manifest(path: str, files: Sequence[ByteFile], cache: Cache) -
     """
     if unfinished := next((file for file in files if _UNFINISHED in file.name), None):
         folder = unfinished.name.partition(_UNFINISHED)[0]
-        raise ConfigError(f"the preparation of {folder} has not ended. Start the same worldsize prepare again.")
+        raise ConfigError(f"the preparation of {folder} is incomplete. Run the same worldsize prepare command again.")
     manifests: list[ByteFile] = []
     with suppress(ConfigError):
         manifests = open_files(f"{path.rstrip('/')}/{MANIFEST}", cache)
@@ -221,7 +223,7 @@ def read_prepared_manifest(path: str, files: Sequence[ByteFile], cache: Cache) -
         facts = Prepared(int(tokenizer["vocabulary"]), maker, str(content["sha256"]))
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{manifest.name} is not a manifest of worldsize prepare, or is damaged. Prepare the folder again."
+            f"{manifest.name} is damaged or not a manifest of worldsize prepare. Prepare the folder again."
         ) from None
     folder = manifest.name.rpartition("/")[0]
     sizes = {PurePosixPath(file.name).name: file.size for file in files if file.name.rpartition("/")[0] == folder}
@@ -229,7 +231,7 @@ def read_prepared_manifest(path: str, files: Sequence[ByteFile], cache: Cache) -
         then, now = listed.get(name), sizes.get(name)
         if then != now:
             raise ConfigError(
-                f"{folder}/{name}: {MANIFEST} beside it lists {_format_bytes(then)}, but it has "
+                f"{folder}/{name}: expected {_format_bytes(then)} according to {MANIFEST}, found "
                 f"{_format_bytes(now)}. Use the shards of a single preparation, or prepare the folder again."
             )
     return facts
@@ -249,4 +251,4 @@ def read_shard_sizes(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _format_bytes(count: int | None) -> str:
-    return "no bytes" if count is None else f"{count:,} bytes"
+    return "no file" if count is None else f"{count:,} bytes"

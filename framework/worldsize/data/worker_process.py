@@ -39,8 +39,8 @@ def worker_context() -> str:
     method = multiprocessing.get_start_method(allow_none=True) or "fork"
     if method == "forkserver":
         raise ConfigError(
-            "data workers of multiprocessing's forkserver would outlive the process that they load for. Call "
-            "multiprocessing.set_start_method('fork') or 'spawn', or set data_workers=0."
+            "the multiprocessing start method forkserver is not supported: data workers would outlive the training "
+            "process. Call multiprocessing.set_start_method('fork') or 'spawn', or set data_workers=0."
         )
     return method
 
@@ -57,8 +57,8 @@ def start_loader(loader: DataLoader[T]) -> Iterator[T]:
         if worker_context() == "fork":
             raise
         raise ConfigError(
-            f"data workers are spawned, and the data cannot be sent to them: {error}. Define the functions that the "
-            "data use at the top of a module, call multiprocessing.set_start_method('fork'), or set data_workers=0."
+            f"spawned data workers require picklable data: {error}. Define functions used by the data at module "
+            "level, call multiprocessing.set_start_method('fork'), or set data_workers=0."
         ) from error
 
 
@@ -71,8 +71,8 @@ def describe_worker(batches: Iterator[Any], number: int, stacks: WorkerStacks | 
     """Describe the position of the worker that loads batch ``number`` (from 0) of an iterator."""
     workers = batches._workers  # type: ignore[attr-defined]  # not in torch's public API
     worker = workers[number % len(workers)]  # round-robin
-    where = "Its stack is not known, since it is spawned." if stacks is None else stacks.describe_process(worker.pid)
-    return f"Data worker {number % len(workers)} (process {worker.pid}) loads them. {where}"
+    where = "Stacks of spawned workers are not available." if stacks is None else stacks.describe_process(worker.pid)
+    return f"Data worker {number % len(workers)} (process {worker.pid}) loads the data. {where}"
 
 
 def kill_workers(batches: Iterator[Any]) -> None:
@@ -163,7 +163,7 @@ class WorkerStacks:
         try:
             os.kill(process, _ASK)
         except ProcessLookupError:
-            return "It has died."
+            return "The worker has exited."
         until, size = time.monotonic() + _SECONDS, before
         while time.monotonic() < until:
             time.sleep(_POLL)
@@ -182,6 +182,6 @@ def _format_answer(lines: list[str]) -> str:
     sample = next((line for line in lines if line.startswith("sample ")), None)
     calls = takewhile(lambda line: _LOADER not in line, (line for line in lines if line.startswith("  File ")))
     if not lines:
-        return "It does not say where it is."
-    where = f"It loads {sample} and is here" if sample else "It is here"
-    return "\n".join([f"{where}, the innermost call first:", *islice(calls, _CALLS)])
+        return "The worker did not report its stack."
+    where = f"It is loading {sample}. " if sample else ""
+    return "\n".join([f"{where}Stack (most recent call first):", *islice(calls, _CALLS)])

@@ -68,7 +68,7 @@ class LossPolicy:
                 time.sleep(min(_POLL, self.patience))
             return not self.is_shared or claim_decision(file)
         except OSError as error:  # without the folder this host could not train, either
-            _logger.error("the run folder cannot be written to: %s", error)
+            _logger.error("failed to write to the run folder: %s", error)
             return False
 
 
@@ -89,7 +89,7 @@ def is_left_behind(connection: AgentConnection, run: RunDirectory, patience: flo
             if error.errno in _NO_FILE:
                 return False
             if answers:
-                _logger.warning("the run folder does not answer: %s", error)
+                _logger.warning("failed to access the run folder, retrying: %s", error)
             answers = False
         time.sleep(min(_POLL, patience))
 
@@ -117,7 +117,7 @@ def come_back(run: RunDirectory, join: Callable[[], AgentConnection], patience: 
             if is_locked(run.path):
                 deadline = time.monotonic() + patience
         if time.monotonic() > deadline:
-            raise FirstHostLostError("the first node continued without this one, and was lost later.")
+            raise FirstHostLostError("the first node continued without this node and was lost later.")
         with suppress(WorldsizeError):
             return join()
         time.sleep(min(_POLL, patience))

@@ -118,7 +118,7 @@ def receive_message(pipe: Pipe) -> Message:
     """
     message = parse_strict_json(pipe.recv_bytes(_LONGEST), at_most=_LONGEST)
     if not isinstance(message, dict):
-        raise ValueError("a message is an object")
+        raise ValueError("invalid message: expected a JSON object")
     return message
 
 
@@ -173,7 +173,7 @@ class MembershipChannel:
     def check_membership(self) -> None:
         """Raise MembershipEndedError if the membership has ended."""
         if self.has_ended:
-            raise MembershipEndedError("the gang has other members from now on")
+            raise MembershipEndedError("the members of the gang have changed")
 
     def wait_for_membership(self, step: int, *, is_spare: bool = False) -> Membership:
         """Report that this process stopped after ``step``, and wait for the next membership.
@@ -190,7 +190,7 @@ class MembershipChannel:
             membership = self._formed.get(timeout=self._patience if self._number and not is_spare else None)
         except Empty:
             raise WorldsizeError(
-                f"membership {self._number} has ended, and no other has begun for {self._patience:g} s."
+                f"membership {self._number} ended, but no new membership started within {self._patience:g} s."
             ) from None
         return membership
 
@@ -227,7 +227,7 @@ class MembershipChannel:
             if now - used > _BUSY or not _waits_for_peers():
                 used, since = now, time.monotonic()
             elif time.monotonic() - since > _STUCK:
-                _logger.error("this process does not stop: it waits for something that does not come")
+                _logger.error("killing this process: it is blocked in a wait and does not stop")
                 faulthandler.dump_traceback()
                 os.kill(os.getpid(), signal.SIGKILL)
 

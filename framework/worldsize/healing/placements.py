@@ -111,8 +111,8 @@ def check_same(inventories: Collection[Inventory]) -> None:
     """
     if len({each.state for each in inventories}) > 1:
         raise CheckpointError(
-            "the ranks' states, held or kept, differ in the names or dtypes of tensors. Let the "
-            "model have all parameters and buffers, on all ranks, when it is made."
+            "tensor names or dtypes differ between the states of the ranks. Create all parameters and buffers on all "
+            "ranks when building the model."
         )
 
 

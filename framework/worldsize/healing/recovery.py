@@ -205,9 +205,8 @@ def _newest_complete(offers: Sequence[Sequence[_Offer]]) -> tuple[_Key, list[Ten
             return key, keepers
     step, number = max(elements)
     raise CheckpointError(
-        f"{lost[step, number]} of {elements[step, number]} numbers of the state after step {step} are lost: the "
-        "processes that kept them have died together. The run resumes from its last checkpoint if "
-        "launcher.max_restarts allows it."
+        f"{lost[step, number]} of {elements[step, number]} elements of the state after step {step} are lost: all "
+        "processes with a copy died. The run resumes from its last checkpoint if launcher.max_restarts allows it."
     )
 
 

@@ -71,17 +71,15 @@ def _read_settings(run: RunDirectory) -> tuple[Settings, Node]:
     make_importable([run.plugins, *list_search_roots()])  # local copies take precedence over the launching host's paths
     if not run.config.exists():
         raise ConfigError(
-            f"{socket.gethostname()} does not see the run folder {run.path}. All hosts need it: set run.root to a "
-            "folder that they share."
+            f"the run folder {run.path} is not visible on {socket.gethostname()}. "
+            "Set run.root to a folder shared by all hosts."
         )
     settings = read_settings(run)
     cluster = settings.cluster
     place = read_node(os.environ, settings.agents.switches(), cluster.tiers, spare_nodes=cluster.spare_nodes)
     if place.count != cluster.all_nodes:
-        spare = f" and {cluster.spare_nodes} that wait (cluster.spare_nodes)" if cluster.spare_nodes else ""
-        raise ConfigError(
-            f"the run is planned for {cluster.nodes} nodes (cluster.nodes){spare}, but started on {place.count}."
-        )
+        spare = f" and cluster.spare_nodes={cluster.spare_nodes}" if cluster.spare_nodes else ""
+        raise ConfigError(f"the run has cluster.nodes={cluster.nodes}{spare}, but was started on {place.count} nodes.")
     return settings, place
 
 
@@ -121,7 +119,9 @@ def _run_follower(settings: Settings, launcher: NodeLauncher, plan: Plan, run: R
                 if may_wait and is_over(run):  # the first host returned and ended the run in the meantime
                     return 0
                 raise
-            _logger.error("%s The run continues without this host, which rejoins once it reaches the first.", error)
+            _logger.error(
+                "%s The run continues without this host, which rejoins when the first node is reachable again.", error
+            )
         connection = come_back(run, partial(join, patience=0.0), silence)
     return 0
 

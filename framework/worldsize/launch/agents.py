@@ -109,7 +109,7 @@ class _Joint(Job):
             message = other.connection.receive()
             other.outcome = _parse_outcome(message["ended"])
         except OSError:
-            cause = f"the host {other.host} (node {other.rank}) has not answered for {self.patience:g} s, or is gone"
+            cause = f"the host {other.host} (node {other.rank}) did not respond for {self.patience:g} s or disconnected"
             other.outcome = Outcome("failed", 1, Failure("node", other.rank, cause, 1, host=other.host))
         if other.outcome.exit_code not in (0, PREEMPTED):
             self._abort_others()
@@ -216,7 +216,8 @@ class Follower:
                 else:
                     self._take_part(int(message["attempt"]), int(message["port"]))
         raise FirstHostLostError(
-            f"the first node, {self._node.first}, has not answered for {self._launcher.node_timeout:g} s, or is gone."
+            f"the first node, {self._node.first}, did not respond for {self._launcher.node_timeout:g} s or "
+            "disconnected."
         )
 
     def _receive_from_leader(self) -> None:
@@ -267,7 +268,7 @@ class Follower:
             outcome = self._gang.wait()
         except OSError as error:  # such as a full disk
             host = socket.gethostname()
-            cause = f"the host {host} cannot start processes: {error}"
+            cause = f"failed to start processes on the host {host}: {error}"
             outcome = Outcome("failed", 1, Failure("node", self._node.rank, cause, 1, None, time.time_ns(), host))
         self._gang = None
         with suppress(OSError):  # the listening thread detects it, too

@@ -44,7 +44,9 @@ class AutoscaleProcess:
 
     def __exit__(self, *_: object) -> None:
         if (code := self._process.exitcode) is not None:
-            _logger.error("autoscale: the process of %s ended before the run, with code %s", self._name, code)
+            _logger.error(
+                "autoscale: the process of %s exited before the end of the run, with code %s", self._name, code
+            )
         self._process.kill()
         self._process.join()
 
@@ -61,7 +63,7 @@ def _run_policy(plan: Plan, parent: int) -> None:
         time.sleep(plan.autoscaler.every)
         problem = query_policy(plan.autoscaler, plan, time.monotonic() - begun)
         if problem and problem != said:
-            _logger.error("autoscale: %s. The number of processes does not change.", problem)
+            _logger.error("autoscale: %s. The number of processes remains unchanged.", problem)
         said = problem
 
 
@@ -74,7 +76,7 @@ def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
         state = _request_state(sign, plan.run_dir, seconds, least, most)
         wanted = policy.choose_process_count(state)
         if type(wanted) is not int:
-            return f"{type(policy).__name__}.wanted returned {wanted!r}, not a number of processes"
+            return f"{type(policy).__name__}.choose_process_count returned {wanted!r}; expected an int"
         wanted = max(least, min(wanted, most) // block * block)  # further processes could not train
         if wanted != state.processes:
             send_request(sign, do="resize", processes=wanted)
@@ -113,7 +115,7 @@ class FileAutoscaler(Autoscaler):
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         if not (text.isascii() and text.isdigit()):
-            raise ConfigError(f"{path} has {text[:40]!r} where a number of processes should be")
+            raise ConfigError(f"{path}: expected a number of processes, got {text[:40]!r}")
         return int(text)
 
 
@@ -131,10 +133,12 @@ class ScheduleAutoscaler(Autoscaler):
     def __post_init__(self) -> None:
         for stage in self.stages:
             if not _is_stage(stage):
-                raise ConfigError(f"autoscale.stages: {stage} is not a stage. Write {{after: 3600, processes: 4}}.")
+                raise ConfigError(
+                    f"autoscale.stages: expected a stage such as {{after: 3600, processes: 4}}, got {stage}."
+                )
         times = [stage["after"] for stage in self.stages]
         if times != sorted(times):
-            raise ConfigError(f"autoscale.stages begin after {times} seconds. Put them in order.")
+            raise ConfigError(f"autoscale.stages must be sorted by `after`, got {times}.")
 
     def choose_process_count(self, state: GangState) -> int:
         begun = [stage for stage in self.stages if stage["after"] <= state.seconds]

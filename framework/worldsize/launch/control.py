@@ -131,7 +131,7 @@ class Control:
         if b"\n" in data:
             self._send_reply(request, self._execute_request(bytes(request.text).partition(b"\n")[0]))
         elif len(request.text) >= _LONGEST_REQUEST:
-            self._send_reply(request, {"error": f"a request has at most {_LONGEST_REQUEST} bytes"})
+            self._send_reply(request, {"error": f"the request is longer than {_LONGEST_REQUEST} bytes"})
         elif not data:
             self._close_request(request)
 
@@ -148,7 +148,7 @@ class Control:
         try:
             request = parse_strict_json(text, at_most=_LONGEST_REQUEST)
         except ValueError as error:
-            return {"error": f"this is no request: {error}"}
+            return {"error": f"invalid request: {error}"}
         match request:
             case {"do": "add", "count": int(count)} if 0 < count <= MOST:
                 return _try_action(lambda: self._job.add_processes(count))
@@ -160,7 +160,7 @@ class Control:
                 return _try_action(self._job.describe_job)
             case {"do": "list"}:
                 return _try_action(self._job.list_processes)
-        return {"error": f"no such request: {str(request)[:200]}"}
+        return {"error": f"unknown request: {str(request)[:200]}"}
 
 
 def _try_action(action: Callable[[], Any]) -> dict[str, Any]:
@@ -188,11 +188,13 @@ def send_request(sign: Path, **facts: Any) -> Any:
     except (OSError, ValueError) as error:
         why = "" if isinstance(error, FileNotFoundError) else f" ({error})"
         raise ConfigError(
-            f"the run {sign.parent} is not being trained on this machine{why}. Look at `worldsize status`."
+            f"the run {sign.parent} is not running on this machine{why}. Check `worldsize status`."
         ) from error
     match answer:
         case {"answer": result}:
             return result
         case {"error": str(why)}:
             raise ConfigError(why)
-    raise ConfigError(f"a process other than the launching one answers for the run {sign.parent}.")
+    raise ConfigError(
+        f"the control socket of the run {sign.parent} belongs to a process other than its launching process."
+    )

@@ -50,7 +50,9 @@ def choose_checkpoint(record: RunView, name: str) -> Path:
     run = record.directory
     folders = complete(run.checkpoints)
     if not folders:
-        raise ConfigError(f"the run {run.path} has no checkpoint. Resume it, or train it with checkpoint.at_end=true.")
+        raise ConfigError(
+            f"the run {run.path} has no checkpoint. Resume the run, or train with checkpoint.at_end=true."
+        )
     if name == "last":
         return folders[-1]
     if name == "best":
@@ -59,7 +61,7 @@ def choose_checkpoint(record: RunView, name: str) -> Path:
     if re.fullmatch(r"[0-9]{1,18}", name) and int(name) in steps:
         return steps[int(name)]
     known = ", ".join(map(str, steps))
-    raise ConfigError(f"checkpoint={name}: the run has none of that step. Known: best, last, {known}.")
+    raise ConfigError(f"checkpoint={name} not found; available: best, last, {known}.")
 
 
 def _find_best(record: RunView, folders: Sequence[Path]) -> Path:
@@ -67,12 +69,12 @@ def _find_best(record: RunView, folders: Sequence[Path]) -> Path:
     metric, direction = keep.get("best"), keep.get("direction", "max")
     if not isinstance(metric, str) or direction not in ("max", "min"):
         raise ConfigError(
-            "checkpoint=best: the run is not configured with a metric for the best checkpoint. "
-            "Give a step, or train with checkpoint.keep.best."
+            "checkpoint=best requires a run with checkpoint.keep.best, the metric of the best checkpoint. "
+            "Pass a step number, or train with checkpoint.keep.best."
         )
     best = Retention(best=metric, direction=direction).find_best(folders)
     if best is None:
-        raise ConfigError(f"checkpoint=best: no checkpoint of the run has the metric {metric!r}. Give a step.")
+        raise ConfigError(f"checkpoint=best: none of the checkpoints has the metric {metric!r}. Pass a step number.")
     return best
 
 
@@ -96,8 +98,8 @@ def evaluate_checkpoint(
     launcher = settings.launcher
     if not isinstance(launcher, Launcher):
         raise ConfigError(
-            f"evaluate starts its processes on this machine, and {type(launcher).__name__} does not. "
-            "Add cluster=laptop, or cluster=node, and cluster.processes=N."
+            f"evaluate requires a launcher that starts processes on this machine, got {type(launcher).__name__}. "
+            "Set cluster=laptop or cluster=node, and cluster.processes=N."
         )
     launcher.check(settings.cluster)
     verify_checkpoint(checkpoint)  # last of the checks, since it reads the whole checkpoint

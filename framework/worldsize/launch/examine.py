@@ -133,7 +133,7 @@ def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
         leads = None
     name, there = cluster.interface or leads, interfaces()
     known = ", ".join(f"{each} {facts['address']}" for each, facts in there.items())
-    error = None if name in there else f"no interface {name} with an IPv4 address; there are {known}"
+    error = None if name in there else f"interface {name} not found or without an IPv4 address; available: {known}"
     return {"name": name, "address": there[name]["address"] if name in there else None, "leads": leads, "error": error}
 
 
@@ -154,7 +154,7 @@ def _write_facts(run: RunDirectory, facts: Mapping[str, Any]) -> str | None:
     try:
         write_facts(run.findings, f"node_{facts['node']:05d}", {**facts, "written": time.time()})
     except OSError as error:
-        _logger.error("%s cannot be written: %s", run.path, error.strerror)
+        _logger.error("failed to write to %s: %s", run.path, error.strerror)
         return str(error.strerror)
     return None
 
@@ -203,15 +203,15 @@ def _meet_hosts(
     try:
         agents = arrivals(place, port, read_key(run.path), **waits)
     except (WorldsizeError, OSError) as error:
-        _write_facts(run, {**facts, "refused": f"port {port} cannot be opened: {error.__cause__ or error}"})
-        return [], {"hosts": [facts], "skipped": "the hosts have no port to meet at"}
+        _write_facts(run, {**facts, "refused": f"failed to open port {port}: {error.__cause__ or error}"})
+        return [], {"hosts": [facts], "skipped": "the first host failed to open the rendezvous port"}
     others, everyone = [other for other, _ in agents], [facts, *(facts_there for _, facts_there in agents)]
     met: Meeting = {"hosts": everyone, "clocks": {}, "unreached": {}, "unseen": {}}
     with HeartbeatSender([other.connection for other in others], waits["silence"]):
         try:
             _query_hosts(run, others, everyone, met)
         except OSError as error:
-            met["skipped"] = f"a host has gone away while it was asked: {error}"
+            met["skipped"] = f"a host disconnected during the measurements: {error}"
     return others, {"skipped": _obstacle(place, met), **met}
 
 
@@ -250,12 +250,12 @@ def _obstacle(place: Node, met: Meeting) -> str | None:
     """Return the reason why the measuring processes cannot be started; None if they can."""
     hosts = met["hosts"]
     if len(hosts) < place.count:
-        return f"only {len(hosts)} of {place.count} hosts have met"
+        return f"only {len(hosts)} of {place.count} hosts connected"
     if failing := [facts["host"] for facts in hosts if facts["folder"]["error"]]:
-        return f"{', '.join(failing)} cannot write the run's folder"
+        return f"{', '.join(failing)} cannot write to the run folder"
     if failing := [facts["host"] for facts in hosts if facts["interface"]["error"]]:
-        return f"{', '.join(failing)} has no such interface"
-    return "some hosts do not reach each other" if any(met["unreached"].values()) else None
+        return f"interface not found on {', '.join(failing)}"
+    return "some hosts cannot reach each other" if any(met["unreached"].values()) else None
 
 
 def leave_report(recipe: Recipe, cluster: Cluster, run: RunDirectory) -> None:
@@ -288,7 +288,7 @@ def _run_measurements(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meetin
             outcome = lead.launch(plan).wait()
             write_facts(run.findings, "meeting", {**meeting, "outcome": asdict(outcome)})
     except OSError as error:
-        _logger.error("%s cannot be written: %s", run.path, error.strerror)
+        _logger.error("failed to write to %s: %s", run.path, error.strerror)
         return 1
     finally:
         for other in lead.others:

@@ -149,11 +149,11 @@ def _check_submission(launcher: BatchLauncher) -> None:
     name = type(launcher).__name__
     if is_search():
         raise ConfigError(
-            f"{name} submits the runs of a sweep together, and a search needs the metric of each before the next. "
-            "Choose a cluster whose launcher starts processes, e.g. cluster=laptop, or leave hydra/sweeper out."
+            f"{name} submits all runs of a sweep at once, but a search requires the metric of a run before the next "
+            "run. Choose a cluster whose launcher starts processes, e.g. cluster=laptop, or remove hydra/sweeper."
         )
     if HydraConfig.get().runtime.choices["hydra/launcher"] != "basic":
-        raise ConfigError(f"{name} runs the points of a sweep side by side by itself. Leave hydra/launcher out.")
+        raise ConfigError(f"{name} already runs the points of a sweep in parallel. Remove hydra/launcher.")
 
 
 def build_checked_settings(cfg: DictConfig, purpose: Purpose = TRAIN) -> Settings:
@@ -167,8 +167,8 @@ def build_checked_settings(cfg: DictConfig, purpose: Purpose = TRAIN) -> Setting
     if type(settings.recipe).__module__ == "__main__" and not isinstance(settings.launcher, Local):
         name = type(settings.recipe).__name__
         raise ConfigError(
-            f"{name} is defined in the running program, and processes that are not its forks cannot import it. Move it "
-            "to a file (worldsize new recipe NAME creates one), or train on this machine with cluster=laptop."
+            f"{name} is defined in __main__, which only forked processes can import. Move the class to a file "
+            "(`worldsize new recipe NAME` creates one), or train on this machine with cluster=laptop."
         )
     if isinstance(settings.launcher, Launcher):  # otherwise the agents on the other machines check the data
         check_paths(settings.recipe)
@@ -231,7 +231,7 @@ def _print_plans(plans: Sequence[Plan], settings: Settings) -> int:
     try:
         launcher.check(cluster)
     except ConfigError as error:
-        _logger.warning("this would be refused here: %s", error)
+        _logger.warning("launching from this machine would fail: %s", error)
     notes = [settings.update_text(), crossings_text(cluster, settings.strategy.groups(cluster))]
     shown = launcher.describe_all(plans) if isinstance(launcher, BatchLauncher) else launcher.describe(plans[0])
     print(shown, *(f"# {note}" for note in notes if note), sep="\n")  # notes are comments in scripts
@@ -274,7 +274,7 @@ def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
             if not submitted:
                 raise
             refused = 1
-            _logger.error("not submitted: %s: %s", ", ".join(str(each.run.path) for each in batch), error)
+            _logger.error("failed to submit %s: %s", ", ".join(str(each.run.path) for each in batch), error)
             continue
         _note_jobs(jobs, batch)
         runs = [each.run for each in batch]
@@ -285,7 +285,7 @@ def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
     for wait in waits:
         wait()
     if not waited:
-        print(f"follow it with: {command_line('logs', '--follow', submitted[0].path)}")
+        print(f"follow the logs with: {command_line('logs', '--follow', submitted[0].path)}")
         return refused
     codes = [_show_result(run) for run in waited]
     if len(waited) > 1:
@@ -317,7 +317,7 @@ def _show_result(run: RunDirectory) -> int:
         return 0
     if ended.failure:
         _logger.error("%s", ended.failure)
-    _logger.error("%s; look at: %s", ended.exit_reason or "it never began", command_line("logs", run.path))
+    _logger.error("%s; see: %s", ended.exit_reason or "never started", command_line("logs", run.path))
     return int(ended.attempts[-1]["exit_code"] or 1) if ended.attempts else 1
 
 
@@ -338,8 +338,8 @@ def resume_run(cfg: DictConfig, record: RunRecord, words: Sequence[str], ignore:
     remote = isinstance(launcher, BatchLauncher) and not launcher.shares_run_folder
     if remote and sorted(clean.scrub_arguments(words)) != sorted(record.manifest["overrides"]):
         raise ConfigError(
-            f"the run's folder is where {type(launcher).__name__} keeps it, with its original options. "
-            "Resume it without new ones, or begin a new run; nothing was started."
+            f"a run of {type(launcher).__name__} can only be resumed with its original options, since the run folder "
+            "is not on this machine. Remove the new options, or start a new run; nothing was started."
         )
     _check_steps(settings, run)
     amend_record(settings, plan, record, clean, words)
@@ -355,5 +355,5 @@ def _check_steps(settings: Settings, run: RunDirectory) -> None:
     if saved and parse_step(saved[-1]) > settings.training.steps:
         raise ConfigError(
             f"the run has completed {parse_step(saved[-1])} steps, more than steps={settings.training.steps}. "
-            "Give a larger number; nothing was started."
+            "Set a larger number of steps; nothing was started."
         )

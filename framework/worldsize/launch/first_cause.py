@@ -55,7 +55,7 @@ class Ending:
             return self.error["traceback"]
         if self.exit_code < 0:
             return f"killed by {_signal_name(-self.exit_code)}"
-        return f"exited with code {self.exit_code} and left no error; its output is in {self.log}"
+        return f"exited with code {self.exit_code} without an error report; see the output in {self.log}"
 
 
 def _signal_name(number: int) -> str:
@@ -103,7 +103,7 @@ def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure
     if waited and silent:
         first = min(silent, key=lambda ending: ending.beat.step if ending.beat else 0)
         at = f" at step {first.beat.step}" if first.beat else " before its first step"
-        cause = f"did not answer{at} while the others waited for it, until cluster.timeout ended that.\n{cause}"
+        cause = f"did not respond{at}; the other processes waited until cluster.timeout.\n{cause}"
     step = first.beat.step if first.beat else None
     return Failure(first.role, first.rank, cause, first.exit_code or 1, step, first.time_ns, first.host)
 

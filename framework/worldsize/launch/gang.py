@@ -106,7 +106,7 @@ class Gang(Job):
         grace = self._graces.save
         if signals.seen[0] == signal.SIGINT:
             grace = self._graces.interrupt
-            _logger.warning("The run saves and ends. Ctrl-C again ends it without saving.")
+            _logger.warning("Saving a checkpoint before exit. Press Ctrl-C again to exit without saving.")
         self.cancel()
         self._wait_for_exit(signals, control, asked=1, deadline=time.monotonic() + grace)
 

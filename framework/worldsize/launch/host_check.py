@@ -66,7 +66,7 @@ def _describe_data(recipe: Recipe) -> str:
     try:
         check_paths(recipe)
     except ConfigError as error:
-        return f"that are missing ({str(error).rstrip('.')})"
+        return f"with missing files ({str(error).rstrip('.')})"
     return data_digest(recipe.files())
 
 
@@ -91,5 +91,5 @@ def check_hosts(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *
         _logger.warning("%s", "; ".join(differences))
         return
     raise WorldsizeError(
-        f"the hosts differ: {'; '.join(differences)}. Make them alike, or accept it with cluster.on_node_mismatch=warn."
+        f"the hosts differ: {'; '.join(differences)}. Make the hosts identical, or set cluster.on_node_mismatch=warn."
     )

@@ -29,13 +29,15 @@ class ImageLauncher(LaunchMethod):
         is_required = self.image_digest == "required"
         if self.image is None:
             if is_required:
-                raise ConfigError("cluster.image_digest=required, but no image is set. Set cluster.image.")
+                raise ConfigError("cluster.image_digest=required requires an image. Set cluster.image.")
         elif ContainerImage.from_name(self.image).digest is None:
-            fact = f"the image {self.image} has no digest visible here, and may change at any time"
-            remedy = "Name it by its digest (IMAGE@sha256: and 64 hexadecimal digits), or as a file on this machine"
+            fact = f"the image {self.image} is specified without a digest and may change at any time"
+            remedy = (
+                "Set cluster.image to IMAGE@sha256:DIGEST (64 hexadecimal digits), or to an image file on this machine"
+            )
             if is_required:
                 raise ConfigError(f"cluster.image_digest=required: {fact}. {remedy}; nothing was started.")
-            _logger.warning("%s. %s for a run that can be re-created.", fact, remedy)
+            _logger.warning("%s. %s to make the run reproducible.", fact, remedy)
 
 
 def job_name(plan: Plan) -> str:

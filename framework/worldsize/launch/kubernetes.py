@@ -48,12 +48,14 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
 
     def check(self, cluster: Cluster) -> None:
         if not self.image:
-            raise ConfigError("cluster.image is missing: the pods take code and environment from it.")
+            raise ConfigError(
+                "the Kubernetes launcher requires cluster.image, an image with the code and the environment."
+            )
         self.check_image()
         if not any(Path(self.run_root).is_relative_to(each["path"]) for each in self.volumes):
             raise ConfigError(
-                f"cluster.run_root={self.run_root} is on none of cluster.volumes, so a run would end with its pod. "
-                "Set cluster.volumes='[{claim: NAME, path: /runs}]'."
+                f"cluster.run_root={self.run_root} is not on any of cluster.volumes, so the run folder would be lost "
+                "with its pod. Set cluster.volumes='[{claim: NAME, path: /runs}]'."
             )
 
     def write(self, plan: Plan) -> None:
@@ -64,7 +66,9 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
 
     def submit(self, plan: Plan) -> str:
         if shutil.which(self.kubectl[0]) is None:
-            raise ConfigError(f"{self.kubectl[0]} is not found. Install it, or apply what launch=show prints.")
+            raise ConfigError(
+                f"{self.kubectl[0]} not found. Install it, or apply the manifests printed by launch=show."
+            )
         secrets = {"secrets": plan.secrets["WORLDSIZE_SECRETS"]} if plan.secrets else {}
         jobset = self._has_jobsets()
         self._run_kubectl("apply", "-f", "-", text=self._full_manifests(plan, secrets, jobset=jobset))
@@ -77,7 +81,7 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
         return self._manifests(plan, _collect_files(plan.run_dir), {**keys, **secrets}, jobset=jobset)
 
     def describe(self, plan: Plan) -> str:
-        hidden = {"agents.key": "(made when it is launched)"}
+        hidden = {"agents.key": "(created at launch)"}
         return self._manifests(plan, {}, hidden, jobset=self.kind != "job")
 
     def state(self, job: str) -> str | None:
@@ -112,9 +116,11 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
         try:
             done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_PATIENCE, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"{self.kubectl[0]} does not answer: {error}. Can this machine reach it?") from error
+            raise ConfigError(
+                f"{self.kubectl[0]} failed: {error}. Check that this machine can reach the cluster."
+            ) from error
         if done.returncode:
-            raise ConfigError(f"kubectl refuses: {done.stderr.strip()}")
+            raise ConfigError(f"kubectl failed: {done.stderr.strip()}")
         return done.stdout
 
     def _manifests(self, plan: Plan, files: Mapping[str, str], secrets: Mapping[str, str], *, jobset: bool) -> str:
@@ -160,7 +166,7 @@ def _collect_files(run: Path) -> dict[str, str]:
         return {path: read_regular(run / path, at_most=LARGEST).decode() for path in paths}
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"a ConfigMap cannot carry the plugins in {run / 'plugins'}: {error}. Put them into the image."
+            f"the plugins in {run / 'plugins'} cannot be stored in a ConfigMap: {error}. Add them to the image."
         ) from error
 
 

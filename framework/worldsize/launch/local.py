@@ -30,7 +30,7 @@ class Local(NodeLauncher, Launcher):
 
     def check(self, cluster: Cluster) -> None:
         if cluster.nodes != 1:
-            raise ConfigError(f"the local launcher starts processes on one node; cluster.nodes={cluster.nodes}.")
+            raise ConfigError(f"the local launcher requires cluster.nodes=1, got {cluster.nodes}.")
         if cluster.device != "cpu":
             check_gpus(cluster.processes_per_node, device_count(cluster.device), cluster.device)
         _check_network(cluster)
@@ -50,7 +50,7 @@ class Local(NodeLauncher, Launcher):
             if pin := pins.get_pin(rank):
                 lines.append(f"    on {pin}")
         if not pins.processes:
-            lines.append(f"  on any cores: {pins.reason}")
+            lines.append(f"  not pinned: {pins.reason}")
         return "\n".join(lines)
 
 
@@ -66,9 +66,10 @@ def _check_network(cluster: Cluster) -> None:
     import torch.distributed as dist  # takes seconds to import
 
     if missing := [name for name in backend_names(cluster.backend) if not dist.is_backend_available(name)]:
-        raise ConfigError(f"cluster.backend={cluster.backend}: this build of torch lacks {missing[0]}. Set gloo.")
+        raise ConfigError(
+            f"cluster.backend={cluster.backend} is not supported: this build of torch lacks {missing[0]}. Set "
+            "cluster.backend=gloo."
+        )
     if cluster.interface is not None and (missing := missing_interfaces(cluster.interface, cluster.backend)):
         there = [name for _, name in socket.if_nameindex()]
-        raise ConfigError(
-            f"cluster.interface: this host lacks the interface {missing[0]!r}{neighbours(missing[0], there)}"
-        )
+        raise ConfigError(f"cluster.interface: unknown interface {missing[0]!r}{neighbours(missing[0], there)}")

@@ -51,8 +51,8 @@ def gather_agents(
         for agent, _ in agents:
             agent.connection.close()
         raise WorldsizeError(
-            f"nodes {missing} of {node.count} did not come within {patience:g} s. Look at their logs, and "
-            f"whether they reach {node.first} at port {port}; cluster.timeout sets the time to wait."
+            f"nodes {missing} of {node.count} did not connect within {patience:g} s (cluster.timeout). Check their "
+            f"logs, and that they can reach {node.first} at port {port}."
         )
     return agents
 
@@ -106,7 +106,7 @@ class Door:
         try:
             listener = _listening(self._node, self._port)
         except WorldsizeError as error:
-            _logger.error("hosts cannot come back: %s", error)
+            _logger.error("lost hosts cannot rejoin: %s", error)
             return
         with listener, Admission(listener, self._key, expected, silence=self._silence) as admission:
             while not self._is_closed.is_set():
@@ -126,8 +126,7 @@ def _listening(node: Node, port: int) -> socket.socket:
         return socket.create_server((address_towards(node.first or ""), port), backlog=backlog)
     except OSError as error:
         raise WorldsizeError(
-            f"port {port} at {node.first}, where the nodes are to meet, cannot be opened: {error}. "
-            "Set cluster.port to one that is free."
+            f"failed to open the rendezvous port {port} on {node.first}: {error}. Set cluster.port to a free port."
         ) from error
 
 
@@ -148,8 +147,8 @@ def reach_first_host(
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WorldsizeError(
-                    f"the first node, {node.first}, does not answer at port {port}: {error}. "
-                    "Look at its log, and check firewalls between the two."
+                    f"failed to connect to the first node, {node.first}, at port {port}: {error}. "
+                    "Check its log, and the firewalls between the two hosts."
                 ) from error
             time.sleep(_RETRY)
 
@@ -161,7 +160,7 @@ def _connect_agent(node: Node, port: int, key: RunKey, silence: float, facts: Me
         agent = AgentConnection(connection, seal, silence)
         agent.send(**facts)
         if "admitted" not in agent.receive():
-            raise NotOfThisRunError("its first message does not admit this host")
+            raise NotOfThisRunError("expected an admission in the first message")
         return agent
     except OSError:
         connection.close()
@@ -227,7 +226,9 @@ def probe_port(address: str, port: int, node: int) -> str | None:
     except OSError as error:
         return str(error)
     said = line.decode("latin-1").strip().encode("unicode_escape").decode()  # may come from a different program
-    return None if said == str(node) else f"another process answers there ({said or 'nothing'})"
+    return (
+        None if said == str(node) else f"a different process is listening on this port (received {said or 'nothing'})"
+    )
 
 
 def probe_all(probes: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:

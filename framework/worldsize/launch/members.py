@@ -104,7 +104,7 @@ class Member:
         """Return a "disk full" error if the process failed and its error file may not fit."""
         with suppress(OSError):
             if self.process.exitcode == 1 and shutil.disk_usage(self.error.parent).free < _FULL_BYTES:
-                text = f"the disk with {self.error.parent.parent} is full. Make room, then resume the run."
+                text = f"the disk with {self.error.parent.parent} is full. Free disk space, then resume the run."
                 return {"time_ns": 0, "traceback": text}
         return None
 
@@ -219,7 +219,7 @@ class Members:
         if role.restart == "heal" and not is_spare:
             return
         if starts < self._max_restarts:
-            what = f"starting it again ({starts + 1} of {self._max_restarts})"
+            what = f"restarting ({starts + 1} of {self._max_restarts})"
         elif is_spare:
             what = "continuing without it"
         else:
@@ -237,7 +237,7 @@ class Members:
         try:
             self.add_process(member.role, member.rank)
         except OSError as error:  # process limit reached, or disk full
-            _logger.error("%s %d cannot be started again: %s", member.role, member.rank, error)
+            _logger.error("failed to restart %s %d: %s", member.role, member.rank, error)
             if not is_spare:
                 self.lost.remove(member)
                 self.current.append(member)
@@ -283,7 +283,7 @@ class Terminal:
             )
             self._tails.append(tail.start())
         except RuntimeError as error:  # the host's process limit may prevent one more thread
-            _logger.warning("%s is not shown here, see %s: %s", name, log, error)
+            _logger.warning("the output of %s is only in %s: %s", name, log, error)
 
     def close(self) -> None:
         """Print the rest of all logs, and stop."""

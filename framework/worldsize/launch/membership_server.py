@@ -62,7 +62,7 @@ class MembershipServer:
         for rank in self._roster.find_late_members():
             member = self._find_member(rank)
             if member is not None and member not in self._killed and member.process.is_alive():
-                _logger.error("%s %d does not answer; continuing without it", member.role, member.rank)
+                _logger.error("%s %d is not responding; continuing without it", member.role, member.rank)
                 member.process.kill()
                 self._killed.append(member)
         pipes = [member.pipe for member in self._members.current if member.pipe is not None and not member.pipe.closed]
@@ -96,8 +96,8 @@ class MembershipServer:
         if wanted + count > self._most:
             ranks = self._most // self._block
             raise ConfigError(
-                f"the run has {ranks} logical ranks, so at most {self._most} processes can train; {wanted} "
-                f"do. Add at most {self._most - wanted}, or start a run with more logical_ranks."
+                f"logical_ranks={ranks} supports at most {self._most} training processes, and {wanted} are "
+                f"training. Add at most {self._most - wanted}, or start a run with a larger logical_ranks."
             )
         self._roster.target = wanted + count
 
@@ -167,8 +167,8 @@ class Resize:
             except LostHostError:
                 continue  # try the next host; the first host is never lost, so this ends
             except OSError as error:  # process limit reached, or disk full
-                started = f"Started: {', '.join(names)}" if names else "None was started"
-                raise WorldsizeError(f"{role} {rank} cannot be started: {error}. {started}.") from error
+                started = f"Started: {', '.join(names)}" if names else "No process was started"
+                raise WorldsizeError(f"failed to start {role} {rank}: {error}. {started}.") from error
             if self._server:
                 self._server.note_request(members.current[-1], asked)
             names.append(f"{role} {rank}")
@@ -179,7 +179,7 @@ class Resize:
         role, alive = self._find_role(), self._training()
         must_stay = self._members.roles[role].min_processes or (1 if self._server else 0)
         if len(alive) - count < must_stay:
-            raise ConfigError(f"of {len(alive)} {role}s at least {must_stay} must stay. Remove fewer.")
+            raise ConfigError(f"at least {must_stay} of {len(alive)} {role}s must remain. Remove fewer.")
         leaving = alive[len(alive) - count :]
         for member in leaving:
             if self._server:
@@ -225,7 +225,7 @@ class Resize:
         name, role = list(self._members.roles.items())[-1]
         if role.restart == "gang":
             raise ConfigError(
-                f"the {name}s of this run are a gang of fixed size. Start it again with a new value of "
+                f"the number of {name}s is fixed in this run. Restart the run with a different "
                 "cluster.processes, with strategy.on_failure=heal, or with strategy=parameter_server."
             )
         return name

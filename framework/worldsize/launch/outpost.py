@@ -93,7 +93,7 @@ class Outpost:
         try:
             member = self._start(role, role_rank, starts)
         except OSError as error:  # process limit reached, or disk full
-            self._send_report(rank=rank, code=1, error={"time_ns": 0, "traceback": f"it cannot be started: {error}"})
+            self._send_report(rank=rank, code=1, error={"time_ns": 0, "traceback": f"failed to start: {error}"})
             return
         self._members[rank] = member
         self._send_report(rank=rank, pid=member.process.pid)

@@ -163,17 +163,17 @@ def check_same(settings: Settings, record: RunRecord, clean: Scrubber, ignore: S
     _check_known(ignore, manifest["config"], settings.config)
     changed = find_changes(manifest["config"], clean.scrub_tree(settings.config))
     left = drop_copies(changes_but(changed, ("steps", *ignore)))
-    if differences := [f"{key}: {then} then, {now} now" for key, then, now in left]:
+    if differences := [f"{key}: {then} -> {now}" for key, then, now in left]:
         raise ConfigError(
-            f"the run began with a different configuration: {'; '.join(differences)}. "
-            "Leave the change out, or accept it with --ignore KEY; nothing was started."
+            f"the configuration has changed since the run started: {'; '.join(differences)}. "
+            "Revert the change, or accept it with --ignore KEY; nothing was started."
         )
     if "data" not in ignore:
-        remedy = "Bring that file back, or accept it with --ignore data"
+        remedy = "Restore the file, or accept the change with --ignore data"
         check_data(manifest["data"], recipe_fingerprint(settings.recipe), remedy=remedy)
     if orders_differ(order := manifest["determinism"].get("order", 1), ORDER, manifest):
         _logger.warning(
-            "the run began with version %d of the sample order, and resumes with version %d: the current epoch may "
+            "the sample order has changed from version %d to version %d since the run started; the current epoch may "
             "repeat some samples and skip others",
             order,
             ORDER,
@@ -187,7 +187,7 @@ def _check_known(ignore: Sequence[str], *configs: Mapping[str, Any]) -> None:
     known = {*PARTS, HYPERPARAMETERS, "data"}.union(*map(list_keys, configs))
     for key in ignore:
         if key not in known:
-            raise ConfigError(f"--ignore {key}: the run has no such key{neighbours(key, known)} Nothing was started.")
+            raise ConfigError(f"--ignore {key}: unknown key{neighbours(key, known)} Nothing was started.")
 
 
 def check_initial(initial: InitialWeights, recorded: Mapping[str, Any] | None) -> None:
@@ -200,7 +200,7 @@ def check_initial(initial: InitialWeights, recorded: Mapping[str, Any] | None) -
 
 def _other_weights(path: object) -> str:
     return (
-        f"the weights that the run began from are not those in {path} now: their digests differ. Bring them back; "
+        f"the initial weights in {path} have changed since the run started: their digest differs. Restore the weights; "
         "nothing was started."
     )
 
@@ -259,9 +259,9 @@ def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any
         raise ConfigError(_other_weights(settings.config["init_from"]))
     reasons = downgrades(original, manifest)
     for each in reasons:
-        _logger.info("downgrades the reproducibility level to %s: %s", each.level, each.reason)
+        _logger.info("reproducibility level downgraded to %s: %s", each.level, each.reason)
     if reasons and settings.run.strict:
-        raise ConfigError("the run cannot be re-created exactly, and --strict was given; nothing was started.")
+        raise ConfigError("the run cannot be re-created exactly, as required by --strict; nothing was started.")
     return {"parent_run": original["run_id"], "reproducibility": asdict(downgrade_level(original, manifest, reasons))}
 
 

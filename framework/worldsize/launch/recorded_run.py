@@ -71,8 +71,8 @@ def check_typed(overrides: Sequence[str]) -> None:
     """Raise ConfigError if a typed option is only accepted by new runs."""
     if typed := [word for word in overrides if parse_override_key(word) == "init_from"]:
         raise ConfigError(
-            f"{typed[0]}: a resumed run keeps its initial weights. Leave it out, or begin a new run with it; "
-            "nothing was started."
+            f"{typed[0]} is not supported by resume: a resumed run keeps its initial weights. "
+            "Remove the option, or start a new run; nothing was started."
         )
 
 
@@ -94,7 +94,7 @@ def check_before_start(
     _check_composed(config, overrides)
     _check_plugins(manifest, find_used_plugins(config, read_group_choices()))
     if others := sorted(set(target_names(config)) - set(target_names(manifest["config"]))):
-        ask_for_consent({"targets that the record lacks": others}, yes=yes, deed="Run them?")
+        ask_for_consent({"unrecorded targets": others}, yes=yes, deed="Run these targets?")
 
 
 def _confirm_code(manifest: Mapping[str, Any], project: Path, *, yes: bool) -> None:
@@ -132,8 +132,8 @@ def read_recorded_overrides(manifest: Mapping[str, Any], *, own: bool) -> list[s
     for word in manifest["overrides"]:
         if word.lstrip().startswith("-") or _changes_hydra(parse_override_key(word)):
             raise WorldsizeError(
-                f"the record has {printable(word)!r} among its overrides; it sets no key of a configuration. "
-                "worldsize did not write it; nothing was started."
+                f"invalid override {printable(word)!r} in the record: not a configuration key, and not written by "
+                "worldsize. Do not trust this record; nothing was started."
             )
     return [word for word in manifest["overrides"] if own or not _is_widening(word)]
 
@@ -172,8 +172,8 @@ def _check_composed(config: Mapping[str, Any], typed: Sequence[str]) -> None:
     """
     if others := sorted(set(config["allow_targets"]) - set(_parse_typed_prefixes(typed))):
         raise ConfigError(
-            f"the configuration of another user's run widens the allow-list by {', '.join(map(printable, others))}. "
-            "If you trust that, type it yourself: allow_targets=[NAME]; nothing was started."
+            f"the configuration of another user's run extends the allow-list by {', '.join(map(printable, others))}. "
+            "To trust these targets, pass allow_targets=[NAME] on the command line; nothing was started."
         )
     check_targets(config, _build_allow_list(typed, ()))
 
@@ -227,8 +227,8 @@ def _check_plugins(manifest: Mapping[str, Any], plugins: Sequence[Plugin]) -> No
 def _check_digest(folder: Path, name: str, recorded: str | None) -> None:
     if recorded != compute_plugin_digest(folder):
         raise ConfigError(
-            f"{folder} is not the {name} that the record lists, and the record is another user's. "
-            "Look at it, and begin your own run with it; nothing was started."
+            f"{folder} differs from the recorded plugin {name}, and the record was written by another user. "
+            "Review the plugin, and start your own run with it; nothing was started."
         )
 
 

@@ -160,9 +160,8 @@ class RemoteHost:
             self.lost_at = time.monotonic() if self.agent.is_there else -math.inf
         self.agent.is_there = False  # applies to later attempts, too
         self.agent.connection.close()  # makes an agent that is still connected kill its processes
-        cause = (
-            f"the host {self.agent.host} (node {self.agent.rank}) has not answered for {self._patience:g} s, or is gone"
-        )
+        name = f"{self.agent.host} (node {self.agent.rank})"
+        cause = f"the host {name} did not respond for {self._patience:g} s or disconnected"
         for member, process, _ in [*self._processes.values()]:
             if process.is_alive():
                 self._end_process(member, process, 1, {"time_ns": 0, "traceback": cause, "is_of_host": True})
@@ -186,7 +185,7 @@ class RemoteHost:
     def _end_unless_leading(self) -> None:
         """Kill this process and its workers if it no longer leads the run; may take a while."""
         if not self._may_go_on():
-            _logger.error("the host %s is lost, and this one no longer leads the run: it ends", self.agent.host)
+            _logger.error("the host %s is lost, and this host no longer leads the run; exiting", self.agent.host)
             os.kill(os.getpid(), signal.SIGKILL)  # kills the workers, too; a different host owns the record
 
     def _apply_message(self, message: Message) -> None:
@@ -266,7 +265,7 @@ class RemoteHosts:
         self._agents[agent.rank - 1] = agent
         self._include_host(agent)
         self._hosts[agent.rank].start_listener()
-        _logger.warning("the host %s (node %d) has come back", agent.host, agent.rank)
+        _logger.warning("the host %s (node %d) has rejoined", agent.host, agent.rank)
         return ranks
 
     def _include_host(self, agent: RemoteAgent) -> None:

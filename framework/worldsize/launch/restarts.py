@@ -54,11 +54,11 @@ def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: Ru
             break
         step = failure.step or 0
         if step == failed_at:
-            _logger.error("the run failed at step %d twice in a row; it is not started again.", step)
+            _logger.error("the run failed at step %d twice in a row; not restarting.", step)
             break
         restarts, failed_at = restarts + 1, step
         why = failure_text(record.attempts[-1]["failure"])
-        _logger.error("%s; starting again (%d of %d)", why, restarts, launcher.max_restarts)
+        _logger.error("%s; restarting (%d of %d)", why, restarts, launcher.max_restarts)
     _report_outcome(record.directory, outcome, console)
     if plan.cluster.debug:
         _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-SILENT = "the scheduler does not answer"
+SILENT = "the scheduler is not responding"
 _INTERVAL = 15.0  # seconds between two queries; a scheduler's controller serves many users
 _POLL, _SLOWEST = 0.5, 5.0  # seconds between two queries of wait_for: initially, and for a long job
 
@@ -66,7 +66,7 @@ def describe_state(record: RunView, scheduler: Scheduler) -> str:
     job_state = scheduler.state(record.job)
     if job_state == SILENT:
         return f"{record.exit_reason or 'submitted'}; {SILENT}"
-    return job_state or record.exit_reason or "its job is over, and no attempt is noted here"
+    return job_state or record.exit_reason or "the job ended without a recorded attempt"
 
 
 def is_alive(scheduler: Scheduler) -> bool:

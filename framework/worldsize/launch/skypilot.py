@@ -60,27 +60,27 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
         self.check_image()
         if self.spot_recovery is not None:
             _logger.warning(
-                "SkyPilot has called spot_recovery job_recovery since its version 0.8, and refuses the old "
-                "name; it is translated. Set cluster.job_recovery=%s instead.",
+                "cluster.spot_recovery is deprecated: SkyPilot 0.8 renamed it to job_recovery. "
+                "Set cluster.job_recovery=%s instead.",
                 self.spot_recovery,
             )
         if self.spot_recovery is not None and self.job_recovery is not None:
             raise ConfigError("cluster.spot_recovery is the old name of cluster.job_recovery. Set only the latter.")
         if self.checkpoint_bucket is None and (self.spot or cluster.nodes > 1):
             raise ConfigError(
-                "cluster.checkpoint_bucket is missing: without one, a reclaimed run starts over, and nodes do not "
-                "see each other's checkpoints. Set it to s3://..., gs://... or another bucket."
+                "cluster.checkpoint_bucket is required for spot instances and multiple nodes: it keeps checkpoints "
+                "after a preemption, and shares them between nodes. Set it to s3://..., gs://... or another bucket."
             )
         if self.checkpoint_bucket is not None and not _BUCKET.fullmatch(self.checkpoint_bucket):
             raise ConfigError(
-                f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a bucket. Write e.g. s3://NAME."
+                f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a bucket. Set it to a bucket such as s3://NAME."
             )
         if str(self.checkpoint_bucket).startswith("/") and not os.access(str(self.checkpoint_bucket), os.W_OK):
             raise ConfigError(f"cluster.checkpoint_bucket={self.checkpoint_bucket} is not a writable folder.")
         if self.bucket_mode == "MOUNT_CACHED":
             _logger.warning(
-                "MOUNT_CACHED uploads later, so the newest checkpoint may be partial after a reclaim. It is "
-                "verified and refused then; set checkpoint.allow_older=true to resume from the one before."
+                "MOUNT_CACHED uploads asynchronously, so the newest checkpoint may be incomplete after a preemption "
+                "and fail verification. Set checkpoint.allow_older=true to resume from the previous checkpoint."
             )
 
     def write(self, plan: Plan) -> None:
@@ -90,7 +90,7 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
     def submit(self, plan: Plan) -> str:
         if shutil.which(self.sky[0]) is None:
             raise ConfigError(
-                f"{self.sky[0]} is not found. Install SkyPilot in a separate environment: "
+                f"{self.sky[0]} not found. Install SkyPilot in a separate environment: "
                 "uv tool install 'skypilot[CLOUD]'."
             )
         self.write(plan)
@@ -100,7 +100,7 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
         secrets = [word for key in plan.secrets for word in ("--secret", key)]
         command = [*self.sky, *how, "--yes", "--detach-run", *secrets, str(task)]
         if subprocess.run(command, env={**os.environ, **plan.secrets}, check=False).returncode:  # shows the cost
-            raise ConfigError(f"SkyPilot refused the task; see its output above. The task is in {task}.")
+            raise ConfigError(f"SkyPilot rejected the task {task}; see its output above.")
         return name
 
     def describe(self, plan: Plan) -> str:
@@ -149,7 +149,7 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
         try:
             listed = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         except (OSError, ValueError, subprocess.CalledProcessError) as error:
-            raise ConfigError(f"{self.sky[0]} does not report the state of the job: {error}") from error
+            raise ConfigError(f"{self.sky[0]} failed to report the job state: {error}") from error
         states = [str(each.get("status")) for each in listed if each.get("job_name") == job]
         return None if not states or states[0].startswith(_OVER) else states[0]
 

@@ -37,7 +37,7 @@ _OF_CPUS = re.compile("CPU|node configuration")  # in Slurm's error if nodes lac
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 _TIME = Form(
     r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
-    hint="is no time limit of Slurm. Write minutes, hours:minutes:seconds or days-hours, e.g. cluster.time=02:00:00",
+    hint="is not a Slurm time limit. Use minutes, hours:minutes:seconds or days-hours, e.g. cluster.time=02:00:00",
 )
 
 
@@ -78,14 +78,14 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         _check_gpus(self)
         if shutil.which("sbatch") is None:
             raise MissingProgramError(
-                "sbatch is not found. Start from a login node of the cluster, or set cluster=laptop."
+                "sbatch not found. Launch from a login node of the cluster, or set cluster=laptop."
             )
         plan = Plan(Path("run"), cluster, {}, {})
         try:
             _run_command(["sbatch", "--test-only"], self.describe(plan))
         except ConfigError as error:
             if (cpus := _compute_cpus(self, cluster)) and _OF_CPUS.search(str(error)):
-                more = f"The job requests {cpus} CPUs on each node; set cluster.cpus_per_task to change that."
+                more = f"The job requests {cpus} CPUs per node; set cluster.cpus_per_task to change this."
                 raise ConfigError(f"{error}. {more}") from None
             raise
 
@@ -191,12 +191,10 @@ def _check_gpus(launcher: Slurm) -> None:
     if launcher.gpus_per_node and others:
         raise ConfigError(
             f"cluster.gpus_per_node and cluster.options.{others[0]} both request GPUs. "
-            "Set cluster.gpus_per_node and cluster.gpu_type, and leave the other out."
+            f"Set cluster.gpus_per_node and cluster.gpu_type, and remove cluster.options.{others[0]}."
         )
     if launcher.gpu_type and not launcher.gpus_per_node:
-        raise ConfigError(
-            f"cluster.gpu_type={launcher.gpu_type}, but the job requests no GPUs. Set cluster.gpus_per_node."
-        )
+        raise ConfigError(f"cluster.gpu_type={launcher.gpu_type} requires GPUs. Set cluster.gpus_per_node.")
 
 
 def _compute_cpus(launcher: Slurm, cluster: Cluster) -> int | None:
@@ -254,7 +252,7 @@ def _quote_value(value: str) -> str:
         ConfigError: the value has several lines.
     """
     if len(value.splitlines()) > 1:
-        raise ConfigError(f"{value!r} would be several lines of the job script. Give the option a value of one line.")
+        raise ConfigError(f"an sbatch option must be a single line, got {value!r}.")
     if not re.search(r"[\s#'\"\\]", value):
         return value
     escaped = re.sub(r'([\\"])', r"\\\1", value)
@@ -289,7 +287,7 @@ def _run_command(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{command[0]} does not answer: {error}. Is the cluster's controller up?") from error
+        raise ConfigError(f"{command[0]} failed: {error}. Check that the Slurm controller is running.") from error
     if done.returncode:
-        raise ConfigError(f"Slurm refuses: {done.stderr.strip()}")
+        raise ConfigError(f"Slurm rejected the request: {done.stderr.strip()}")
     return done.stdout

@@ -47,12 +47,12 @@ class Ssh(NodeLauncher, AgentLauncher):
         """Raise ConfigError unless the tools are installed and every host accepts an ssh login."""
         for tool in (self.ssh[0], *(["rsync"] if self.folder else [])):
             if shutil.which(tool) is None:
-                raise ConfigError(f"{tool} is not found on this machine. Install it, or choose a different cluster.")
+                raise ConfigError(f"{tool} not found on this machine. Install it, or choose a different cluster.")
         if cluster.all_nodes != len(self.hosts):
-            raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts names {len(self.hosts)}.")
+            raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts lists {len(self.hosts)} hosts.")
         refusals = [refusal for refusal in self._everywhere(self._check_login) if refusal]
         if refusals:
-            raise ConfigError(f"{'; '.join(refusals)}. Try `ssh HOST true` by hand; nothing was started.")
+            raise ConfigError(f"{'; '.join(refusals)}. Check that `ssh HOST true` succeeds; nothing was started.")
 
     def _check_login(self, host: str) -> str | None:
         done = subprocess.run([*self._build_ssh_command(host), "true"], capture_output=True, text=True, check=False)
@@ -88,7 +88,7 @@ class Ssh(NodeLauncher, AgentLauncher):
             for node in range(len(self.hosts))
         ]
         spare = self.hosts[plan.cluster.nodes :]
-        waiting = [f"# wait to take the place of a lost host: {', '.join(spare)}"] if spare else []
+        waiting = [f"# spare hosts, which replace lost hosts: {', '.join(spare)}"] if spare else []
         return "\n".join([*copies, *starts, *waiting])
 
     def _everywhere(self, action: Any) -> list[Any]:
@@ -119,7 +119,7 @@ class Ssh(NodeLauncher, AgentLauncher):
         for words in self._build_copy_commands(host):
             done = subprocess.run(words, capture_output=True, text=True, check=False)
             if done.returncode not in (0, _VANISHED):
-                raise ConfigError(f"the code cannot be copied to {host}: {done.stderr.strip()}")
+                raise ConfigError(f"failed to copy the code to {host}: {done.stderr.strip()}")
 
     def _build_agent_command(self, plan: Plan, lineup: Lineup, node: int) -> list[str]:
         host = lineup.hosts[node]

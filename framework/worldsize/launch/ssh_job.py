@@ -91,7 +91,7 @@ class SshAgent:
             self.process.kill()
             code = self.process.wait()
         if code == _UNREACHED:
-            _logger.error("%s: the connection is lost", self.host)
+            _logger.error("%s: connection lost", self.host)
         return code if code >= 0 else 128 - code
 
 
@@ -165,9 +165,11 @@ class HostSuccession:
         """
         if seen or code != _UNREACHED or refresh_run(self.run).exit_reason not in ("running", "killed"):
             return None
-        lost, remedy = lineup.hosts[0], f"`worldsize resume {self.run.path}` resumes it from the newest checkpoint."
+        lost, remedy = lineup.hosts[0], f"Run `worldsize resume {self.run.path}` to resume from the newest checkpoint."
         if self._count == self.most:
-            _logger.error("the first host, %s, is lost, and launcher.max_restarts=%d; %s", lost, self.most, remedy)
+            _logger.error(
+                "the first host, %s, is lost after launcher.max_restarts=%d restarts. %s", lost, self.most, remedy
+            )
             return None
         self._count += 1
         _logger.error("the first host, %s, is lost", lost)
@@ -179,14 +181,14 @@ class HostSuccession:
         while not self.suffices((after := lineup.replace_first(answering)).there):
             if time.monotonic() > deadline or seen:
                 there = ", ".join(after.hosts[: after.there]) or "none"
-                _logger.error("too few hosts answer to continue without %s: %s; %s", lost, there, remedy)
+                _logger.error("too few hosts respond to continue without %s (responding: %s). %s", lost, there, remedy)
                 return None
             time.sleep(_FIRST_PAUSE)
             answering = self.answering()
         if seen:
             return None
         there, count = ", ".join(after.hosts[: after.there]), f"{self._count} of {self.most}"
-        _logger.error("starting again without %s, on %s (%s)", lost, there, count)
+        _logger.error("restarting without %s, on %s (%s)", lost, there, count)
         return after
 
 
@@ -247,7 +249,7 @@ class SshJob(Job):
 
     def _create_failure(self, node: int, code: int) -> Failure:
         agent = self._agents[node]
-        return Failure("node", node, agent.last or f"its agent ended with exit code {code}", code, host=agent.host)
+        return Failure("node", node, agent.last or f"the agent exited with code {code}", code, host=agent.host)
 
     def _dismiss_agents(self) -> list[int]:
         """Dismiss all agents and wait until they exit; return their exit codes."""

@@ -89,7 +89,7 @@ def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) 
         try:
             check(cfg)
         except WorldsizeError as error:
-            refused.append(f"run {number} of the sweep is refused: {error}")
+            refused.append(f"run {number} of the sweep is invalid: {error}")
         finally:
             for logger, level in levels.items():
                 logger.setLevel(level)
@@ -97,7 +97,7 @@ def _check_all(check: Callable[[DictConfig], object], arguments: Sequence[str]) 
             continue
         folder = f"{cfg.run.root}/{read_group_choices()['recipe']}/{cfg.run.name}"
         if (first := numbers.setdefault(folder, number)) != number:
-            refused.append(f"runs {first} and {number} of the sweep would share {folder}. Leave run.name out.")
+            refused.append(f"runs {first} and {number} of the sweep would share the folder {folder}. Remove run.name.")
     if refused:
         raise ConfigError("\n".join([*refused, "No run was started."]))
 
@@ -279,7 +279,7 @@ def show_ends(console: Console, ends: Sequence[RunEnd]) -> None:
     ]
     for end in ends:
         if end.exit_code:
-            why = f"{_format_label(end.number, end.words)}: {end.why or 'asked to end'}"
+            why = f"{_format_label(end.number, end.words)}: {end.why or 'stopped on request'}"
             lines.append(f"{_format_state(end):<9}{why}" + (f"; {end.folder}" if end.folder else ""))
     lines.append(f"report   {command_line('report', *_list_report_folders(ends))}")
     for line in lines:
@@ -333,7 +333,7 @@ def read_run_end(run: RunDirectory, code: int, *, number: int) -> RunEnd:
         config["run"]["group"],
     )
     value = None if code or metric is None else read_result(run)["metrics"].get(metric_key(*parse_metric_key(metric)))
-    why = record.failure or record.exit_reason or "it never began"
+    why = record.failure or record.exit_reason or "never started"
     return RunEnd(number, words, code, why, str(run.path), value, metric=metric, maximize=maximize, group=group)
 
 

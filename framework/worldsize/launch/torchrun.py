@@ -35,7 +35,9 @@ class Torchrun(BatchLauncher):
         return None
 
     def cancel(self, job: str) -> None:
-        raise ConfigError("torchrun was started by hand, without a job. Stop it where you started it.")
+        raise ConfigError(
+            "torchrun was started manually and has no job to cancel. Stop it on the hosts where you started it."
+        )
 
     def describe(self, plan: Plan) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]

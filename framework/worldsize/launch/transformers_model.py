@@ -48,7 +48,7 @@ class TransformersModel:
                 raise
             raise WorldsizeError(  # transformers raises an OSError without a file name for a missing tokenizer
                 f"{type(self.recipe).__name__}.save_assets failed to add the tokenizer: {error}. "
-                "Restore the file that the recipe names, or export with --format safetensors."
+                "Restore the recipe's tokenizer file, or export with --format safetensors."
             ) from error
 
 
@@ -62,7 +62,7 @@ def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
     if not run.is_own:
         raise WorldsizeError(
             "--format hf runs the recipe's code, and this record was not written by you. Export with --format "
-            "safetensors, which runs nothing, or `worldsize reproduce` the run and export your own."
+            "safetensors, which does not run code, or re-create the run with `worldsize reproduce` and export that run."
         )
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # silences a warning from torchao
     require("--format hf", "transformers", extra="recipes")
@@ -72,9 +72,11 @@ def transformers_model(run: RunView, weights: Weights) -> TransformersModel:
     model = build_empty_model(recipe)
     if not isinstance(model, transformers.PreTrainedModel):
         raise WorldsizeError(
-            f"{type(recipe).__name__} trains a {type(model).__name__}, not a model of transformers. "
+            f"--format hf requires a transformers model; {type(recipe).__name__} trains a {type(model).__name__}. "
             "Export with --format safetensors or torch."
         )
     if strange := sorted(weights.entries.keys() ^ model.state_dict().keys()):
-        raise WorldsizeError(f"the recipe's model differs from the saved one: only one of them has {strange[0]}.")
+        raise WorldsizeError(
+            f"the recipe's model does not match the saved weights: only one of the two has {strange[0]}."
+        )
     return TransformersModel(recipe, model)

@@ -55,9 +55,9 @@ class EarlyStopping:
     def _format_reason(self, best: float, step: int, waited: int) -> str:
         count = f"{waited} evaluation{'s' if waited > 1 else ''}"
         if not step:
-            return f"{self.metric} was not a number in {count}"
+            return f"{self.metric} was not finite in {count}"
         least = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return f"{self.metric} has not improved{least} in {count} on {best:.4g} of step {step}"
+        return f"{self.metric} has not improved on {best:.4g} (step {step}){least} in {count}"
 
 
 def get_metric_value(metrics: Mapping[str, float], name: str, *, key: str) -> float:
@@ -67,5 +67,5 @@ def get_metric_value(metrics: Mapping[str, float], name: str, *, key: str) -> fl
         ConfigError: the evaluation lacks the metric.
     """
     if name not in metrics:
-        raise ConfigError(f"{key}={name}: the evaluation has no metric {name!r}{neighbours(name, metrics)}")
+        raise ConfigError(f"{key}={name}: metric {name!r} not found in the evaluation{neighbours(name, metrics)}")
     return metrics[name]

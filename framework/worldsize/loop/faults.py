@@ -91,11 +91,11 @@ def _create_signal_sender(number: int) -> Callable[[float], None]:
 
 
 def _raise_error(_: float) -> None:
-    raise RuntimeError("a fault that the configuration planted")
+    raise RuntimeError("fault injected by the configuration")
 
 
 def _fill_disk(_: float) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a fault that the configuration planted")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "fault injected by the configuration")
 
 
 ACTIONS: Mapping[str, Callable[[float], None]] = {
@@ -188,13 +188,13 @@ def _parse_fault(row: Mapping[str, Any]) -> Fault:
     known = [each.name for each in fields(Fault)]
     for key in row:
         if key not in known:
-            raise ConfigError(f"faults: no key {key!r}{neighbours(key, known)}")
+            raise ConfigError(f"faults: unknown key {key!r}{neighbours(key, known)}")
     action = str(row.get("action"))
     if action not in (actions := (*ACTIONS, PERTURB)):
-        raise ConfigError(f"faults: no action {action!r}{neighbours(action, actions)}")
+        raise ConfigError(f"faults: unknown action {action!r}{neighbours(action, actions)}")
     point = row.get("point")
     space, colon, _ = str(point).partition(":")
     if point is not None and point not in POINTS and (not colon or space in _SPACES):  # plugins use their own prefix
-        raise ConfigError(f"faults: no point {point!r}{neighbours(str(point), POINTS)}")
+        raise ConfigError(f"faults: unknown point {point!r}{neighbours(str(point), POINTS)}")
     check_limits(Fault, row, key="faults")
     return Fault(**({"point": "step:compute", **row} if action == "slow" else row))

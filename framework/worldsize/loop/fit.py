@@ -308,6 +308,6 @@ class _Loop:
 
 def _explain_nonfinite(done: StepDone) -> str:
     return (
-        f"the loss is {done.loss} at or before step {done.step}. Lower lr, set clip_norm, or choose "
-        "nonfinite=skip (leave such steps out) or nonfinite=ignore."
+        f"the loss is {done.loss} at or before step {done.step}. Lower lr, set clip_norm, or set nonfinite=skip (skips "
+        "such steps) or nonfinite=ignore."
     )

@@ -46,8 +46,8 @@ class InitialWeights:
         model = build_empty_model(recipe)
         if makes_rows and sparse_embeddings(model):
             raise ConfigError(
-                "init_from gives no values to embeddings with sparse=True whose rows servers create when they are "
-                "first used. Choose a strategy without servers, or leave init_from out; nothing was started."
+                "init_from is not supported with this strategy for sparse=True embeddings: servers create their rows "
+                "on first use. Use a strategy without servers, or remove init_from; nothing was started."
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         weights = open_weights(self.path)
@@ -55,9 +55,9 @@ class InitialWeights:
         fits = self._match_sources(shapes, weights, tied_names(model))
         missing, unused = sorted(shapes.keys() - fits.keys()), sorted(weights.entries.keys() - set(fits.values()))
         if missing:
-            _logger.warning("init_from: %s keeps its random weights", _format_names(missing))
+            _logger.warning("init_from: no weights for %s; keeping the random initialization", _format_names(missing))
         if unused:
-            _logger.warning("init_from: %s is in %s and not in the model", _format_names(unused), self.path)
+            _logger.warning("init_from: unused weights %s in %s, not in the model", _format_names(unused), self.path)
 
     def load_into(self, recipe: Recipe, state: StateDict) -> StateDict:
         """Return ``state`` with its model's weights replaced; each rank reads only its own shards."""
@@ -93,21 +93,23 @@ class InitialWeights:
         for name, source in sources.items():
             if entries[source].shape != shapes[name]:
                 raise ConfigError(
-                    f"init_from={self.path}: {source} has the shape {list(entries[source].shape)}, and the model's "
-                    f"{list(shapes[name])}. Begin from the weights of a model of the same size; nothing was started."
+                    f"shape mismatch for {source}: init_from={self.path} has {list(entries[source].shape)}, the model "
+                    f"{list(shapes[name])}. Use weights of a model of the same size; nothing was started."
                 )
         if self.strict and sources.keys() != shapes.keys():
             name = sorted(shapes.keys() - sources.keys())[0]
-            raise ConfigError(f"init_from={self.path} lacks the weight {name!r}{neighbours(name, entries)} {_REMEDY}")
+            raise ConfigError(
+                f"init_from={self.path} is missing the weight {name!r}{neighbours(name, entries)} {_REMEDY}"
+            )
         if self.strict and (unused := sorted(entries.keys() - set(sources.values()) - ties.keys())):
             raise ConfigError(
-                f"init_from={self.path} has the weight {unused[0]!r}, which is not in the model"
+                f"init_from={self.path}: the weight {unused[0]!r} is not in the model"
                 f"{neighbours(unused[0], shapes)} {_REMEDY}"
             )
         return sources
 
 
-_REMEDY = "Set init_from_strict=false to leave out what does not fit; nothing was started."
+_REMEDY = "Set init_from_strict=false to ignore missing and unused weights; nothing was started."
 
 
 def _format_names(names: list[str]) -> str:

@@ -17,9 +17,9 @@ from worldsize.core.limits import check_limits
 from worldsize.errors import neighbours
 
 Steps = Annotated[int, Range(least=1)]
-Warmup = Annotated[float, Range(least=0, most=1, hint="it is a share of the steps")]
+Warmup = Annotated[float, Range(least=0, most=1, hint="the value is a fraction of the steps")]
 WarmupSteps = Annotated[int | None, Range(least=0)]
-Floor = Annotated[float, Range(least=0, hint="it is a share of the peak")]
+Floor = Annotated[float, Range(least=0, hint="the value is a fraction of the peak")]
 
 
 def warmup_cosine(
@@ -88,7 +88,7 @@ def warmup_stable_decay(
     steps: Steps,
     warmup: Warmup = 0.05,
     warmup_steps: WarmupSteps = None,
-    decay: Annotated[float, Range(least=0, most=1, hint="it is a share of the steps")] = 0.2,
+    decay: Annotated[float, Range(least=0, most=1, hint="the value is a fraction of the steps")] = 0.2,
     shape: Literal["linear", "sqrt"] = "sqrt",
     floor: Floor = 0.0,
 ) -> LRScheduler:
@@ -154,10 +154,10 @@ def chained(optimizer: Optimizer, *, steps: Steps, parts: Sequence[Mapping[str, 
     lengths = [_parse_length(index, part, steps) for index, part in enumerate(parts[:-1])]
     if steps - sum(lengths) < 1:
         raise ConfigError(
-            f"schedule.parts: {sum(lengths)} of {steps} steps are taken before the last part. Give the others less."
+            f"schedule.parts: {sum(lengths)} of {steps} steps are used before the last part. Shorten the other parts."
         )
     if {"steps", "share"} & parts[-1].keys():
-        raise ConfigError("schedule.parts: the last part has the steps that are left. Leave out its length.")
+        raise ConfigError("schedule.parts: the last part takes the remaining steps. Remove its steps or share.")
     starts = [*accumulate(lengths, initial=0), steps]
     factors = [
         _build_factor(index, part, end - begin)
@@ -188,10 +188,10 @@ def _parse_length(index: int, part: Mapping[str, Any], steps: int) -> int:
     """Return the number of steps of a part, for all parts except the last."""
     own, share, key = part.get("steps"), part.get("share"), f"schedule.parts[{index}]"
     if (own is None) == (share is None):
-        raise ConfigError(f"{key} needs a length: either its steps, or its share of the run's steps.")
+        raise ConfigError(f"{key} requires either steps or share (a fraction of the run's steps). Set one of them.")
     length = own if share is None else round(share * steps) if isinstance(share, int | float) else share
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise ConfigError(f"{key} is {length!r} steps long. Give it at least one.")
+        raise ConfigError(f"{key} must be at least one step long, got {length!r}.")
     return length
 
 
@@ -199,12 +199,12 @@ def _build_factor(index: int, part: Mapping[str, Any], length: int) -> Callable[
     """Return the learning rate of a part with ``length`` steps, relative to the peak, as a function of the step."""
     key, name = f"schedule.parts[{index}]", str(part.get("name"))
     if name not in _NAMED:
-        raise ConfigError(f"{key}: no schedule {name!r}{neighbours(name, _NAMED)}")
+        raise ConfigError(f"{key}: unknown schedule {name!r}{neighbours(name, _NAMED)}")
     options = {option: value for option, value in part.items() if option not in ("name", "steps", "share")}
     known = inspect.signature(_NAMED[name]).parameters.keys() - {"optimizer", "steps"}
     for option in options:
         if option not in known:
-            raise ConfigError(f"no key '{key}.{option}'{neighbours(option, known)}")
+            raise ConfigError(f"unknown key '{key}.{option}'{neighbours(option, known)}")
     check_limits(_NAMED[name], options, key=key)
     single = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedule = _NAMED[name](single, steps=length, **options)

@@ -58,8 +58,8 @@ class TrainingMetrics:
         """Drop restored sums with different names, since the recipe changed after they were saved."""
         if self.sums and sorted(self.sums) != self._names:
             _logger.warning(
-                "the recipe's loss names other metrics than when the checkpoint was saved: %s; and now %s. "
-                "Those of the next logged step count from this step on.",
+                "the metrics of the recipe's loss have changed since the checkpoint was saved, from [%s] to [%s]. "
+                "The next logged metrics cover only the steps from this one on.",
                 ", ".join(sorted(self.sums)),
                 ", ".join(self._names or []) or "none",
             )

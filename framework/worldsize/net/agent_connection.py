@@ -50,7 +50,7 @@ class _Candidate:
         with suppress(BlockingIOError):
             data = self.connection.recv(self._turn.receive - len(self._received))
             if not data:
-                raise ConnectionResetError("it disconnected before it was authenticated")
+                raise ConnectionResetError("disconnected before authentication")
             self._received += data
         if len(self._received) < self._turn.receive:
             return None
@@ -138,7 +138,7 @@ class Admission:
         for candidate in list(self._candidates.values()):
             if candidate.deadline > now:
                 return candidate.deadline - now
-            self._refuse_candidate(candidate, f"it has not authenticated within {_SECONDS:g} s")
+            self._refuse_candidate(candidate, f"not authenticated within {_SECONDS:g} s")
         return _SECONDS
 
     def _refuse_candidate(self, candidate: _Candidate, why: object) -> None:
@@ -260,7 +260,7 @@ def receive_line(connection: socket.socket, *, at_most: int, deadline: float) ->
     data = bytearray()
     while b"\n" not in data:
         if len(data) >= at_most:
-            raise ConnectionError(f"a line of more than {at_most} bytes came")
+            raise ConnectionError(f"received a line of more than {at_most} bytes")
         data += _receive_some(connection, at_most - len(data), deadline)
     return bytes(data[: data.index(b"\n") + 1])
 
@@ -270,12 +270,12 @@ def _receive_some(connection: socket.socket, at_most: int, deadline: float) -> b
     try:
         arrival.register(connection, select.POLLIN)
     except ValueError:  # the socket is closed
-        raise ConnectionAbortedError("this end closed the connection") from None
+        raise ConnectionAbortedError("this process closed the connection") from None
     left = deadline - time.monotonic()
     if left <= 0 or not arrival.poll(math.ceil(left * 1000)):
         raise TimeoutError("timed out")
     if not (data := connection.recv(at_most)):
-        raise ConnectionResetError("the other end closed the connection")
+        raise ConnectionResetError("the peer closed the connection")
     return data
 
 

@@ -183,7 +183,7 @@ class Channel:
         try:
             return read_message(bytes(data))
         except ValueError:
-            raise RefusedError(f"{header.operation.name} carries {len(data)} bytes that are not JSON") from None
+            raise RefusedError(f"{header.operation.name}: the payload of {len(data)} bytes is not valid JSON") from None
 
     def receive_answer(self, *expected: IntEnum) -> Header:
         """Receive the next frame's header, and check that its operation is one of ``expected``.
@@ -192,12 +192,12 @@ class Channel:
             LostError: The connection is lost.
             RefusedError: The operation is unexpected, or is REFUSED; the error then contains the peer's reason.
         """
-        with PEER_WAIT.record_wait(f"the message {expected[0].name} of a peer"):
+        with PEER_WAIT.record_wait(f"the message {expected[0].name} from a peer"):
             header = self.receive_header()
         if header.operation == CommonOperation.REFUSED:
             raise RefusedError(str(self.receive_message(header)))
         if header.operation not in expected:
-            raise RefusedError(f"received {header.operation.name}, expected {expected[0].name}")
+            raise RefusedError(f"expected {expected[0].name}, got {header.operation.name}")
         return header
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class _Stream:
             if received == 0:
                 raise LostError("the peer closed the connection")
             if time.perf_counter() > deadline:
-                raise LostError("the peer takes too long to complete a frame")
+                raise LostError("the peer took too long to send a complete frame")
             while rest and received >= rest[0].nbytes:
                 received -= rest.pop(0).nbytes
             if received:

@@ -39,9 +39,9 @@ class Credentials:
         """Raise ConfigError if a file is missing, or if other users may access the key."""
         for path in (self._authority, self._certificate, self._key):
             if not path.is_file():
-                raise ConfigError(f"{path} is missing, so this process is not a member of the run.")
+                raise ConfigError(f"{path} not found: this process is not a member of the run.")
         if self._key.stat().st_mode & 0o077:
-            raise ConfigError(f"others may read {self._key}. Run chmod 600 on it.")
+            raise ConfigError(f"{self._key} is accessible to other users. Run `chmod 600 {self._key}`.")
 
     def tls_context(self, *, server: bool) -> ssl.SSLContext:
         """Create a TLS context for the listening (``server=True``) or the connecting side.
@@ -128,7 +128,7 @@ def read_key(run_dir: Path) -> RunKey:
     try:
         secret = read_regular(run_dir / _FILE, at_most=_LONGEST)
     except OSError as error:
-        raise ConfigError(f"the run's key cannot be read: {error}. All hosts need the run folder {run_dir}.") from error
+        raise ConfigError(f"failed to read the run's key: {error}. All hosts require access to {run_dir}.") from error
     if len(secret) < _SHORTEST:  # anybody could guess an empty key
-        raise ConfigError(f"the run's key {run_dir / _FILE} is cut off. Remove it, and launch the run again.")
+        raise ConfigError(f"the run's key {run_dir / _FILE} is truncated. Delete it, and launch the run again.")
     return RunKey(run_dir.name, secret)

@@ -54,8 +54,8 @@ def open_listener(address: str, credentials: Credentials | None) -> socket.socke
         host, _, port = where.rpartition(":")
         if credentials is None and not ip_address(socket.gethostbyname(host)).is_loopback:
             raise ConfigError(
-                f"a server at {host} could be reached by anyone on the network. "
-                "Use TLS (strategy.transport=tls), or stay on one host."
+                f"a server on {host} requires TLS, since the address is reachable from the network. "
+                "Set strategy.transport=tls, or use a single host."
             )
         listener = socket.create_server((host, int(port)))
     listener.listen(_BACKLOG)
@@ -106,12 +106,12 @@ def accept_join(channel: Channel) -> Mapping[str, Any]:
     """
     header = channel.receive_header()
     if header.operation != CommonOperation.JOIN:
-        raise RefusedError(f"received {header.operation.name} before JOIN")
+        raise RefusedError(f"expected JOIN, got {header.operation.name}")
     facts = channel.receive_message(header)
     if not isinstance(facts, dict) or not all(isinstance(facts.get(key), str) for key in ("kind", "name")):
         raise RefusedError(f"invalid JOIN: {str(facts)[:200]}")
     if channel.identity is not None and channel.identity != facts["name"]:
-        raise RefusedError(f"the certificate of {channel.identity} joins as {facts['name']}")
+        raise RefusedError(f"name mismatch: the certificate has {channel.identity}, JOIN has {facts['name']}")
     return facts
 
 
@@ -139,7 +139,7 @@ def connect_channel(
     channel = _tls_channel(connection, credentials, server=False, seconds=seconds, operations=operations)
     if channel.identity != peer:
         channel.close()
-        raise RefusedError(f"{address} is {channel.identity!r}, not {peer!r}")
+        raise RefusedError(f"{address}: expected the peer {peer!r}, got {channel.identity!r}")
     return channel
 
 
@@ -173,7 +173,7 @@ def _tls_channel(
         secured = credentials.tls_context(server=server).wrap_socket(connection, server_side=server)
     except ssl.SSLError as error:
         connection.close()
-        raise RefusedError(f"no certificate of this run: {error.reason}") from error
+        raise RefusedError(f"TLS handshake failed, certificate not issued by this run: {error.reason}") from error
     except OSError as error:
         connection.close()
         raise LostError(str(error)) from error
@@ -190,7 +190,7 @@ def _check_user(connection: socket.socket) -> None:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
     if user != getuid():
-        raise RefusedError(f"user {user} of this host does not run the server")
+        raise RefusedError(f"the peer runs as user {user}, not as the server's user")
 
 
 _HANDSHAKE = 10.0  # timeout of a handshake in seconds

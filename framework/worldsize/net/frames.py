@@ -95,13 +95,13 @@ class Header(NamedTuple):  # three times as fast to construct as a frozen datacl
         """Raise RefusedError unless the payload has this dtype and shape."""
         if self.dtype != dtype or self.shape != tuple(shape):
             raise RefusedError(
-                f"{self.operation.name} carries {self.dtype} {list(self.shape)}; expected {dtype} {list(shape)}"
+                f"{self.operation.name}: expected {dtype} {list(shape)}, got {self.dtype} {list(self.shape)}"
             )
 
     def require_message(self) -> None:
         """Raise RefusedError unless the payload is a message of allowed size."""
         if self.dtype != torch.uint8 or len(self.shape) != 1 or self.length > MAX_MESSAGE_BYTES:
-            raise RefusedError(f"{self.operation.name} announces a message of {self.dtype} {list(self.shape)}")
+            raise RefusedError(f"{self.operation.name}: invalid message payload {self.dtype} {list(self.shape)}")
 
 
 @cache
@@ -113,7 +113,7 @@ def operations_by_number(operations: type[IntEnum]) -> Mapping[int, IntEnum]:
     """
     for each in operations:
         if not FIRST_OWN_OPERATION <= each <= 255:
-            raise ValueError(f"{each!r}: operations of a role have numbers from {FIRST_OWN_OPERATION} to 255")
+            raise ValueError(f"{each!r}: a role's operation numbers must be between {FIRST_OWN_OPERATION} and 255")
     return {int(each): each for each in (*CommonOperation, *operations)}
 
 
@@ -130,14 +130,16 @@ def parse_header(data: bytes | bytearray | memoryview, known: Mapping[int, IntEn
     """
     magic, number, code, dimensions, *numbers = LAYOUT.unpack(data)
     if magic != MAGIC:
-        raise RefusedError(f"not a frame: it begins with {magic!r}")
+        raise RefusedError(f"not a frame: expected magic {MAGIC!r}, got {magic!r}")
     operation = known.get(number)
     if operation is None or code >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
         raise RefusedError(f"unknown operation {number}, dtype {code} or {dimensions} dimensions")
     length, shape = numbers[7], numbers[8:]
     header = Header(operation, DTYPES[code], tuple(shape[:dimensions]), tuple(numbers[:7]))
     if header.length != length or length > MAX_PAYLOAD_BYTES or any(shape[dimensions:]):
-        raise RefusedError(f"{operation.name} announces {length} bytes for {header.dtype} {list(header.shape)}")
+        raise RefusedError(
+            f"{operation.name}: invalid length of {length} bytes for {header.dtype} {list(header.shape)}"
+        )
     return header
 
 
@@ -300,12 +302,12 @@ def accept_shared_memory(connection: socket.socket) -> Pair:
             or os.fstat(memory).st_size != 2 * _DIRECTION_BYTES
             or sealed & _combine_seals() != _combine_seals()
         ):
-            raise RefusedError("the memory that a worker shares has the wrong size, or could shrink")
+            raise RefusedError("a worker's shared memory has the wrong size or is not sealed against resizing")
         theirs, ours = _map_memory(memory)
         there, back = (socket.fromfd(line, socket.AF_UNIX, socket.SOCK_STREAM) for line in lines)
         return SharedMemoryChannel(ours, back, ready=_SLOTS), SharedMemoryChannel(theirs, there, ready=0)
     except (OSError, ValueError) as error:
-        raise RefusedError(f"a worker shares no memory: {error}") from error
+        raise RefusedError(f"failed to map a worker's shared memory: {error}") from error
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

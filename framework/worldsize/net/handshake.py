@@ -81,21 +81,21 @@ class MessageSeal:
         """Return the number of bytes after the length ``head``. Raises NotOfThisRunError."""
         (length,) = LENGTH.unpack(head)
         if length > LONGEST:
-            raise NotOfThisRunError(f"a message of {length} bytes is announced")
+            raise NotOfThisRunError(f"a message of {length} bytes is too long (maximum {LONGEST})")
         return int(length) + TAG_BYTES
 
     def open_message(self, body: bytes) -> Message:
         """Verify and decode the next message. Raises NotOfThisRunError if it is not authentic."""
         text, tag = body[:-TAG_BYTES], body[-TAG_BYTES:]
         if not hmac.compare_digest(tag, _compute_tag(self._receiving, self._received, text)):
-            raise NotOfThisRunError("a message does not carry the tag of its sender")
+            raise NotOfThisRunError("invalid message authentication tag")
         self._received += 1
         try:
             message = parse_strict_json(text, at_most=LONGEST)
         except ValueError as error:
-            raise NotOfThisRunError(f"the received bytes are not a message: {error}") from None
+            raise NotOfThisRunError(f"invalid message: {error}") from None
         if not isinstance(message, dict):
-            raise NotOfThisRunError("the received bytes are not a message")
+            raise NotOfThisRunError("invalid message: expected a JSON object")
         return message
 
 
@@ -118,7 +118,7 @@ class _Transcript:
     def check_proof(self, proof: bytes, role: str) -> None:
         """Raise NotOfThisRunError unless ``proof`` is valid for ``role``."""
         if not hmac.compare_digest(proof, self.compute_digest(f"proof of the {role}")):
-            raise NotOfThisRunError(f"it does not prove to be the {role} of this run")
+            raise NotOfThisRunError(f"authentication as the {role} of this run failed")
 
     def create_proof(self, role: str) -> bytes:
         return self.compute_digest(f"proof of the {role}")
@@ -153,7 +153,7 @@ def authenticate_follower(key: RunKey, ranks: range) -> Generator[Turn, bytes, A
     """
     magic, rank, nonce = _HELLO.unpack((yield Turn(b"", _HELLO.size)))
     if magic != _MAGIC or rank not in ranks:
-        raise NotOfThisRunError("it does not greet like a node of this run")
+        raise NotOfThisRunError("invalid greeting for a node of this run")
     transcript = _Transcript(key, rank, nonce, secrets.token_bytes(_NONCE_BYTES))
     proof = yield Turn(transcript.leader_nonce + transcript.create_proof("leader"), TAG_BYTES)
     transcript.check_proof(proof, "follower")
@@ -161,7 +161,7 @@ def authenticate_follower(key: RunKey, ranks: range) -> Generator[Turn, bytes, A
     length = seal.bytes_after((yield Turn(b"", LENGTH.size)))
     facts = seal.open_message((yield Turn(b"", length)))
     if facts.get("node") != rank or not isinstance(facts.get("host"), str):
-        raise NotOfThisRunError(f"node {rank} does not describe itself")
+        raise NotOfThisRunError(f"node {rank} sent an invalid description")
     return Admitted(rank, seal, facts)
 
 

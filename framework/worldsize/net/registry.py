@@ -95,7 +95,9 @@ class Registry:
         while (entry := self.read_newest(service)) is None or entry.epoch <= after:
             self.check_open()
             if time.monotonic() > deadline:
-                raise WorldsizeError(f"no server has taken {service} within {self.timeout:g} s (cluster.timeout).")
+                raise WorldsizeError(
+                    f"no server for {service} was registered within {self.timeout:g} s (cluster.timeout)."
+                )
             time.sleep(_POLL)
         return entry
 
@@ -163,7 +165,7 @@ class Dialer:
             except LostError as error:
                 self.registry.check_open()
                 if time.monotonic() > deadline:
-                    raise LostError(f"{service} ({entry.name}) does not answer: {error}") from error
+                    raise LostError(f"{service} ({entry.name}) is not responding: {error}") from error
                 time.sleep(_RETRY)
 
     def connect_once(self, entry: Registration, kind: str, **facts: Any) -> tuple[Channel, Mapping[str, Any]]:

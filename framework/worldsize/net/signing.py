@@ -81,9 +81,9 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the authority's key {path} cannot be read: {error}") from error
+        raise ConfigError(f"failed to read the key {path} of the certificate authority: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} is not a key of this run's authority.")
+        raise ConfigError(f"{path} is not the key of this run's certificate authority.")
     return key
 
 

@@ -88,7 +88,7 @@ class EventLog:
         except OSError as error:
             if name not in _OF_FULL_DISKS:
                 raise
-            _logger.warning("%s could not be written: %s", self._path, error.strerror)
+            _logger.warning("failed to write %s: %s", self._path, error.strerror)
 
 
 @final
@@ -123,11 +123,11 @@ def alert_for(event: Event) -> Alert | None:
         case NodeAlert(node=node, host=host, what=what):
             return Alert(f"node_alert.{node}.{what}", f"{host}: {what}", _format_event(event))
         case CheckpointFailed(step=step):
-            return Alert("failed_save", f"no checkpoint of step {step}", _format_event(event), step, is_error=True)
+            return Alert("failed_save", f"checkpoint of step {step} failed", _format_event(event), step, is_error=True)
         case MembershipChanged(step=step, lost=lost, members=members) if lost:
-            return Alert("membership", f"{len(members)} workers continue", _format_event(event), step)
+            return Alert("membership", f"training continues with {len(members)} workers", _format_event(event), step)
         case TransportFellBack():
-            return Alert("transport", "a slower transport than declared", _format_event(event))
+            return Alert("transport", "transport slower than declared", _format_event(event))
     return None
 
 
@@ -143,7 +143,7 @@ def describe_event(event: Mapping[str, Any]) -> str:
     if event.get("event") == NODE_ALERT:
         return describe_alert(event)
     if event.get("event") == OVERFLOW:
-        return f"step {event.get('step')}: an update left out, since its gradient left the range of float16"
+        return f"step {event.get('step')}: update skipped (float16 gradient overflow)"
     if event.get("event") == "data_workers":
         return f"step {event.get('step')}: rank {event.get('rank')}: {_workers_text(event)}"
     if event.get("event") == "checkpoint_failed":
@@ -153,7 +153,7 @@ def describe_event(event: Mapping[str, Any]) -> str:
     if event.get("event") == "membership":
         return f"after step {event.get('step')}: {_membership_text(event)}"
     if event.get("event") == "transport":  # without a step: it is detected when the ranks connect
-        return str(event.get("reason") or "a slower transport than the cluster declares")
+        return str(event.get("reason") or "transport slower than declared by the cluster")
     if event.get("event") == FAILURE:
         return f"attempt {event.get('attempt')}: {failure_text(event)}"
     known = {"event", "time", "step", "rank", "host", "device", "cause", "slower", "since", "health"}
@@ -169,15 +169,16 @@ def describe_event(event: Mapping[str, Any]) -> str:
     return ", ".join([*words, *(f"{name} {value}" for name, value in event.items() if name not in known)])
 
 
-_CAUSES = {"data": "it waits for its data", "compute": "it takes longer to compute"}
+_CAUSES = {"data": "slow data loading", "compute": "slow compute"}
 
 
 def describe_straggler(event: Straggling) -> str:
     """Describe the event in one line."""
     if event.cause == "network":
         return (
-            f"the link of {event.host}, where rank {event.rank} is, carries {1 / event.slower:.0%} of what most do; "
-            f"all have waited for the network since step {event.since} or before{_enclose_in_brackets(event.health)}."
+            f"the network link of {event.host} (rank {event.rank}) has {1 / event.slower:.0%} of the typical "
+            f"bandwidth; all ranks have waited for the network since step {event.since} or "
+            f"earlier{_enclose_in_brackets(event.health)}."
         )
     return (
         f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
@@ -193,10 +194,10 @@ def _failure_text(row: Mapping[str, Any]) -> str:
     """Describe a failed save in one line, and the step a restart would resume from."""
     newest, in_a_row = row.get("newest"), row.get("in_a_row")
     again = f" {in_a_row} saves in a row have failed." if isinstance(in_a_row, int) and in_a_row > 1 else ""
-    back = f"to step {newest}" if isinstance(newest, int) else "to the beginning"
+    back = f"step {newest}" if isinstance(newest, int) else "the beginning"
     return (
-        f"the checkpoint could not be written: {row.get('reason')}.{again} A restart would go back {back}. "
-        "Make room, or choose another folder."
+        f"failed to write the checkpoint: {row.get('reason')}.{again} A restart would resume from {back}. "
+        "Free disk space, or use another folder."
     )
 
 
@@ -204,10 +205,10 @@ def _workers_text(row: Mapping[str, Any]) -> str:
     """Describe in one line how a process changed its number of data workers."""
     workers, before, waited = row.get("workers"), row.get("before"), row.get("waited")
     if type(workers) is not int or type(before) is not int or not isinstance(waited, int | float):
-        return "the number of its data workers changed"
+        return "the number of data workers changed"
     if workers < before:
-        return f"back to {workers} data workers: steps were not shorter with {before}"
-    return f"{workers} data workers instead of {before}: steps waited for data for {waited:.0%} of their time"
+        return f"back to {workers} data workers: steps were not faster with {before}"
+    return f"data workers changed from {before} to {workers}: steps waited for data {waited:.0%} of the time"
 
 
 def _interval_text(row: Mapping[str, Any]) -> str:
@@ -215,11 +216,11 @@ def _interval_text(row: Mapping[str, Any]) -> str:
     names = ("seconds", "save_seconds", "mtbf")
     values = [value for name in names if isinstance(value := row.get(name), int | float)]
     if len(values) < len(names):
-        return "the number of steps between checkpoints changed"
+        return "the checkpoint interval changed"
     seconds, save, mtbf = map(duration, values)
     return (
-        f"a checkpoint every {row.get('steps'):,} steps ({seconds}): a save costs {save}, and a failure is "
-        f"expected every {mtbf}"
+        f"checkpoint interval set to {row.get('steps'):,} steps ({seconds}): a save takes {save}, and a "
+        f"failure is expected every {mtbf}"
     )
 
 
@@ -227,13 +228,13 @@ def _membership_text(row: Mapping[str, Any]) -> str:
     """Describe in one line which processes now train, and why."""
     members, lost, joined, seconds = (row.get(name) for name in ("members", "lost", "joined", "seconds"))
     if not isinstance(members, list | tuple) or not isinstance(lost, Mapping) or not isinstance(joined, list | tuple):
-        return "other processes train from now on"
+        return "the training processes changed"
     asked = row.get("asked") or {}
-    parts = [f"worker {rank} is lost ({cause})" for rank, cause in lost.items()]
-    parts += [f"worker {rank} has joined" for rank in joined]
-    parts += [f"worker {rank} waits for others" for rank in row.get("waiting") or ()]
+    parts = [f"worker {rank} lost ({cause})" for rank, cause in lost.items()]
+    parts += [f"worker {rank} joined" for rank in joined]
+    parts += [f"worker {rank} is waiting for other workers" for rank in row.get("waiting") or ()]
     parts += [f"requested by {name}" for name in sorted({str(each) for each in asked.values()})]
     took = f" after {duration(seconds)}" if isinstance(seconds, int | float) else ""
     samples = row.get("update_samples")
-    stays = f"; an update still has {samples:g} samples, and lr stays" if isinstance(samples, int | float) else ""
-    return f"{'; '.join(parts) or 'workers have left'}; {len(members)} train on{took}{stays}"
+    stays = f"; batch size ({samples:g} samples) and lr are unchanged" if isinstance(samples, int | float) else ""
+    return f"{'; '.join(parts) or 'workers left'}; training continues with {len(members)} workers{took}{stays}"

@@ -121,8 +121,8 @@ def debug_summary(run: RunDirectory, attempt: Mapping[str, Any] | None = None) -
     counted = [path for path in outputs if _is_since(collectives_file(path), since)]
     lines = [*networks, *_collectives(counted), *_summarize_warnings(warnings)]
     if (left_out := len(every_output) - len(outputs)) > 0:
-        lines.append(f"the output of {left_out:,} further processes was not read")
-    return "\n".join(["what NCCL and torch logged (cluster.debug):", *(f"  {printable(line)}" for line in lines)])
+        lines.append(f"the output of {left_out:,} more processes was not read")
+    return "\n".join(["NCCL and torch logs (cluster.debug):", *(f"  {printable(line)}" for line in lines)])
 
 
 def _list_files(folder: Path, pattern: str) -> list[Path]:
@@ -166,7 +166,7 @@ def _warnings(text: str) -> Iterator[str]:
 
 def _describe_gloo(transport: Mapping[str, Any]) -> Iterator[str]:
     if backend := transport.get("backend"):
-        yield f"{backend} by {transport.get('interface') or 'the interface that leads to the first host'}"
+        yield f"{backend} on {transport.get('interface') or 'the interface with the route to the first host'}"
 
 
 def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
@@ -174,22 +174,22 @@ def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
     size = max(log.size for log in logs)
     connected = {log.rank for log in logs if log.is_connected and log.rank is not None}
     versions = sorted({log.version for log in logs if log.version})
-    of_all = f"{size} ranks are connected"
+    of_all = f"{size} ranks connected"
     if written > len(logs):
-        of_all = f"the {len(logs)} processes whose logs were read (of {written}) are connected"
+        of_all = f"{len(logs)} processes connected (logs read from {len(logs)} of {written})"
     yield f"NCCL {', '.join(versions) or 'of an unknown version'}: {len(connected)} of {of_all}"
     if began := {log.rank for log in logs if log.rank is not None} - connected:
-        yield f"began to connect, and did not end: {format_ranks(sorted(began))}"
+        yield f"started to connect but did not finish: {format_ranks(sorted(began))}"
     by_network: defaultdict[str, set[int]] = defaultdict(set)
     for log in logs:
         if log.network is not None and log.rank is not None:
-            bootstrap = f", set up on {log.bootstrap}" if log.bootstrap else ""
+            bootstrap = f", bootstrap on {log.bootstrap}" if log.bootstrap else ""
             by_network[f"network {log.network}: {', '.join(log.devices) or 'no device'}{bootstrap}"].add(log.rank)
     yield from _limit_lines(
         [f"{text} ({format_ranks(sorted(ranks))})" for text, ranks in by_network.items()], "networks"
     )
     connections = sum((log.connections for log in logs), Counter[str]())
-    yield from (f"{count:,} connections by {way}" for way, count in connections.most_common(_SHOWN))
+    yield from (f"{count:,} connections via {way}" for way, count in connections.most_common(_SHOWN))
 
 
 def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
@@ -201,7 +201,8 @@ def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
     lines = []
     for group, processes in by_group.items():
         parts = [
-            f"{begun:,} begun, {ended:,} completed by {_format_names(who)}" for (begun, ended), who in processes.items()
+            f"{begun:,} started, {ended:,} completed by {_format_names(who)}"
+            for (begun, ended), who in processes.items()
         ]
         lines.append(f"collectives of group {group}: {'; '.join(parts[:_SHOWN])}")
     yield from _limit_lines(lines, "groups")
@@ -217,7 +218,9 @@ def _summarize_warnings(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
         counts[key][process] += 1
     ordered = sorted(counts.items(), key=lambda each: -each[1].total())
     lines = [
-        f"warned by {_format_names([f'{name} ({count})' for name, count in sorted(by_process.items())])}: {texts[key]}"
+        "warning from "
+        f"{_format_names([f'{name} ({count})' for name, count in sorted(by_process.items())])}: "
+        f"{texts[key]}"
         for key, by_process in ordered
     ]
     yield from _limit_lines(lines, "warnings") if lines else ("no warnings",)

@@ -97,7 +97,7 @@ class SubprocessListeners:
         for process in self._processes:
             if not process.has_ended(deadline):
                 _logger.warning(
-                    "the %s did not finish within %.3g s; its unsent events are lost", process.name, seconds
+                    "the %s did not finish within %.3g s: its unsent events are lost", process.name, seconds
                 )
 
 
@@ -129,7 +129,7 @@ class _ListenerProcess:
         """Queue ``message``, and ``steps`` if there is room; send as much as the pipe accepts."""
         if steps and len(self._unsent) > _QUEUED:
             if not self._misses_steps:
-                _logger.warning("the %s has fallen behind: it misses steps until it has caught up", self.name)
+                _logger.warning("the %s is falling behind and skips steps until it catches up", self.name)
             self._misses_steps, steps = True, b""
         self._unsent += steps + message
         try:
@@ -183,7 +183,9 @@ def _run_listener(
                 for each in (*alerts(), event):
                     listener(each)
     except Exception as error:  # of any type: third-party code must not end training
-        _logger.warning("the %s failed and is off for the rest of the run: %s: %s", name, type(error).__name__, error)
+        _logger.warning(
+            "the %s failed and is disabled for the rest of the run: %s: %s", name, type(error).__name__, error
+        )
 
 
 def _wait_for_lock(lock: Path | None) -> AbstractContextManager[object]:
@@ -213,4 +215,4 @@ def _read_event(events: BinaryIO) -> Event:
         event: Event = pickle.load(events)
         return event
     except (EOFError, pickle.UnpicklingError):  # EOFError: the training process was killed while sending an event
-        return RunFailed("the training process ended without a word")
+        return RunFailed("the training process ended unexpectedly")

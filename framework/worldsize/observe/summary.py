@@ -37,7 +37,7 @@ def _collect_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
     if reason := result.get("stopped_early"):
         yield "ended early", printable(reason)
     if failed := result.get("failed_saves"):
-        yield "failed saves", f"{len(failed)}, the last one at step {failed[-1]['step']}"
+        yield "failed saves", f"{len(failed)}, last at step {failed[-1]['step']}"
     yield "time", f"{result['seconds']:.1f} s, {result['samples_per_second']:,.0f} samples/s"
     yield "state", result["state_digest"][:16]
     yield "run", printable(str(folder))
@@ -54,7 +54,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     parts: list[RenderableType] = [_build_table("metric", comparison.metrics)]
     if differing:
         parts.append(_build_table("tensor", differing[:_SHOWN]))
-    parts.append(Text(f"{equal} of {len(comparison.tensors)} tensors are equal bit for bit"))
+    parts.append(Text(f"{equal} of {len(comparison.tensors)} tensors are bitwise equal"))
     parts += [Text(printable(f"missing: {text}")) for text in comparison.missing]
     return Group(*parts, Text(comparison.verdict, style=_COLOURS[comparison.verdict]))
 

@@ -123,8 +123,8 @@ def transport_warning(transport: Transport, cluster: Cluster) -> str | None:
     who = f" in {slow} processes, and InfiniBand in {fast}" if fast else ""
     where = f" on {transport['interface']}" if "socket" in transport["transports"] else ""
     return (
-        f"NCCL uses plain sockets{where}{who}, but the cluster declares {declared} between nodes. Look at "
-        "cluster.interface and cluster.hca, and whether the container sees the fabric."
+        f"NCCL uses plain sockets{where}{who}, but the cluster declares {declared} between nodes. Check "
+        "cluster.interface and cluster.hca, and that the fabric is visible in the container."
     )
 
 

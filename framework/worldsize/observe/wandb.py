@@ -128,7 +128,7 @@ class WandbListener:
         try:
             artifact.add_dir(str(path), skip_cache=True)
         except (OSError, ValueError) as error:
-            _logger.warning("the checkpoint of step %d is not uploaded: %s", step, error)
+            _logger.warning("failed to upload the checkpoint of step %d: %s", step, error)
             return
         self._run.log_artifact(artifact, aliases=[f"step-{step}"])
 
@@ -201,7 +201,7 @@ def _choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 def _describe_location(run: wandb.Run) -> str:
     if not run.offline:
         return str(run.url)
-    return f"offline; upload it with: {shlex.join(['wandb', 'sync', run.settings.sync_dir])}"
+    return f"offline; upload with: {shlex.join(['wandb', 'sync', run.settings.sync_dir])}"
 
 
 def _select_metadata(manifest: Mapping[str, Any]) -> dict[str, Any]:

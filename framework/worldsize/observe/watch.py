@@ -150,7 +150,7 @@ def render_screen(watched: Watched, manifest: Mapping[str, Any], state: str) -> 
 
 def describe_damage(watched: Watched) -> str:
     """Describe the number of unreadable lines."""
-    return f"{watched.damaged} damaged lines of the run's files were left out"
+    return f"skipped {watched.damaged} damaged lines in the run's files"
 
 
 def _render_header(manifest: Mapping[str, Any], state: str) -> Text:

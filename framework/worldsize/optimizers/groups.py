@@ -65,21 +65,26 @@ def create_optimizer(recipe: Recipe, model: nn.Module, name: str = ONE_UPDATE) -
 
 def _check_optimizers(kind: str, model: nn.Module, optimizers: Any) -> None:
     if not isinstance(optimizers, Mapping) or not all(isinstance(each, Optimizer) for each in optimizers.values()):
-        raise ConfigError(f"{kind}.optimizers returned no mapping of names to optimizers. Return {{name: optimizer}}.")
+        raise ConfigError(
+            f"{kind}.optimizers did not return a mapping of names to optimizers. Return {{name: optimizer}}."
+        )
     if not optimizers:
-        raise ConfigError(f"{kind}.optimizers returned no optimizer. Return at least one, as {{name: optimizer}}.")
+        raise ConfigError(
+            f"{kind}.optimizers returned an empty mapping. Return at least one optimizer, as {{name: optimizer}}."
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for name, optimizer in optimizers.items():
         if not get_trainable_parameters(optimizer):
             raise ConfigError(
-                f"{kind}.optimizers: all parameters of {name!r} are frozen. Leave it out, or let one require gradients."
+                f"{kind}.optimizers: all parameters of {name!r} are frozen. Remove the optimizer, or set "
+                "requires_grad=True on a parameter."
             )
         for parameter in get_trainable_parameters(optimizer):
             if (owner := owners.setdefault(id(parameter), name)) != name:
                 raise ConfigError(
-                    f"{kind} gives {names.get(id(parameter), 'a parameter')!r} to two optimizers, {owner!r} and "
-                    f"{name!r}; their state is kept by the names of parameters. Give each parameter to one of them."
+                    f"{kind} assigns {names.get(id(parameter), 'a parameter')!r} to two optimizers, {owner!r} and "
+                    f"{name!r}. Pass each parameter to one optimizer."
                 )
 
 
@@ -142,11 +147,11 @@ def check_patterns(patterns: Any, names: Mapping[int, Sequence[str]], *, key: st
         ConfigError: they are not a list of strings, parameter names are unknown, or a pattern does not match any name.
     """
     if not isinstance(patterns, list | tuple) or not all(isinstance(each, str) for each in patterns):
-        raise ConfigError(f'{key}={patterns!r} is not a list of patterns. Write them as ["*.bias", "*norm*"].')
+        raise ConfigError(f'{key} must be a list of patterns such as ["*.bias", "*norm*"], got {patterns!r}.')
     if patterns and not names:
         raise ConfigError(
-            f"{key}: the names of parameters are unknown here. Give the optimizer model.named_parameters() in place "
-            "of model.parameters()."
+            f"{key} requires parameter names. Pass model.named_parameters() to the optimizer instead of "
+            "model.parameters()."
         )
     known = [name for each in names.values() for name in each]
     for pattern in patterns:
@@ -229,7 +234,8 @@ def _check_options(name: str, group: Mapping[str, Any], make: Callable[..., Opti
     for option in options:
         if option not in known:
             raise ConfigError(
-                f"optimizer.groups.{name}: {type(plain).__name__} does not take {option!r}{neighbours(option, known)}"
+                f"optimizer.groups.{name}: unknown option {option!r} for "
+                f"{type(plain).__name__}{neighbours(option, known)}"
             )
     try:
         arguments = {key: value for key, value in options.items() if key in inspect.signature(make).parameters}

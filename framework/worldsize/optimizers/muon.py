@@ -81,7 +81,7 @@ def muon(
 def _check_adamw_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _KNOWN["adamw"]:
-            raise ConfigError(f"no key 'optimizer.adamw.{name}'{neighbours(name, [*_KNOWN['adamw'], 'match'])}")
+            raise ConfigError(f"unknown key 'optimizer.adamw.{name}'{neighbours(name, [*_KNOWN['adamw'], 'match'])}")
     check_tuples(AdamW, options, key="optimizer.adamw")
 
 

@@ -99,12 +99,9 @@ def use_evaluation_weights(optimizers: Iterable[Optimizer], model: nn.Module) ->
 SpecialOptimizer = Literal["adamw_8bit", "schedule_free"]
 
 _REASONS: Mapping[str, str] = {
-    "torchao": (
-        "keeps its state in tensor classes that a checkpoint, which holds plain tensors alone, cannot save. Use "
-        "optimizer=adamw_8bit, whose state is saved."
-    ),
+    "torchao": "keeps its state in tensor subclasses, which checkpoints do not support. Use optimizer=adamw_8bit.",
     "schedulefree": (
-        "changes between the weights that train and those that are evaluated in a way of its own. Use "
+        "is not supported, because it switches between training and evaluation weights in a different way. Use "
         "optimizer=adamw_schedule_free, or AdamWScheduleFree, RAdamScheduleFree or SGDScheduleFree."
     ),
 }
@@ -130,13 +127,13 @@ def check_special(optimizer: Optimizer, *, strategy: str, trained: Collection[st
     if kind is None or kind in trained:
         return
     why = (
-        "has a scale for each block of a whole parameter, which parts of it, means and messages do not keep"
+        "its per-block quantization scales are lost when parameters are sharded, averaged or sent"
         if kind == "adamw_8bit"
-        else "is evaluated with other weights than it trains, which processes exchange or hold in ways of their own"
+        else "its evaluation weights differ from the training weights, which the strategy exchanges or shards"
     )
     known = "single, ddp or zero" if kind == "adamw_8bit" else "single, ddp or fsdp"
     raise ConfigError(
-        f"{type(optimizer).__name__} {why}: {strategy} does not train it. Set strategy={known}, or optimizer=adamw."
+        f"{type(optimizer).__name__} is not supported with {strategy}: {why}. Set strategy={known}, or optimizer=adamw."
     )
 
 
@@ -156,14 +153,15 @@ def check_schedule_free(
     name = type(optimizer).__name__
     if schedule is not None and not isinstance(schedule, ConstantLR):
         raise ConfigError(
-            f"{name} does without a schedule of the learning rate. Set schedule=constant; optimizer.warmup_steps "
-            "lets the rate rise."
+            f"{name} does not support a learning-rate schedule. Set schedule=constant, and optimizer.warmup_steps for "
+            "a warmup."
         )
     if averages:
-        raise ConfigError(f"{name} averages weights itself. Leave ema.decay out.")
+        raise ConfigError(f"{name} already averages weights. Remove ema.decay.")
     for where, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             raise ConfigError(
-                f"{name}: the running statistics of {where} ({type(module).__name__}) belong to the weights that "
-                "train, but others are evaluated. Use a different norm, such as GroupNorm, or optimizer=adamw."
+                f"{name} does not support the running statistics of {where} ({type(module).__name__}), which belong to "
+                "the training weights, not the evaluation weights. Use a different norm, such as GroupNorm, or "
+                "optimizer=adamw."
             )

@@ -62,10 +62,13 @@ def explain_memory_excess(forecast: Forecast, memory_bytes: float | None, *, pro
         return None
     if memory_bytes == 0:
         return (
-            f"{processes} processes do not fit beside Python and torch on this machine. Set cluster.processes lower, "
-            "or cluster.device_memory."
+            f"Python and torch use all memory of this machine with {processes} processes. Lower "
+            "cluster.processes, or set cluster.device_memory."
         )
-    return f"it needs {size_text(needed)} a rank, and there are {size_text(memory_bytes)}. Shard it over more ranks."
+    return (
+        f"out of memory: requires {size_text(needed)} per rank, found {size_text(memory_bytes)}. Shard "
+        "the model over more ranks."
+    )
 
 
 def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> str:
@@ -76,52 +79,56 @@ def best_text(forecasts: Mapping[str, Forecast], unfitting: Collection[str]) -> 
     order = sorted(forecasts, key=lambda name: forecasts[name].step_seconds)
     fitting = [name for name in order if name not in unfitting and forecasts[name].cost.same]
     if not forecasts:
-        return "Nothing could be predicted, for the reasons below."
+        return "No strategy could be predicted; see the reasons below."
     if not fitting and all(name in unfitting for name in order):
-        return "None of them fits. Add nodes, make the model smaller, or use devices with more memory."
+        return "No strategy fits in memory. Add nodes, make the model smaller, or use devices with more memory."
     if not fitting:
         rest = ", ".join(name for name in order if name not in unfitting)
-        return f"None that fits computes what one process would. Other algorithms, to be tried on the loss: {rest}."
+        return (
+            "No strategy that fits is equivalent to a single process. Approximate alternatives (compare the "
+            f"loss): {rest}."
+        )
     best = forecasts[fitting[0]]
-    sentences = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} a step."]
+    sentences = [f"Best: {fitting[0]}, {time_text(best.step_seconds)} per step."]
     if len(fitting) > 1:
         sentences.append(_compare_forecasts(best, fitting[1], forecasts[fitting[1]]))
     faster = order[: order.index(fitting[0])]
     if large := [name for name in faster if name in unfitting]:
-        sentences.append(f"Faster, but too large: {', '.join(large)}.")
+        sentences.append(f"Faster, but out of memory: {', '.join(large)}.")
     if others := [name for name in faster if name not in unfitting]:
-        sentences.append(f"Faster, but another algorithm, to be tried on the loss: {', '.join(others)}.")
+        sentences.append(f"Faster, but not equivalent to a single process (compare the loss): {', '.join(others)}.")
     return " ".join([*sentences, _describe_efficiency(best)])
 
 
 def _compare_forecasts(best: Forecast, name: str, second: Forecast) -> str:
     if second.step_seconds < _ALIKE * best.step_seconds:
-        needs = f"a rank keeps {size_text(best.cost.memory_bytes)} here, {size_text(second.cost.memory_bytes)} there"
-        return f"{name} is too near to tell ({second.step_seconds / best.step_seconds - 1:.1%} slower): {needs}."
+        needs = f"{size_text(second.cost.memory_bytes)} per rank instead of {size_text(best.cost.memory_bytes)}"
+        return f"{name} is about as fast ({second.step_seconds / best.step_seconds - 1:.1%} slower) and needs {needs}."
     reasons = {
-        f"waits {time_text(second.exposed_seconds)} for communication, not {time_text(best.exposed_seconds)}": (
+        f"waits {time_text(second.exposed_seconds)} for communication instead of {time_text(best.exposed_seconds)}": (
             second.exposed_seconds - best.exposed_seconds
         ),
-        "computes more beside the model": second.added_seconds - best.added_seconds,
-        f"is idle for {second.cost.idle:.0%} of the time": (second.cost.idle - best.cost.idle) * second.step_seconds,
-        "has more to compute on each worker": second.compute_seconds - best.compute_seconds,
+        "has more computation outside the model": second.added_seconds - best.added_seconds,
+        f"is idle {second.cost.idle:.0%} of the time": (second.cost.idle - best.cost.idle) * second.step_seconds,
+        "has more computation per worker": second.compute_seconds - best.compute_seconds,
     }
     why = max(reasons, key=lambda reason: reasons[reason])
-    return f"{name}, the next, takes {second.step_seconds / best.step_seconds:.2f} ×: it {why}."
+    return f"{name} is next and takes {second.step_seconds / best.step_seconds:.2f} × as long: it {why}."
 
 
 def _describe_efficiency(best: Forecast) -> str:
     if best.efficiency >= WANTED:
-        return f"{best.efficiency:.1%} of the time computes."
+        return f"Efficiency: {best.efficiency:.1%} of the time is compute."
     needed = best.compute_seconds_for(WANTED)
     if math.isinf(needed):
         return (
-            f"Only {best.efficiency:.1%} of the time computes, and a rank is idle for {best.cost.idle:.0%} of it, "
-            "whatever it computes. Take more micro-batches (logical_ranks)."
+            f"Efficiency: only {best.efficiency:.1%} of the time is compute, and ranks are idle "
+            f"{best.cost.idle:.0%} of the time at any batch size. Use more micro-batches (logical_ranks)."
         )
     return (
-        f"Only {best.efficiency:.1%} of the time computes: {WANTED:.0%} needs {time_text(needed)} of compute a step, "
-        f"{needed / best.compute_seconds:.1f} × as much. Take a larger batch, fewer bytes (strategy.compress) or ranks."
+        f"Efficiency: only {best.efficiency:.1%} of the time is compute. {WANTED:.0%} requires "
+        f"{time_text(needed)} of compute per step, {needed / best.compute_seconds:.1f} × as much: use a "
+        "larger batch, compression (strategy.compress) or fewer ranks."
     )
 
 
@@ -135,8 +142,9 @@ def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | No
         return None
     ratio = now / then
     return (
-        f"warning: the global batch is {now}, and was {then} in {where}. Tune that run's lr again: start "
-        f"at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam; {'no lr' if lr is None else f'lr={lr:g}'} is set."
+        f"warning: the global batch changed from {then} in {where} to {now}. Retune the learning rate of "
+        f"that run: start at {ratio:.3g} × with SGD, {ratio**0.5:.3g} × with Adam (currently "
+        f"{'no lr' if lr is None else f'lr={lr:g}'})."
     )
 
 
@@ -146,9 +154,9 @@ def rule_text(cluster: Mapping[str, Any]) -> str:
     if rule == "none" or base is not None:
         return ""
     return (
-        f"cluster.scale_lr={rule} without cluster.base_batch changes no figure below, but a strategy whose updates "
-        "have the same number of samples at any number of processes, such as ddp, does not train with it. Set "
-        "cluster.base_batch to the number of samples for which lr was chosen, or cluster.scale_lr=none for these."
+        f"cluster.scale_lr={rule} requires cluster.base_batch to train strategies with a fixed number of "
+        "samples per update, such as ddp; the figures below do not depend on it. Set cluster.base_batch "
+        "to the batch size for which lr was tuned, or cluster.scale_lr=none for these strategies."
     )
 
 
@@ -159,7 +167,7 @@ def formula_text(forecasts: Mapping[str, Forecast]) -> str:
         if each.by_formula:
             reasons.setdefault(each.by_formula, []).append(name)
     explained = "; ".join(f"{', '.join(names)}: {why.rstrip('.')}" for why, names in reasons.items())
-    return f"* Memory by the strategy's own formula, without activations. {explained}." if explained else ""
+    return f"* Memory estimated by the strategy's formula, without activations. {explained}." if explained else ""
 
 
 def links_text(cluster: Cluster, file: Path | None) -> str:

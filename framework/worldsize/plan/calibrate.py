@@ -47,8 +47,8 @@ def calibrate(
         if not _is_memory(error):
             raise
         raise ConfigError(
-            f"out of memory: this machine cannot take the recipe's steps, {at_once} process(es) at once "
-            f"({type(error).__name__}). Pass the figures instead: --model-size PARAMETERS --compute TIME."
+            f"out of memory: the recipe's step does not fit on this machine with {at_once} concurrent "
+            f"process(es) ({type(error).__name__}). Pass --model-size PARAMETERS --compute TIME instead."
         ) from error
 
 

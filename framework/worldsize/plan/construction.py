@@ -47,19 +47,21 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
     """
     if recipe.has_several_updates and "multi_update" not in strategy.supports:
         raise ConfigError(
-            f"{type(recipe).__name__} takes several updates a step, and {type(strategy).__name__} takes one: "
-            "it sums and clips all gradients together, at the end of a step. Set strategy=ddp, zero, fsdp or single."
+            f"{type(recipe).__name__} requires several updates per step, but {type(strategy).__name__} "
+            "supports one: all gradients are summed and clipped together at the end of a step. Set "
+            "strategy=ddp, zero, fsdp or single."
         )
     for name in () if recipe.has_several_updates else ("optimizers", "schedules", "micro_batch_updates"):
         if getattr(type(recipe), name) is not getattr(Recipe, name):
             raise ConfigError(
-                f"{type(recipe).__name__} defines {name}, meant for several updates a step. Derive it from "
-                "worldsize.core.MultiUpdateRecipe, or rename the method."
+                f"{type(recipe).__name__} defines {name}, which is reserved for several updates per step. Derive "
+                "the recipe from worldsize.core.MultiUpdateRecipe, or rename the method."
             )
     if isinstance(recipe, FeatureRecipe) and "features" not in strategy.supports:
         raise ConfigError(
-            f"the loss of {type(recipe).__name__} needs the features of all logical ranks, and "
-            f"{type(strategy).__name__} does not gather them. Set strategy=ddp, zero, fsdp, mesh or single."
+            f"the loss of {type(recipe).__name__} requires the features of all logical ranks, but "
+            f"{type(strategy).__name__} does not gather features. Set strategy=ddp, zero, fsdp, mesh or "
+            "single."
         )
     strategy.check_recipe(recipe)
 
@@ -94,13 +96,13 @@ def check_construction(
     is_too_large = isinstance(failed, _TooLargeError) or _OVERFLOW.search(str(failed))
     again = failed if is_too_large else failure("cpu")
     if again is None or (type(again), str(again)) != (type(failed), str(failed)):
-        _logger.debug("the recipe can be built on the CPU alone: %s", failed)
+        _logger.debug("the recipe can be built only on the CPU: %s", failed)
         return
     if isinstance(again, ConfigError):
         raise again
     raise ConfigError(
-        f"{type(recipe).__name__} cannot be built: {describe_failure(again)}. "
-        "Change the options below recipe, optimizer or schedule; nothing was started."
+        f"{type(recipe).__name__} cannot be built: {describe_failure(again)}. No process was started. "
+        "Change the options under recipe, optimizer or schedule."
     ) from again
 
 
@@ -120,8 +122,8 @@ def _try_build(
             declare_buffers(recipe, model)
             if isinstance(recipe, FeatureRecipe) and numerics.policy.scales_loss:
                 raise ConfigError(
-                    f"precision={numerics.precision}: derivatives by features are computed without a loss scale, and "
-                    f"may be less than {numerics.policy.autocast} can hold. Set precision=bf16."
+                    f"precision={numerics.precision} is not supported with a FeatureRecipe: feature gradients are not "
+                    f"loss-scaled and may underflow {numerics.policy.autocast}. Set precision=bf16."
                 )
             if cluster is not None and "sparse_gradients" in strategy.supports:
                 refuse_sparse_sums(model, cluster, strategy.reduce)
@@ -149,8 +151,8 @@ def _check_size(model: Module) -> None:
     for name, parameter in model.named_parameters():
         if (count := parameter.numel() * parameter.element_size()) > _ADDRESSABLE:
             raise _TooLargeError(
-                f"{name} of the model has shape {list(parameter.shape)}, {count:.3g} bytes, more than a process can "
-                "address. Choose smaller sizes; nothing was started."
+                f"parameter {name} has shape {list(parameter.shape)} and requires {count:.3g} bytes, more than "
+                "the address space of a process. No process was started. Choose a smaller model."
             )
 
 

@@ -41,7 +41,7 @@ def sizes_in(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     key, _, text = ranges[0].partition("=")
     first, _, last = text.partition("..")
     if len(ranges) > 1 or not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-        raise ConfigError(f"{' '.join(ranges)} is not a range of sizes. Give one, e.g. cluster.nodes=1..64.")
+        raise ConfigError(f"expected one range of sizes, e.g. cluster.nodes=1..64, got {' '.join(ranges)}.")
     sizes = [int(first)]
     while 2 * sizes[-1] < int(last):
         sizes.append(2 * sizes[-1])
@@ -123,16 +123,16 @@ class Curve:
             file.write_text(json.dumps({**study, **outcome}, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
-                f"{file} cannot be written: {error.strerror}. Name a different folder with --study."
+                f"failed to write {file}: {error.strerror}. Pass a different folder with --study."
             ) from None
         return file
 
 
 def _knee_text(size: int, largest: int, least: float) -> str:
-    share = f"{least:.0%} of the speed of one"
+    share = f"{least:.0%} of the throughput of a single process"
     if size == largest:
-        return f"no knee up to {size} processes, each further one adds {share} or more."
-    return f"the knee is at {size} processes, beyond which a further one adds less than {share}."
+        return f"no knee up to {size} processes: each additional process adds at least {share}."
+    return f"the knee is at {size} processes: each additional process adds less than {share}."
 
 
 def _create_point(name: str, cluster: Cluster, batch_size: int, forecast: Forecast) -> Point:
@@ -186,7 +186,7 @@ class PayloadSweep:
         """Yield a table, and a sentence per strategy."""
         if not self.limits:
             return
-        table = Table("payload", *self._swept, title="efficiency by bytes of parameters")
+        table = Table("payload", *self._swept, title="efficiency by parameter size")
         for place, payload in enumerate(_SWEPT):
             table.add_row(size_text(payload), *(f"{shares[place]:.1%}" for shares in self._swept.values()))
         yield table
@@ -212,7 +212,7 @@ def payload_limit(efficiency_at: Callable[[float], float], wanted: float) -> flo
 
 def _limit_text(limit: float, wanted: float) -> str:
     if limit == 0:
-        return f"the latency of the links alone leaves less than {wanted:.0%}."
+        return f"efficiency is below {wanted:.0%} at any parameter size because of link latency."
     if math.isinf(limit):
-        return f"with any payload up to {size_text(_MOST)} {wanted:.0%} or more of a step computes."
-    return f"{wanted:.0%} of a step computes with {size_text(limit)} of parameters; with more, less."
+        return f"for up to {size_text(_MOST)} of parameters, efficiency is at least {wanted:.0%}."
+    return f"efficiency is at least {wanted:.0%} up to {size_text(limit)} of parameters."

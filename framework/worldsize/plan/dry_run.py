@@ -98,13 +98,12 @@ def check_alone(shape: RunShape) -> None:
     """
     if any(role.serves for role in shape.roles.values()):
         raise ConfigError(
-            f"{type(shape.strategy).__name__} has servers, whose work depends on their peers: no process can be "
-            "tried by itself. Choose a strategy whose processes all train, such as ddp, zero, fsdp, hsdp or mesh."
+            f"{type(shape.strategy).__name__} has server processes, which cannot run without their peers. "
+            "Choose a strategy without servers, such as ddp, zero, fsdp, hsdp or mesh."
         )
     if any(len(stages) > 1 for stages in shape.strategy.groups(shape.cluster).get("pipeline", ())):
         raise ConfigError(
-            "the stages of a pipeline wait for data of their neighbours: none can be tried by itself. Set "
-            "strategy.pipeline=1 to try the other axes."
+            "a pipeline stage cannot run without its neighbours. Set strategy.pipeline=1 to try the other axes."
         )
 
 

@@ -131,8 +131,8 @@ def simulate_runs(work: float, save_seconds: float, mtbf: float, restart: float)
     interval = work / segments
     if not _estimate_seconds(work, interval, save_seconds, mtbf, restart) < _HOPELESS * work:
         raise ConfigError(
-            f"with a failure every {mtbf:.3g} s, a restart of {restart:.3g} s and a save of {save_seconds:.3g} s the "
-            "run would hardly ever end. Take fewer nodes, or nodes that fail less often."
+            f"the run would make almost no progress: a failure is expected every {mtbf:.3g} s, a restart "
+            f"takes {restart:.3g} s and a save {save_seconds:.3g} s. Use fewer or more reliable nodes."
         )
     generator = numpy.random.default_rng(0)
     failures, lost = _sample_failures(generator, numpy.full(_RUNS, segments), interval + save_seconds, mtbf)

@@ -45,7 +45,9 @@ def read_links(file: Path) -> dict[str, Link]:
         tiers = json.loads(file.read_text())["links"]
         return {tier: Link(**{name: float(value) for name, value in link.items()}) for tier, link in tiers.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} has no measured links ({error!r}). Write it with worldsize doctor --json.") from None
+        raise ConfigError(
+            f"{file} does not contain measured links ({error!r}). Create it with worldsize doctor --json."
+        ) from None
 
 
 @final
@@ -80,7 +82,7 @@ class Predictor:
         work = self.workload(settings)
         cost = settings.strategy.cost(work, self.resolve_cluster(settings))
         if cost is None:
-            raise ConfigError("it does not have a cost model")
+            raise ConfigError("the strategy does not have a cost model")
         by_formula: str | None = None
         if self._given.parameter_bytes is None:
             rehearsed, by_formula = _rehearse_memory(settings)
@@ -143,8 +145,8 @@ class Predictor:
             return cluster.device
         if self._given.compute_seconds is None:
             raise ConfigError(
-                f"the recipe's steps cannot be timed here: cluster.device={cluster.device}, and this machine has none "
-                "that torch can use. Give --compute, e.g. --compute 250ms."
+                f"failed to time the recipe's step: cluster.device={cluster.device} is not available on this "
+                "machine. Pass --compute, e.g. --compute 250ms."
             )
         return "cpu"
 
@@ -163,14 +165,14 @@ def _rehearse_memory(settings: Settings) -> tuple[float, str | None]:
     If it cannot be rehearsed, return 0 and the reason.
     """
     if settings.numerics.activation_offload:
-        return 0.0, "activations that wait on the host are estimated"
+        return 0.0, "activations offloaded to the host are estimated"
     try:
         check_alone(settings)
         (rehearsed,) = rehearse(settings, [0], RehearsedPart())
     except ConfigError as error:
         return 0.0, str(error)
     if rehearsed.error is not None:
-        return 0.0, f"its rehearsal failed {rehearsed.error}"
+        return 0.0, f"the rehearsal failed {rehearsed.error}"
     return rehearsed.most, None
 
 

@@ -204,5 +204,5 @@ def _describe_drop(one: tuple[Point, float, float | None, float | None], several
     return (
         text
         if several[3] is None
-        else f"{text}; a further process adds {marginal_text(several[3])} of the speed of one"
+        else f"{text}; each additional process adds {marginal_text(several[3])} of the throughput of a single process"
     )

@@ -128,8 +128,8 @@ def _filter_names(root: Path, names: Sequence[str], include: Sequence[str]) -> t
     reasons = {name: why_private(root / name, name, include=include) for name in fitting}
     if private := [f"{printable(name)} ({reason})" for name, reason in reasons.items() if reason]:
         _logger.warning(
-            "left out of the record, as they seem to be private: %s. A run that needs them cannot be re-created "
-            "from it; name those that may be kept: run.include='[PATTERN]'.",
+            "files not recorded, since they may be private: %s. A run that requires these files cannot be re-created. "
+            "To record them, set run.include='[PATTERN]'.",
             ", ".join(private),
         )
     kept = [name for name in fitting if reasons[name] is None]
@@ -176,7 +176,7 @@ def _require_git(
     done = _run_git(root, *arguments, index=index, database=database, stdin=stdin)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()
-        raise WorldsizeError(f"git cannot compare {root} with its last commit: {reason}. Repair that.")
+        raise WorldsizeError(f"git failed to compare {root} with its last commit: {reason}. Repair the repository.")
     return done.stdout
 
 
@@ -231,7 +231,7 @@ def _working_directory(folder: Path, name: str) -> Path:
     """Return a folder in the worktree; raise WorldsizeError if missing or linked from outside."""
     directory = folder / name
     if not directory.is_dir() or not directory.resolve().is_relative_to(folder.resolve()):
-        raise WorldsizeError(f"the recorded commit lacks the run's working directory {name!r}.")
+        raise WorldsizeError(f"the run's working directory {name!r} is missing from the recorded commit.")
     return directory
 
 
@@ -244,11 +244,13 @@ def _check_code_record(code: Mapping[str, Any]) -> None:
     """Check that an untrusted manifest neither leaves the worktree nor passes options to git."""
     folder = PurePosixPath(code["folder"])
     if folder.is_absolute() or ".." in folder.parts:
-        raise WorldsizeError(f"the manifest names a folder outside of the checkout: {folder}. It is not to be trusted.")
+        raise WorldsizeError(
+            f"the manifest has a folder outside of the checkout: {folder}. Do not trust this manifest."
+        )
     if code["commit"] is not None and not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", code["commit"]):
-        raise WorldsizeError(f"the manifest names {code['commit']!r}, not a commit. It is not to be trusted.")
+        raise WorldsizeError(f"invalid commit in the manifest: {code['commit']!r}. Do not trust this manifest.")
     if "\0" in (code["remote"] or ""):
-        raise WorldsizeError(f"the manifest names the remote {code['remote']!r}. It is not to be trusted.")
+        raise WorldsizeError(f"invalid remote in the manifest: {code['remote']!r}. Do not trust this manifest.")
 
 
 def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
@@ -264,13 +266,13 @@ def read_patch(path: Path, digest: str | None, *, approximate: bool) -> bytes:
     except OSError as error:
         if approximate:
             return b""
-        why = "lost" if isinstance(error, FileNotFoundError) else f"not to be read ({error.strerror})"
+        why = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
         raise WorldsizeError(
             f"{path} is {why}: the run had uncommitted changes with SHA-256 {digest}. "
-            "Restore it, or continue without them with --approximate."
+            "Restore the file, or omit the changes with --approximate."
         ) from None
     if (actual := hashlib.sha256(patch).hexdigest()) != digest:
-        raise WorldsizeError(f"{path} was changed: its SHA-256 is {actual}, the manifest has {digest}. Restore it.")
+        raise WorldsizeError(f"{path} was changed: expected SHA-256 {digest}, got {actual}. Restore the original file.")
     return patch
 
 
@@ -295,10 +297,11 @@ def _repository(code: Mapping[str, Any], candidates: Sequence[Path], spare: Path
         )
         if _git_succeeds(spare, "cat-file", "-e", f"{commit}^{{commit}}"):
             return spare
-    where = f"nor could it be fetched from {remote}" if remote else "and the run's repository had no remote"
+    where = f"could not be fetched from {remote}" if remote else "the run's repository had no remote"
     looked_in = ", ".join(dict.fromkeys(map(str, candidates)))
     raise WorldsizeError(
-        f"commit {commit} is in no repository here ({looked_in}), {where}. Run the command inside a clone that has it."
+        f"commit {commit} not found in {looked_in}, and {where}. Run the command inside a clone that contains the "
+        "commit."
     )
 
 

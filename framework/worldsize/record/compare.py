@@ -71,7 +71,7 @@ def compare_runs(first: Path, second: Path, *, tolerance: float) -> Comparison:
             series.append(_read_series(run))
     missing = [*_report_unfinished(first, results[0]), *_report_unfinished(second, results[1])]
     names = sorted(series[0].keys() & series[1].keys())
-    missing += [f"only one of the runs has logged {name}" for name in sorted(series[0].keys() ^ series[1].keys())]
+    missing += [f"{name} was logged in only one of the runs" for name in sorted(series[0].keys() ^ series[1].keys())]
     metrics = [_divergence(name, series[0][name], series[1][name]) for name in names]
     metrics += _compare_final_metrics(results[0].get("metrics", {}), results[1].get("metrics", {}))
     tensors = tuple(_compare_tensors(first, second, *(run.get("tensors", {}) for run in results)))
@@ -84,7 +84,7 @@ def _read_results(run: Path) -> dict[str, Any]:
 
 def _report_unfinished(run: Path, results: Mapping[str, Any]) -> Iterator[str]:
     if "state_digest" not in results:
-        yield f"{run.name} has no final state: it ended as {results.get('exit_reason', 'killed or running')}"
+        yield f"{run.name} has no final state (exit reason: {results.get('exit_reason', 'killed or running')})"
 
 
 def _read_series(run: Path) -> dict[str, Series]:
@@ -94,7 +94,9 @@ def _read_series(run: Path) -> dict[str, Series]:
         for label, value in _extract_figures(row):
             if value is not None:
                 if not is_number(value):
-                    raise ValueError(f"{label} is {str(value)[:40]!r} at step {row['step']} of metrics.jsonl")
+                    raise ValueError(
+                        f"{label} is not a number at step {row['step']} of metrics.jsonl: {str(value)[:40]!r}"
+                    )
                 series.setdefault(label, {})[row["step"]] = float(value)
     return series
 

@@ -44,11 +44,11 @@ def find_engine(chosen: str, known: Sequence[str] = ENGINES) -> str:
         WorldsizeError: the engine is not installed, or ``chosen`` is not in ``known``.
     """
     if chosen not in ("auto", *known):
-        raise WorldsizeError(f"{chosen} cannot make or open this image. Choose {' or '.join(known)}.")
+        raise WorldsizeError(f"{chosen} cannot build or open this image. Use {' or '.join(known)}.")
     wanted = known if chosen == "auto" else (chosen,)
     engine = next((name for name in wanted if shutil.which(name)), None)
     if engine is None:
-        raise WorldsizeError(f"no container engine is found here ({', '.join(wanted)}). Install one of them.")
+        raise WorldsizeError(f"no container engine found. Install one of: {', '.join(wanted)}.")
     return engine
 
 
@@ -74,14 +74,14 @@ def read_recorded_image(environment: Mapping[str, Any]) -> ContainerImage | None
     if not is_file:
         plain = plain.replace("#", "/", 1)  # enroot's syntax is host#name
     if not _NAME.fullmatch(plain) or "://" in plain:
-        raise WorldsizeError(f"the record names the image {name!r}; no container engine here can open it.")
+        raise WorldsizeError(f"invalid image name {name!r} in the record: no container engine can open this image.")
     if is_file:
         plain = str(Path(plain).absolute())  # the engine starts in the run's working directory
         _check_file(plain, digest)
     elif digest is None or ContainerImage.from_name(plain).digest != digest:  # the engine only receives the name
         raise WorldsizeError(
-            f"the run's image {name} is named by a tag, and the tag may have moved. Name the image by its digest in "
-            "the original run (cluster.image_digest=required), or leave --container out."
+            f"the run's image {name} was specified by a tag, which may have moved. Specify the image by digest in "
+            "the original run (cluster.image_digest=required), or omit --container."
         )
     return ContainerImage(plain, digest)
 
@@ -93,7 +93,9 @@ def _check_file(name: str, digest: str | None) -> None:
         with file.open("rb") as content:
             if digest == f"sha256:{hashlib.file_digest(content, 'sha256').hexdigest()}":
                 return
-    raise WorldsizeError(f"{name} is lost, or is not the image of the run: its SHA-256 was {digest}. Restore it.")
+    raise WorldsizeError(
+        f"{name} is missing or differs from the run's image: expected digest {digest}. Restore the image."
+    )
 
 
 @final
@@ -202,8 +204,8 @@ def _is_passed_on(name: str) -> bool:
 
 NAME = "Dockerfile"
 IGNORE = f"{NAME}.dockerignore"
-_IGNORE_HEADER = "# What the image does not get, as `worldsize image` wrote it."
-_OURS = re.compile(r"# .* as `worldsize image` wrote it\.")  # first line of both files
+_IGNORE_HEADER = "# Files excluded from the image, written by `worldsize image`."
+_OURS = re.compile(r"# .*, written by `worldsize image`\.")  # first line of both files
 _LEFT_OUT = (".git", ".venv", "runs", "wandb", "__pycache__", "node_modules", NAME, IGNORE)
 _LOCKS = ("uv.lock", "requirements.txt")
 _FILES = ("ls-files", "--cached", "--others", "--exclude-standard", "-z")
@@ -267,8 +269,8 @@ class Dockerfile:
         for file in (self.folder / NAME, self.folder / IGNORE):
             if file.is_symlink() or (file.exists() and not _is_ours(file)):
                 raise WorldsizeError(
-                    f"{file} was not written by `worldsize image`, and would be lost. Rename it, and pass the new name "
-                    "to the engine's own build with --file; nothing was written."
+                    f"{file} was not written by `worldsize image` and would be overwritten. Rename the file, and "
+                    "pass the new name to the container engine with --file; nothing was written."
                 )
 
     def _check_lock(self, lock: Path) -> None:
@@ -276,13 +278,14 @@ class Dockerfile:
         for file in (lock, self.folder / "pyproject.toml"):
             if file.is_file() and remove_credentials(text := file.read_text()) != text:
                 raise WorldsizeError(
-                    f"{file} has credentials in an address, and they would stay in the image. "
-                    "Take them out, and build with --secret id=netrc,src=$HOME/.netrc; nothing was written."
+                    f"{file} contains credentials in a URL, which would remain in the image. "
+                    "Remove the credentials, and build with --secret id=netrc,src=$HOME/.netrc; nothing was written."
                 )
         if lock.name == "uv.lock" and (outside := sorted(_find_outside(tomllib.loads(lock.read_text())))):
             raise WorldsizeError(
-                f"{lock} installs {', '.join(outside)} from outside of {self.folder}, invisible to the build. "
-                "Take it from git or a package index, or move it into the project; nothing was written."
+                f"{lock} installs {', '.join(outside)} from outside of {self.folder}, which is not part of the build "
+                "context. Install from git or a package index, or move the package into the project; nothing was "
+                "written."
             )
 
     def _list_ignored(self) -> Iterator[str]:
@@ -318,10 +321,10 @@ def version_of_uv() -> str:
     try:
         said = subprocess.run(["uv", "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise WorldsizeError("uv is not found, and the image needs its version. pip install uv") from error
+        raise WorldsizeError("uv not found; the image installs the same version. Run `pip install uv`.") from error
     match = re.search(r"\d+(\.\d+)+\w*", said)
     if match is None:
-        raise WorldsizeError(f"uv --version prints {said.strip()!r}, not a version. Reinstall uv.")
+        raise WorldsizeError(f"expected a version from `uv --version`, got {said.strip()!r}. Reinstall uv.")
     return match[0]
 
 

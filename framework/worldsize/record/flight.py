@@ -117,7 +117,7 @@ def _describe_activity(record: Mapping[str, Any]) -> str:
     if awaited := _get_awaited(record):
         return f"waits for {awaited}"
     last = record.get("last")
-    return f"waits in no collective; it began {_describe_collective(last)} last" if last else "began no collective"
+    return f"is not in a collective; last: {_describe_collective(last)}" if last else "has not started a collective"
 
 
 def _is_waiting(record: Mapping[str, Any]) -> bool:
@@ -137,5 +137,5 @@ def _ensure_list(value: Any) -> list[Any]:
 
 def _describe_collective(entry: Any) -> str:
     if not isinstance(entry, dict):
-        return "an unknown one"
+        return "an unknown collective"
     return printable(f"{entry.get('name')} number {entry.get('number')} of {entry.get('group')}, {entry.get('sizes')}")

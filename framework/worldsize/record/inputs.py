@@ -46,16 +46,14 @@ def recipe_fingerprint(recipe: Recipe) -> dict[str, Any]:
     return fingerprint(recipe.files(), recipe.fingerprints())
 
 
-def check_data(
-    original: Mapping[str, Any], present: Mapping[str, Any], *, remedy: str = "Bring that file back"
-) -> None:
+def check_data(original: Mapping[str, Any], present: Mapping[str, Any], *, remedy: str = "Restore the file") -> None:
     """Raise WorldsizeError with the first differing file if fingerprints are not equal."""
     then, now = original["files"], present["files"]
     for name in sorted(then.keys() | now.keys()):
         if _get_content(then.get(name)) != _get_content(now.get(name)):
             raise WorldsizeError(
-                f"the data file {name!r} differs from the run's: {_format_file(then.get(name))} then, "
-                f"{_format_file(now.get(name))} now. {remedy}; nothing was started."
+                f"the data file {name!r} has changed: recorded {_format_file(then.get(name))}, "
+                f"found {_format_file(now.get(name))}. {remedy}; nothing was started."
             )
 
 
@@ -104,7 +102,7 @@ def _describe(name: str, path: Path) -> dict[str, Any]:
             return content if path.is_absolute() else {**content, "path": str(path)}
     except OSError as error:
         raise WorldsizeError(
-            f"the data file {name!r} cannot be read from {path}: {error.strerror}. Prepare the data first."
+            f"failed to read the data file {name!r} from {path}: {error.strerror}. Prepare the data first."
         ) from None
 
 
@@ -133,7 +131,10 @@ def copy_files(folder: Path, target: Path) -> None:
     """
     for file in list_plugin_files(folder):
         if file.is_symlink():
-            raise WorldsizeError(f"{printable(str(file))} is a link, perhaps to an outside file. Put the file there.")
+            raise WorldsizeError(
+                f"{printable(str(file))} is a symbolic link, possibly to an outside file. Replace the link with the "
+                "file."
+            )
         copy = target / file.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file, copy)
@@ -149,14 +150,14 @@ def copy_plugin(folder: Path, target: Path, clean: Callable[[str], str], *, incl
         name = file.relative_to(folder).as_posix()
         if (reason := why_private(file, name, include=include)) is not None:
             raise WorldsizeError(
-                f"{file} seems to be private ({reason}), and would be copied into the run's folder. "
-                f"Take it out of the plugin, or allow it: run.include='[{name}]'."
+                f"{file} may be private ({reason}), and would be copied into the run folder. "
+                f"Remove the file from the plugin, or set run.include='[{name}]'."
             )
         text = read_regular(file, at_most=LARGEST).decode(errors="surrogateescape")
         if clean(text) != text:
             raise WorldsizeError(
-                f"{file} holds a secret of this run, and would be copied into its folder. "
-                "Have the plugin read it from the environment."
+                f"{file} contains a secret of this run, and would be copied into the run folder. "
+                "Read the secret from an environment variable in the plugin."
             )
         copy = target / file.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +171,9 @@ def get_plugin_folder(root: Path, name: str) -> Path:
         WorldsizeError: the name is not a module name.
     """
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
-        raise WorldsizeError(f"the record lists the plugin {name!r}, not a module name. Do not trust it.")
+        raise WorldsizeError(
+            f"invalid plugin name {name!r} in the record: not a module name. Do not trust this record."
+        )
     return root.joinpath(*name.split("."))
 
 
@@ -192,21 +195,21 @@ def check_kept(plugins: Sequence[Mapping[str, Any]], root: Path) -> bool:
         WorldsizeError: a copy is missing or was changed, or a file is not in the record.
     """
     if root.is_symlink():
-        raise WorldsizeError(f"{printable(str(root))} is a link, not made by worldsize. Remove it.")
+        raise WorldsizeError(f"{printable(str(root))} is a symbolic link not created by worldsize. Remove the link.")
     remove_compiled(root)
     folders = [get_plugin_folder(root, plugin["name"]) for plugin in plugins if plugin["kept"]]
     recorded = [plugin["sha256"] for plugin in plugins if plugin["kept"]]
     for folder, wanted in zip(folders, recorded, strict=True):
         if (digest := compute_plugin_digest(folder)) != wanted:
             raise WorldsizeError(
-                f"{folder} is lost or was changed: its digest is {digest}, the record has {wanted}. "
-                "Restore it from a copy of the run folder."
+                f"{folder} is missing or was changed: expected digest {wanted}, got {digest}. "
+                "Restore the folder from a copy of the run folder."
             )
     listed = {file for folder in folders for file in list_plugin_files(folder)}
     for path in sorted(root.rglob("*")):
         if path.is_symlink() or (not path.is_dir() and path not in listed):
             raise WorldsizeError(
-                f"{printable(str(path))} is not in the record of the run, and would be imported. "
-                "Remove it if it is not yours; nothing was started."
+                f"{printable(str(path))} is not in the run's record, and would be imported. "
+                "Remove the file if it is not yours; nothing was started."
             )
     return bool(folders)

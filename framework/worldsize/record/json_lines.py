@@ -83,7 +83,7 @@ def drop_lines(path: Path, *, is_valid: Callable[[Row], bool], is_kept: Callable
                 later.append(line)
         end = following
     if damaged:
-        _logger.warning("%d damaged lines of %s were left out.", damaged, path)
+        _logger.warning("skipped %d damaged lines in %s.", damaged, path)
     if path.exists() and kept < path.stat().st_size:
         rewritten = path.with_name(f".{path.name}")
         shutil.copyfile(path, rewritten)
@@ -155,4 +155,4 @@ def wrap_read_errors(run: Path) -> Iterator[None]:
         raise WorldsizeError(f"{error.filename or run} cannot be read: {error.strerror or error}.") from error
     except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError) as error:
         kind = f"{type(error).__name__}: {error}"
-        raise WorldsizeError(f"the record of {run} is damaged ({kind}). Take it from a copy of the run.") from error
+        raise WorldsizeError(f"the record of {run} is damaged ({kind}). Restore it from a copy of the run.") from error

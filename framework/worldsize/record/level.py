@@ -36,8 +36,8 @@ class Downgrade(NamedTuple):
 def get_promised_level(determinism: Determinism) -> ReproducibilityLevel:
     """Return the reproducibility level that a mode guarantees."""
     if determinism.reduce == "ordered":
-        why = "a function of configuration and seed at any number of processes that divides the logical ranks"
-        return ReproducibilityLevel("bitwise", f"{why}; on this CPU or GPU model and this torch build")
+        why = "depends only on configuration and seed, for any number of processes that divides logical_ranks"
+        return ReproducibilityLevel("bitwise", f"{why}, on this CPU or GPU model and torch build")
     if determinism.deterministic:
         why = "deterministic kernels, pinned threads and libraries; sums depend on the number of processes"
         return ReproducibilityLevel("same-topology bitwise", why)
@@ -63,13 +63,13 @@ def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
     reasons = [] if is_ordered else list(_memberships(manifest))
     for resumed in manifest.get("resumed", ()):
         for key, then, now in resumed["changes"]:
-            reason = f"{key}: {then} at first, {now} from attempt {resumed['attempt']} on"
+            reason = f"{key}: {then} -> {now} in attempt {resumed['attempt']}"
             if key.split(".")[0] not in _NOT_COMPUTED:
                 reasons.append(Downgrade("none", reason))
             elif key.startswith(_DECIDE_BITS):
                 reasons.append(Downgrade("tolerance", reason))
             elif key.startswith(_DECIDE_SUMS) and (not is_ordered or _divides_layers_anew(key, then, now)):
-                reasons.append(Downgrade("tolerance", f"{reason}, and sums depend on it"))
+                reasons.append(Downgrade("tolerance", f"{reason}, which affects sums"))
     return reasons
 
 
@@ -81,8 +81,8 @@ def _divides_layers_anew(key: str, then: Any, now: Any) -> bool:
 def _memberships(manifest: Mapping[str, Any]) -> Iterator[Downgrade]:
     for attempt in manifest["attempts"]:
         for each in attempt.get("memberships", ())[1:]:
-            trained = f"{len(each['members'])} processes trained from step {each['first'] + 1} on"
-            yield Downgrade("tolerance", f"attempt {attempt['number']}: {trained}, and sums depend on it")
+            trained = f"{len(each['members'])} processes trained from step {each['first'] + 1}"
+            yield Downgrade("tolerance", f"attempt {attempt['number']}: {trained}, which affects sums")
 
 
 def downgrade_level(
@@ -101,7 +101,7 @@ def read_recorded_level(manifest: Mapping[str, Any]) -> ReproducibilityLevel:
     return (
         ReproducibilityLevel(level["level"], level["why"])
         if level
-        else ReproducibilityLevel("none", "the record names no level")
+        else ReproducibilityLevel("none", "the record has no reproducibility level")
     )
 
 
@@ -140,7 +140,7 @@ def _is_below(key: str, parents: Sequence[str]) -> bool:
 
 def _compare_configs(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
     for key, then, now in find_changes(original["config"], present["config"]):
-        yield Downgrade("none", f"{key}: {then} then, {now} now: another experiment")
+        yield Downgrade("none", f"{key}: {then} -> {now}, a different experiment")
 
 
 def list_keys(node: Any, path: str = "") -> Iterator[str]:
@@ -166,28 +166,28 @@ def _compare_machines(original: Mapping[str, Any], present: Mapping[str, Any]) -
     for what, path in _DECIDES_BITS.items():
         then, now = _get_value(original, path), _get_value(present, path)
         if then != now:
-            yield Downgrade("tolerance", f"{what}: {then} then, {now} now")
+            yield Downgrade("tolerance", f"{what}: {then} -> {now}")
     yield from _variables(original["determinism"].get("environment", {}), present["determinism"].get("environment", {}))
     then, now = (manifest["determinism"].get("order", 1) for manifest in (original, present))
     if orders_differ(then, now, original):
-        yield Downgrade("tolerance", f"order of samples: {then} then, {now} now")
+        yield Downgrade("tolerance", f"order of samples: {then} -> {now}")
     for key in ("tensor", "pipeline"):  # not compensated by ordered reduction over logical ranks
         then, now = (manifest["config"].get("strategy", {}).get(key) for manifest in (original, present))
         if _divides_layers_anew(f"strategy.{key}", then, now):
-            yield Downgrade("tolerance", f"strategy.{key}: {then or 1} then, {now or 1} now, and sums depend on it")
+            yield Downgrade("tolerance", f"strategy.{key}: {then or 1} -> {now or 1}, which affects sums")
     if original["determinism"]["reduce"] == "ordered":
         return
     for what, path in _DECIDES_SUMS.items():
         then, now = _get_value(original, path), _get_value(present, path)
         if then != now:
-            yield Downgrade("tolerance", f"{what}: {then} then, {now} now, and sums depend on it")
+            yield Downgrade("tolerance", f"{what}: {then} -> {now}, which affects sums")
 
 
 def _variables(then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Downgrade]:
     for name in sorted(then.keys() | now.keys()):
         before, after = then.get(name, "unset"), now.get(name, "unset")
         if before != after and not _NO_BITS.fullmatch(name):
-            yield Downgrade("tolerance", f"{name}: {before} then, {after} now")
+            yield Downgrade("tolerance", f"{name}: {before} -> {after}")
 
 
 _DECIDES_BITS = {
@@ -201,7 +201,7 @@ _DECIDES_BITS = {
     "GPUs": ("hardware", 0, "gpus"),
     "backend": ("cluster", "backend"),
     "device": ("config", "cluster", "device"),
-    "threads a process": ("determinism", "threads_per_process"),
+    "threads per process": ("determinism", "threads_per_process"),
 }
 # recorded environment variables that do not affect results: file locations, job IDs, logging, and the network
 # interface
@@ -234,21 +234,21 @@ def _get_value(manifest: Any, path: Sequence[str | int]) -> Any:
 def _compare_code(original: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Downgrade]:
     then, now = original["code"], present["code"]
     if then["left_out"]:
-        yield Downgrade("tolerance", f"files that the record lacks: {', '.join(then['left_out'])}")
+        yield Downgrade("tolerance", f"files missing from the record: {', '.join(then['left_out'])}")
     if then["scrubbed"]:
-        yield Downgrade("tolerance", "a secret was taken out of the recorded changes")
+        yield Downgrade("tolerance", "a secret was removed from the recorded changes")
     digests = {plugin["name"]: plugin["sha256"] for plugin in present.get("plugins", ())}
     for plugin in original.get("plugins", ()):
         is_in_code = plugin["source"] in ("worldsize", "project")  # covered by the commit and its patch
         if not is_in_code and (digest := digests.get(plugin["name"])) != plugin["sha256"]:
-            yield Downgrade("tolerance", f"files of {plugin['name']}: {plugin['sha256']} then, {digest} now")
+            yield Downgrade("tolerance", f"files of {plugin['name']}: {plugin['sha256']} -> {digest}")
     if then["framework"] != now["framework"]:
         before, after = _worldsize(then["framework"]), _worldsize(now["framework"])
-        yield Downgrade("tolerance", f"worldsize itself: {before} then, {after} now")
+        yield Downgrade("tolerance", f"worldsize: {before} -> {after}")
 
 
 def _worldsize(facts: Mapping[str, str | None] | None) -> str:
     """Describe the commit of a worldsize clone; ``facts`` is None without a separate clone."""
     if facts is None:
-        return "no clone of its own"
+        return "no separate clone"
     return f"commit {facts['commit']}" + (f" with the changes {facts['patch_sha256']}" if facts["patch_sha256"] else "")

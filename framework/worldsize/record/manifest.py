@@ -68,7 +68,9 @@ class _Fields(dict[str, Any]):
     """A mapping in a manifest; a missing key raises WorldsizeError for a damaged record."""
 
     def __missing__(self, key: str) -> NoReturn:
-        raise WorldsizeError(f"the record lacks the field {key!r}. It is damaged; take it from a copy of the run.")
+        raise WorldsizeError(
+            f"the record is damaged: missing field {key!r}. Restore the record from a copy of the run."
+        )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -89,17 +91,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if version <= SCHEMA_VERSION:
             check_against_schema(manifest, _load_schema())
     except OSError as error:
-        raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Name the folder of a run.") from None
+        raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Pass a run folder.") from None
     except (ValueError, KeyError, TypeError, WorldsizeError) as error:
         raise WorldsizeError(f"{path} is not a run manifest, or was edited: {error}.") from None
     if version > SCHEMA_VERSION:
         raise WorldsizeError(
-            f"{path} has schema version {version}; this worldsize reads up to {SCHEMA_VERSION}. Upgrade worldsize."
+            f"{path} has schema version {version}; this version of worldsize supports up to {SCHEMA_VERSION}. "
+            "Upgrade worldsize."
         )
     if manifest.get("digest") != (digest := _digest_of_text(text)):
         raise WorldsizeError(
-            f"{path} was edited after it was written: its digest is {digest}, not {manifest.get('digest')}. "
-            "Take the original from a copy of the run."
+            f"{path} was edited: expected digest {manifest.get('digest')}, got {digest}. "
+            "Restore the original from a copy of the run."
         )
     rename_targets(manifest.get("config"))
     return manifest
@@ -190,9 +193,9 @@ def check_against_schema(value: Any, schema: Mapping[str, Any], name: str = "") 
         ValueError: a field is invalid; the message contains its key.
     """
     if not _is_of_type(value, schema):
-        raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, of the wrong type")
+        raise ValueError(f"{name or 'the manifest'} has the wrong type: {str(value)[:40]!r}")
     if not _is_within(value, schema):
-        raise ValueError(f"{name or 'it'} is {str(value)[:40]!r}, out of bounds")
+        raise ValueError(f"{name or 'the manifest'} is out of range: {str(value)[:40]!r}")
     if isinstance(value, dict):
         known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key, child in value.items():

@@ -71,12 +71,13 @@ def read_lock(environment: Mapping[str, Any], files: Path) -> Lock:
     """
     python = environment["python"]
     if not re.fullmatch(r"\d+(\.\d+)+\w*\+?", python, re.ASCII):
-        raise WorldsizeError(f"the record names the Python {python!r}, not a version. It is not to be trusted.")
+        raise WorldsizeError(f"invalid Python version {python!r} in the record. Do not trust this record.")
     lock = next((files / name for name in ("uv.lock", "requirements.txt") if (files / name).is_file()), None)
     content = read_regular(lock, at_most=LARGEST) if lock else b""
     if lock is None or hashlib.sha256(content).hexdigest() != environment["lock_sha256"]:
         raise WorldsizeError(
-            f"the lock in {files} is lost or changed, so the environment cannot be rebuilt. Restore it."
+            f"the lock file in {files} is missing or was changed, so the environment cannot be rebuilt. Restore the "
+            "file."
         )
     project = files / "pyproject.toml"
     return Lock(lock.name, content, read_regular(project, at_most=LARGEST) if project.is_file() else None, python)
@@ -100,7 +101,7 @@ def build_interpreter(lock: Lock, project: Path, spare: Path) -> Interpreter:
         WorldsizeError: uv is missing, or cannot build the environment.
     """
     if shutil.which("uv") is None:
-        raise WorldsizeError("uv is needed to rebuild the environment, and is not installed. pip install uv")
+        raise WorldsizeError("uv not found; it is required to rebuild the environment. Run `pip install uv`.")
     folder = spare / "environment"
     of_project = project / "uv.lock"
     if lock.name == of_project.name and of_project.exists() and of_project.read_bytes() == lock.content:
@@ -175,7 +176,7 @@ def _run_uv(python: str | None, *arguments: str) -> None:
         done = subprocess.run(["uv", *arguments, *option], env=inherited, stderr=subprocess.PIPE, text=True)
         if done.returncode == 0:
             return
-    raise WorldsizeError(f"uv {arguments[0]} cannot rebuild the environment:\n{done.stderr.strip()}")
+    raise WorldsizeError(f"uv {arguments[0]} failed to rebuild the environment:\n{done.stderr.strip()}")
 
 
 def _list_moved_paths(clones: Sequence[Path], code: Path) -> Iterator[Path]:
@@ -206,7 +207,7 @@ def describe_installs(lock: Lock) -> list[str]:
         packages_of_lock = tomllib.loads(lock.content.decode()).get("package", [])
         lines = [*_settings(lock.project), *_group_packages(packages_of_lock)]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
+        reason = f"missing key {error}" if isinstance(error, KeyError) else error
         text = f"the recorded {lock.name} cannot be read: {reason}. Restore it from a copy of the run folder."
         raise WorldsizeError(text) from error
     return lines
@@ -216,7 +217,9 @@ def _pins_to_be_installed(pins: str) -> list[str]:
     lines = pins.splitlines()
     for line in lines:
         if not re.fullmatch(r"[\w.-]+(==[\w.+!-]+| @ [^\s\\]+)", line, re.ASCII):
-            raise WorldsizeError(f"the recorded requirements.txt has {line!r}, not a pinned package. Do not trust it.")
+            raise WorldsizeError(
+                f"the recorded requirements.txt has {line!r}, not a pinned package. Do not trust this record."
+            )
     present = {f"{name}=={version}" for name, version in packages().items()}
     return [line for line in lines if line not in present]
 
@@ -224,7 +227,7 @@ def _pins_to_be_installed(pins: str) -> list[str]:
 def _settings(project: bytes | None) -> list[str]:
     """Return a line with uv's settings in the project file, such as other indexes, if any."""
     told = tomllib.loads(project.decode()).get("tool", {}).get("uv") if project else None
-    return [f"with the settings of uv {json.dumps(told, default=str)}"] if told else []
+    return [f"uv settings: {json.dumps(told, default=str)}"] if told else []
 
 
 def _group_packages(locked: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -240,7 +243,7 @@ def _group_packages(locked: Sequence[Mapping[str, Any]]) -> list[str]:
             same.setdefault(origin, []).append(name)
         else:
             others.append(f"{name} {version or 'without a version'} {origin}")
-    return [*others, *(f"in the versions that are here, {origin}: {', '.join(same[origin])}" for origin in same)]
+    return [*others, *(f"same versions as installed, {origin}: {', '.join(same[origin])}" for origin in same)]
 
 
 def _get_download_host(file: Mapping[str, Any]) -> str:

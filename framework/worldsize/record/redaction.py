@@ -243,14 +243,14 @@ def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | 
         return None
     parts = () if path.suffix == ".py" else PurePath(name.lower()).parts
     if any(fnmatch(part, pattern) for part in parts for pattern in PRIVATE_NAMES):
-        return "its name"
+        return "private file name"
     if not stat.S_IMODE(path.stat().st_mode) & 0o077 and _read_umask() & 0o077 != 0o077:
-        return "nobody else may read it"
+        return "readable only by its owner"
     content = path.read_bytes()
     if b"\0" in content[:8192]:
         return None
     text = _SPACES.sub(" ", content.decode(errors="replace"))
-    return next((f"it seems to hold: {kind}" for kind, finds in _detectors() if finds(text)), None)
+    return next((f"possible secret: {kind}" for kind, finds in _detectors() if finds(text)), None)
 
 
 @cache
@@ -275,7 +275,7 @@ def _create_detectors() -> Iterator[tuple[str, Callable[[str], bool]]]:
 
     for kind, pattern in _KEYS.items():
         yield kind, partial(_has_match, re.compile(pattern))
-    yield "a random text assigned to a name of a secret", _assigns_secret
+    yield "random string assigned to the name of a secret", _assigns_secret
     known: Mapping[str, type[Any]] = get_mapping_from_secret_type_to_class()
     for kind, detector in known.items():
         if issubclass(detector, RegexBasedDetector) and kind not in _UNUSED | _QUADRATIC:

@@ -136,7 +136,7 @@ def wrap_write_errors(directory: RunDirectory) -> Iterator[None]:
         yield
     except OSError as error:
         if is_missing(directory.manifest):
-            text = f"the run folder {directory.path} was deleted while the run trained, so nothing more can be saved."
+            text = f"the run folder {directory.path} was deleted during training, so nothing more can be saved."
             raise RunFolderError(text) from error
         file = error.filename if isinstance(error.filename, str) else None  # unknown if a write fails
         is_inside = file is not None and Path(file).is_relative_to(directory.path)
@@ -144,7 +144,7 @@ def wrap_write_errors(directory: RunDirectory) -> Iterator[None]:
             raise
         place = f"the run folder {directory.path}" if is_inside or file is None else file
         place = place if file is not None else full_folder(directory.path) or place
-        text = f"{place} cannot be written any more ({error.strerror or error}); resume the run once that is repaired."
+        text = f"failed to write to {place}: {error.strerror or error}. Fix the problem, then resume the run."
         raise RunFolderError(text) from error
 
 
@@ -173,7 +173,7 @@ def runs_below(root: Path) -> list[RunDirectory]:
 
     def leave_out(error: OSError) -> None:
         if Path(error.filename) != root:
-            _logger.warning("%s cannot be read (%s); runs in it are left out.", error.filename, error.strerror)
+            _logger.warning("%s cannot be read (%s); skipping the runs inside.", error.filename, error.strerror)
         elif not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise WorldsizeError(f"{root} cannot be read: {error.strerror}.")
 
@@ -197,7 +197,9 @@ def find_run(run: str | Path, root: Path = Path("runs")) -> RunDirectory:
         return RunDirectory((path.parent if is_manifest else path).resolve())
     runs = runs_below(root)
     if not runs:
-        raise WorldsizeError(f"no runs below {root.resolve()}. Name a run folder, or go to the folder that has {root}.")
+        raise WorldsizeError(
+            f"no runs found in {root.resolve()}. Pass a run folder, or change to the folder that contains {root}."
+        )
     return RunDirectory(max(runs, key=_get_write_time).path.resolve())
 
 
@@ -222,8 +224,8 @@ def check_entries(directory: RunDirectory) -> None:
                 continue
             is_inside = stat.S_ISLNK(mode) and path.resolve().is_relative_to(directory.path.resolve())
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_inside):
-                kind = "a link out of the run folder" if stat.S_ISLNK(mode) else "no regular file"
-                raise WorldsizeError(f"{path} is {kind}. Remove it, or put a copy in its place; nothing was started.")
+                kind = "a symbolic link to outside of the run folder" if stat.S_ISLNK(mode) else "not a regular file"
+                raise WorldsizeError(f"{path} is {kind}. Remove it, or replace it with a copy; nothing was started.")
         if Path(folder) == directory.path and "wandb" in folders:
             folders.remove("wandb")
 
@@ -243,12 +245,14 @@ def create_run_folder(run: RunDirectory, *, is_private: bool) -> Iterator[RunDir
         run.path.mkdir(mode=0o700 if is_private else 0o777)
         yield run
     except FileExistsError:
-        raise ConfigError(f"the run folder {run.path} exists. Choose a different run.name, or leave it out.") from None
+        raise ConfigError(
+            f"the run folder {run.path} already exists. Choose a different run.name, or omit run.name."
+        ) from None
     except OSError as error:
         _remove_run_folder(run.path, before)
         raise ConfigError(
-            f"the run folder {run.path} cannot be written: {error.strerror}. "
-            "Set run.root to a folder with room that you may write."
+            f"failed to write to the run folder {run.path}: {error.strerror}. "
+            "Set run.root to a writable folder with free space."
         ) from error
     except BaseException:
         _remove_run_folder(run.path, before)
@@ -290,7 +294,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         WorldsizeError: a process already holds the lock, or the file system does not support locks.
     """
     if _is_own(run_dir):
-        raise WorldsizeError(f"the run {run_dir} is being trained by this process. Wait for it.")
+        raise WorldsizeError(f"the run {run_dir} is already being trained by this process. Wait until it has ended.")
     with _open_lock_file(run_dir, append=True) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -312,11 +316,13 @@ def _open_lock_file(run_dir: Path, *, append: bool = False) -> BinaryIO:
 
 def _create_lock_error(run_dir: Path, error: OSError) -> WorldsizeError:
     if error.errno in (errno.EACCES, errno.EAGAIN):
-        return WorldsizeError(f"the run {run_dir} is being trained by another process. Wait for its end, or cancel it.")
+        return WorldsizeError(
+            f"the run {run_dir} is already being trained by another process. Wait until it has ended, or cancel it."
+        )
     if os.path.lexists(lock := run_dir / _NAME) and not stat.S_ISREG(lock.lstat().st_mode):
-        return WorldsizeError(f"{lock} is not a regular file, and not made by worldsize. Remove it.")
+        return WorldsizeError(f"{lock} is not a regular file created by worldsize. Remove it.")
     return WorldsizeError(
-        f"the run {run_dir} cannot be locked: {error.strerror}. Set run.root to a file system with locks."
+        f"the run {run_dir} cannot be locked: {error.strerror}. Set run.root to a file system that supports locks."
     )
 
 

@@ -53,8 +53,8 @@ _logger = logging.getLogger(__name__)
 
 Manifest = Mapping[str, Any]
 
-_KILLED = "it was killed, or its host was lost"
-_NO_DIGEST = "The run has no metrics_digest, since that could equal no other run's."
+_KILLED = "killed, or its host was lost"
+_NO_DIGEST = "The run has no metrics_digest, since an incomplete log cannot match another run."
 _RESERVED_BYTES = 64 << 10  # for a new manifest and result before the old ones are replaced
 
 
@@ -101,7 +101,9 @@ class RunView:
         jobs = self.manifest.get("jobs")
         name = str(jobs[-1]["id"]) if jobs else None
         if name is not None and not re.fullmatch(r"\w[\w./-]*", name, re.ASCII):
-            raise WorldsizeError(f"{self.directory.manifest} names the job {name!r}, an invalid name. Do not trust it.")
+            raise WorldsizeError(
+                f"{self.directory.manifest} has the invalid job name {name!r}. Do not trust this record."
+            )
         return name
 
 
@@ -230,7 +232,7 @@ class RunRecord:
         if count := rewind_to_checkpoint(self.directory, self.manifest):  # before anything reads the file
             attempt["lost_metrics"] = count
             _logger.warning(
-                "%s lacks %d logged steps of earlier attempts. %s", self.directory.metrics, count, _NO_DIGEST
+                "%s is missing %d logged steps of earlier attempts. %s", self.directory.metrics, count, _NO_DIGEST
             )
         self._write_manifest({**self.manifest, "attempts": [*earlier, self._attempt]})
         self.directory.result.unlink(missing_ok=True)
@@ -256,7 +258,7 @@ class RunRecord:
         manifest = _update_last_attempt(self.manifest, **facts, **compute_end_times(self._attempt, begun=self._begun))
         results = {**_collect_results(self.directory, outcome), "goodput": compute_goodput(manifest["attempts"])}
         if any("lost_metrics" in each for each in manifest["attempts"]) and results.pop("metrics_digest", None):
-            results["remarks"] = [*results.get("remarks", ()), f"metrics.jsonl lacks logged steps. {_NO_DIGEST}"]
+            results["remarks"] = [*results.get("remarks", ()), f"metrics.jsonl is missing logged steps. {_NO_DIGEST}"]
         self._write_manifest({**claim(manifest), "results": results})
         self._attempt = None
         write_result(self.directory, results)
@@ -350,7 +352,7 @@ def _collect_results(directory: RunDirectory, outcome: Outcome) -> dict[str, Any
         try:
             digests[path.name] = read_digest(path)
         except CheckpointError as error:  # must not lose the results of a run that did not need it
-            _logger.warning("%s The record leaves that checkpoint out.", error)
+            _logger.warning("%s The record omits this checkpoint.", error)
     if outcome.exit_code != 0 or not directory.result.exists():
         return {"exit_reason": outcome.exit_reason, "checkpoints": digests}
     return {**read_result(directory), "checkpoints": digests}

@@ -214,7 +214,7 @@ class _Equal(Combination):
         for value, least, slot in parts:
             if not torch.equal(value, least):
                 raise ConfigError(
-                    f'the buffer {slot.name} is declared as "equal" in Recipe.buffers, and differs between logical '
+                    f'the buffer {slot.name} is declared as "equal" in Recipe.buffers but differs between logical '
                     'ranks. Declare it as "sum", "mean" or "last", or compute it without the data and random numbers.'
                 )
             _write_value(slot, _decode_value(value, slot.tensor))
@@ -294,8 +294,8 @@ def _read_value(slot: BufferSlot, first: Tensor) -> Tensor:
     now = slot.tensor
     if (now.shape, now.dtype) != (first.shape, first.dtype):
         raise ConfigError(
-            f"the loss makes the buffer {slot.name}, {list(first.shape)} of {first.dtype}, {list(now.shape)} of "
-            f"{now.dtype}. Keep its shape and dtype, or register it with persistent=False."
+            f"the loss changes the buffer {slot.name} from {list(first.shape)} {first.dtype} to {list(now.shape)} "
+            f"{now.dtype}. Keep the shape and dtype, or register the buffer with persistent=False."
         )
     return now
 

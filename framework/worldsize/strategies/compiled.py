@@ -45,8 +45,8 @@ def refuse_graphs(numerics: Numerics, *, strategy: str) -> None:
     """Raise ConfigError if a ``strategy`` that gathers parameters would record CUDA graphs."""
     if numerics.records_graphs:
         raise ConfigError(
-            f"compile_mode={numerics.compile_mode} records CUDA graphs with fixed addresses, but {strategy} "
-            "gathers parameters into new memory in each pass. Set compile_mode=default."
+            f"compile_mode={numerics.compile_mode} is not supported with {strategy}: CUDA graphs require fixed "
+            "addresses, but each pass gathers parameters into new memory. Set compile_mode=default."
         )
 
 
@@ -68,7 +68,7 @@ class Compilations:
             return {}
         if speaks and len(new) < len(made):
             for each in filter(_is_repeated, new):
-                _logger.info("compiled again, in %.1f s: %s", _get_duration(each), _format_recompilation(each))
+                _logger.info("recompiled in %.1f s: %s", _get_duration(each), _format_recompilation(each))
         return {
             "graphs": len(made),
             "seconds": sum(map(_get_duration, made)),

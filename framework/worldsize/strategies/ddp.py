@@ -77,19 +77,20 @@ class DDP(Strategy):
         super().__post_init__()
         if self.on_failure == "heal" and (self.compress != "none" or self.reduce == "hierarchical"):
             raise ConfigError(
-                "strategy.on_failure=heal: what compression has left out, and sums inside nodes, are lost with a "
-                "process. Set strategy.compress=none and strategy.reduce=flat (or ordered), or on_failure=restart."
+                "strategy.on_failure=heal is not supported with gradient compression or strategy.reduce=hierarchical: "
+                "compression errors and partial sums are lost with a process. Set strategy.compress=none and "
+                "strategy.reduce=flat (or ordered), or strategy.on_failure=restart."
             )
         if self.reduce == "ordered" and self.compress != "none":
             raise ConfigError(
-                f"strategy.compress={self.compress} {'leaves out' if self._is_sparse else 'rounds off'} other parts of "
-                "sums at each world size; strategy.reduce=ordered (reproducibility=elastic) forbids that. Set "
-                "strategy.compress=none, or a different level."
+                f"strategy.compress={self.compress} is not supported with strategy.reduce=ordered "
+                f"(reproducibility=elastic): compression {'omits' if self._is_sparse else 'rounds'} different values "
+                "at each world size. Set strategy.compress=none, or a different reproducibility level."
             )
         if not self.error_feedback and self.compress != "randomk":
             raise ConfigError(
-                f"strategy.error_feedback=false: strategy.compress={self.compress} is biased; errors would be lost. "
-                "Set strategy.error_feedback=true, or strategy.compress=randomk."
+                f"strategy.error_feedback=false is not supported with strategy.compress={self.compress}: the "
+                "compression is biased. Set strategy.error_feedback=true, or strategy.compress=randomk."
             )
 
     @property
@@ -99,9 +100,9 @@ class DDP(Strategy):
     def check_numerics(self, numerics: Numerics) -> None:
         if self._is_sparse and self.error_feedback and numerics.policy.scales_loss:
             raise ConfigError(
-                f"strategy.compress={self.compress} adds its errors to later gradients, and "
-                f"precision={numerics.precision} scales gradients differently from step to step. Set precision=bf16, "
-                "or strategy.compress=bf16."
+                f"strategy.compress={self.compress} with error feedback is not supported with "
+                f"precision={numerics.precision}: the loss scale changes between steps. Set precision=bf16, or "
+                "strategy.compress=bf16."
             )
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
@@ -114,16 +115,17 @@ class DDP(Strategy):
         senders, kind = gathering(cluster, self.reduce)
         if senders * self.density > 1 and senders > 1:
             raise ConfigError(
-                f"strategy.compress=topk gathers numbers and their indices from {senders} {kind}: with "
-                f"strategy.density={self.density:g} that is more than all numbers uncompressed. Set strategy.density "
-                f"to at most 1/{senders}, or strategy.compress=randomk."
+                f"strategy.density={self.density:g} is too high for strategy.compress=topk on {senders} {kind}: the "
+                "gathered values and indices exceed the uncompressed gradients. Set strategy.density to at most "
+                f"1/{senders}, or strategy.compress=randomk."
             )
 
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.has_several_updates and (self.compress != "none" or self.reduce == "hierarchical"):
             raise ConfigError(
-                f"{type(recipe).__name__} takes several updates a step, whose gradients are not compressed or summed "
-                "by node. Set strategy.compress=none and strategy.reduce=flat (or ordered)."
+                f"{type(recipe).__name__} makes several updates per step, which is not supported with gradient "
+                "compression or strategy.reduce=hierarchical. Set strategy.compress=none and strategy.reduce=flat (or "
+                "ordered)."
             )
         if self.on_failure == "heal":
             refuse_healing_updates(recipe)
@@ -132,16 +134,16 @@ class DDP(Strategy):
         if self.on_failure == "heal":
             refuse_unsent(recipe, model, optimizer)
         if self.compress != "none":
-            refuse_complex(model, because=f"strategy.compress={self.compress} compresses real numbers")
+            refuse_complex(model, because=f"strategy.compress={self.compress} supports only real numbers")
             for name in sparse_embeddings(model):
                 raise ConfigError(
-                    f"{name} has sparse=True, and strategy.compress={self.compress} takes no sparse gradients. Set "
+                    f"strategy.compress={self.compress} does not support sparse gradients: {name} has sparse=True. Set "
                     "sparse=False, or strategy.compress=none."
                 )
         scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
         if self.compress == "powersgd" and scalars:
             raise ConfigError(
-                f"strategy.compress=powersgd: {scalars[0]} is a scalar; torch's hook needs a dimension. Make it "
+                f"strategy.compress=powersgd does not support scalars: {scalars[0]} is a scalar. Make it "
                 "nn.Parameter(torch.ones(1)), or set strategy.compress=int8."
             )
 

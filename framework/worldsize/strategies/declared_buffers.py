@@ -92,7 +92,9 @@ def declare_buffers(recipe: Recipe, model: nn.Module, *, trains_apart: bool = Fa
         if not matches:
             where = f"{type(recipe).__name__}.buffers: {pattern!r}"
             if any(fnmatchcase(name, pattern) for name in names):
-                raise ConfigError(f"{where} has persistent=False, and no checkpoint has it. Leave it out.")
+                raise ConfigError(
+                    f"{where} has persistent=False and is not saved in checkpoints. Remove it from Recipe.buffers."
+                )
             raise ConfigError(f"{where} is not a buffer of the model{neighbours(pattern, names)}")
         for name in matches:
             _check_rule(recipe, saved, name, rule, trains_apart=trains_apart)
@@ -110,24 +112,28 @@ def _check_rule(
         raise ConfigError(f"{where} has the unknown rule {rule!r}{neighbours(str(rule), BUFFER_SUMS)}")
     if rule == "mean" and not tensor.is_floating_point():
         raise ConfigError(
-            f'{where} holds {tensor.dtype}, and its mean may not be an integer. Declare it as "sum", or make it float.'
+            f'{where} has dtype {tensor.dtype}, but "mean" requires a floating-point dtype. Declare it as "sum", or '
+            "make it float."
         )
     if rule == "sum" and tensor.dtype is torch.bool:
-        raise ConfigError(f"{where} holds truth values, and these cannot be added. Make it torch.int64.")
+        raise ConfigError(f'{where} has dtype torch.bool, which does not support "sum". Make it torch.int64.')
     if trains_apart and rule not in ("mean", "equal"):
         raise ConfigError(
-            f"{where} is combined over the logical ranks of each step, and workers that train apart see only their "
-            'own. Declare it as "mean", or use a strategy that sums each step, such as ddp.'
+            f'{where} must be "mean" or "equal", because this strategy does not synchronize workers in each step. '
+            'Declare it as "mean", or use a synchronous strategy such as ddp.'
         )
     if isinstance(rule, Concatenated):
         pointer = saved.get(f"{name.rpartition('.')[0]}.{rule.pointer}".lstrip("."))
         if pointer is None or pointer.tensor.is_floating_point() or pointer.tensor.numel() != 1:
             raise ConfigError(
-                f"{where} is a queue; its pointer {rule.pointer!r} must be a buffer of its module with one integer. "
+                f"{where} requires a pointer {rule.pointer!r}, a buffer of the same module with one integer. "
                 'Register it, e.g. register_buffer("pointer", torch.zeros(1, dtype=torch.int64)).'
             )
         if not -tensor.ndim <= rule.dim < tensor.ndim:
-            raise ConfigError(f"{where} has {tensor.ndim} dimensions, and no dimension {rule.dim} with rows.")
+            raise ConfigError(
+                f"{where} has {tensor.ndim} dimensions, but its rule has dim={rule.dim}. Set dim to the dimension of "
+                "the rows."
+            )
 
 
 def buffer_slots(model: nn.Module) -> list[BufferSlot]:
@@ -176,6 +182,6 @@ def refuse_unserved_buffers(recipe: Recipe, model: nn.Module) -> None:
     """
     for name in recipe.buffers(model):
         raise ConfigError(
-            f"{type(recipe).__name__}.buffers names {name!r}: servers only keep parameters, so that changes of a "
-            "buffer do not reach other workers. Use strategy=ddp, zero or fsdp."
+            f"{type(recipe).__name__}.buffers declares {name!r}, but this strategy does not synchronize buffers: "
+            "servers store only parameters. Use strategy=ddp, zero or fsdp."
         )

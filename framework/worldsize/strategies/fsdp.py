@@ -52,7 +52,7 @@ from worldsize.strategies.wrapping import (
     refuse_sparse_gradients,
 )
 
-_REMEDY = "Set strategy.wrap=none, which gathers the whole model for each loss, or use strategy=ddp or zero."
+_REMEDY = "Set strategy.wrap=none (gathers the full model for each loss), or use strategy=ddp or zero."
 _WHOLE_AT_MOST = 2**30  # bytes: the limit up to which accumulate="auto" keeps gradients unsharded
 _Dtype = Literal["fp32", "bf16", "fp16"]
 _MESHES = count()  # unique mesh names: torch caches properties of a mesh by its shape and names
@@ -93,19 +93,20 @@ class FSDP(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.shard in ("all", "node") or isinstance(self.shard, int)):
-            raise ConfigError(f"strategy.shard={self.shard!r} is unknown. Known: all, node, or a number of ranks.")
+            raise ConfigError(f"strategy.shard must be all, node, or a number of ranks, got {self.shard!r}.")
         if self.on_failure == "heal" and self.accumulate == "sharded" and self.reduce == "ordered":
             raise ConfigError(
-                "strategy.on_failure=heal: strategy.accumulate=sharded cannot have the same bits on any number of "
-                "processes, as reproducibility=elastic requires. Set strategy.accumulate=whole, or "
-                "strategy.on_failure=restart."
+                "strategy.on_failure=heal with reproducibility=elastic is not supported with "
+                "strategy.accumulate=sharded, which sums in a different order on each number of processes. Set "
+                "strategy.accumulate=whole, or strategy.on_failure=restart."
             )
 
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.has_several_updates and self.param_dtype is not None:
             raise ConfigError(
-                f"strategy.param_dtype={self.param_dtype}: {type(recipe).__name__} calls parts of its model by itself, "
-                "whose inputs no hook converts. Set strategy.param_dtype=null, and precision=bf16 if it is to be fast."
+                f"strategy.param_dtype={self.param_dtype} is not supported with {type(recipe).__name__}: the inputs of "
+                "directly called submodules are not cast. Set strategy.param_dtype=null and, for speed, "
+                "precision=bf16."
             )
         if self.on_failure == "heal":
             refuse_healing_updates(recipe)
@@ -130,21 +131,23 @@ class FSDP(Strategy):
         size = self._shard_size(cluster.processes, cluster.processes_per_node)
         if cluster.processes % size:
             raise ConfigError(
-                f"{cluster.processes} processes do not divide into copies of {size} shards. "
-                f"Set strategy.shard to a divisor of {cluster.processes}, or cluster.processes to a multiple of {size}."
+                f"{cluster.processes} processes cannot be split into groups of {size} shards. Set strategy.shard to a "
+                f"divisor of {cluster.processes}, or cluster.processes to a multiple of {size}."
             )
         if self.accumulate == "sharded" and not self._may_sum_shards(cluster.processes):
             raise ConfigError(
-                f"strategy.accumulate=sharded cannot have the same bits on {cluster.processes} processes as on one, "
-                "as reproducibility=elastic requires: their number must be a power of two. Set "
+                "strategy.accumulate=sharded with reproducibility=elastic requires a power of two as the number of "
+                f"processes, got {cluster.processes}. Set "
                 f"cluster.processes={2 ** (cluster.processes.bit_length() - 1)}, or strategy.accumulate=whole."
             )
         if self.cpu_offload and cluster.device == "cpu":
-            raise ConfigError("strategy.cpu_offload=true moves shards from GPUs to the host; cluster.device is cpu.")
+            raise ConfigError(
+                "strategy.cpu_offload=true requires GPUs, but cluster.device is cpu. Set strategy.cpu_offload=false."
+            )
         if self.cpu_offload and backend_for(cluster.backend, "cpu") != "gloo":
             raise ConfigError(
-                f"strategy.cpu_offload=true sums shards in host memory, and cluster.backend={cluster.backend} cannot. "
-                "Set 'cluster.backend=\"cpu:gloo,cuda:nccl\"', with these quotes."
+                f"strategy.cpu_offload=true requires gloo for CPU tensors, got cluster.backend={cluster.backend}. "
+                "Set 'cluster.backend=\"cpu:gloo,cuda:nccl\"', including the quotes."
             )
         return worker_roles(cluster, self.on_failure)
 

@@ -134,7 +134,7 @@ class GatheredFeatures:
             if not scalar.requires_grad:
                 raise ConfigError(
                     f"{type(self._recipe).__name__}.feature_loss does not depend on the features of the step. Compute "
-                    "it with features.everyone, the features of all logical ranks."
+                    "it from features.everyone, the features of all logical ranks."
                 )
             gradients = torch.autograd.grad(scalar, trained, allow_unused=True, materialize_grads=True)
         return torch.cat([each.float().flatten() for each in gradients])

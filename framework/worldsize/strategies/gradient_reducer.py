@@ -126,10 +126,9 @@ def refuse_norms_of_others(model: nn.Module, optimizer: Optimizer, numerics: Num
     if others:
         clips = numerics.clip_norm is not None
         raise ConfigError(
-            f"{'clip_norm' if clips else 'nonfinite=skip'}: the norm would count gradients of "
-            f"{format_names(others)}, in no "
-            "parameter group of the optimizer, so its zero_grad() does not reset them: the norm would include all "
-            "earlier steps. Freeze them with requires_grad_(False), give them to the optimizer, or set "
+            f"{'clip_norm' if clips else 'nonfinite=skip'} requires all trainable parameters in the optimizer; "
+            f"missing: {format_names(others)}. Their gradients are never reset, so the norm would include all "
+            "earlier steps. Freeze them with requires_grad_(False), add them to the optimizer, or set "
             f"{'clip_norm=null' if clips else 'nonfinite=stop'}."
         )
 
@@ -235,9 +234,9 @@ def _build_unused_error(module: DistributedDataParallel, said: str) -> ConfigErr
     if not names and (match := _INDICES.search(said)):  # an earlier micro-batch had a gradient
         names = [list(named)[int(index)] for index in match[1].split() if int(index) < len(named)]
     return ConfigError(
-        f"{format_names(names)} got no gradient in the last micro-batch of this process, and every process must have a "
-        "gradient of every parameter. Set strategy.find_unused_parameters=true, freeze them with "
-        "requires_grad_(False), or let the loss depend on them."
+        f"{format_names(names)} received no gradient in the last micro-batch of this process. Set "
+        "strategy.find_unused_parameters=true, freeze the parameters with requires_grad_(False), or make the loss "
+        "depend on them."
     )
 
 

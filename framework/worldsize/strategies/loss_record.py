@@ -103,19 +103,18 @@ def trainable(loss: Loss) -> tuple[Tensor, LossRecord]:
     if not isinstance(total, Tensor):
         returned = "None" if output is None else f"a {type(output).__name__}"
         raise ConfigError(
-            f"the recipe's loss returned {returned} for a micro-batch. Return the mean, a scalar tensor, or (the sum, "
-            "its weight)."
+            f"the recipe's loss returned {returned}. Return the mean as a scalar tensor, or (sum, weight)."
         )
     if total.ndim and total.numel() != 1:
         raise ConfigError(
-            f"the recipe's loss returned a tensor of shape {list(total.shape)} for a micro-batch, not a scalar. Return "
-            "its mean(), or (its sum(), its weight)."
+            f"the recipe's loss returned a tensor of shape {list(total.shape)}, expected a scalar. Return loss.mean(), "
+            "or (loss.sum(), weight)."
         )
     if not total.requires_grad:
         raise ConfigError(
-            "the recipe's loss for a micro-batch depends on no trained parameter, so it lacks a gradient. Compute "
-            "it with the model for each micro-batch, outside torch.no_grad() and without detach(); if no sample of a "
-            "micro-batch counts, multiply by 0, or return (the sum, a weight of 0)."
+            "the recipe's loss does not require grad. Compute it from the model's output for each micro-batch, "
+            "outside torch.no_grad() and without detach(). If no sample of a micro-batch counts, multiply the loss by "
+            "0, or return (sum, 0)."
         )
     return differentiable(loss)
 
@@ -129,8 +128,8 @@ def check_same_form(records: Sequence[LossRecord]) -> None:
 def forms_differ(one: str, other: str) -> ConfigError:
     """Return the error for a loss that is a mean in ``one`` case and (sum, weight) in ``other``."""
     return ConfigError(
-        f"the recipe's loss returned a mean {one}, and (the sum, its weight) {other}. Return the same form each time; "
-        "for a micro-batch in which nothing counts that is (a sum of 0 that the model has computed, a weight of 0)."
+        f"the recipe's loss returned a mean {one} and (sum, weight) {other}. Return the same form each time. If no "
+        "sample of a micro-batch counts, return a sum of 0 computed from the model's output, and a weight of 0."
     )
 
 
@@ -150,12 +149,12 @@ def _convert_to_float64(value: Tensor | float, device: torch.device) -> Tensor:
 def _parse_metric(name: str, pair: Any, device: torch.device) -> Tensor:
     if not isinstance(name, str) or not re.fullmatch(r"[\w./-]+", name):
         raise ConfigError(
-            f"the recipe's loss names a metric {name!r}. Give it a name of letters, digits and the characters _ . / -."
+            f"invalid metric name {name!r} in the recipe's loss. Use only letters, digits and the characters _ . / -."
         )
     if name in STEP_FIGURES:
-        raise ConfigError(f"the recipe's loss names a metric {name!r}, a name reserved in each logged step. Rename it.")
+        raise ConfigError(f"the metric name {name!r} in the recipe's loss is reserved. Rename the metric.")
     if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_real_scalar, pair)):
-        raise ConfigError(f"the recipe's loss must give its metric {name!r} as (sum, count), two real scalars.")
+        raise ConfigError(f"the metric {name!r} in the recipe's loss must be (sum, count), two real scalars.")
     total, count = (x.reshape(()) if isinstance(x, Tensor) else x for x in pair)
     return _stack_pair(total, count, device)
 
@@ -193,8 +192,8 @@ def metrics_differ(first: Iterable[str], second: Iterable[str], *, where: str) -
     """Return the error for different names of training metrics; ``where``: e.g. "two steps"."""
     one, other = (", ".join(sorted(names)) or "none" for names in (first, second))
     return ConfigError(
-        f"the recipe's loss names different metrics in {where}: {one}; and {other}. "
-        "Return the same names each time; a metric that a batch does not have is (0, 0)."
+        f"the recipe's loss returned different metrics in {where}: [{one}] and [{other}]. Return the same names each "
+        "time, with (0, 0) for a metric without values."
     )
 
 
@@ -225,7 +224,9 @@ class AgreedLosses:
             self._exchange(record)
             self._forms[key] = record.is_weighted
         elif record.is_weighted != self._forms[key]:
-            means, sums = ("before", "in this step") if record.is_weighted else ("in this step", "before")
+            means, sums = (
+                ("in an earlier step", "in this step") if record.is_weighted else ("in this step", "in an earlier step")
+            )
             raise forms_differ(means, sums)
 
     def _exchange(self, record: LossRecord) -> None:

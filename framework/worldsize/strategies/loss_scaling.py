@@ -69,9 +69,9 @@ def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: b
     if not any(stepped) and speaks and not _told:
         _told.append(True)
         _logger.warning(
-            "precision=fp16: a gradient overflowed float16, so this update is skipped and the loss scale "
-            "is divided by %g. Some such steps are normal, especially at the beginning; `skipped` in metrics.jsonl "
-            "counts them, and events.jsonl has their steps. precision=bf16 does not overflow.",
+            "precision=fp16: gradient overflow in float16, skipping this update and dividing the loss scale by %g. "
+            "Occasional overflows are normal, especially early in training. See `skipped` in metrics.jsonl for their "
+            "number and events.jsonl for the steps. precision=bf16 does not overflow.",
             1 / scaler.get_backoff_factor(),
         )
     return any(stepped)

@@ -111,10 +111,9 @@ class LossWatch:
         if own == "weight" and getattr(embedding, "max_norm", None) is not None:
             return build_max_norm_error(module)
         return ConfigError(
-            f"the loss changes the parameter {name}. The logical ranks of a step compute with the same weights, at the "
-            "same time, so that such a change would be lost or differ between them. Make it in place in a hook of "
-            "the optimizer (optimizer.register_step_post_hook), which runs once a step, or set ema.decay for an "
-            "average of all weights."
+            f"the loss modifies the parameter {name}. All logical ranks of a step use the same weights, so the change "
+            "would be lost or differ between ranks. Make it in place in a hook of the optimizer "
+            "(optimizer.register_step_post_hook), which runs once per step, or set ema.decay to average all weights."
         )
 
     @contextmanager
@@ -153,36 +152,35 @@ class LossWatch:
     def _communicates(self, caller: str) -> ConfigError:
         if not self._has_group:
             return ConfigError(
-                f"the loss communicates with other processes, in {caller}, and those of this strategy form no group. "
-                "Compute it within a logical rank, or use strategy=ddp with reproducibility=seeded and logical_ranks "
-                "set to the number of processes."
+                f"the loss calls a collective in {caller}, but this strategy has no process group. Compute the value "
+                "within a logical rank, or use strategy=ddp with reproducibility=seeded and logical_ranks set to the "
+                "number of processes."
             )
         if self._passes_over > 1:
             return ConfigError(
-                f"the loss communicates with other processes, in {caller}, and {self._passes_over} of them compute a "
-                "pass together, with the same samples. Compute it within a logical rank, or use strategy=ddp or fsdp "
+                f"the loss calls a collective in {caller}, but {self._passes_over} processes compute each pass "
+                "together on the same samples. Compute the value within a logical rank, or use strategy=ddp or fsdp "
                 "with reproducibility=seeded and logical_ranks set to the number of processes."
             )
         because = (
-            "with reproducibility=elastic its value would depend on the number of processes"
+            "with reproducibility=elastic its result would depend on the number of processes"
             if self._ordered
-            else "a step has more logical ranks than processes, and it would see some of them"
+            else "a step has more logical ranks than processes, so its result would cover only some of them"
         )
         remedy = "reproducibility=seeded and " if self._ordered else ""
         return ConfigError(
-            f"the loss communicates with other processes, in {caller}: {because}. Compute it within a logical rank, "
-            "derive the recipe from FeatureRecipe, which is given the features of all logical ranks, or "
-            f"set {remedy}logical_ranks to the number of processes."
+            f"the loss calls a collective in {caller}, but {because}. Compute the value within a logical rank, derive "
+            f"the recipe from FeatureRecipe for the features of all logical ranks, or set {remedy}logical_ranks to the "
+            "number of processes."
         )
 
 
 def build_max_norm_error(name: str) -> ConfigError:
     """Return the error for embedding ``name`` with ``max_norm`` that several processes train."""
     return ConfigError(
-        f"{name or 'the model'} has max_norm, by which a forward pass shortens the rows that it looks up: other "
-        "processes, which look up other rows, would keep the old ones. Leave max_norm out, and shorten the weight in "
-        "place in a hook of the optimizer, such as weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad(), "
-        "or train on one process with strategy=single."
+        f"max_norm of {name or 'the model'} is not supported on several processes: the forward pass renormalizes only "
+        "the rows of the local batch. Remove max_norm and renormalize the weight in place in a hook of the optimizer, "
+        "such as weight.copy_(weight.renorm(2, 0, max_norm)) under torch.no_grad(), or use strategy=single."
     )
 
 

@@ -67,20 +67,21 @@ def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves
     blocks = list(recipe.blocks(model))
     if not blocks:
         raise ConfigError(
-            f"activation_checkpointing={chosen}: {type(recipe).__name__} does not name blocks, and recomputing a whole "
-            "model at once needs as much memory as before. Define Recipe.blocks, or set "
+            f"activation_checkpointing={chosen} requires Recipe.blocks, which {type(recipe).__name__} does not define. "
+            "Recomputing the whole model at once saves no memory. Define Recipe.blocks, or set "
             "activation_checkpointing=none."
         )
     for block in blocks:
         if serves_rows and sparse_embeddings(block):
             raise ConfigError(
-                f"activation_checkpointing={chosen}: a block has an embedding with sparse=True, whose rows servers "
-                "would send twice. Set activation_checkpointing=none."
+                f"activation_checkpointing={chosen} is not supported for blocks with sparse=True embeddings: servers "
+                "would send their rows twice. Set activation_checkpointing=none."
             )
         if chosen == "selective" and numerics.compile and any(isinstance(each, _NormBase) for each in block.modules()):
             raise ConfigError(
-                "activation_checkpointing=selective: a block has a norm with running statistics; compiled code "
-                "would update them twice. Set activation_checkpointing=full, or compile=false."
+                "activation_checkpointing=selective with compile=true is not supported for norms with running "
+                "statistics: compiled code would update them twice. Set activation_checkpointing=full, or "
+                "compile=false."
             )
 
 
@@ -164,8 +165,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
         for name, buffer, version in versions:
             if buffer._version != version and id(buffer) not in copies:
                 raise RuntimeError(
-                    f"{type(module).__name__}.{name} changes in each forward pass, so with activation checkpointing "
-                    "twice a step. Set activation_checkpointing=none."
+                    f"{type(module).__name__}.{name} changes in each forward pass, which activation checkpointing runs "
+                    "twice per step. Set activation_checkpointing=none."
                 )
 
 
@@ -219,8 +220,8 @@ def check_fp8(recipe: Recipe, model: nn.Module) -> None:
     require("precision=fp8", "torchao", extra="fp8")
     if not fp8_layers(recipe, model):
         raise ConfigError(
-            f"precision=fp8: {type(recipe).__name__} lacks a linear layer with both sizes a multiple of {_MULTIPLE} "
-            "in its blocks. Change the sizes, or set precision=bf16."
+            f"precision=fp8 requires a linear layer with in_features and out_features divisible by {_MULTIPLE}, but "
+            f"the blocks of {type(recipe).__name__} have none. Change the sizes, or set precision=bf16."
         )
 
 

@@ -176,8 +176,8 @@ def refuse_healing_updates(recipe: Recipe) -> None:
     """Raise ConfigError if ``recipe`` takes several updates per step, which cannot heal."""
     if recipe.has_several_updates:
         raise ConfigError(
-            f"{type(recipe).__name__} takes several updates a step; healing could leave a step with only some of them. "
-            "Set strategy.on_failure=restart."
+            f"strategy.on_failure=heal is not supported with several updates per step ({type(recipe).__name__}): a "
+            "failure could leave a step with only some of them. Set strategy.on_failure=restart."
         )
 
 
@@ -281,8 +281,8 @@ def _combine_metrics(
     for name in rates:
         if metrics.keys() & {f"loss/{name}", f"lr/{name}"}:
             raise ConfigError(
-                f"the recipe's updates name a metric loss/{name} or lr/{name}, reserved in each logged step for the "
-                f"optimizer {name!r}. Rename it."
+                f"the metric names loss/{name} and lr/{name} are reserved for the optimizer {name!r}. Rename the "
+                "metric in Recipe.updates."
             )
     losses = results[0].losses
     one_b = torch.ones(len(losses), dtype=torch.float64, device=losses[0].device)

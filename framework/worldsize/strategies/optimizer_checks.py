@@ -34,8 +34,8 @@ _logger = logging.getLogger(__name__)
 # elementwise optimizers of torch, excluding subclasses
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
-_LACKS = "its state_dict() lacks a part of its state, such as a counter:"
-_KEEP = "Keep it in the optimizer's state or param_groups."
+_LACKS = "state_dict() does not contain its full state (a counter, for example)"
+_KEEP = "Store the full state in the optimizer's state or param_groups."
 
 
 def updates_apart(optimizer: Optimizer) -> bool:
@@ -82,14 +82,13 @@ def refuse_divided_updates(
         return
     failure = trial.failure
     finding = (
-        f"could not be tried on small tensors ({failure})"
+        f"could not be tested on small tensors ({failure})"
         if failure
-        else "updates a parameter differently than its parts, as optimizers do that take norms"
+        else "updates shards differently from whole parameters, for example because of a norm"
     )
     raise ConfigError(
-        f"{type(optimizer).__name__} {finding}, and this strategy divides parameters at places that depend on the "
-        "number of processes. Use strategy=ddp or zero, or an optimizer that updates each number by itself, such as "
-        "optimizer=adamw"
+        f"{type(optimizer).__name__} {finding}, but shard boundaries depend on the number of processes with this "
+        "strategy. Use strategy=ddp or zero, or an elementwise optimizer such as optimizer=adamw"
         f"{', or reproducibility=seeded' if reduce == 'ordered' and not heals else ''}."
     )
 
@@ -105,8 +104,8 @@ def refuse_joint_updates(recipe: Recipe, model: nn.Module, optimizer: Optimizer,
     trial = OptimizerTrial(recipe, model)
     if trial.failure is None and (reason := trial.joint):
         raise ConfigError(
-            f"{type(optimizer).__name__} {reason}, and {because}. Use strategy=ddp, or an optimizer that updates each "
-            "parameter by itself, such as optimizer=adamw."
+            f"{type(optimizer).__name__} {reason}, but {because}. Use strategy=ddp, or an optimizer that updates each "
+            "parameter independently, such as optimizer=adamw."
         )
 
 
@@ -121,7 +120,7 @@ def refuse_divided_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer)
     trial = OptimizerTrial(recipe, model)
     if extra_state(optimizer) if trial.failure else divides_extra_state(trial):
         raise ConfigError(
-            _format_unshared_error(optimizer, "with this strategy each rank updates a part of the parameters")
+            _format_unshared_error(optimizer, "each rank updates only a part of the parameters with this strategy")
         )
 
 
@@ -136,14 +135,14 @@ def refuse_extra_state(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -
     trial = OptimizerTrial(recipe, model)
     if extra_state(optimizer) if trial.failure else has_extra_state(trial):
         raise ConfigError(
-            _format_unshared_error(optimizer, "servers have an optimizer for each part of the parameters")
+            _format_unshared_error(optimizer, "each server has a separate optimizer for its part of the parameters")
         )
 
 
 def _format_unshared_error(optimizer: Optimizer, because: str) -> str:
     return (
-        f"{type(optimizer).__name__} keeps values in its state_dict() besides state and param_groups, and {because}. "
-        "Keep them in the optimizer's state or param_groups, or use strategy=ddp."
+        f"{type(optimizer).__name__}.state_dict() has entries besides state and param_groups, but {because}. Store "
+        "them in the optimizer's state or param_groups, or use strategy=ddp."
     )
 
 
@@ -170,7 +169,7 @@ def refuse_unsaved(recipe: Recipe, model: nn.Module, optimizer: Optimizer, sched
         raise ConfigError(f"{' and '.join(kinds)}: {error}") from error
     if not trial.resumes:
         _logger.warning(
-            "%s: %s a run that is resumed or restarted trains differently. %s", type(optimizer).__name__, _LACKS, _KEEP
+            "%s.%s, so a resumed or restarted run trains differently. %s", type(optimizer).__name__, _LACKS, _KEEP
         )
 
 
@@ -185,8 +184,8 @@ def refuse_unsent(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> Non
     trial = OptimizerTrial(recipe, model)
     if trial.failure is None and not trial.resumes:
         raise ConfigError(
-            f"{type(optimizer).__name__}: {_LACKS} a replacement process does not get it. {_KEEP} "
-            "Or set strategy.on_failure=restart."
+            f"{type(optimizer).__name__}.{_LACKS}, so a replacement process cannot restore it. {_KEEP} Or set "
+            "strategy.on_failure=restart."
         )
 
 
@@ -203,9 +202,8 @@ def refuse_closures(optimizer: Optimizer) -> None:
         if re.search(r"\bclosure\b", str(error)) is None:
             return  # another check, or the first step, reports it
         raise ConfigError(
-            f"{type(optimizer).__name__} needs a closure, to compute the loss several times per step; "
-            "training computes it once for each update, summed over all processes. Use an optimizer that only "
-            "needs gradients, such as AdamW or Muon."
+            f"{type(optimizer).__name__} requires a closure, which is not supported: the loss is computed once per "
+            "update. Use an optimizer without a closure, such as AdamW or Muon."
         ) from None
 
 
@@ -233,8 +231,8 @@ def refuse_sparse_sums(model: nn.Module, cluster: Cluster, reduce: Reduction) ->
         who = "NCCL" if is_nccl else f"strategy.reduce={reduce}"
         other = "cluster.backend=gloo" if is_nccl else "strategy.reduce=flat with reproducibility=deterministic"
         raise ConfigError(
-            f"{name} has sparse=True, and {who} sums no sparse gradients. Set sparse=False, {other}, or a strategy "
-            "whose servers keep rows, such as parameter_server."
+            f"{who} does not support sparse gradients: {name} has sparse=True. Set sparse=False, {other}, or a "
+            "strategy with servers for rows, such as parameter_server."
         )
 
 
@@ -244,14 +242,14 @@ def _check_group(optimizer: Optimizer, group: Mapping[str, Any], name: str) -> N
         state = _state_after_step(type(optimizer), group)
     except RuntimeError as error:
         raise ConfigError(
-            f"{name} has sparse=True, and {kind} as it is set takes no sparse gradient ({error}). Set sparse=False; or "
-            "use SparseAdam, Adagrad or SGD without momentum and weight decay; or a strategy whose servers keep rows, "
-            "such as parameter_server."
+            f"{kind} with these options does not support sparse gradients ({error}): {name} has sparse=True. Set "
+            "sparse=False; or use SparseAdam, Adagrad, or SGD without momentum and weight decay; or use a strategy "
+            "with servers for rows, such as parameter_server."
         ) from None
     for key in state:
         raise ConfigError(
-            f"{name} has sparse=True, and {kind} keeps a sparse {key} for it, which checkpoints do not support. "
-            "Set momentum=0, use SparseAdam or Adagrad, or set sparse=False."
+            f"{kind} keeps a sparse {key} for {name} (sparse=True), which checkpoints do not support. Set momentum=0, "
+            "use SparseAdam or Adagrad, or set sparse=False."
         )
 
 

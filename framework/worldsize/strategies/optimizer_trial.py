@@ -76,9 +76,9 @@ class OptimizerTrial:
             try:
                 updated = self.run_steps(own=own)
             except Exception as error:  # of any kind: optimizers are user code
-                return f"cannot update a part of the parameters ({format_error(error)})"
+                return f"cannot update a subset of the parameters ({format_error(error)})"
             if any(not has_same_values(each, self.result[name]) for name, each in updated.items()):
-                return "updates parameters together, as optimizers do that take a norm of all"
+                return "updates parameters jointly, for example by a global norm"
         return None
 
     @cached_property
@@ -120,7 +120,7 @@ class OptimizerTrial:
         def load_state(optimizer: Optimizer) -> None:
             state = states.pop(0)
             if _collect_shapes(_save_state(optimizer)) != _collect_shapes(state):
-                raise RuntimeError("its state has other tensors after a step")
+                raise RuntimeError("the optimizer state has different tensors after a step")
             load_named_state(_wrap_parameters(optimizer), optimizer, state)
 
         try:
@@ -174,7 +174,7 @@ class OptimizerTrial:
                     optimizer.step()
                 finish(optimizer)
             if calls is not None and len(calls) != _STEPS:
-                raise RuntimeError("its step() does not run the hooks of torch.optim.Optimizer")
+                raise RuntimeError("step() does not run the hooks of torch.optim.Optimizer")
         return {name: each.detach() for name, each in small.items() if own is None or name in own}
 
     @cached_property

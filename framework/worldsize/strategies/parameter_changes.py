@@ -37,10 +37,8 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 def build_hook_error(names: list[str]) -> ConfigError:
     """Return the error for hooks on gradients that are sharded over processes."""
     return ConfigError(
-        f"there is a hook on the gradient of {format_names(names)}, and this strategy divides gradients over "
-        "processes: none "
-        "has the whole gradient of a step, which the hook expects. Use strategy=ddp, zero or single, or make the "
-        "change where the loss is computed."
+        f"gradient hooks are not supported on sharded gradients; found a hook on {format_names(names)}. Use "
+        "strategy=ddp, zero or single, or apply the change to the loss."
     )
 
 
@@ -48,9 +46,9 @@ def build_freeze_error(unfrozen: list[str], frozen: list[str]) -> ConfigError:
     """Return the error for parameters whose ``requires_grad`` has changed."""
     done = f"unfrozen {format_names(unfrozen)}" if unfrozen else f"frozen {format_names(frozen)}"
     return ConfigError(
-        f"training has {done}, and this strategy divides its work by the parameters that require gradients when a run "
-        "begins. Let them require gradients in all steps, with a learning rate of 0 while they are frozen (a parameter "
-        "group of their own, and a schedule); or use strategy=single, or a new run from the checkpoint."
+        f"training has {done}, but this strategy does not support changes of requires_grad during a run. Keep "
+        "requires_grad=True and use a learning rate of 0 while parameters are frozen (with a separate parameter group "
+        "and a schedule), use strategy=single, or start a new run from the checkpoint."
     )
 
 
@@ -120,8 +118,8 @@ class GradientHooks:
                 for hook in table.values()
             ):
                 raise ConfigError(
-                    "a hook on the gradient of a parameter was registered while a loss was computed. Register it when "
-                    "the model or the optimizer is made: it is then called once a step, with the whole gradient."
+                    "a gradient hook was registered on a parameter while computing the loss. Register it when "
+                    "creating the model or the optimizer; it is then called once per step, with the full gradient."
                 )
         finally:
             for table, hooks in zip(tables, kept, strict=True):

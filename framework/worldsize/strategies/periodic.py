@@ -60,18 +60,18 @@ class PeriodicSyncStrategy(Strategy):
         super().__post_init__()
         if self.reduce == "ordered":
             raise ConfigError(
-                "reduce=ordered promises the same bits at any world size, but where workers train apart the result "
-                "depends on how many they are. Set reproducibility=deterministic: the same bits at the same world size."
+                "reduce=ordered is not supported with periodic synchronization: the result depends on the number of "
+                "workers. Set reproducibility=deterministic for the same bits at the same world size."
             )
         if self.reduce != "flat":
             raise ConfigError(
-                f"reduce={self.reduce} is a way to sum gradients, and workers that train apart send none. "
-                "Set strategy.reduce=flat."
+                f"strategy.reduce={self.reduce} is not supported with periodic synchronization: workers do not "
+                "exchange gradients. Set strategy.reduce=flat."
             )
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         declare_buffers(recipe, model, trains_apart=True)
-        refuse_complex(model, because="this strategy exchanges real numbers")
+        refuse_complex(model, because="this strategy exchanges only real numbers")
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         return {"worker": Role(processes=cluster.processes)}
@@ -208,8 +208,8 @@ def _copy_tensors(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -
 
 
 # learning rate of the outer optimizer, Nesterov SGD
-OuterRate = Annotated[float, Range(above=0, hint="0.7 is usual, 1 with no momentum averages")]
-OuterMomentum = Annotated[float, Range(least=0, below=1, hint="0.9 is usual")]
+OuterRate = Annotated[float, Range(above=0, hint="typically 0.7, or 1 without momentum to average the weights")]
+OuterMomentum = Annotated[float, Range(least=0, below=1, hint="typically 0.9")]
 
 
 @final

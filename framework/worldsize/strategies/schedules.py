@@ -42,11 +42,11 @@ class Schedule:
         schedules, kind = recipe.schedules(optimizers), type(recipe).__name__
         for name, schedule in schedules.items() if recipe.has_several_updates else ():
             if name not in optimizers:
-                raise ConfigError(f"{kind}.schedules: no optimizer {name!r}{neighbours(name, optimizers)}")
+                raise ConfigError(f"{kind}.schedules: unknown optimizer {name!r}{neighbours(name, optimizers)}")
             if schedule.optimizer is not optimizers[name]:
                 raise ConfigError(
-                    f"{kind}.schedules: the schedule {name!r} belongs to a different optimizer. Give each schedule the "
-                    "name of its optimizer."
+                    f"{kind}.schedules: the schedule {name!r} belongs to a different optimizer. Use the name of its "
+                    "optimizer as the key of each schedule."
                 )
         return {name: Schedule(plain) for name, plain in schedules.items()}
 
@@ -91,7 +91,7 @@ def _needs_metric(plain: Any) -> bool:
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(plain, method, None)):
             raise ConfigError(
-                f"schedule returned a {name} without a method {method}. Return a schedule of "
+                f"schedule returned a {name} without a {method}() method. Return a schedule of "
                 "torch.optim.lr_scheduler, such as LambdaLR."
             )
     needed = [
@@ -102,9 +102,9 @@ def _needs_metric(plain: Any) -> bool:
     ]
     if needed and (len(needed) > 1 or needed[0] not in _METRICS):
         raise ConfigError(
-            f"schedule returned a {name}, whose step needs {' and '.join(needed)}. Return a schedule that is advanced "
-            "by step() after each update, such as LambdaLR, or by step(metrics) after each evaluation, such as "
-            "ReduceLROnPlateau."
+            f"schedule returned a {name}, but its step() requires {' and '.join(needed)}. Return a schedule with "
+            "step(), called after each update, such as LambdaLR, or step(metrics), called after each evaluation, such "
+            "as ReduceLROnPlateau."
         )
     return bool(needed)
 
@@ -117,16 +117,16 @@ def check_metric(schedules: Sequence[Schedule], strategy: Strategy | None, metri
     needing = [type(schedule.plain).__name__ for schedule in schedules if schedule.needs_metric]
     if not needing and metric is not None:
         raise ConfigError(
-            f"schedule_metric={metric}: the recipe lacks a schedule that is advanced by a metric. "
-            "Set schedule_metric=null, or return one such as ReduceLROnPlateau from schedule."
+            f"schedule_metric={metric} requires a schedule that steps on a metric. Set schedule_metric=null, or return "
+            "a schedule such as ReduceLROnPlateau from Recipe.schedule."
         )
     if needing and strategy is not None and not strategy.schedules_by_metric:
         raise ConfigError(
-            f"{needing[0]} is advanced by the metric of an evaluation between two steps, and steps overlap under this "
-            f"{type(strategy).__name__}. Set strategy=ddp, or use a schedule that is advanced after each update."
+            f"{needing[0]} steps on an evaluation metric, which is not supported with the overlapping steps of "
+            f"{type(strategy).__name__}. Set strategy=ddp, or use a schedule that steps after each update."
         )
     if needing and metric is None:
         raise ConfigError(
-            f"{needing[0]} is advanced by the metric of an evaluation. Set schedule_metric to a metric that the recipe "
-            "evaluates, such as loss, and evaluate_every to the steps between two evaluations."
+            f"{needing[0]} requires an evaluation metric. Set schedule_metric to a metric of the recipe's evaluation, "
+            "such as loss, and evaluate_every to the number of steps between evaluations."
         )

@@ -172,9 +172,8 @@ class _CarriedHook:
         for (name, (module, own)), parameter in zip(self._places.items(), before, strict=True):
             if module._parameters[own] is not parameter:
                 raise ConfigError(
-                    f"{self.__qualname__}, a hook of the optimizer, puts a new parameter in the place of {name}, whose "
-                    "parts are on several ranks. Change the old one in place, such as parameter.copy_(value) under "
-                    "torch.no_grad(), or use strategy=ddp."
+                    f"{self.__qualname__}, a hook of the optimizer, replaces the sharded parameter {name}. Change the "
+                    "parameter in place, such as parameter.copy_(value) under torch.no_grad(), or use strategy=ddp."
                 )
         return returned
 
@@ -196,9 +195,9 @@ class _Assignments(TorchFunctionMode):
 def _assign_data(parameter: DTensor, value: Tensor) -> None:
     if not isinstance(value, DTensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
         raise ConfigError(
-            f"a hook of the optimizer assigns {list(value.shape)} of {value.dtype} to the data of a parameter "
-            f"{list(parameter.shape)} of {parameter.dtype}, whose parts are on several ranks. Make it of parameters "
-            "with the same shape and dtype, or use strategy=ddp."
+            f"a hook of the optimizer assigns {list(value.shape)} {value.dtype} to the data of a sharded parameter, "
+            f"expected {list(parameter.shape)} {parameter.dtype}. Compute the value from sharded parameters of the "
+            "same shape and dtype, or use strategy=ddp."
         )
     same = value if value.placements == parameter.placements else value.redistribute(placements=parameter.placements)
     parameter._local_tensor.copy_(same._local_tensor)
@@ -229,8 +228,8 @@ def refuse_wrong_updates(
     trial = OptimizerTrial(recipe, model)
     if trial.failure is None and (reason := _difference(trial, model, prepare)):
         raise ConfigError(
-            f"{type(optimizer).__name__} {reason}, and this strategy divides parameters over ranks. Use strategy=ddp "
-            "or zero, or an optimizer that updates each number by itself, such as optimizer=adamw."
+            f"{type(optimizer).__name__} {reason}, but this strategy shards parameters. Use strategy=ddp or zero, or "
+            "an elementwise optimizer such as optimizer=adamw."
         )
     return True
 
@@ -255,7 +254,7 @@ def _difference(trial: OptimizerTrial, model: nn.Module, prepare: Callable[[Opti
             get_local_shard(place_tensor(name, values[name])) for values in (trial.result, trial.values)
         )
         if not _is_close(get_local_shard(each), expected, before):
-            return f"updates {name} differently as a DTensor than whole"
+            return f"updates {name} differently as a DTensor than as a plain tensor"
     return None
 
 

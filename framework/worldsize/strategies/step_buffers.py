@@ -174,11 +174,10 @@ class _Watched:
             changed = now is not self._tensor or now._version != self._version
         if changed:
             raise ConfigError(
-                f"the loss changes the buffer {self._slot.name}, without a rule for its values on the logical ranks "
-                "of a step. Declare it in Recipe.buffers: "
+                f"the loss modifies the buffer {self._slot.name}, which has no rule in Recipe.buffers. Declare "
                 f'{{"{self._slot.name}": "sum"}} for a counter of samples, "mean" for averages over a batch, "equal" '
                 'for a counter of steps, "last", or Concatenated(pointer=...) for a queue. Register it with '
-                "persistent=False if it is a cache that any process can recompute."
+                "persistent=False if any process can recompute it."
             )
 
 

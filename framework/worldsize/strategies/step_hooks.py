@@ -86,7 +86,7 @@ def refuse_step_hooks(optimizer: Optimizer, *, because: str) -> None:
         ConfigError: the optimizer has a recipe's hook; ``because``: the reason at the end of the message.
     """
     if hooks := recipe_hooks(optimizer):
-        raise ConfigError(f"the optimizer has a hook for each step, {hook_name(hooks[0])}, {because}")
+        raise ConfigError(f"the optimizer has a step hook, {hook_name(hooks[0])}, {because}")
 
 
 def wrap_recipe_hooks(optimizer: Optimizer, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -125,12 +125,11 @@ def refuse_mixing_hooks(recipe: Recipe, model: nn.Module) -> None:
         buffers = [
             each for each, buffer in model.named_buffers() if _get_storage_key(buffer) == _get_storage_key(tensor)
         ]
-        described = f"the buffer {buffers[0]}" if buffers else f"a tensor {list(tensor.shape)} that is not made of them"
+        described = f"the buffer {buffers[0]}" if buffers else f"an unsharded tensor of shape {list(tensor.shape)}"
         raise ConfigError(
-            f"the optimizer has a hook for each step, {name}, that computes with weights and {described} together. "
-            "Here weights are divided over ranks, and such a tensor is whole on each. Keep it as a frozen parameter, "
-            "nn.Parameter(..., requires_grad=False), to divide it alike; set ema.decay for an average of all "
-            "weights; or use strategy=ddp or zero."
+            f"the optimizer has a step hook, {name}, that combines sharded weights with {described}. Keep the tensor "
+            "as a frozen parameter, nn.Parameter(..., requires_grad=False), so that it is sharded like the weights; "
+            "set ema.decay to average all weights; or use strategy=ddp or zero."
         )
 
 
@@ -144,8 +143,8 @@ def refuse_hooks_on(tables: Mapping[str, Tensor], recipe: Recipe, model: nn.Modu
     for name, table in _find_mixed_operands(recipe, model, list(tables.values()), _select_marked):
         table_name = names.get(_get_storage_key(table), "a table")
         raise ConfigError(
-            f"the optimizer has a hook for each step, {name}, that computes with {table_name}, "
-            "whose rows are on servers. Leave it out, set sparse=False of that embedding, or use strategy=ddp."
+            f"the optimizer has a step hook, {name}, that uses {table_name}, but its rows are on servers. Remove the "
+            "hook, set sparse=False for the embedding, or use strategy=ddp."
         )
 
 

@@ -144,8 +144,8 @@ class TrainState:
             if part.schedule is not None:
                 if name not in schedules:
                     raise ConfigError(
-                        f"the checkpoint lacks a state of the schedule {name!r}{neighbours(name, schedules)} "
-                        "Give the recipe the checkpoint's schedules."
+                        f"the checkpoint has no state for the schedule {name!r}{neighbours(name, schedules)} Use the "
+                        "schedules of the checkpoint in the recipe."
                     )
                 part.schedule.load_state_dict(schedules[name])
                 part.schedule.set_rates()
@@ -263,8 +263,9 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str,
     extra: Mapping[str, Any] = state.get("extra", {})
     if lost := sorted(extra_state(optimizer).keys() - extra.keys()):
         raise CheckpointError(
-            f"the saved state of {type(optimizer).__name__} lacks the entry {lost[0]!r} of its state_dict(). "
-            "Resume with the run's own optimizer, or leave its state out with checkpoint.ignore=[optimizer]."
+            f"the saved state of {type(optimizer).__name__} is missing {lost[0]!r}, an entry of its state_dict(). "
+            "Resume with the run's original optimizer, or set checkpoint.ignore=[optimizer] to skip the optimizer "
+            "state."
         )
     fresh = not optimizer.state
     with gpus_hidden(), disable_recipe_hooks(optimizer):

@@ -178,13 +178,13 @@ class UnitOrder:
 
     def _build_order_error(self, event: int) -> ConfigError:
         if event in (_LOSS, _END):
-            done = "has computed all its parts of the model when others compute one more"
+            done = "has computed all units of the model, but other processes compute another one"
         else:
-            done = f"{'sums gradients of' if event % 2 else 'computes'} {self._names[event // 2]} where others do not"
+            done = f"{'sums gradients of' if event % 2 else 'computes'} {self._names[event // 2]}, but others do not"
         return ConfigError(
-            f"this process {done}: each part is divided over processes, which must gather it in the same order. Let "
-            "every micro-batch compute all of them, or make the module that chooses between parts a part by itself: "
-            "name it in Recipe.blocks, or set a larger strategy.wrap_parameters; or use strategy=ddp or zero with "
+            f"this process {done}. All processes must gather the sharded units in the same order. Make every "
+            "micro-batch compute all units; or make the module that selects between them one unit, in Recipe.blocks "
+            "or with a larger strategy.wrap_parameters; or use strategy=ddp or zero with "
             "strategy.find_unused_parameters=true."
         )
 

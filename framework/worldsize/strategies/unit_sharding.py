@@ -176,8 +176,8 @@ class _Guard:
         def refuse_derivative(_: Tensor) -> None:
             if self._is_in_loss:
                 raise ConfigError(
-                    f"the loss takes a derivative through {name}, whose parameters are not gathered any more when the "
-                    f"loss itself is differentiated. {self._remedy}"
+                    f"the loss takes a derivative through {name}, but its parameters are no longer gathered when the "
+                    f"loss is differentiated. {self._remedy}"
                 )
 
         for tensor in tree_leaves(output):
@@ -186,8 +186,8 @@ class _Guard:
 
     def _build_use_error(self, name: str) -> ConfigError:
         return ConfigError(
-            f"the loss computes with {name or 'a parameter'} outside the forward pass of its module, where each rank "
-            f"has a part of it. {self._remedy}"
+            f"the loss uses {name or 'a parameter'} outside the forward pass of its module, where each rank has only a "
+            f"shard. {self._remedy}"
         )
 
 

@@ -100,13 +100,12 @@ class UpdatePass:
         if loss.ndim:
             raise ConfigError(
                 f"{self._kind}.updates yielded a loss of shape {list(loss.shape)} for {_format_names(self.update)}, "
-                "not a scalar. "
-                "Yield its mean(), or (its sum(), its weight)."
+                "expected a scalar. Yield loss.mean(), or (loss.sum(), weight)."
             )
         if not loss.requires_grad:
             raise ConfigError(
-                f"{self._kind}.updates yielded a loss for {_format_names(self.update)} that depends on no trained "
-                "parameter. Compute it with the model, outside torch.no_grad() and without detach()."
+                f"the loss yielded by {self._kind}.updates for {_format_names(self.update)} does not require grad. "
+                "Compute it from the model's output, outside torch.no_grad() and without detach()."
             )
         return loss, record
 
@@ -115,9 +114,9 @@ class UpdatePass:
         tensor = loss[0] if isinstance(loss, tuple) else loss
         if self._taken is not None and self._taken[0]() is tensor:
             raise ConfigError(
-                f"{self._kind}.updates yielded the loss of {self._taken[1]} again, for {names}; its graph is gone "
-                "after one backward pass. If one loss trains several optimizers, yield it once: "
-                "`yield (name, other), loss`."
+                f"{self._kind}.updates yielded the loss of {self._taken[1]} again for {names}, but its graph was freed "
+                "after one backward pass. To train several optimizers with one loss, yield it once: `yield (name, "
+                "other), loss`."
             )
         self._taken = ref(tensor), names
 
@@ -130,8 +129,8 @@ class UpdatePass:
         returned, self._returned = self._returned, None
         if not isinstance(returned, Mapping | None):
             raise ConfigError(
-                f"{self._kind}.updates returned {_format_type(returned)} at its end. Return metrics by their names, "
-                "each as (sum, count), or nothing."
+                f"{self._kind}.updates returned {_format_type(returned)}. Return metrics by name, each as (sum, "
+                "count), or nothing."
             )
         return differentiable(LossOutput(torch.zeros((), device=self._device), returned or {}))[1]
 
@@ -178,15 +177,15 @@ class UpdatePass:
                 )
             if other_key != key:
                 raise ConfigError(
-                    f"{self._kind}.updates: in step {self._batch.step} rank {rank} names other metrics than rank 0. "
-                    "They may depend only on the step; a metric that a batch lacks is (0, 0)."
+                    f"{self._kind}.updates: in step {self._batch.step}, the metric names of rank {rank} differ from "
+                    "rank 0. Return names that depend only on the step, with (0, 0) for a metric without values."
                 )
             for owner, one, another in zip(owners, first, theirs, strict=True):
                 if one != another:
                     raise ConfigError(
-                        f"{self._kind}.updates: in step {self._batch.step} the learning rate of {owner!r} is {one:g} "
-                        f"on rank 0 and {another:g} on rank {rank}. It may depend only on the step, not on data or "
-                        "random numbers."
+                        f"{self._kind}.updates: in step {self._batch.step}, the learning rate of {owner!r} is {one:g} "
+                        f"on rank 0 but {another:g} on rank {rank}. Set it from the step only, not from data or random "
+                        "numbers."
                     )
 
     def _metrics_key(self) -> int:
@@ -198,8 +197,8 @@ class UpdatePass:
         updates: Any = self._recipe.micro_batch_updates(self._flags.model, self._batch)
         if not hasattr(updates, "__next__"):
             raise ConfigError(
-                f"{self._kind}.updates returned {_format_type(updates)}, no generator. Write it with "
-                "`yield name_of_optimizer, loss` at each update."
+                f"{self._kind}.updates returned {_format_type(updates)}, expected a generator. Write it with `yield "
+                "name_of_optimizer, loss` for each update."
             )
         generator: Iterator[Update] = updates
         return generator
@@ -219,7 +218,9 @@ class UpdatePass:
     def _order_names(self, names: Sequence[str]) -> tuple[str, ...]:
         for name in names:
             if name not in self._names:
-                raise ConfigError(f"{self._kind}.updates: no optimizer {name!r}{neighbours(str(name), self._names)}")
+                raise ConfigError(
+                    f"{self._kind}.updates: unknown optimizer {name!r}{neighbours(str(name), self._names)}"
+                )
         return tuple(name for name in self._names if name in names)
 
 
@@ -237,8 +238,8 @@ def updates_differ(
         has: Optimizers of the next update of ``other``; empty if it has ended.
     """
     return ConfigError(
-        f"{kind}.updates: in step {step} {one} {_format_next_update(its)} where {other} {_format_next_update(has)}. "
-        "The sequence of updates may depend on the step alone, not on data or random numbers."
+        f"{kind}.updates: in step {step}, {one} {_format_next_update(its)} but {other} {_format_next_update(has)}. The "
+        "sequence of updates must depend only on the step, not on data or random numbers."
     )
 
 

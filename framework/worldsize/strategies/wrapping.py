@@ -28,7 +28,10 @@ def find_units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list
         return []
     blocks = list(dict.fromkeys(recipe.blocks(model)))
     if wrap == "blocks" and not blocks:
-        raise ConfigError(f"{type(recipe).__name__} lacks blocks. Define Recipe.blocks, or set strategy.wrap=size.")
+        raise ConfigError(
+            f"strategy.wrap=blocks requires Recipe.blocks, which {type(recipe).__name__} does not define. Define "
+            "Recipe.blocks, or set strategy.wrap=size."
+        )
     return _filter_unshared(blocks if blocks and wrap != "size" else find_units_by_size(model, least), model)
 
 
@@ -82,10 +85,9 @@ def refuse_mixed_dtypes(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int
             first, parameter = trained[0]
             if other.dtype != parameter.dtype:
                 raise ConfigError(
-                    f"{first} is {_format_dtype(parameter)} and {name} is {_format_dtype(other)}: parameters that "
-                    "are gathered "
-                    "together need one dtype. Make them equal, make each kind a block in Recipe.blocks, or use "
-                    "strategy=ddp."
+                    f"parameters of a sharded unit require one dtype, but {first} is {_format_dtype(parameter)} and "
+                    f"{name} is {_format_dtype(other)}. Make them equal, put each dtype into a separate block in "
+                    "Recipe.blocks, or use strategy=ddp."
                 )
 
 
@@ -98,8 +100,8 @@ def refuse_complex(model: nn.Module, *, because: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(
-                f"{name} is complex, and {because}. Keep nn.Parameter(torch.view_as_real(...)), and call "
-                "torch.view_as_complex on it in forward; or use strategy=ddp."
+                f"{name} is complex, but {because}. Keep nn.Parameter(torch.view_as_real(...)) and call "
+                "torch.view_as_complex in forward, or use strategy=ddp."
             )
 
 
@@ -108,8 +110,8 @@ def refuse_scalars(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise ConfigError(
-                f"{name} is a scalar, so it cannot be divided over a pipeline's data-parallel parts. Make "
-                "it nn.Parameter(torch.ones(1)), or set strategy.pipeline=1 or strategy.data=1."
+                f"{name} is a scalar and cannot be sharded over data-parallel ranks. Make it "
+                "nn.Parameter(torch.ones(1)), or set strategy.pipeline=1 or strategy.data=1."
             )
 
 
@@ -117,8 +119,8 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
     """Raise ConfigError if a gradient would be sparse, which cannot be sharded."""
     for name, module in sparse_embeddings(model).items():
         raise ConfigError(
-            f"{name} is an {type(module).__name__} with sparse=True; its gradients cannot be sharded. Make it "
-            "dense, or use strategy=parameter_server, whose servers share its rows, or strategy=ddp."
+            f"sparse gradients cannot be sharded: {name} is an {type(module).__name__} with sparse=True. Set "
+            "sparse=False, or use strategy=parameter_server (servers share the rows) or strategy=ddp."
         )
 
 
@@ -126,8 +128,8 @@ def refuse_divided_matrices(optimizer: Optimizer) -> None:
     """Raise ConfigError if an update needs whole matrices, but ranks would hold shards."""
     if needs_matrices(optimizer):
         raise ConfigError(
-            f"{type(optimizer).__name__} makes an update of a whole matrix, and this strategy divides matrices over "
-            "ranks. Use strategy=ddp, zero (one rank updates each matrix) or parameter_server, or optimizer=adamw."
+            f"{type(optimizer).__name__} requires whole matrices, but this strategy shards them. Use strategy=ddp, "
+            "zero (one rank updates each matrix) or parameter_server, or optimizer=adamw."
         )
 
 
@@ -135,10 +137,10 @@ def refuse_fused(optimizer: Optimizer, reduce: Reduction) -> None:
     """Raise ConfigError if fused updates of shards would break bitwise equality."""
     if reduce == "ordered" and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(
-            f"optimizer.fused=true: the fused {type(optimizer).__name__} may round the last numbers of a tensor "
-            "differently from the others, and this strategy divides tensors at other places on any number of "
-            "processes. Set optimizer.fused=false (TrainingArguments(optim='adamw_torch')), or use strategy=ddp or "
-            "zero, or reproducibility=seeded."
+            "optimizer.fused=true is not supported with reproducibility=elastic on this strategy: the fused "
+            f"{type(optimizer).__name__} may round the last elements of a shard differently, and shards depend on the "
+            "number of processes. Set optimizer.fused=false (TrainingArguments(optim='adamw_torch')), or use "
+            "strategy=ddp or zero, or reproducibility=seeded."
         )
 
 

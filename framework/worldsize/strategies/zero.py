@@ -72,7 +72,9 @@ class ZeRO(Strategy):
             refuse_healing_updates(recipe)
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-        refuse_joint_updates(recipe, model, optimizer, because="with this strategy each rank updates some of them")
+        refuse_joint_updates(
+            recipe, model, optimizer, because="each rank updates only its own parameters with this strategy"
+        )
         refuse_divided_state(recipe, model, optimizer)
         if self.on_failure == "heal":
             refuse_unsent(recipe, model, optimizer)

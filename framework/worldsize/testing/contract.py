@@ -122,10 +122,10 @@ class StrategyContract:
                 compare("test error", actual.error, expected.error, self.tolerance)
             else:
                 first, last = actual.losses[0], actual.losses[-1]
-                assert last < first, f"the loss does not fall: {first} after step 1, {last} after step {STEPS}"
-            assert actual.moved, f"rank {rank} is idle: its parameters are what they were"
+                assert last < first, f"the loss did not decrease: {first} after step 1, {last} after step {STEPS}"
+            assert actual.moved, f"rank {rank} did not train: its parameters are unchanged"
         if self.loss_differs:
-            pytest.skip(f"its loss is not that of one process: {self.loss_differs}")
+            pytest.skip(f"the loss differs from a single process: {self.loss_differs}")
 
     def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(
         self, tmp_path_factory: pytest.TempPathFactory
@@ -137,7 +137,7 @@ class StrategyContract:
         resumed = self.run(
             size, lambda context: train(self.strategy, context, 7, folder, perturbed=True, recipe=recipe)
         )[0]
-        assert resumed.losses == straight.losses[4:], f"{resumed.losses}, not {straight.losses[4:]}"
+        assert resumed.losses == straight.losses[4:], f"expected {straight.losses[4:]}, got {resumed.losses}"
         assert_same(resumed.model, straight.model)
 
     def test_its_checkpoint_holds_the_plain_model(self, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -197,12 +197,12 @@ class StrategyContract:
         try:
             check_trainable(recipe, self.strategy)
         except ConfigError as refusal:
-            assert "several updates a step" in str(refusal)  # noqa: PT017 - either is allowed
+            assert "several updates per step" in str(refusal)  # noqa: PT017 - either is allowed
             return
         try:
             check_construction(recipe, self.strategy)
         except ConfigError as refusal:
-            assert "a hook for each step" in str(refusal)  # noqa: PT017
+            assert "a step hook" in str(refusal)  # noqa: PT017
             recipe = TwoPlayers(clips=False)
 
         def train_recipe(steps: int, **options: Any) -> list[Trained]:
@@ -227,7 +227,7 @@ class StrategyContract:
         try:
             check_construction(recipe, self.strategy)
         except ConfigError as refusal:
-            assert "a hook for each step" in str(refusal)  # noqa: PT017 - either is allowed
+            assert "a step hook" in str(refusal)  # noqa: PT017 - either is allowed
             assert "strategy=ddp" in str(refusal)  # noqa: PT017
             return
         straight = self.run(size, lambda context: train(self.strategy, context, STEPS, recipe=recipe), recipe)
@@ -246,7 +246,7 @@ class StrategyContract:
     def test_a_step_that_ends_before_its_update_changes_nothing(self) -> None:
         """Interrupt a step, and check that the unchanged state lets survivors repeat it."""
         if not can_heal(self.strategy.roles(cluster_with(self.strategy, self.sizes[-1]))) or self.strategy.shards_state:
-            pytest.skip("no survivor of this strategy repeats a step with its own state")
+            pytest.skip("survivors do not repeat steps from their own state with this strategy")
         recipes = (CountingChain(), CountingChain(whole_numbers=True))
         for size, totals in ((1, (1, 3)), (2, (4,))):
             cases = [(recipe, total) for recipe in recipes for total in totals]
@@ -282,15 +282,15 @@ class StrategyContract:
             repeated = partial(train_healing, self.strategy, logical_ranks=total)
             healed = self.run(size, repeated, Remembered())
             for point, weights in healed[0].items():
-                assert_same(weights, straight, when=f" after a step that ended at {point!r}")
+                assert_same(weights, straight, when=f" after a step interrupted at {point!r}")
 
     def test_nothing_is_left_behind(self) -> None:
         """Expect no child processes and no listening ports after training."""
         for _, processes, ports in self._train_once(self.sizes[0]):
-            assert not processes, f"processes {sorted(processes)} were left"
+            assert not processes, f"leftover processes: {sorted(processes)}"
             shown = sorted(ports.values())
-            assert all(host in LOOPBACK for host, _ in shown), f"{shown}: open to more than this machine"
-            assert not ports.keys() & listening(of_all=True).keys(), f"some of {shown} are still open"
+            assert all(host in LOOPBACK for host, _ in shown), f"not restricted to loopback: {shown}"
+            assert not ports.keys() & listening(of_all=True).keys(), f"ports still open: {shown}"
 
 
 def recipe_for(strategy: Strategy) -> Recipe:
@@ -311,14 +311,16 @@ def _comparison(contract: type[StrategyContract]) -> Callable[[str, float, float
 def assert_close(what: str, actual: float, expected: float, tolerance: float) -> None:
     """Fail if the relative difference exceeds ``tolerance``."""
     difference = abs(actual - expected) / abs(expected)
-    assert difference <= tolerance, f"{what} {actual}, on one process {expected}: {difference:.1e} > {tolerance:.1e}"
+    assert difference <= tolerance, (
+        f"{what} {actual}, expected {expected} as on one process: {difference:.1e} > {tolerance:.1e}"
+    )
 
 
 def assert_no_worse(what: str, actual: float, expected: float, tolerance: float) -> None:
     """Fail if ``actual`` exceeds ``expected`` by a fraction of more than ``tolerance``."""
     difference = (actual - expected) / abs(expected)
     assert difference <= tolerance, (
-        f"{what} {actual}, on one process {expected}: worse by {difference:.1e} > {tolerance:.1e}"
+        f"{what} {actual}, worse than {expected} on one process: {difference:.1e} > {tolerance:.1e}"
     )
 
 
@@ -326,4 +328,4 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *,
     """Fail unless both have the same names, and all tensors have the same shapes and bits."""
     assert actual.keys() == expected.keys()
     different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
-    assert not different, f"other bits{when}: {', '.join(different)}"
+    assert not different, f"tensors differ{when}: {', '.join(different)}"

@@ -36,7 +36,7 @@ Host h*
 def find_missing_requirements() -> str | None:
     """Return why this machine cannot run such hosts, or None if it can."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return "network namespaces require root"
     absent = [name for name in ("ip", "tc", "sshd", "ssh", "rsync") if _executable(name) is None]
     return f"{', '.join(absent)} not installed (apt-get install iproute2 openssh-server rsync)" if absent else None
 
@@ -224,11 +224,11 @@ def _run_from_options(options: argparse.Namespace, folder: Path) -> AbstractCont
 def main() -> None:
     """Run a command on the first of several hosts, and exit with its exit code."""
     parser = argparse.ArgumentParser(prog="python -m worldsize.testing.hosts", description=__doc__)
-    parser.add_argument("--count", type=int, default=2, help="of hosts (default: 2)")
-    parser.add_argument("--racks", type=int, default=1, help="that the hosts are in (default: 1)")
-    parser.add_argument("--uplink", help="bound of the link of each rack, e.g. 50mbit (default: as fast as it goes)")
-    parser.add_argument("--rate", help="of every link, both ways, e.g. 200mbit (default: as fast as it goes)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="what host 1 runs")
+    parser.add_argument("--count", type=int, default=2, help="number of hosts (default: 2)")
+    parser.add_argument("--racks", type=int, default=1, help="number of racks (default: 1)")
+    parser.add_argument("--uplink", help="rate limit of each rack's uplink, e.g. 50mbit (default: unlimited)")
+    parser.add_argument("--rate", help="rate limit of every link in both directions, e.g. 200mbit (default: unlimited)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="command to run on host 1")
     options = parser.parse_args()
     if why := find_missing_requirements():
         sys.exit(why)

@@ -110,7 +110,7 @@ def _find_case_changes(strategy: Strategy, context: RunContext, recipe: Recipe, 
         before = {name: tensor.clone() for name, tensor in split_tensors(replica.state())[0].items()}
         faults.arm_failure(1 if loads else len(second))
         if _completes(lambda: replica.step(second)):  # noqa: B023 - called immediately
-            changed.append(f"{point}: it is not reached")
+            changed.append(f"{point}: not reached")
         after = split_tensors(replica.state())[0]
         changed += [
             f"{point}{' after a load' * loads}: {name}" for name in before if not torch.equal(before[name], after[name])
@@ -239,7 +239,7 @@ class _Survivor:
             self._replica.step(batches)
         except InterruptedError:
             return
-        raise AssertionError(f"{self._faults.point} is not reached")
+        raise AssertionError(f"{self._faults.point} was not reached")
 
     def _share_step(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
         self._shared = self._memory.share_step({})

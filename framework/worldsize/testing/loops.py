@@ -24,7 +24,8 @@ from worldsize.testing.recipes import ByMetric
 from worldsize.testing.training import BATCH, SEED, cluster_with, run_in_roles, train
 
 REMEDY = re.compile(
-    r"\b(Set|Use|Let|Give|Define|Declare|Register|Pass|Call|Compute|Leave|Make|Freeze|Write|Keep|Return)\b"
+    r"\b(Set|Use|Let|Give|Define|Declare|Register|Pass|Call|Compute|Leave|Make|Freeze|Write|Keep|Return"
+    r"|Add|Change|Create|Move|Remove|Rename|Store)\b"
 )
 Reference = Callable[["Case", Sequence[Batch]], Mapping[str, Tensor]]
 
@@ -191,7 +192,7 @@ def find_faults(cases: Sequence[Case], ended: Mapping[str, CaseOutcome], *, exac
             if not REMEDY.search(outcome.refusal):
                 lines.append(f"{case.name}: refused without a remedy: {outcome.refusal.splitlines()[0]}")
         elif exact and (difference := largest_difference(outcome.weights, case.train_reference())) > case.tolerance:
-            lines.append(f"{case.name}: {difference:.1e} from the plain loop")
+            lines.append(f"{case.name}: differs from the plain loop by {difference:.1e}")
     return lines
 
 

@@ -105,9 +105,9 @@ def same_losses(
         alone = recipe_trained(recipe, config)
         if _difference(alone, expected, tolerance) is None:
             raise AssertionError(
-                f"{told}\nCause: {name}. A plain loop of one process computes the same as the reference. Look for sums "
-                "in a different order (a larger tolerance), statistics over a batch, or a mean where loss should "
-                "return a sum and its weight."
+                f"{told}\nCause: {name}. A plain loop on one process matches the reference. Check for sums in a "
+                "different order (increase the tolerance), statistics over a batch, or a mean where loss should "
+                "return (sum, weight)."
             )
         trained = alone
     causes = loss_causes(recipe, reference, config, trained, expected, tolerance)
@@ -170,14 +170,14 @@ def train_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy, p
     if config.micro_batches % parts:
         fits = math.lcm(config.micro_batches, parts)
         raise ConfigError(
-            f"micro_batches={config.micro_batches} do not divide over {parts} processes. Set micro_batches={fits}: "
-            "the reference then takes as many micro-batches a step, and yields the mean of their losses."
+            f"micro_batches={config.micro_batches} is not divisible by {parts} processes. Set micro_batches={fits}, "
+            f"and let the reference use {fits} micro-batches per step and yield the mean of their losses."
         )
     strategy.check_micro_batches(config.micro_batches // parts)
     if config.average and "ema" not in strategy.supports:
         raise ConfigError(
-            f"{type(strategy).__name__} does not average weights. Set PortConfig(average=None), or compare under a "
-            "strategy that does, such as DDP()."
+            f"{type(strategy).__name__} does not support weight averaging. Set PortConfig(average=None), or use a "
+            "strategy with weight averaging, such as DDP()."
         )
     with temporary_folder() as scratch:
         folder = Path(scratch) / "attempt" / "servers"  # as in a run folder: the folder and its parent are made private

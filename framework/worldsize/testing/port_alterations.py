@@ -145,12 +145,13 @@ def alterations(recipe: Recipe, config: PortConfig) -> list[Alteration]:
         *(_list_data_alterations(recipe)),
         *(_list_mean_alterations() if several else ()),
         Alteration(
-            "the reference trains without dropout: is its model in evaluation mode, or has it another rate of dropout?",
+            "the reference trains without dropout. Check whether its model is in evaluation mode or has a different "
+            "dropout rate.",
             dropout=False,
         ),
         *_list_schedule_alterations(recipe, config),
         *_list_clipping_alterations(config),
-        Alteration("the reference does not set gradients to zero before each step.", zero_grad=False),
+        Alteration("the reference does not zero gradients before each step.", zero_grad=False),
         *_list_group_alterations(),
     ]
 
@@ -160,8 +161,8 @@ def _list_data_alterations(recipe: Recipe) -> list[Alteration]:
         return []
     return [
         Alteration(
-            "the order of samples: the reference takes them as the data set has them, without shuffling. Let it take "
-            "the batches that it is handed, or compare with losses of a program that shuffles alike.",
+            "the order of samples: the reference does not shuffle the data set. Iterate over the passed batches, or "
+            "compare with losses of a program with the same shuffling.",
             shuffled=False,
         )
     ]
@@ -170,18 +171,18 @@ def _list_data_alterations(recipe: Recipe) -> list[Alteration]:
 def _list_mean_alterations() -> list[Alteration]:
     return [
         Alteration(
-            "a mean of means against a mean over all: the reference averages the means of its micro-batches, and "
-            "Recipe.loss returns a sum and its weight. Return the mean from loss to train as the reference does.",
+            "a mean of means instead of an overall mean: the reference averages the means of its micro-batches, but "
+            "Recipe.loss returns (sum, weight). Return the mean from loss to match the reference.",
             mean="means",
         ),
         Alteration(
-            "a mean of means against a mean over all: the reference's loss is the mean over the whole batch of a step, "
-            "and Recipe.loss a mean over each micro-batch. Return the sum and its weight from loss.",
+            "an overall mean instead of a mean of means: the reference's loss is the mean over the whole batch of a "
+            "step, but Recipe.loss returns a mean for each micro-batch. Return (sum, weight) from loss.",
             full_batch=True,
         ),
         Alteration(
-            "the gradients of a step: the reference adds up those of its micro-batches, and does not divide the sum "
-            "by their number or weight.",
+            "gradient accumulation: the reference sums the gradients of its micro-batches without dividing by their "
+            "number or weight.",
             divides=False,
         ),
     ]
@@ -193,13 +194,13 @@ def _list_schedule_alterations(recipe: Recipe, config: PortConfig) -> list[Alter
     told = "the learning-rate schedule: "
     return [
         Alteration(
-            told + "the reference is one step ahead; it advances the schedule before the optimizer's step, or counts "
-            "steps from 1. Make the recipe's schedule with the rate of step + 1.",
+            told + "the reference is one step ahead. It advances the schedule before optimizer.step(), or counts "
+            "steps from 1. Use the rate of step + 1 in the recipe's schedule.",
             schedule="next",
         ),
         Alteration(
-            told + "the reference is one step behind; its second step still has the rate of the first. Make the "
-            "recipe's schedule with the rate of step - 1.",
+            told + "the reference is one step behind. Its second step still uses the rate of the first. Use the rate "
+            "of step - 1 in the recipe's schedule.",
             schedule="previous",
         ),
         Alteration(told + "the reference keeps the rate of its first step.", schedule="first"),
@@ -208,19 +209,19 @@ def _list_schedule_alterations(recipe: Recipe, config: PortConfig) -> list[Alter
 
 def _list_clipping_alterations(config: PortConfig) -> list[Alteration]:
     if config.numerics.clip_norm is None:
-        return [Alteration("the reference clips its gradient to a norm of 1: set clip_norm=1.", clip=1.0)]
-    told = f"the reference does not clip its gradient, and the recipe to a norm of {config.numerics.clip_norm}."
+        return [Alteration("the reference clips gradients to a norm of 1. Set clip_norm=1.", clip=1.0)]
+    told = f"the reference does not clip gradients, but the recipe clips to a norm of {config.numerics.clip_norm}."
     return [Alteration(told, clip=None)]
 
 
 def _list_group_alterations() -> list[Alteration]:
     told = "the weight decay of parameter groups: the reference "
     return [
-        Alteration(told + "decays biases and norms like all other weights.", groups=_decay_all),
-        Alteration(told + "does not decay biases and norms, parameters of one dimension.", groups=_decay_matrices),
+        Alteration(told + "decays all weights, including biases and norms.", groups=_decay_all),
+        Alteration(told + "does not decay biases and norms (one-dimensional parameters).", groups=_decay_matrices),
         Alteration(told + "decays nothing.", groups=lambda _, optimizer: _set_option(optimizer, "weight_decay", 0.0)),
         Alteration(
-            told + "decays by 0.01, which is the default of torch.optim.AdamW.",
+            told + "decays by 0.01, the default of torch.optim.AdamW.",
             groups=lambda _, optimizer: _set_option(optimizer, "weight_decay", 0.01),
         ),
         *_list_argument_alterations(),
@@ -237,7 +238,7 @@ def _list_argument_alterations() -> list[Alteration]:
     }
     return [
         Alteration(
-            f"an argument of the optimizer: the reference has {name}={value}.",
+            f"an optimizer argument: the reference has {name}={value}.",
             groups=lambda _, optimizer, name=name, value=value: _set_option(optimizer, name, value),  # type: ignore[misc]
         )
         for name, values in usual.items()

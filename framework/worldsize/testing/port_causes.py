@@ -33,9 +33,7 @@ def first_different(losses: Sequence[float], expected: Sequence[float], toleranc
 
 def format_loss_difference(step: int, loss: float, expected: float, tolerance: float) -> str:
     """Describe from which ``step`` on the losses differ, and by how much."""
-    before = {1: "", 2: " The losses of step 1 are the same."}.get(
-        step, f" Those of steps 1 to {step - 1} are the same."
-    )
+    before = {1: "", 2: " The losses of step 1 match."}.get(step, f" The losses of steps 1 to {step - 1} match.")
     off = relative(loss, expected)
     return (
         f"the losses differ from step {step} on: the recipe has {loss!r}, the reference {expected!r} "
@@ -52,7 +50,7 @@ def weight_difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tens
     if pairs is None:
         missing, more = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
         return (
-            "the losses are the same, but the models have other tensors. Only the recipe's has "
+            "the losses match, but the models have different tensors. Only the recipe's has "
             f"{', '.join(missing) or 'none'}; only the reference's has {', '.join(more) or 'none'}."
         )
     different = [
@@ -65,8 +63,8 @@ def weight_difference(weights: Mapping[str, Tensor], expected: Mapping[str, Tens
     name, off = different[0]
     others = f"; {len(different)} of {len(pairs)} tensors differ" if len(different) > 1 else ""
     return (
-        f"the losses are the same, but not the weights after the last step: {name} differs by up to {off:.1e} "
-        f"(tolerance {tolerance:.0e}){others}."
+        f"the losses match, but the weights after the last step do not: {name} differs by up to {off:.1e} (tolerance "
+        f"{tolerance:.0e}){others}."
     )
 
 
@@ -123,14 +121,14 @@ def loss_causes(
     cause = None if several else explaining(recipe, config, trained.losses, expected.losses, tolerance)
     if cause is not None:
         where = different_update(recipe, reference, config, step - 1) if callable(reference) and step > 1 else None
-        told = f"Cause: {cause} So altered, the recipe computes the reference's losses."
+        told = f"Cause: {cause} With this change, the recipe computes the reference's losses."
         return [told] if where is None else [where, told]
     if told := _explain_scaled_loss(trained.losses, expected.losses, config):
         return [f"Cause: {told}"]
     if not callable(reference):
         return [_explain_missing_loop(step)]
     if find_worst_difference(trained.losses, expected.losses) < _ROUNDING:
-        return ["Cause: rounding, most likely: a sum in another order. If that is meant, say a larger tolerance."]
+        return ["Cause: probably rounding in sums of a different order. If this is expected, increase the tolerance."]
     if step == 1:
         return [f"Cause: {_explain_first_loss(recipe, reference, config, trained, expected)}"]
     return update_causes(recipe, reference, config, step)
@@ -141,13 +139,13 @@ def _wrong_batches(taken: Sequence[int], config: PortConfig) -> str | None:
     first, wanted = taken[0], config.micro_batches
     if first == 0:
         return (
-            "the batches: the reference has yielded its first loss without taking one of those that it is handed. Let "
-            "it iterate over its argument instead of a loader of its own."
+            "the batches: the reference yielded its first loss without using the passed batches. Iterate over the "
+            "argument of the reference instead of a separate loader."
         )
     if first != wanted:
         return (
-            f"the batches of a step: the reference takes {first} before it yields a loss, and the recipe trains on "
-            f"{wanted}. Set PortConfig(micro_batches={first}) (a run's logical_ranks), or let it yield once a step."
+            f"the batches per step: the reference takes {first} before it yields a loss, but the recipe trains on "
+            f"{wanted}. Set PortConfig(micro_batches={first}) (logical_ranks of a run), or yield one loss per step."
         )
     return None
 
@@ -162,8 +160,8 @@ def _explain_scaled_loss(losses: Sequence[float], expected: Sequence[float], con
     known = {config.batch_size: "samples of a batch", config.micro_batches: "micro-batches of a step"}
     meaning = next((f", the number of {what}" for size, what in known.items() if abs(factors[0] / size - 1) < 1e-5), "")
     return (
-        f"what is called the loss: at every step the reference's is {factors[0]:.6g} times the recipe's{meaning}. The "
-        "training is the same: let the reference yield a mean, as the recipe does."
+        f"the scale of the loss: in every step the reference's loss is {factors[0]:.6g} times the recipe's{meaning}. "
+        "The training is the same. Yield a mean from the reference, as in the recipe."
     )
 
 
@@ -175,24 +173,24 @@ def _explain_first_loss(
     ours, theirs = trained.losses[0], expected.losses[0]
     if reference_trained(recipe, reference, one, model=build_perturbed_model(recipe, one)).losses[0] == theirs:
         return (
-            "the initial weights: the reference does not start from the model that it is handed. If it builds one of "
-            "its own, let it copy them: own.load_state_dict(model.state_dict())."
+            "the initial weights: the reference does not start from the passed model. If it builds a separate model, "
+            "copy the weights: own.load_state_dict(model.state_dict())."
         )
     if reference_trained(recipe, reference, one, steps=other_batches(recipe, one)).losses[0] == theirs:
-        return "the batches: the reference takes those that it is handed, but its loss does not depend on them."
+        return "the batches: the reference takes the passed batches, but its loss does not depend on them."
     with NoDropout():
         ours_without = recipe_trained(recipe, one).losses[0]
         theirs_without = reference_trained(recipe, reference, one).losses[0]
     if relative(ours_without, theirs_without) < min(_ROUNDING, relative(ours, theirs) / 10):
         if relative(ours, theirs_without) < _ROUNDING:
-            return "dropout: the reference has some, and the recipe's model has none, or is in evaluation mode."
+            return "dropout: the reference uses dropout, but the recipe's model has none or is in evaluation mode."
         return (
-            "dropout: without it the losses are the same. The two draw other random numbers: the reference draws some "
-            "between taking a micro-batch and calling the model with it (or takes the next one before), seeds them "
-            "itself, or drops at another rate or place."
+            "dropout: the losses match without dropout. The random numbers differ: the reference draws some between "
+            "fetching a micro-batch and calling the model (or fetches the next one first), sets its own seed, or uses "
+            "dropout at a different rate or place."
         )
     return (
-        f"the loss: with the same weights, the same batch and no dropout the recipe has {ours_without!r} and the "
+        f"the loss: with the same weights, the same batch and no dropout, the recipe has {ours_without!r} and the "
         f"reference {theirs_without!r}. Compare Recipe.loss, Recipe.collate and the mode of the model with the program."
     )
 
@@ -216,18 +214,18 @@ def other_batches(recipe: Recipe, config: PortConfig) -> Iterator[list[MicroBatc
 
 def _explain_updates(step: int) -> str:
     return (
-        f"Cause: an update of step {step} or of one before: which optimizers step, in which order, with which options, "
-        "and which losses their gradients are of. Compare Recipe.updates and Recipe.optimizers with the program's loop."
+        f"Cause: an update of step {step} or earlier. Compare Recipe.updates and Recipe.optimizers with the program's "
+        "loop: the order and options of the optimizers, and the losses of their gradients."
     )
 
 
 def _explain_missing_loop(step: int) -> str:
     if step == 1:
         return (
-            "The loss of step 1 depends on the initial weights, the batch, dropout and the loss itself. Hand over the "
-            "program's loop instead of its losses to find out which of them it is."
+            "The loss of step 1 depends on the initial weights, the batch, dropout and the loss function. Pass the "
+            "program's loop instead of its losses to find the cause."
         )
     return (
-        f"The update of step {step - 1} differs: the gradient, its clipping, or the optimizer's arguments. Hand over "
-        "the program's loop instead of its losses to find out more."
+        f"The update of step {step - 1} differs: the gradient, its clipping, or the optimizer's arguments. Pass the "
+        "program's loop instead of its losses to find the cause."
     )

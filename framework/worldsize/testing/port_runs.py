@@ -196,8 +196,8 @@ def reference_trained(
 
 
 def _check_length(losses: Sequence[float], config: PortConfig, taken: int) -> None:
-    each = f", for {taken} micro-batches" if taken else ""
+    each = f" and {taken} micro-batches" if taken else ""
     assert len(losses) >= config.steps, (
-        f"the reference has {len(losses)} losses for {config.steps} steps{each}. Let it yield one after each update of "
-        f"the weights; if it accumulates gradients, set PortConfig(micro_batches=...) (a run's logical_ranks)."
+        f"the reference yielded {len(losses)} losses for {config.steps} steps{each}. Yield one loss after each update "
+        "of the weights. For gradient accumulation, set PortConfig(micro_batches=...) (logical_ranks of a run)."
     )

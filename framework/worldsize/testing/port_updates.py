@@ -77,12 +77,12 @@ def update_causes(recipe: Recipe, reference: Reference, config: PortConfig, step
     updates = _compute_updates(recipe, reference, config, step - 1)
     where = f"The update of step {step - 1} differs"
     if updates is None:
-        return [f"{where}. Let the reference return its model at its end, which is then compared after that step."]
+        return [f"{where}. Return the model at the end of the reference to compare the weights after that step."]
     different = [update for update in updates if update.differs]
     if not different:
         return [
-            f"After step {step - 1} the weights are the same: what makes the loss of step {step} another is its batch, "
-            "the dropout in it, or what the program does between two steps."
+            f"The weights after step {step - 1} match. The loss of step {step} differs because of its batch, its "
+            "dropout, or the code between the two steps."
         ]
     return [f"{where} {_format_differing_tensors(updates, different)}.", f"Cause: {_explain_difference(different)}"]
 
@@ -130,25 +130,25 @@ def _format_differing_tensors(updates: Sequence[_Update], different: Sequence[_U
 
 def _explain_difference(different: Sequence[_Update]) -> str:
     if still := [update.name for update in different if _compute_norm(update.theirs) == 0.0]:
-        return f"the reference does not train {', '.join(still)}: frozen there, or left out of the optimizer's groups."
+        return f"the reference does not train {', '.join(still)}: frozen, or missing from the optimizer's groups."
     if moved := [update.name for update in different if _compute_norm(update.ours) == 0.0]:
-        return f"the recipe does not train {', '.join(moved)}: frozen, or left out of its optimizer's groups."
+        return f"the recipe does not train {', '.join(moved)}: frozen, or missing from the optimizer's groups."
     factors = [update.factor for update in different]
     if (factor := _find_common_value(factors)) is not None:
         return (
             f"the size of the update: the reference's is {factor:.6g} times the recipe's. Compare the learning rate of "
-            "these parameters, and whether the loss is divided by the number of micro-batches."
+            "these parameters, and the division of the loss by the number of micro-batches."
         )
     decays = [update.decay for update in different if _compute_norm(update.before) > 0.0]
     if (decay := _find_common_value(decays)) is not None:
         side, other = ("reference", "recipe") if decay > 0 else ("recipe", "reference")
         return (
-            f"weight decay: the {side} takes {abs(decay):.3g} of these weights away that the {other} leaves. Compare "
+            f"weight decay: the {side} decays these weights by {abs(decay):.3g} more than the {other}. Compare "
             "weight_decay of the optimizer's groups."
         )
     return (
-        "the direction of the update, with equal losses before it: compare the optimizer and its arguments (momentum, "
-        "betas, eps), clipping, and which loss backward is called on."
+        "the direction of the update, after equal losses. Compare the optimizer and its arguments (momentum, betas, "
+        "eps), clipping, and the loss passed to backward."
     )
 
 

@@ -49,7 +49,7 @@ def train(*overrides: str, root: Path) -> CompletedRun:
         [sys.executable, "-m", "worldsize", "train", *overrides, *own], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise RuntimeError(f"train {' '.join(overrides)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"train {' '.join(overrides)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     (folder,) = root.glob(f"*/{name}")
     return CompletedRun(folder)
 

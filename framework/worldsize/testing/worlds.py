@@ -111,7 +111,7 @@ def _receive_all(connections: Sequence[Connection[bytes, bytes]], timeout: float
         answered = wait(list(waiting), _FAILING if failures else timeout)
         if not answered:
             late = ", ".join(map(str, sorted(waiting.values())))
-            failures = failures or [f"rank {late} did not answer within {timeout} s"]
+            failures = failures or [f"rank {late} did not respond within {timeout} s"]
             break
         for connection in answered:
             assert isinstance(connection, Connection)
@@ -130,5 +130,5 @@ def _receive_result(connection: Connection[bytes, bytes]) -> tuple[bool, Any]:
     try:
         succeeded, result = pickle.loads(connection.recv_bytes())
     except EOFError:
-        return False, "died without an answer"
+        return False, "exited without a result"
     return succeeded, result if succeeded else f"failed:\n{result}"

@@ -107,14 +107,16 @@ class Checkpointing:
             raise SaveFailedError(first.step, first.reason, first.newest)
         if self._in_a_row and not self._has_saved:
             last = _format_failure(self._failures[-1])
-            raise CheckpointError(f"the run was stopped on request, but nothing of this attempt is saved: {last}")
+            raise CheckpointError(
+                f"the run was stopped on request before a checkpoint of this attempt was saved: {last}"
+            )
 
     def check_end(self, step: int) -> None:
         """Raise CheckpointError if the save of ``step``, the run's last step, failed and the trained model is lost."""
         if self._in_a_row and (last := self._failures[-1]).step == step != last.newest:
             raise CheckpointError(
-                f"training has ended, but its last checkpoint is missing: {_format_failure(last)} Then worldsize "
-                "resume repeats the steps since the checkpoint before it."
+                f"training has finished, but its last checkpoint is missing: {_format_failure(last)} `worldsize "
+                "resume` then repeats the steps since the previous checkpoint."
             )
 
     def list_failed_saves(self) -> list[dict[str, Any]]:

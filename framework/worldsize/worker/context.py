@@ -153,8 +153,8 @@ class _RunData(DataSource):
             self._beats.step(step - 1)
         if is_iterable(self._train):
             raise ConfigError(
-                "this strategy draws samples by their index; the recipe's training data are a stream. "
-                "Return data with an index, or choose a different strategy."
+                "this strategy requires a map-style dataset; the recipe's training data are a stream. "
+                "Return a map-style dataset, or choose a different strategy."
             )
         with self._times.time_data_wait():
             return load_micro_batch(self._train, self._order, self._world.device, step, logical_rank, self._collate)

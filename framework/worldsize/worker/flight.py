@@ -127,7 +127,7 @@ class _HangWatch(threading.Thread):
         """Request a record from all processes; if waiting for a message, log it, since the run may continue."""
         self._asked.touch()
         if awaited := PEER_WAIT.get_open_wait():
-            text = "this process has waited for %s for %.3g s; see *.flight.json beside each process's log"
+            text = "still waiting for %s after %.3g s; see *.flight.json next to each process's log"
             _logger.warning(text, *awaited)
 
     def _read_request_time(self) -> int:

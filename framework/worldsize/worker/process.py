@@ -54,8 +54,8 @@ from worldsize.world.world import check_size, open_world
 _logger = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY = (
-    "The GPU's memory is full. Set more logical_ranks (smaller micro-batches), precision=bf16, "
-    "activation_checkpointing=full, strategy=fsdp, or more processes; `worldsize plan` lists the options that fit."
+    "GPU out of memory. Increase logical_ranks (smaller micro-batches), set precision=bf16, "
+    "activation_checkpointing=full or strategy=fsdp, or add processes. `worldsize plan` lists options that fit."
 )
 
 
@@ -242,7 +242,7 @@ def _run_healing_member(
     """Train in a healing gang, which continues without failed members."""
     if channel is None:
         raise ConfigError(
-            "strategy.on_failure=heal: this process cannot find out which others live. Start the run with worldsize on "
+            "strategy.on_failure=heal requires processes started by worldsize. Start the run with worldsize on "
             "this machine (cluster=laptop or node), or set strategy.on_failure=restart."
         )
     run = resources.run

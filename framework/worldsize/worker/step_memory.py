@@ -84,9 +84,9 @@ class StepMemory:
         """Raise ConfigError if the recipe's state has changed since :meth:`share`, since the change could be lost."""
         if self._shared and self._encode_states() != self._shared:
             raise ConfigError(
-                f"{self._kind} has changed its state after the losses of a step, in a hook of the optimizer or in "
-                "evaluate, and strategy.on_failure=heal continues from the shared state. Change it only in "
-                "micro_batch_loss, or set strategy.on_failure=restart."
+                f"{self._kind} changed its state outside of micro_batch_loss, in an optimizer hook or in evaluate, "
+                "which is not supported with strategy.on_failure=heal. Change the state only in micro_batch_loss, or "
+                "set strategy.on_failure=restart."
             )
 
     def restore_or_share(self, first: TrainingProgress) -> TrainingProgress:
@@ -116,13 +116,13 @@ class StepMemory:
         saved = {name.removeprefix(prefix) for name in checkpoint.tensors if name.startswith(prefix)}
         if not saved or not self.has_state:
             if self.has_state and self._world.rank == 0:
-                _logger.warning("%s lacks a state of %s: it starts from the beginning", checkpoint.path, self._kind)
+                _logger.warning("%s has no state of %s; starting from the initial state", checkpoint.path, self._kind)
             return
         if saved != {str(rank) for rank in range(self.order.logical_ranks)}:
             raise ConfigError(
-                f"{checkpoint.path} has {self._kind}'s states of {len(saved)} logical ranks, and the run has "
-                f"{self.order.logical_ranks} now. Resume with logical_ranks={len(saved)}, or let the recipe begin "
-                f"again with --ignore {RECIPE_STATES}."
+                f"{checkpoint.path} has {self._kind}'s states for {len(saved)} logical ranks, the run has "
+                f"{self.order.logical_ranks}. Resume with logical_ranks={len(saved)}, or reset the recipe's state "
+                f"with --ignore {RECIPE_STATES}."
             )
         tensors = read_tensors(checkpoint, RECIPE_STATES, only=set(map(str, self.order.mine)))
         self._load_states({int(rank): tensor.numpy().tobytes() for rank, tensor in tensors.items()})

@@ -86,7 +86,7 @@ class Throughput:
         try:
             self._flops = count_flops(self._recipe, batch) / self._samples
         except Exception as error:  # any exception, since recipes are user code and may need real values
-            _logger.warning("the operations of the model could not be counted, so that no MFU is shown: %s", error)
+            _logger.warning("failed to count the model's FLOPs, so MFU is not shown: %s", error)
             self._peak = None
 
     def add_throughput(self, event: Event) -> Event:

@@ -258,8 +258,8 @@ class Training:
         if is_iterable(train):
             if settings.heals:
                 raise ConfigError(
-                    "strategy.on_failure=heal: the training data are a stream, whose position is lost with a process. "
-                    "Return data with an index, or set strategy.on_failure=restart."
+                    "strategy.on_failure=heal requires a map-style dataset; a stream's position is lost with its "
+                    "process. Return a map-style dataset, or set strategy.on_failure=restart."
                 )
             if checkpoint and STREAMS in settings.checkpoint.list_ignored_parts(checkpoint.step):
                 checkpoint = None

@@ -31,9 +31,9 @@ class UnevenStreams:
         self._ended = first > last
         if self._ended and self._world.rank == 0:
             _logger.warning(
-                "the shards of the training stream are uneven: by step %d one logical rank reads its shards for the "
-                "%d. time, and another for the %d. time, so that samples of shorter shards are seen more often. "
-                "Make shards of equally many samples, or return data with an index.",
+                "the shards of the training stream are uneven: at step %d, one logical rank is in pass %d over its "
+                "shards and another in pass %d, so samples of shorter shards are seen more often. "
+                "Use shards with equal numbers of samples, or return a map-style dataset.",
                 done.step,
                 first + 1,
                 last + 1,

@@ -117,9 +117,9 @@ def _torchrun(environ: Environ) -> Placement:
     agents, tasks = environ.get("GROUP_WORLD_SIZE"), environ.get("SLURM_NTASKS")
     if "SLURM_STEP_ID" in environ and agents is not None and tasks is not None and agents != tasks:
         raise ConfigError(
-            f"srun has started {tasks} torchrun (SLURM_NTASKS), and each counts {agents} of them "
-            f"(GROUP_WORLD_SIZE): the run would be started more than once. Give torchrun --nnodes={tasks} and a "
-            "--rdzv-endpoint, or set cluster.environment=torchrun if this is meant."
+            f"srun started {tasks} torchrun agents (SLURM_NTASKS), but GROUP_WORLD_SIZE={agents}, so the run would "
+            f"start more than once. Pass --nnodes={tasks} and --rdzv-endpoint to torchrun, or set "
+            "cluster.environment=torchrun to allow this."
         )
     attempt = _read_number(environ, "WORLDSIZE_ATTEMPT") if "WORLDSIZE_ATTEMPT" in environ else 1
     beat = Path(environ["WORLDSIZE_HEARTBEAT"]) if "WORLDSIZE_HEARTBEAT" in environ else None
@@ -139,7 +139,7 @@ def _read_slurm(environ: Environ) -> Placement:
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(numbers[1])
     spread = _expand_counts(counts)
     if len(set(spread)) > 1:
-        raise ConfigError(f"Slurm spreads the tasks unevenly over the nodes: {spread}. Set --ntasks-per-node.")
+        raise ConfigError(f"Slurm distributes the tasks unevenly over the nodes: {spread}. Set --ntasks-per-node.")
     return _create_placement([*numbers, spread[0]], _choose_store(environ, environ.get("SLURM_JOB_ID", "slurm")))
 
 
@@ -157,8 +157,7 @@ def _create_placement(numbers: list[int], store: str, *rest: Any) -> Placement:
     rank, size, local_rank, local_size = numbers
     if not 0 <= rank < size or not 0 <= local_rank < local_size or size % local_size:
         raise ConfigError(
-            f"rank {rank} of {size}, local rank {local_rank} of {local_size} is impossible. "
-            "Start workers with a launcher."
+            f"invalid rank {rank} of {size} or local rank {local_rank} of {local_size}. Start workers with a launcher."
         )
     return Placement(rank, size, local_rank, local_size, store, *rest)
 
@@ -196,20 +195,21 @@ def read_node(
         rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # for hosts in a job of their own that counts from 0
         absent = tuple(filter(None, environ.get("WORLDSIZE_ABSENT", "").split(",")))
         if len(absent) >= count:
-            raise ConfigError(f"WORLDSIZE_ABSENT names {len(absent)} of {count} nodes, and one must be there.")
+            raise ConfigError(
+                f"WORLDSIZE_ABSENT lists {len(absent)} of {count} nodes; at least one node must be present."
+            )
         return replace(_create_node(rank, count, environ.get("WORLDSIZE_FIRST")), absent=absent)
     if "SKYPILOT_NODE_RANK" in environ:
         rank, count = _read_numbers(environ, ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"))
         hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
         if len(hosts) != count:
-            raise ConfigError(f"SKYPILOT_NUM_NODES={count}, but SKYPILOT_NODE_IPS names {len(hosts)} hosts: {hosts}.")
+            raise ConfigError(f"SKYPILOT_NUM_NODES={count}, but SKYPILOT_NODE_IPS lists {len(hosts)} hosts: {hosts}.")
         return _create_node(rank, count, hosts[0])
     if "SLURM_STEP_ID" in environ and "SLURM_NODEID" in environ:
         rank, count, tasks = _read_numbers(environ, ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"))
         if tasks != count:
             raise ConfigError(
-                f"srun has started {tasks} tasks on {count} nodes; one a node starts the others. "
-                "Set --ntasks-per-node=1."
+                f"srun started {tasks} tasks on {count} nodes; expected one task per node. Set --ntasks-per-node=1."
             )
         if topology is not None and count > 1:
             hosts = topology.order_hosts(expand_hosts(environ["SLURM_STEP_NODELIST"]))
@@ -221,9 +221,9 @@ def read_node(
 
 def _create_node(rank: int, count: int, first: str | None) -> Node:
     if not 0 <= rank < count:
-        raise ConfigError(f"node {rank} of {count} is impossible. Start agents with a launcher.")
+        raise ConfigError(f"invalid node rank {rank} of {count}. Start agents with a launcher.")
     if count > 1 and not first:
-        raise ConfigError(f"there are {count} nodes, but nothing names the first of them. Set WORLDSIZE_FIRST.")
+        raise ConfigError(f"the name of the first of {count} nodes is not set. Set WORLDSIZE_FIRST.")
     return Node(rank, count, first)
 
 
@@ -294,7 +294,7 @@ def _read_numbers(environ: Environ, names: tuple[str, ...]) -> list[int]:
     if missing:
         present = [name for name in names if name in environ]
         raise ConfigError(
-            f"{', '.join(present) or 'no variables'} are set but {', '.join(missing)} are not. "
+            f"missing environment variables {', '.join(missing)} (set: {', '.join(present) or 'none'}). "
             "Start workers with torchrun or a launcher, or unset them all."
         )
     return [_read_number(environ, name) for name in names]

@@ -120,20 +120,20 @@ def _why_not(
 ) -> str:
     """Return the reason why "auto" does not pin the processes; empty if it pins them."""
     if usable < machine.cores:
-        return f"this process is bound to cores {format_ranges(usable)} of {format_ranges(machine.cores)} already"
+        return f"this process is already bound to cores {format_ranges(usable)} of {format_ranges(machine.cores)}"
     if len(nodes) == 1:
-        return "the machine has one NUMA node, so no memory is nearer than other memory"
+        return "the machine has a single NUMA node"
     if reason := _too_few(gpus, processes):
         return reason
     if gpus and any(machine.gpus.get(gpu) not in nodes for gpu in gpus):
         return "the kernel does not report the NUMA nodes of the GPUs"
     if not gpus and processes % len(nodes):
-        return f"{processes} processes do not divide over {len(nodes)} NUMA nodes"
+        return f"{processes} processes cannot be divided evenly over {len(nodes)} NUMA nodes"
     return ""
 
 
 def _too_few(gpus: Sequence[str], processes: int) -> str:
-    return f"{processes} processes see {len(gpus)} GPUs here" if 0 < len(gpus) < processes else ""
+    return f"found {len(gpus)} visible GPUs for {processes} processes" if 0 < len(gpus) < processes else ""
 
 
 def _assign_numa_nodes(
@@ -182,14 +182,14 @@ def pins_here(cluster: Cluster, environ: Mapping[str, str], *, machine: MachineT
     return plan_pins(cluster.pin, machine, usable=os.sched_getaffinity(0), processes=processes, gpus=gpus)
 
 
-FEW_CPUS = "Ask for more (with Slurm: cluster.cpus_per_task), or lower cluster.threads or data_workers."
+FEW_CPUS = "Request more CPUs (with Slurm: cluster.cpus_per_task), or reduce cluster.threads or data_workers."
 
 
 def few_cpus(cluster: Cluster, usable: int) -> str:
     """Describe the shortage if a node's processes need more than ``usable`` CPUs, else ""."""
     if usable >= cluster.cpus_per_node:
         return ""
-    return f"{cluster.processes_per_node} processes need {cluster.cpus_per_node} CPUs and may run on {usable}"
+    return f"{cluster.processes_per_node} processes require {cluster.cpus_per_node} CPUs, but can use only {usable}"
 
 
 def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launcher: bool) -> Pin | None:
@@ -207,7 +207,7 @@ def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launch
     if cluster.pin == "auto" and len(machine.numa) == 1:  # avoid querying CUDA
         return None
     if not has_launcher and usable < machine.cores:
-        text = "cluster.pin=%s: this process stays on cores %s, as bound by its parent process"
+        text = "cluster.pin=%s is ignored: the parent process has already bound this process to cores %s"
         _logger.info(text, cluster.pin, format_ranges(usable))
         return None
     gpus = cuda_gpus(processes) if cluster.device == "cuda" else []
@@ -247,7 +247,7 @@ def apply_pin(pin: Pin) -> None:
         with suppress(OSError):  # the thread has exited
             os.sched_setaffinity(int(thread.name), pin.cores)
     if not _prefer_memory(pin.numa):
-        _logger.info("set_mempolicy is not allowed here: memory comes from wherever its first user runs")
+        _logger.info("set_mempolicy is not permitted; memory is allocated on the NUMA node of the first access")
     _logger.info("pinned to %s", pin)
 
 

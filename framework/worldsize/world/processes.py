@@ -90,7 +90,7 @@ def _record_caller(ask: Callable[[], object], asked: Mapping[str, Callable[[], o
         setattr(torch._C, name, function)
     own = (f"{Path(torch.__file__).parent}{os.sep}", __file__)
     frames = [each for each in traceback.extract_stack() if not each.filename.startswith(own)]
-    _askers.append(f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "an unknown place")
+    _askers.append(f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "an unknown location")
     return ask()
 
 
@@ -105,8 +105,8 @@ def leave_bad_fork(program: Sequence[str], pipe: int | None = None) -> None:
     if not torch.cuda._is_in_bad_fork():
         return
     _logger.warning(
-        "CUDA was called before this process was forked, by %s: it restarts by itself, within some seconds. "
-        "Call it in Recipe.model, not where a module is imported.",
+        "CUDA was used before the fork of this process, by %s. Restarting the process, which takes some seconds. "
+        "Use CUDA in Recipe.model, not at import time.",
         _askers[0] if _askers else "a library",
     )
     for entry in Path("/proc/self/fd").iterdir():

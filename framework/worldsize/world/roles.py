@@ -67,5 +67,5 @@ def find_role(global_rank: int, roles: Mapping[str, Role]) -> tuple[str, int]:
         if global_rank in members:
             return name, global_rank - members.start
     if not roles[name].serves and roles[name].restart != "heal":
-        raise ConfigError(f"rank {global_rank} does not belong to a role in a run of {members.stop} processes.")
+        raise ConfigError(f"rank {global_rank} has no role in a run of {members.stop} processes.")
     return name, global_rank - members.start

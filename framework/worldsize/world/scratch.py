@@ -40,7 +40,7 @@ def private_folder(parent: Path | None = None, *, prefix: str = PREFIX) -> Path:
     name = f"{prefix}{_process_space()}_{pid}_{_read_start_time(pid)}_"
     if parent is None and is_full(Path(tempfile.gettempdir())):
         raise ConfigError(
-            f"{tempfile.gettempdir()}, the folder for temporary files, is full. Set TMPDIR to one with free space."
+            f"the temporary folder {tempfile.gettempdir()} is full. Set TMPDIR to a folder with free space."
         )
     folder = Path(tempfile.mkdtemp(prefix=name, dir=parent))  # mode 0700
     atexit.register(_remove_own, folder, pid)
@@ -64,7 +64,7 @@ def short_folder() -> Path | None:
     for other in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm")):
         if os.access(other, os.W_OK | os.X_OK):
             return other
-    raise ConfigError(f"TMPDIR={folder} is too long for the paths of sockets. Set a shorter one.")
+    raise ConfigError(f"TMPDIR={folder} is too long for Unix socket paths. Set a shorter path.")
 
 
 def full_folder(other: Path) -> str | None:
@@ -159,7 +159,7 @@ def keep_compiled_code() -> None:
     facts = folder.stat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise ConfigError(
-            f"{folder} keeps compiled code, but belongs to another user or may be written by others. Remove it, or "
-            f"choose a different folder with {_COMPILED}."
+            f"the compile cache {folder} belongs to another user or is writable by others. Remove it, or "
+            f"set {_COMPILED} to a different folder."
         )
     os.environ[_COMPILED] = str(folder)

@@ -111,8 +111,9 @@ class Topology:
         fitting = {name for name, count in tiers.items() if count in sizes or (around and around <= count)}
         if missing := [f"{name}={count}" for name, count in tiers.items() if name not in fitting]:
             raise ConfigError(
-                f"cluster.tiers.{missing[0]}: by cluster.topology the switches above these {len(hosts)} hosts have "
-                f"{' and '.join(map(str, sizes)) or 'no equal number'} of them each. Set that, or choose other hosts."
+                f"cluster.tiers.{missing[0]} does not match cluster.topology: these {len(hosts)} hosts are connected "
+                f"to switches with {' and '.join(map(str, sizes)) or 'unequal numbers of'} hosts each. Set a matching "
+                "number, or choose different hosts."
             )
 
     def _hosts_around(self, hosts: Sequence[str]) -> int | None:
@@ -124,7 +125,9 @@ class Topology:
     def _find_path(self, host: str) -> tuple[str, ...]:
         name = host.rpartition("@")[2]
         if name not in self.paths:
-            raise ConfigError(f"cluster.topology lacks a switch above the host {name}. Add it, or leave it out.")
+            raise ConfigError(
+                f"host {name} not found in cluster.topology. Add the host to the file, or remove it from the run."
+            )
         return self.paths[name]
 
 
@@ -171,16 +174,14 @@ def _parse_tree(node: Any, above: tuple[str, ...]) -> Iterator[tuple[str, tuple[
         listed = [node] if isinstance(node, str) else node
         yield from _check_unique((host, above) for each in listed for host in expand_hosts(str(each)))
     else:
-        raise ValueError(
-            f"{'/'.join(above) or 'the file'} has {type(node).__name__}, and should have switches or hosts."
-        )
+        raise ValueError(f"{'/'.join(above) or 'the file'}: expected switches or hosts, got {type(node).__name__}.")
 
 
 def _check_unique(hosts: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     known: set[str] = set()
     for host, path in hosts:
         if host in known:
-            raise ValueError(f"the host {host} is below two switches, and a tree has one way to each.")
+            raise ValueError(f"the host {host} is below two switches; a host must have one parent.")
         known.add(host)
         yield host, path
 
@@ -197,12 +198,14 @@ def _parse_slurm(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         hosts[name] = expand_hosts(values.get("nodes", ""))
         for below in expand_hosts(values.get("switches", "")):
             if below in above:
-                raise ValueError(f"the switch {below} is below both {above[below]} and {name}, and a tree has one way.")
+                raise ValueError(
+                    f"the switch {below} is below both {above[below]} and {name}; a switch must have one parent."
+                )
             above[below] = name
     if not any(hosts.values()):
-        raise ValueError("no line names a switch and its hosts, as SwitchName=s1 Nodes=node[1-4].")
+        raise ValueError("no switch with hosts found. Add a line such as SwitchName=s1 Nodes=node[1-4].")
     if unknown := sorted(above.keys() - hosts.keys()):
-        raise ValueError(f"the switch {unknown[0]} is below {above[unknown[0]]}, and no line describes it.")
+        raise ValueError(f"the switch {unknown[0]} is below {above[unknown[0]]} but not defined.")
     yield from _check_unique((host, _ancestors(name, above)) for name, names in hosts.items() for host in names)
 
 

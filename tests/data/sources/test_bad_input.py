@@ -51,7 +51,7 @@ def test_a_line_that_is_no_json_is_named_with_its_file_and_byte(tmp_path: Path, 
     broken = source("json_lines", path)
     assert [broken[0], broken[2]] == [{"id": 0}, {"id": 2}]
     place = path.read_bytes().index(b"2}")
-    message = f"{path}, byte {place}: the line is not JSON: .*Mend the file, or set on_error=skip of the data"
+    message = f"{path}, byte {place}: the line is not JSON: .*Repair the file, or set on_error=skip for the data"
     with pytest.raises(SampleError, match=message):
         broken[1]
 
@@ -84,7 +84,7 @@ def test_skipping_takes_a_good_sample_and_is_counted_and_logged(
 def test_a_file_of_bad_samples_alone_is_an_error_though_they_may_be_skipped(tmp_path: Path, source: Damaged) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("bad\n" * 3)
-    with pytest.raises(SampleError, match="byte 4.*Samples after it are bad too and cannot stand in for it"):
+    with pytest.raises(SampleError, match="byte 4.*All replacement samples are unreadable, too"):
         source("json_lines", path, on_error="skip")[1]
 
 
@@ -94,9 +94,9 @@ def test_a_missing_column_is_named_with_its_neighbour(files: Callable[[str], Pat
     (folder / "b.jsonl").write_text("\n".join([*lines, '{"id": 1}', "[1]"]))
     chosen = source("json_lines", folder, columns=["text"])
     assert chosen[3] == {"text": rows()[3]["text"]}
-    with pytest.raises(SampleError, match=r"b.jsonl, byte \d+: no column 'text'. Known: id"):
+    with pytest.raises(SampleError, match=r"b.jsonl, byte \d+: column 'text' not found. Available: id"):
         chosen[SAMPLES]
-    with pytest.raises(SampleError, match=r"b.jsonl, byte \d+: the line is not an object"):
+    with pytest.raises(SampleError, match=r"b.jsonl, byte \d+: data.columns requires each line to be a JSON object"):
         chosen[SAMPLES + 1]
 
 
@@ -106,7 +106,9 @@ def test_a_missing_column_of_a_table_is_named_before_anything_is_read(
 ) -> None:
     folder = files(name)
     assert source(name, folder, columns=["text"])[3] == {"text": rows()[3]["text"]}
-    with pytest.raises(ConfigError, match=r"byte \d+: no column 'txt'; did you mean 'text'. Known: id, text"):
+    with pytest.raises(
+        ConfigError, match=r"byte \d+: column 'txt' not found; did you mean 'text'. Available: id, text"
+    ):
         len(source(name, folder, columns=["txt"]))
 
 
@@ -115,7 +117,7 @@ def test_a_column_that_the_second_file_lacks_is_named_with_that_file(
 ) -> None:
     folder = files("parquet")
     parquet.write_table(pyarrow.table({"id": [1]}), folder / "b.parquet")
-    with pytest.raises(ConfigError, match=r"b.parquet, byte \d+: no column 'text'. Known: id"):
+    with pytest.raises(ConfigError, match=r"b.parquet, byte \d+: column 'text' not found. Available: id"):
         len(source("parquet", folder, columns=["text"]))
 
 
@@ -141,7 +143,7 @@ def test_a_truncated_tar_is_named_with_its_byte(
         "second header": (second.offset + 100, second.offset),
     }[where]
     cut(path, size)
-    with pytest.raises(SampleError, match=f"{path}, byte {place}: the tar file .*cut off.*Bring the whole file"):
+    with pytest.raises(SampleError, match=f"{path}, byte {place}: the tar file .*truncated.*Copy the file again"):
         len(source("webdataset", path))
     skipping, before = source("webdataset", path, on_error="skip"), COUNTS.skipped
     with caplog.at_level(logging.WARNING, "worldsize"):
@@ -161,7 +163,7 @@ def test_a_tar_without_an_end_mark_may_have_been_cut_off(
     cut(path, size)
     with caplog.at_level(logging.WARNING, "worldsize"):
         assert len(source("webdataset", path)) == 30
-    assert f"{path}, byte {size}: the tar file has no end mark; it may have been cut off" in caplog.text
+    assert f"{path}, byte {size}: missing end-of-archive marker; the tar file may be truncated" in caplog.text
 
 
 def test_a_member_that_comes_twice_in_a_sample_is_named(tmp_path: Path, source: Damaged) -> None:
@@ -169,7 +171,7 @@ def test_a_member_that_comes_twice_in_a_sample_is_named(tmp_path: Path, source: 
     with tarfile.open(path, "w") as archive:
         for _ in range(2):
             archive.addfile(tarfile.TarInfo("a.txt"))
-    with pytest.raises(SampleError, match=f"{path}, byte 512: a second a.txt in one sample"):
+    with pytest.raises(SampleError, match=f"{path}, byte 512: duplicate member a.txt in a sample"):
         len(source("webdataset", path))
 
 
@@ -188,7 +190,7 @@ def test_an_image_that_does_not_decode_is_named(
     folder = files("images")
     path = folder / "cat" / "004.png"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(SampleError, match=f"{path}, byte 0: it does not decode as png: .*on_error=skip"):
+    with pytest.raises(SampleError, match=f"{path}, byte 0: failed to decode as png: .*on_error=skip"):
         source("images", folder)[2]
     skipping = source("images", folder, on_error="skip")
     assert FORMATS["images"].number(skipping[2]) in {
@@ -203,12 +205,12 @@ def test_an_image_in_a_tar_or_a_table_that_does_not_decode_is_named_with_its_byt
         member = tarfile.TarInfo("a.mask.png")
         member.size = 5
         archive.addfile(member, io.BytesIO(b"image"))
-    with pytest.raises(SampleError, match=r"a.tar, byte 512 \(a.mask.png\): it does not decode as png"):
+    with pytest.raises(SampleError, match=r"a.tar, byte 512 \(a.mask.png\): failed to decode as png"):
         source("webdataset", tmp_path, decode=["png"])[0]
     features = datasets.Features({"picture": datasets.Image()})
     stored = [{"picture": {"bytes": b"image", "path": None}}]
     datasets.Dataset.from_list(stored, features=features).save_to_disk(tmp_path / "set")
-    with pytest.raises(SampleError, match=r"data-00000-of-00001.arrow, byte \d+ \(picture\): it does not decode"):
+    with pytest.raises(SampleError, match=r"data-00000-of-00001.arrow, byte \d+ \(picture\): failed to decode"):
         source("hf_datasets", tmp_path / "set")[0]
 
 
@@ -227,12 +229,12 @@ def test_an_empty_file_is_named(name: str, files: Callable[[str], Path], source:
 def test_a_folder_without_images_and_files_without_lines_are_no_data(tmp_path: Path, source: Damaged) -> None:
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "a.txt").touch()
-    with pytest.raises(ConfigError, match="no image is in this folder"):
+    with pytest.raises(ConfigError, match="no images found in"):
         len(source("images", tmp_path))
     (tmp_path / "a.jsonl").write_text("\n \r\n")
-    with pytest.raises(ConfigError, match="a.jsonl, byte 0: there are no samples"):
+    with pytest.raises(ConfigError, match="a.jsonl, byte 0: no samples found"):
         len(source("json_lines", tmp_path / "a.jsonl"))
-    with pytest.raises(ConfigError, match="or no file in it that ends with .jsonl or .ndjson or .json"):
+    with pytest.raises(ConfigError, match="or no .jsonl or .ndjson or .json files in the folder"):
         len(source("json_lines", tmp_path / "cat"))
 
 
@@ -250,7 +252,7 @@ def test_a_file_that_shrinks_after_it_was_indexed_is_named_where_it_ends(
     for each in (used, fresh):
         if each is used and name == "parquet":
             continue  # its row group has been read
-        with pytest.raises(SampleError, match=rf"{path}, byte (\d+): .*(ends here|on were expected)"):
+        with pytest.raises(SampleError, match=rf"{path}, byte (\d+): .*unexpected end of file"):
             each[SAMPLES - 2]
 
 
@@ -260,10 +262,10 @@ def test_an_image_that_has_changed_since_it_was_indexed_is_named(files: Callable
     assert len(images) == SAMPLES
     path = folder / "cat" / "004.png"
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(SampleError, match=f"{path}, byte 20: it is shorter than the .* bytes that it had when"):
+    with pytest.raises(SampleError, match=f"{path}, byte 20: the file is shorter than the .* bytes in the index"):
         images[2]
     path.unlink()
-    with pytest.raises(SampleError, match=f"{path}, byte 0: it cannot be read: No such file"):
+    with pytest.raises(SampleError, match=f"{path}, byte 0: read failed: No such file"):
         images[2]
 
 
@@ -274,7 +276,7 @@ def test_a_table_whose_bytes_are_damaged_is_skipped_part_by_part(
     folder = files(name)
     whole = source(name, folder)
     assert len(whole) == SAMPLES
-    path = Path(whole.file_of(1).name)  # type: ignore[attr-defined]
+    path = Path(whole.get_row_file(1).name)  # type: ignore[attr-defined]
     start = int(whole.index["start"][1])  # type: ignore[attr-defined]
     times = path.stat()
     with path.open("r+b") as file:
@@ -294,7 +296,9 @@ def test_what_is_compressed_as_a_whole_is_refused_with_the_remedy(tmp_path: Path
     for name, ending in (("json_lines", "jsonl"), ("webdataset", "tar")):
         path = tmp_path / f"a.{ending}"
         path.write_bytes(gzip.compress(b"{}\n" * 1000))
-        with pytest.raises(SampleError, match=f"{path}, byte 0: the file is compressed with gzip.*Decompress it"):
+        with pytest.raises(
+            SampleError, match=f"{path}, byte 0: gzip-compressed files do not support .*Decompress the file"
+        ):
             len(source(name, path))
 
 
@@ -310,7 +314,7 @@ def test_columns_of_categories_are_refused(tmp_path: Path, source: Damaged) -> N
     table = pyarrow.table({"a": pyarrow.array(["x", "y"]).dictionary_encode()})
     with ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
         stream.write_table(table)
-    with pytest.raises(SampleError, match="columns of categories.*Write them as plain columns"):
+    with pytest.raises(SampleError, match="dictionary-encoded columns.*Write them as plain columns"):
         len(source("arrow", tmp_path))
 
 
@@ -318,9 +322,11 @@ def test_a_dataset_whose_split_is_not_there_names_those_that_are(tmp_path: Path,
     part = datasets.Dataset.from_list(rows())
     datasets.DatasetDict({"train": part, "test": part.select(range(5))}).save_to_disk(tmp_path / "set")
     assert len(source("hf_datasets", tmp_path / "set", split="test")) == 5
-    with pytest.raises(ConfigError, match="no split 'tain'; did you mean 'train'. Known: test, train. Set data.split"):
+    with pytest.raises(
+        ConfigError, match="unknown split 'tain'; did you mean 'train'. Available: test, train. Set data.split"
+    ):
         len(source("hf_datasets", tmp_path / "set", split="tain"))
-    with pytest.raises(ConfigError, match="no split is chosen. Known: test, train"):
+    with pytest.raises(ConfigError, match="no split selected. Available: test, train"):
         len(source("hf_datasets", tmp_path / "set"))
     shutil.rmtree(tmp_path / "set")
     with pytest.raises(ConfigError, match=r"set/state.json: no such file"):
@@ -339,11 +345,11 @@ def test_a_file_that_is_replaced_or_written_to_before_it_is_opened_is_named(
     copy = path.with_name("copy")
     shutil.copy2(path, copy)
     copy.replace(path)
-    with pytest.raises(SampleError, match=f"{path}, byte .*the file was replaced.*Start again"):
+    with pytest.raises(SampleError, match=f"{path}, byte .*the file was replaced.*Restart the run"):
         replaced[SAMPLES - 1]
     assert len(changed) == SAMPLES
     assert len(changed.files) == 2
     os.utime(path, (1, 1))
-    with pytest.raises(SampleError, match=f"{path}, byte .*it was written to since.*Start again"):
+    with pytest.raises(SampleError, match=f"{path}, byte .*the file was modified after.*Restart the run"):
         changed[SAMPLES - 1]
     assert len(source(name, folder)) == SAMPLES

@@ -69,9 +69,9 @@ def test_samples_are_what_the_library_of_the_format_reads(
     shuffled = source.__getitems__(order + order[:3])
     assert [FORMATS[name].plain(sample) for sample in shuffled] == [expected[index] for index in order + order[:3]]
     for index in (-1, SAMPLES):
-        with pytest.raises(IndexError, match=f"sample {index} of {SAMPLES}"):
+        with pytest.raises(IndexError, match=f"sample index {index} is out of range for {SAMPLES}"):
             source[index]
-        with pytest.raises(IndexError, match=f"sample {index} of {SAMPLES}"):
+        with pytest.raises(IndexError, match=f"sample index {index} is out of range for {SAMPLES}"):
             source.__getitems__([0, index])
 
 

@@ -110,8 +110,8 @@ def test_a_capacity_smaller_than_a_block_keeps_nothing_and_says_so_once(
             assert read(blocks, number) == bytes([number]) * 10
     assert kept(tmp_path) == {}
     (record,) = caplog.records
-    assert f"a block of {BLOCK:,} bytes is larger than the capacity {capacity:,}" in record.getMessage()
-    assert "Make room, or set cache.folder" in record.getMessage()
+    assert f"a block has {BLOCK:,} bytes, the cache a capacity of {capacity:,}" in record.getMessage()
+    assert "Increase cache.capacity" in record.getMessage()
 
 
 def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,6 +153,7 @@ def test_blocks_that_others_remove_are_fetched_again(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        WorldsizeError, match="cannot create the cache folder .*: Not a directory. Set cache.folder to a different one"
+        WorldsizeError,
+        match="failed to create the cache folder .*: Not a directory. Set cache.folder to a different folder",
     ):
         BlockCache(Cache(str(tmp_path / "file" / "cache")))

@@ -136,7 +136,7 @@ def test_a_damaged_index_is_made_anew(
     with caplog.at_level(logging.WARNING, "worldsize"):
         assert bytes(made(paths, scan)["value"]) == b"abcdxyz"
     assert scan.files == ["a", "b", "c"] * 2
-    assert f"the index of {paths[0]} and 2 more in {folder} is damaged, and is made anew" in caplog.text
+    assert f"the index of {paths[0]} and 2 more in {folder} is damaged and will be rebuilt" in caplog.text
 
 
 def test_a_changed_file_another_order_and_another_rule_have_indices_of_their_own(paths: list[Path], scan: Scan) -> None:
@@ -164,7 +164,9 @@ def test_an_index_that_finds_no_room_is_an_error_with_a_remedy(paths: list[Path]
         (disk / "index").mkdir()
         (disk / "index" / "x").touch()
         fill(disk)
-        message = f"the index of {paths[0]} cannot be written: No space left.*Make room in {disk}/index, or set the"
+        message = (
+            f"failed to write the index of {paths[0]}: No space left.*Free space in {disk}/index, or set cache.folder"
+        )
         with pytest.raises(WorldsizeError, match=message):
             open_index("bytes-1", [LocalFile(paths[0])], Cache(str(disk)), scan)
 
@@ -176,9 +178,7 @@ def test_a_cache_that_one_may_not_write_to_is_an_error_with_a_remedy(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("worldsize.data.storage.index.FileLock.acquire", refuse)
-    with pytest.raises(
-        WorldsizeError, match=r"cannot be written: .*\.lock: Permission denied. Set the data's cache.folder"
-    ):
+    with pytest.raises(WorldsizeError, match=r"failed to lock the index .*\.lock: Permission denied. Set cache.folder"):
         made(paths, scan)
 
 

@@ -36,7 +36,7 @@ def test_a_host_with_another_version_is_named_with_both(group: str, name: str, v
     first = host(0)[group]
     (check,) = bad(hosts.compare_hosts(findings(host(2, **{group: {**first, name: value}}))))
     assert (check.check, check.host) == (name, "h3")
-    assert check.detail == f"{value}, where h1 has {first[name]}"
+    assert check.detail == f"{value}; h1 has {first[name]}"
     assert check.remedy
 
 
@@ -45,7 +45,7 @@ def test_packages_that_differ_are_named() -> None:
     others = [host(node, must_match=facts) for node in (0, 2, 3)]
     other = host(1, must_match={**facts, "packages": "bbb"}, versions={"torch": "2.12.0", "scipy": "1.0"})
     (check,) = bad(hosts.compare_hosts(findings(*others, other)))
-    assert check.detail == "bbb, where h1 has aaa: numpy missing (2.2), scipy 1.0 (missing), torch 2.12.0 (2.13.0)"
+    assert check.detail == "bbb; h1 has aaa: numpy missing (2.2), scipy 1.0 (missing), torch 2.12.0 (2.13.0)"
 
 
 def test_missing_data_are_named_with_their_path() -> None:
@@ -58,7 +58,7 @@ def test_missing_data_are_named_with_their_path() -> None:
 def test_a_run_folder_that_cannot_be_written_or_is_not_shared_is_named() -> None:
     folder = {**host(1)["folder"], "error": "Read-only file system"}
     (check,) = bad(hosts.check_run_folder(findings(host(1, folder=folder))))
-    assert (check.host, check.detail) == ("h2", "/shared/run cannot be written: Read-only file system")
+    assert (check.host, check.detail) == ("h2", "failed to write /shared/run: Read-only file system")
     assert "run.root" in check.remedy
     (check,) = bad(hosts.check_run_folder(findings(meeting={"unseen": {"2": "the file written by h3 is not visible"}})))
     assert (check.host, check.detail) == ("h3", "/shared/run is not shared: the file written by h3 is not visible")
@@ -68,7 +68,7 @@ def test_disk_must_hold_two_checkpoints() -> None:
     assert not bad(hosts.check_disk(findings(), needed_bytes=10e9))
     checks = bad(hosts.check_disk(findings(), needed_bytes=10.1e9))
     assert [check.host for check in checks] == ["h1", "h2", "h3", "h4"]
-    assert checks[0].detail == "10 GB free at /shared/run, two checkpoints take 10.1"
+    assert checks[0].detail == "10 GB free at /shared/run, two checkpoints require 10.1 GB"
 
 
 @pytest.mark.parametrize("ahead", [10.0, -10.0])
@@ -77,7 +77,7 @@ def test_a_clock_that_is_off_is_named_whether_measured_over_the_network_or_by_th
     by_file = findings(host(0, ahead=100.0), host(1, ahead=100.2), host(2, ahead=100 + ahead), host(3, ahead=99.8))
     for clocks in (over_network, by_file):
         (check,) = bad(hosts.check_clocks(clocks))
-        assert (check.host, check.detail) == ("h3", f"{ahead:+.1f} s against h1")
+        assert (check.host, check.detail) == ("h3", f"{ahead:+.1f} s from h1")
         assert "NTP" in check.remedy
 
 
@@ -96,12 +96,16 @@ def test_two_ranks_that_share_a_device_are_named_even_if_one_host_has_two_names(
         ("h1, h4", "ranks 0 and 6 share GPU-0"),
         ("h1, h4", "ranks 1 and 7 share GPU-1"),
     ]
-    assert "name each host once" in checks[0].remedy
+    assert "list each host once" in checks[0].remedy
 
 
 def test_a_host_with_fewer_cpus_than_its_processes_need_is_a_warning() -> None:
     report = evaluate(findings(host(1, cpus=1)), cluster(network=125e6), needed_bytes=1e9)
     assert report.ok
     (warning,) = (check for check in report.checks if check.remedy)
-    assert (warning.check, warning.host, warning.detail) == ("CPUs", "h2", "2 processes need 2 CPUs and may run on 1")
-    assert warning.remedy.startswith("Ask for more (with Slurm: cluster.cpus_per_task)")
+    assert (warning.check, warning.host, warning.detail) == (
+        "CPUs",
+        "h2",
+        "2 processes require 2 CPUs, but can use only 1",
+    )
+    assert warning.remedy.startswith("Request more CPUs (with Slurm: cluster.cpus_per_task)")

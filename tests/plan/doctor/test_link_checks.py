@@ -44,7 +44,7 @@ def test_one_slow_link_in_a_ring_is_named_by_its_host_and_interface_with_alterna
     (check,) = [check for check in results if not check.ok]
     assert (check.check, check.host) == ("network link", f"h{node + 1}")
     assert check.detail == "6.25 MB/s over eth0, cluster.links.network declares 125 MB/s"
-    assert "try another interface (ib0 10.9.0.9) with cluster.interface" in check.remedy
+    assert "Try another interface (ib0 10.9.0.9) with cluster.interface" in check.remedy
     assert "cluster.links.network.bandwidth=6.2e+06" in check.remedy
 
 
@@ -77,7 +77,7 @@ def test_a_slow_link_inside_a_node_names_its_host_and_only_gpus_are_judged() -> 
     unjudged = [*check_links(facts, cluster(node=1e9, device=2e12))]
     assert all(check.ok for check in unjudged)
     assert [check.detail for check in unjudged if (check.check, check.host) == ("node link", "h3")] == [
-        "100 MB/s, 100 µs (not judged)"
+        "100 MB/s, 100 µs (not declared)"
     ]
 
 
@@ -126,7 +126,7 @@ def test_the_uplink_of_a_rack_is_shared_by_its_hosts_and_told_from_the_links_ins
     assert [*report.links] == ["rack", "network"]
     lines = {(check.check, check.host): check.detail for check in report.checks}
     assert lines["network link", "h1, h2"] == "40 MB/s, 900 µs (cluster.links.network declares 40 MB/s)"
-    assert lines["one-host network link", "h3"] == "30 MB/s, 200 µs (not judged)"
+    assert lines["one-host network link", "h3"] == "30 MB/s, 200 µs (not declared)"
     assert lines["rack link", "h4"] == "125 MB/s, 100 µs (cluster.tiers.rack declares 125 MB/s)"
     ends = [(pair.source, pair.target, round(pair.link.bandwidth / 1e6)) for pair in report.pairs]
     assert ends[:4] == [("h1", "h2", 125), ("h2", "h1", 125), ("h3", "h4", 125), ("h4", "h3", 125)]
@@ -138,7 +138,7 @@ def test_a_slow_uplink_and_a_slow_rack_are_named_by_their_hosts() -> None:
     (uplinks,) = [check for check in check_links(findings(edges=in_racks(1e7, 1e7)), racks) if not check.ok]
     assert (uplinks.check, uplinks.host) == ("network link", "h1, h2, h3, h4")
     assert "between all groups of 2 hosts, cluster.links.network declares 40 MB/s" in uplinks.detail
-    assert uplinks.remedy.startswith("Look at the uplink of the switch that joins these hosts")
+    assert uplinks.remedy.startswith("Check the uplink of the switch of these hosts")
     edges = [
         {**each, "size": each["size"] / 4} if each["tier"] == "rack" and each["source"] >= 4 else each
         for each in in_racks(4e7, 4e7)

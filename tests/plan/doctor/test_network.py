@@ -28,10 +28,10 @@ def test_a_blocked_port_is_named_and_hides_nothing_else() -> None:
     facts = findings(blocked, meeting={"hosts": came, "skipped": "only 3 of 4 hosts have met"})
     (check,) = bad(hosts.check_rendezvous(facts))
     assert (check.check, check.host) == ("rendezvous", "h3")
-    assert check.detail == "port 23456 of h1 does not answer h3: timed out"
+    assert check.detail == "h3 failed to connect to port 23456 of h1: timed out"
     assert "Open TCP port 23456 of h1 to h3" in check.remedy
     (check,) = bad(hosts.collective(facts))
-    assert check.detail == "not tried: only 3 of 4 hosts have met"
+    assert check.detail == "skipped: only 3 of 4 hosts have met"
     assert not bad(hosts.check_answers(facts))
 
 
@@ -52,14 +52,17 @@ def test_an_interface_that_is_missing_is_named_with_one_that_would_work() -> Non
     interface = {"name": "ib0", "address": None, "leads": "eth0", "error": "no interface ib0"}
     (check,) = bad(hosts.interfaces(findings(host(2, interface=interface))))
     assert (check.host, check.detail) == ("h3", "no interface ib0")
-    assert "set cluster.interface=eth0" in check.remedy
+    assert "Set cluster.interface=eth0" in check.remedy
 
 
 def test_an_interface_that_nobody_has_tried_is_not_reported_as_reached() -> None:
-    assert [check.detail for check in hosts.interfaces(findings())] == ["eth0, reached by the others"] * 4
+    assert [check.detail for check in hosts.interfaces(findings())] == ["eth0, reachable from the other hosts"] * 4
     three: dict[str, dict[str, str]] = {"0": {}, "1": {}, "3": {}}
     details = [check.detail for check in hosts.interfaces(findings(meeting={"unreached": three}))]
-    assert details == [f"eth0{suffix}" for suffix in (", reached by the others",) * 2 + ("", ", reached by the others")]
+    assert details == [
+        f"eth0{suffix}"
+        for suffix in (", reachable from the other hosts",) * 2 + ("", ", reachable from the other hosts")
+    ]
     assert {check.detail for check in hosts.interfaces(findings(meeting={"unreached": {}}))} == {"eth0"}
 
 
@@ -68,15 +71,15 @@ def test_an_interface_that_the_others_do_not_reach_is_named() -> None:
     unreached = {"0": {"2": "timed out"}, "1": {"2": "timed out"}, "2": {}, "3": {"2": "timed out"}}
     (check,) = bad(hosts.interfaces(findings(host(2, interface=interface), meeting={"unreached": unreached})))
     assert check.host == "h3"
-    assert check.detail == "ib0 10.9.0.3 is not reached by h1, h2, h4: timed out"
-    assert "eth0 (10.0.0.3) leads to the first host: set cluster.interface=eth0" in check.remedy
+    assert check.detail == "ib0 10.9.0.3 is not reachable from h1, h2, h4: timed out"
+    assert "The route to the first host uses eth0 (10.0.0.3). Set cluster.interface=eth0" in check.remedy
 
 
 def test_ranks_that_do_not_join_are_named_with_the_first_cause() -> None:
     ranks = [rank(number, joined=number != 5) for number in range(8)]
     failure = {"role": "worker", "rank": 5, "cause": "Traceback\nRuntimeError: no route\n"}
     (check,) = bad(hosts.collective(findings(ranks=ranks, meeting={"outcome": {"failure": failure}})))
-    assert (check.host, check.detail) == ("h3", "ranks 5 did not finish it; worker 5: RuntimeError: no route")
+    assert (check.host, check.detail) == ("h3", "ranks 5 did not finish; worker 5: RuntimeError: no route")
 
 
 def test_where_no_rank_joins_the_host_of_the_first_cause_is_named() -> None:

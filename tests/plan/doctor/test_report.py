@@ -12,7 +12,7 @@ from worldsize.core import Link
 from worldsize.plan.doctor.report import Check, Pair, Report, report_in
 
 REPORT = Report(
-    [Check("clock", "h2", False, "+9.9 s against h1", "Have it set by NTP there")],
+    [Check("clock", "h2", False, "+9.9 s from h1", "Synchronize the clock with NTP")],
     {"network": Link(1e9, 1e-4, 2e-4, 0.5)},
     [Pair("h1", "h2", Link(1e9, 1e-4))],
     [{"host": "h1"}],
@@ -44,7 +44,7 @@ def test_a_report_is_found_behind_the_names_that_launchers_put_before_lines() ->
 def test_a_report_of_wrong_types_is_refused(part: str, wrong: Any) -> None:
     facts = REPORT.to_json()
     assert Report.from_json(facts) == REPORT
-    with pytest.raises(ValueError, match=r"wrong type|not a report of worldsize doctor"):
+    with pytest.raises(ValueError, match=r"wrong type|not a worldsize doctor report"):
         Report.from_json({**facts, part: [*facts[part], wrong]})
 
 

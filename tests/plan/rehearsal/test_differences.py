@@ -29,8 +29,8 @@ def test_the_fewest_are_named_first_with_their_line() -> None:
     same, other = [call("all_reduce"), call("barrier", form="")], [call("all_reduce"), call("broadcast")]
     (difference,) = differences(ranks(same, other, same))
     assert str(difference) == (
-        "rank 1: calls broadcast(float32[2], sum) at program.py:9 (step), as call 2 of the group of ranks 0-2 "
-        "(step 1). ranks 0, 2: calls barrier() at program.py:7 (step)."
+        "calls differ at call 2 of the group of ranks 0-2 (step 1). rank 1: broadcast(float32[2], sum) at "
+        "program.py:9 (step); ranks 0, 2: barrier() at program.py:7 (step)."
     )
 
 
@@ -42,7 +42,8 @@ def test_the_order_in_which_ranks_are_given_changes_nothing() -> None:
 def test_a_rank_that_makes_no_further_call_is_named_unless_an_error_has_ended_it() -> None:
     short, long = [call("all_reduce")], [call("all_reduce"), call("all_reduce")]
     (difference,) = differences(ranks(long, long, short))
-    assert str(difference).startswith("rank 2: makes no further call, as call 2 of")
+    assert str(difference).startswith("calls differ at call 2 of")
+    assert ". rank 2: no further call; ranks 0-1: " in str(difference)
     assert differences(ranks(long, long, short, errors=[None, None, "in step 1: ValueError"])) == []
 
 
@@ -58,9 +59,9 @@ def test_groups_of_the_same_members_that_two_ranks_take_in_turns_wait_for_ever()
     both = ranks(mine, turned)
     assert differences(both) == []
     assert str(deadlock(both)) == (
-        "These wait for each other: rank 0: all_reduce(float32[2], sum) with the group of ranks 0-1 at "
-        "program.py:10 (step); rank 1: all_reduce(float32[2], sum) with the group of ranks 0-1, number 2 of them at "
-        "program.py:10 (step)."
+        "deadlock: rank 0 in all_reduce(float32[2], sum) with the group of ranks 0-1 at "
+        "program.py:10 (step); rank 1 in all_reduce(float32[2], sum) with the group of ranks 0-1 "
+        "(number 2 with these ranks) at program.py:10 (step)."
     )
 
 

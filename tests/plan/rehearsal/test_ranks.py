@@ -78,7 +78,7 @@ def test_data_that_cannot_be_loaded_are_an_error_of_the_configuration() -> None:
             raise KeyError("text")
 
     settings: Any = SimpleNamespace(recipe=Broken(), evaluation=SimpleNamespace(splits=()))
-    with pytest.raises(ConfigError, match=r"Broken cannot load its data \(train\): .*KeyError.* Change the options"):
+    with pytest.raises(ConfigError, match=r"Broken failed to load the train data: .*KeyError.* Change the options"):
         load_splits(settings, RehearsedPart())
 
 

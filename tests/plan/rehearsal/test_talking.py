@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -39,17 +40,21 @@ def test_ranks_that_talk_in_a_right_way_are_not_accused(manner: str) -> None:
 @pytest.mark.parametrize(
     ("manner", "first", "second"),
     [
-        ("decide_by_the_largest", "rank 3: calls all_reduce(float32[1], sum) at tests/", "ranks 0-2: calls all_gather"),
-        ("make_a_group_alone", "rank 0: calls new_group(ranks 0-1) at tests/", "ranks 1-3: calls "),
-        ("exchange_parts_that_do_not_meet", "rank 1: gives rank 2 5 numbers in all_to_all(", "rank 2: takes 1 of"),
-        ("send_what_is_not_expected", "rank 0: sends float32[2] at tests/", "rank 1: receives int64[7] at tests/"),
-        ("send_what_nobody_receives", "rank 0: sends float32[2] at tests/", "to rank 1, which never receives it."),
-        ("wait_after_each", "These wait for each other: ranks 0, 2: all_reduce(", "ranks 1, 3: all_reduce("),
+        ("decide_by_the_largest", "rank 3: all_reduce(float32[1], sum) at tests/", "ranks 0-2: all_gather"),
+        ("make_a_group_alone", "rank 0: new_group(ranks 0-1) at tests/", "ranks 1-3: "),
+        ("exchange_parts_that_do_not_meet", "rank 1: 5 numbers to rank 2 in all_to_all(", "rank 2: 1 numbers from"),
+        ("send_what_is_not_expected", "rank 0 sends float32[2] at tests/", ", but rank 1 receives int64[7] at tests/"),
+        (
+            "send_what_nobody_receives",
+            "rank 0 sends float32[2] at tests/",
+            "to rank 1, but the message is never received.",
+        ),
+        ("wait_after_each", "deadlock: ranks 0, 2 in all_reduce(", "ranks 1, 3 in all_reduce("),
     ],
 )
 def test_ranks_that_do_not_are_named_with_what_they_do(manner: str, first: str, second: str) -> None:
     sentence, *_ = said(manner)
-    assert sentence.startswith(first)
+    assert re.sub(r"^calls differ at call \d+ of the group of .* \(.*?\)\. (?=rank)", "", sentence).startswith(first)
     assert second in sentence
 
 
@@ -66,4 +71,4 @@ def bounded(settings: Settings) -> list[str | None]:
 def test_a_rank_that_does_not_end_is_ended_and_named() -> None:
     first, second = isolated(bounded, *OPTIONS)
     assert first is None
-    assert second == "its process was ended after 20 seconds: rehearse fewer steps, or look for an endless loop"
+    assert second == "with a timeout after 20 s. Rehearse fewer steps, or check for an endless loop"

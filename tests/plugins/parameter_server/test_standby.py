@@ -95,7 +95,7 @@ class Counters:
     def wait_for_standbys(self, count: int) -> None:
         """Wait until ``count`` standbys have taken their place, one after the other."""
         deadline = time.monotonic() + PATIENCE
-        while (self.folder / "log").read_text().count("stands by\n") < count:
+        while (self.folder / "log").read_text().count("is the standby\n") < count:
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
@@ -223,9 +223,9 @@ def test_without_a_standby_a_server_restarts_from_the_checkpoint_and_reports_los
     kill = "faults=[{action: kill, rank: 1, step: 30}, {action: sleep, rank: 2, seconds: 0.01, attempt: null}]"
     run = train(*DIGITS, *size, "launcher.max_restarts=1", "steps=60", "checkpoint.every=10", kill)
     assert run.code == 0, run.error
-    assert "server 1 failed: killed by SIGKILL; starting it again (1 of 1)" in run.error
+    assert "server 1 failed: killed by SIGKILL; restarting (1 of 1)" in run.error
     assert len(run.json("run_manifest.json")["attempts"]) == 1, run.error
     lost = [line["facts"]["servers"][1]["lost_updates"] for line in run.steps()]
     assert lost[0] == 0
     assert 0 < lost[-1] < 3 * 40
-    assert "updates are lost" in (run.folder / "logs" / "server_00001.log").read_text()
+    assert "are lost; continuing at step" in (run.folder / "logs" / "server_00001.log").read_text()

@@ -176,9 +176,9 @@ def test_who_is_lost_has_the_step_repeated_by_those_who_stay(leader: Leader) -> 
     [
         (
             lambda leader, task: leader.report("b", task, "y"),
-            "in step 9 one worker updates 'x' where another updates 'y'",
+            "in step 9, one worker updates 'x' but another updates 'y'",
         ),
-        (lambda leader, task: leader.end("b", task), "in step 9 one worker updates 'x' where another ends"),
+        (lambda leader, task: leader.end("b", task), "in step 9, one worker updates 'x' but another ends"),
     ],
     ids=["another update", "an end"],
 )
@@ -198,12 +198,14 @@ def test_a_step_in_which_workers_are_lost_each_time_ends_the_run() -> None:
     """No worker ever gets work in an update, and none waits: all are lost."""
     opened = []
     rounds = SimpleNamespace(
-        scheduler=None, open=lambda step, _, again: opened.append((step, again)), reported=lambda _: None
+        scheduler=None,
+        start_attempt=lambda step, _, again: opened.append((step, again)),
+        wait_for_update=lambda _: None,
     )
     context = RunContext(World.create_single(torch.device("cpu")))
     train_state = TrainState.from_recipe(Players(), Players().model())
     leads = UpdateCoordinator({}, cast("Any", rounds), cast("Any", None), train_state, context, step_reached=8)
-    with pytest.raises(WorldsizeError, match="step 9 was begun 5 times"):
+    with pytest.raises(WorldsizeError, match="step 9 was started 5 times"):
         leads.step([])
     assert opened == [(9, False)] + [(9, True)] * 4
 

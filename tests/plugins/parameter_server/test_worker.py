@@ -82,9 +82,9 @@ class Control:
 
     def send(self, *_: object) -> None: ...
 
-    def answer(self, *_: object) -> None: ...
+    def receive_answer(self, *_: object) -> None: ...
 
-    def message(self, _: object) -> dict[str, Any]:
+    def receive_message(self, _: object) -> dict[str, Any]:
         return self._tasks.pop(0)
 
     def close(self) -> None:

@@ -26,7 +26,10 @@ def render_templates(kind: str, folder: Path, *, name: str, **values: Any) -> di
     given = {**values, "name": name, "class_name": class_name}
     templates = sorted(environment.list_templates(extensions=["j2"]))
     if any(re.search(rf"\b{re.escape(class_name)}\b", (_FOLDER / kind / each).read_text()) for each in templates):
-        raise ConfigError(f"{kind} {name!r} would be class {class_name}, used by its file. Choose a different name.")
+        raise ConfigError(
+            f"{kind} {name!r} would create the class {class_name}, whose name is already used in the file. Choose a "
+            "different name."
+        )
     return {folder / _render_path(each, name): environment.get_template(each).render(given) for each in templates}
 
 
@@ -41,11 +44,11 @@ def write_files(files: dict[Path, str]) -> Sequence[Path]:
         ConfigError: a file exists or cannot be written.
     """
     if there := [path for path in files if path.exists()]:
-        raise ConfigError(f"{there[0]} exists and was not changed. Choose a different name; nothing was written.")
+        raise ConfigError(f"{there[0]} already exists. Choose a different name; nothing was written.")
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}.") from error
+        raise ConfigError(f"failed to write {error.filename}: {error.strerror}.") from error
     return list(files)

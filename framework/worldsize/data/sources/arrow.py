@@ -73,7 +73,7 @@ class _Messages:
 
     def __init__(self, file: ByteFile) -> None:
         if file.size == 0:
-            raise SampleError(f"{file.name}, byte 0: the file is empty. Bring the whole file.")
+            raise SampleError(f"{file.name}, byte 0: the file is empty. Copy the file again.")
         self._file = file
         self._opened: Opened | None = None
         self._mapped: Any = None
@@ -84,11 +84,11 @@ class _Messages:
         try:
             self.schema = import_arrow().ipc.read_schema(schema)
         except (import_arrow().ArrowException, OSError) as error:
-            raise SampleError(f"{file.name}, byte {self._first}: it is not an Arrow file: {error}.") from None
+            raise SampleError(f"{file.name}, byte {self._first}: not an Arrow file: {error}.") from None
         if any(import_arrow().types.is_dictionary(field.type) for field in self.schema):
             raise SampleError(
-                f"{file.name}, byte {self._first}: it has columns of categories (dictionary-encoded); these do not "
-                "support random access. Write them as plain columns."
+                f"{file.name}, byte {self._first}: dictionary-encoded columns do not support random access. Write "
+                "them as plain columns."
             )
 
     def check_size(self) -> None:
@@ -105,7 +105,7 @@ class _Messages:
                 return
             yield start, self._decode_batch(message, start).num_rows
             start = stop
-        raise SampleError(f"{self._file.name}, byte {start}: the file ends without an end mark. Bring the whole file.")
+        raise SampleError(f"{self._file.name}, byte {start}: missing end-of-stream marker. Copy the file again.")
 
     def read_batch(self, start: int) -> Table:
         """Read the record batch at byte offset ``start``."""
@@ -123,7 +123,7 @@ class _Messages:
         try:
             return import_arrow().ipc.read_record_batch(message, self.schema)
         except (import_arrow().ArrowException, OSError, TypeError) as error:
-            raise SampleError(f"{self._file.name}, byte {start}: the rows here do not decode: {error}.") from None
+            raise SampleError(f"{self._file.name}, byte {start}: failed to decode the record batch: {error}.") from None
 
     def _read_message(self, start: int) -> tuple[Any, int]:
         """Return the message at a byte offset, and its end; (None, offset) after the last message."""
@@ -138,7 +138,7 @@ class _Messages:
         except EOFError:
             return None, start
         except (import_arrow().ArrowException, OSError) as error:
-            raise SampleError(f"{self._file.name}, byte {start}: no Arrow data are here: {error}.") from None
+            raise SampleError(f"{self._file.name}, byte {start}: failed to read an Arrow message: {error}.") from None
         return message, source.tell() + (0 if self._mapped is None else start)
 
 
@@ -150,13 +150,13 @@ def _map_file(file: LocalFile) -> tuple[Opened, Any]:
         return opened, import_arrow().py_buffer(mmap.mmap(opened.descriptor, file.size, prot=mmap.PROT_READ))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SampleError(f"{file.name}, byte 0: it cannot be mapped into memory: {reason}.") from None
+        raise SampleError(f"{file.name}, byte 0: failed to memory-map the file: {reason}.") from None
 
 
 def _check_size(opened: Opened, file: ByteFile) -> None:
     if (size := os.fstat(opened.descriptor).st_size) < file.size:
         raise SampleError(
-            f"{file.name}, byte {size}: the file ends here, and had {file.size:,} bytes before. Bring the whole file."
+            f"{file.name}, byte {size}: unexpected end of file, expected {file.size:,} bytes. Copy the file again."
         )
 
 
@@ -193,7 +193,7 @@ class Parquet(TableSource):
         try:
             table = _open_parquet(file).read_row_group(number, columns=columns, use_threads=False).combine_chunks()
         except (import_arrow().ArrowException, OSError) as error:
-            raise SampleError(f"{file.name}, byte {start}: row group {number} does not decode: {error}.") from None
+            raise SampleError(f"{file.name}, byte {start}: failed to decode row group {number}: {error}.") from None
         batches = table.to_batches()
         return batches[0] if len(batches) == 1 else table, table.nbytes
 
@@ -207,7 +207,7 @@ def _open_parquet(file: ByteFile) -> Any:
     try:
         return import_arrow().parquet.ParquetFile(ByteReader(file), page_checksum_verification=True)
     except (import_arrow().ArrowException, OSError) as error:
-        raise SampleError(f"{file.name}, byte {max(file.size - 8, 0)}: it is not a Parquet file: {error}.") from None
+        raise SampleError(f"{file.name}, byte {max(file.size - 8, 0)}: not a Parquet file: {error}.") from None
 
 
 @final
@@ -229,7 +229,7 @@ class HfDataset(ArrowSource):
     def _folder(self) -> str:
         if not isinstance(self.path, str) or not self.path:
             shown = [strip_secrets(each) for each in self.path]
-            raise ConfigError(f"data.path={shown} must be one folder that save_to_disk wrote.")
+            raise ConfigError(f"data.path must be a single folder written by save_to_disk, got {shown}.")
         return self.path.rstrip("/")
 
     @cached_property
@@ -241,7 +241,7 @@ class HfDataset(ArrowSource):
             return self._folder  # no splits, or a missing folder, which opening its files reports
         known = [str(each) for each in _read_json_entry(file, "splits", list)]
         if self.split not in known:
-            said = "no split is chosen" if self.split is None else f"there is no split {self.split!r}"
+            said = "no split selected" if self.split is None else f"unknown split {self.split!r}"
             raise ConfigError(
                 f"{strip_secrets(self._folder)}: {said}{neighbours(self.split or '', known)} Set data.split."
             )
@@ -265,7 +265,7 @@ class HfDataset(ArrowSource):
     def _open_file(self, path: str) -> ByteFile:
         files = open_files(path, self.cache)
         if len(files) > 1:
-            raise ConfigError(f"{strip_secrets(path)} stands for {len(files)} files. data.path must be one folder.")
+            raise ConfigError(f"{strip_secrets(path)} matches {len(files)} files; data.path must be a single folder.")
         return files[0]
 
     def convert_rows(self, rows: list[dict[str, Any]], parts: Sequence[int]) -> list[dict[str, Any]]:
@@ -283,17 +283,19 @@ def _read_json_entry(file: ByteFile, key: str, kind: type) -> Any:
         ConfigError: the file is too large or not JSON, or the value is missing or of the wrong type.
     """
     if file.size > LARGEST:
-        raise ConfigError(f"{file.name} has {file.size:,} bytes; {LARGEST:,} at most are read. Is the folder right?")
+        raise ConfigError(f"{file.name} has {file.size:,} bytes; the limit is {LARGEST:,}. Check the data path.")
     try:
         content = parse_strict_json(file.read(0, file.size), finite=False)
     except ValueError as error:
-        raise ConfigError(f"{file.name}, byte 0: it is not JSON: {error}. Copy the file again.") from None
+        raise ConfigError(f"{file.name}, byte 0: not valid JSON: {error}. Copy the file again.") from None
     if not isinstance(content, dict) or not isinstance(content.get(key), kind):
-        raise ConfigError(f"{file.name} lacks {key}, which save_to_disk writes. Save the data set again.")
+        raise ConfigError(f"{file.name}: missing or invalid key {key!r}. Save the data set again with save_to_disk.")
     return content[key]
 
 
 def _decode_stored_image(stored: Mapping[str, Any], place: str, formats: Sequence[str]) -> Any:
     if stored["bytes"] is None:
-        raise SampleError(f"{place}: the image is not in the data set, only its path is. Save it with its images.")
+        raise SampleError(
+            f"{place}: the data set contains only the path of the image. Save the data set with its images."
+        )
     return decode_content(stored["bytes"], "png", place, formats)

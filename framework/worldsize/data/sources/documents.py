@@ -55,7 +55,7 @@ class DocumentFiles(TokenFiles, IndexedSource):
         bounds = {file.identity: file for file in self.listed if file_name(file).startswith("documents_")}
         beside = {file.name: file for file in bounds.values()}
         if len(beside) < len(bounds):
-            raise ConfigError("two URLs of the data differ only in parts that may be secret. Rename the files.")
+            raise ConfigError("two data URLs differ only in their credentials or query. Rename the files.")
         return [_open_shard(vector, beside, self.cache) for vector in self.tokens]
 
     @cached_property
@@ -90,17 +90,17 @@ def _open_shard(vector: Vector, bounds: Mapping[str, ByteFile], cache: Cache) ->
             (file,) = open_files(name, cache)
     if file is None:
         raise ConfigError(
-            f"{vector.file.name} has no file {name.rpartition('/')[2]} with document boundaries beside it. "
-            "Prepare the folder with worldsize prepare, or take data=tokens, which ignores documents."
+            f"document boundaries {name.rpartition('/')[2]} not found next to {vector.file.name}. Prepare the folder "
+            "with worldsize prepare, or use data=tokens, which ignores documents."
         )
     shard = _Shard(vector, Vector(file, "int64"))
     if shard.bounds.length == 0 or (first := int(shard.bounds.read(0, 1)[0])) != 0:
-        begins = "it is empty" if shard.bounds.length == 0 else f"the first one begins at token {first:,}"
-        raise ConfigError(f"{name} is not a file of document boundaries: {begins}. Prepare the folder again.")
+        begins = "the file is empty" if shard.bounds.length == 0 else f"the first document begins at token {first:,}"
+        raise ConfigError(f"{name} does not contain valid document boundaries: {begins}. Prepare the folder again.")
     last = int(shard.bounds.read(shard.bounds.length - 1, shard.bounds.length)[0])
     if last != vector.length:
         raise ConfigError(
-            f"{name} belongs to a different file: its documents end at token {last:,}, and {vector.file.name} has "
+            f"{name} does not match {vector.file.name}: the documents end at token {last:,}, the file at "
             f"{vector.length:,}. Prepare the folder again."
         )
     return shard

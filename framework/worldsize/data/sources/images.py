@@ -49,10 +49,12 @@ def decode_image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:
         opened = Image.open(io.BytesIO(data), formats=list(formats))
     except KeyError as error:
         name = str(error.args[0])
-        raise ConfigError(f"data.image_formats: Pillow cannot read {name!r}{neighbours(name, Image.OPEN)}") from None
+        raise ConfigError(
+            f"data.image_formats: Pillow does not support {name!r}{neighbours(name, Image.OPEN)}"
+        ) from None
     except UnidentifiedImageError:
         raise ValueError(
-            f"it is not an image in {', '.join(formats)}; list other formats in data.image_formats to read them"
+            f"not an image in one of the formats {', '.join(formats)}; add other formats to data.image_formats"
         ) from None
     opened.load()  # otherwise Pillow decodes lazily, and errors lack the file name
     return opened
@@ -88,7 +90,7 @@ def decode_content(data: bytes, ending: str, place: str, image_formats: Sequence
         raise
     except Exception as error:  # decoders raise many kinds of errors for damaged files
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        raise SampleError(f"{place}: it does not decode as {ending}: {reason}.") from None
+        raise SampleError(f"{place}: failed to decode as {ending}: {reason}.") from None
 
 
 _ROWS = 10_000  # images per write to the index
@@ -118,7 +120,8 @@ class ImageFolder(FileSource):
     @cached_property
     def _walked(self) -> list[tuple[Folder, tuple[str, ...]]]:
         if not isinstance(self.path, str):
-            raise ConfigError(f"data.path={[strip_secrets(each) for each in self.path]} must be one folder of images.")
+            shown = [strip_secrets(each) for each in self.path]
+            raise ConfigError(f"data.path must be a single folder of images, got {shown}.")
         walked = list(walk_folders(self.path, self.cache))
         return [each for each in walked if each[1]] or walked
 
@@ -137,9 +140,7 @@ class ImageFolder(FileSource):
         """Index of all images: sizes, folders, concatenated names, and the end offset of each name."""
         made = open_index("images-1", self.files, self.cache, self._create_scanner())
         if not made:
-            raise ConfigError(
-                f"{strip_secrets(str(self.path))}: no image is in this folder. Check the path of the data."
-            )
+            raise ConfigError(f"no images found in {strip_secrets(str(self.path))}. Check the data path.")
         return made
 
     def _create_scanner(self) -> Scan:

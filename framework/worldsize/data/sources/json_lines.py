@@ -62,12 +62,12 @@ class JsonLines(IndexedSource):
 
 def _select_columns(parsed: Any, columns: Sequence[str], place: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
-        raise SampleError(f"{place}: the line is not an object, and data.columns is set. Set data.columns=null.")
+        raise SampleError(f"{place}: data.columns requires each line to be a JSON object. Set data.columns=null.")
     try:
         return {name: parsed[name] for name in columns}
     except KeyError as error:
         missing = error.args[0]
-        raise SampleError(f"{place}: no column {missing!r}{neighbours(missing, parsed)}") from None
+        raise SampleError(f"{place}: column {missing!r} not found{neighbours(missing, parsed)}") from None
 
 
 def _index_lines(file: ByteFile) -> Iterator[dict[str, Array]]:
@@ -99,6 +99,7 @@ def _index_lines(file: ByteFile) -> Iterator[dict[str, Array]]:
 def _build_columns(file: ByteFile, starts: Array, sizes: Array) -> dict[str, Array]:
     if len(sizes) and sizes.max() > _LONGEST:
         raise SampleError(
-            f"{file.name}, byte {starts[sizes.argmax()]}: a line is longer than 4 GiB. Is the file JSON lines?"
+            f"{file.name}, byte {starts[sizes.argmax()]}: the line is longer than 4 GiB. "
+            "Check that the file has the JSON lines format."
         )
     return {"start": starts.astype(numpy.uint64), "size": sizes.astype(numpy.uint32)}

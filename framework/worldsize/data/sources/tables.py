@@ -155,7 +155,7 @@ def check_columns(source: TableSource, names: Sequence[str], place: str) -> None
     """Raise ConfigError, with the most similar name, if a column of ``source`` is missing."""
     for name in (*(source.columns or ()), *([] if source.length_column is None else [source.length_column])):
         if name not in names:
-            raise ConfigError(f"{place}: no column {name!r}{neighbours(name, names)}")
+            raise ConfigError(f"{place}: column {name!r} not found{neighbours(name, names)}")
 
 
 def _lengths_in(source: TableSource, file: ByteFile, parts: Sequence[PlacedPart]) -> Mapping[str, Array]:
@@ -174,11 +174,11 @@ def _read_lengths(source: TableSource, file: ByteFile, part: PlacedPart) -> Arra
     except SampleError as error:
         if source.on_error == "stop":
             raise
-        _logger.warning("samples of unreadable length have length 0: %s", error)
+        _logger.warning("failed to read sample lengths; using length 0: %s", error)
         return numpy.zeros(part.rows, dtype=numpy.int64)
     if values.dtype.kind not in "iu":
         raise ConfigError(
-            f"{file.name}, byte {part.start}: column {source.length_column!r} does not only hold integers. "
+            f"{file.name}, byte {part.start}: column {source.length_column!r} contains values other than integers. "
             "Choose a different length_column, or repair the file."
         )
     lengths: Array = values.astype(numpy.int64)

@@ -49,7 +49,7 @@ class Vector:
         self.length, rest = divmod(file.size - self._start, self._dtype.itemsize)
         if rest:
             place = f"{file.name}, byte {file.size - rest}"
-            raise SampleError(f"{place}: the file ends within a number. Bring the whole file.")
+            raise SampleError(f"{place}: the last token is incomplete. Copy the file again.")
 
     def read(self, start: int, stop: int) -> Numbers:
         """Return elements ``start`` to ``stop`` (exclusive), [stop - start]."""
@@ -67,12 +67,14 @@ def _read_header(file: ByteFile) -> tuple[numpy.dtype[Any], int]:
     except Exception as error:  # NumPy parses the header as Python, which can raise any error
         raise ConfigError(f"{file.name} is not an .npy file: {error}. Write it with numpy.save.") from None
     if dtype.kind not in "iu":
-        raise ConfigError(f"{file.name} holds {dtype}; tokens are whole numbers. Convert the file.")
+        raise ConfigError(f"{file.name} has dtype {dtype}; tokens must be integers. Convert the file.")
     if len(shape) != 1:
-        raise ConfigError(f"{file.name} has {len(shape)} dimensions; tokens have one. Flatten it.")
+        raise ConfigError(f"{file.name} has {len(shape)} dimensions, expected 1. Flatten the array.")
     expected = head.tell() + shape[0] * dtype.itemsize
     if file.size != expected:
-        raise SampleError(f"{file.name}, byte {file.size}: {expected} bytes were expected. Bring the whole file.")
+        raise SampleError(
+            f"{file.name}, byte {file.size}: wrong file size, expected {expected} bytes. Copy the file again."
+        )
     return dtype, head.tell()
 
 
@@ -101,8 +103,8 @@ class TokenFiles(FileSource):
         files = [file for file in self.listed if not file_name(file).startswith("documents_")]
         if not files:
             raise ConfigError(
-                f"{self.listed[0].name} holds document boundaries, and the file of their tokens (tokens_*.npy) is "
-                "missing beside it. Copy the whole folder."
+                f"{self.listed[0].name} contains document boundaries, but the token files (tokens_*.npy) are missing. "
+                "Copy the whole folder."
             )
         return files
 
@@ -157,8 +159,8 @@ class Windows:
         if not self._ends[-1]:
             longest = max(tokens, key=lambda vector: vector.length)
             raise ConfigError(
-                f"{longest.file.name} has {longest.length:,} tokens, and a sample needs {length + 1:,} of one file; no "
-                "file has more. Give longer files, or set data.length lower."
+                f"a sample requires {length + 1:,} tokens from the same file; the longest file, {longest.file.name}, "
+                f"has {longest.length:,}. Use longer files, or decrease data.length."
             )
 
     def __len__(self) -> int:

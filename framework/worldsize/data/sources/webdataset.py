@@ -77,7 +77,7 @@ class WebDataset(IndexedSource):
             if self.on_error == "stop":
                 raise
             COUNTS.skipped += 1
-            _logger.warning("the rest of the file is skipped: %s", error)
+            _logger.warning("skipping the rest of the file: %s", error)
         yield _build_columns(rows)
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ def _locate_samples(file: ByteFile) -> Iterator[tuple[int, int]]:
                 key, begun, endings = parts[0], member.offset, set()
             if parts[1] in endings:
                 raise SampleError(
-                    f"{file.name}, byte {member.offset}: a second {member.name} in one sample. Rename it."
+                    f"{file.name}, byte {member.offset}: duplicate member {member.name} in a sample. Rename the member."
                 )
             endings.add(parts[1])
             ended = member.offset_data + member.size
@@ -143,7 +143,7 @@ def _iterate_members(reader: IO[bytes], file: ByteFile) -> Iterator[tarfile.TarI
         SampleError: the file is damaged, truncated, or not a tar file.
     """
     if file.size == 0:
-        raise SampleError(f"{file.name}, byte 0: the file is empty. Bring the whole file.")
+        raise SampleError(f"{file.name}, byte 0: the file is empty. Copy the file again.")
     place = 0
     try:
         with tarfile.open(fileobj=reader, mode="r:") as archive:
@@ -152,18 +152,18 @@ def _iterate_members(reader: IO[bytes], file: ByteFile) -> Iterator[tarfile.TarI
                 place = member.offset
                 if member.offset_data + member.size > file.size:
                     raise tarfile.ReadError(
-                        f"{member.name} has {member.size:,} bytes, and only {file.size - member.offset_data:,} are here"
+                        f"found only {file.size - member.offset_data:,} of {member.size:,} bytes of {member.name}"
                     )
                 yield member
             place = archive.offset
     except tarfile.TarError as error:
         raise SampleError(
-            f"{file.name}, byte {place}: the tar file is damaged or was cut off: {error}. Bring the whole file."
+            f"{file.name}, byte {place}: the tar file is damaged or truncated: {error}. Copy the file again."
         ) from None
     if file.size - place < _HEADER and file.size != place:
-        raise SampleError(f"{file.name}, byte {place}: the tar file was cut off. Bring the whole file.")
+        raise SampleError(f"{file.name}, byte {place}: the tar file is truncated. Copy the file again.")
     if file.size == place:
-        _logger.warning("%s, byte %d: the tar file has no end mark; it may have been cut off.", file.name, place)
+        _logger.warning("%s, byte %d: missing end-of-archive marker; the tar file may be truncated.", file.name, place)
 
 
 def _parse_members(data: bytes, place: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
@@ -181,5 +181,5 @@ def _parse_members(data: bytes, place: str) -> Iterator[tuple[tarfile.TarInfo, i
             offset = begins + -(-member.size // _HEADER) * _HEADER
     except tarfile.TarError as error:
         raise SampleError(
-            f"{place}: the tar file has changed: {error}. Bring it back, or remove its index from the cache."
+            f"{place}: the tar file has changed: {error}. Restore the file, or remove its index from the cache."
         ) from None

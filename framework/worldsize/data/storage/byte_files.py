@@ -75,11 +75,11 @@ class ByteFile(ABC):
             data = read(start, stop)
         except (OSError, ValueError) as error:
             reason = format_reason(error).rstrip(".")
-            raise SampleError(f"{self.name}, byte {start}: it cannot be read: {reason}.") from None
+            raise SampleError(f"{self.name}, byte {start}: read failed: {reason}.") from None
         if len(data) != stop - start:
             raise SampleError(
-                f"{self.name}, byte {start + len(data)}: the file ends here, and {stop - start} bytes from {start} on "
-                "were expected. Bring the whole file."
+                f"{self.name}, byte {start + len(data)}: unexpected end of file, expected {stop - start} bytes from "
+                f"byte {start}. Copy the file again."
             )
         COUNTS.read += len(data)
         return data
@@ -107,7 +107,7 @@ class LocalFile(ByteFile):
     def __init__(self, path: Path) -> None:
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode):  # a pipe cannot seek
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         self.path, self.name = path, str(path)
         self.size, self.stamp = facts.st_size, str(facts.st_mtime_ns)
         self._inode = facts.st_dev, facts.st_ino
@@ -123,9 +123,9 @@ class LocalFile(ByteFile):
         opened = Opened(self.path)
         facts = os.fstat(opened.descriptor)
         if (facts.st_dev, facts.st_ino) != self._inode:
-            raise OSError(errno.ESTALE, "the file was replaced after the run listed its data. Start again")
+            raise OSError(errno.ESTALE, "the file was replaced after the run started. Restart the run")
         if str(facts.st_mtime_ns) != self.stamp and facts.st_size >= self.size:
-            raise OSError(errno.ESTALE, "it was written to since the run listed its data. Start again")
+            raise OSError(errno.ESTALE, "the file was modified after the run started. Restart the run")
         return opened
 
     def _read_bytes(self, start: int, stop: int) -> bytes:

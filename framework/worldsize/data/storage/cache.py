@@ -64,7 +64,7 @@ class Cache:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WorldsizeError(
-                f"cannot create the cache folder {folder}: {error.strerror}. Set cache.folder to a different one."
+                f"failed to create the cache folder {folder}: {error.strerror}. Set cache.folder to a different folder."
             ) from None
         return folder
 
@@ -107,7 +107,8 @@ class BlockCache:
     def _store_block(self, path: Path, block: bytes) -> None:
         if len(block) > self._cache.capacity * _ROOM:
             return self._warn_once(
-                f"a block of {len(block):,} bytes is larger than the capacity {self._cache.capacity:,.0f}"
+                f"a block has {len(block):,} bytes, the cache a capacity of {self._cache.capacity:,.0f}. "
+                "Increase cache.capacity."
             )
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
@@ -121,9 +122,11 @@ class BlockCache:
             with suppress(OSError):
                 temporary.unlink()
             if error.errno not in _FULL:
-                raise WorldsizeError(f"the cache {self._folder} takes nothing: {error.strerror}.") from None
+                raise WorldsizeError(f"failed to write to the cache {self._folder}: {error.strerror}.") from None
             self._added = float("inf")
-            self._warn_once(f"the disk of {self._folder} is full")
+            self._warn_once(
+                f"the disk of {self._folder} is full. Free disk space, or set cache.folder to a different disk."
+            )
 
     def _make_room(self, size: int) -> None:
         """Evict the least recently used blocks to make room for ``size`` bytes and later blocks."""
@@ -145,7 +148,7 @@ class BlockCache:
 
     def _warn_once(self, reason: str) -> None:
         if not self._told:
-            _logger.warning("%s: data read from remote files is not cached. Make room, or set cache.folder.", reason)
+            _logger.warning("remote data is not cached: %s", reason)
         self._told = True
 
 
@@ -210,7 +213,7 @@ class RemoteFile(ByteFile):
         url = system.get_system().unstrip_protocol(path)
         self.name, self._url_digest = strip_secrets(url), hashlib.sha256(url.encode()).hexdigest()
         if facts.get("size") is None:
-            raise ConfigError(f"{self.name} is of unknown size. Copy it to this machine first.")
+            raise ConfigError(f"the size of {self.name} is unknown. Copy the file to this machine first.")
         self.size = int(facts["size"])
         self.stamp = extract_version(facts)
 
@@ -250,7 +253,7 @@ class RemoteFile(ByteFile):
                 data: bytes = self._system.get_system().cat_file(self._path, start=start, end=stop)
                 break
             except FileNotFoundError:
-                raise OSError("the file is gone") from None
+                raise OSError("the file no longer exists") from None
             except Exception as error:  # each file system raises different errors
                 reason = strip_secrets(str(error)) or type(error).__name__
                 if seconds is None:
@@ -259,9 +262,9 @@ class RemoteFile(ByteFile):
                 time.sleep(seconds)
         COUNTS.fetched += len(data)
         if len(data) > stop - start:
-            raise OSError("the server ignores ranges and sends the whole file. Copy it to this machine first")
+            raise OSError("the server does not support range requests. Copy the file to this machine first")
         if len(data) < stop - start:
-            raise OSError(f"{len(data)} bytes came of {stop - start}: it has become shorter, or the connection broke")
+            raise OSError(f"received {len(data)} of {stop - start} bytes (file truncated or connection lost)")
         return data
 
 

@@ -59,11 +59,11 @@ def open_index(kind: str, files: Sequence[ByteFile], cache: Cache, scan: Scan) -
         if (index := _load_index(folder, facts)) is not None:
             return index
         if folder.exists():
-            _logger.warning("the index of %s in %s is damaged, and is made anew.", _format_files(files), folder)
+            _logger.warning("the index of %s in %s is damaged and will be rebuilt.", _format_files(files), folder)
         _build_index(folder, facts, files, scan)
         made = _load_index(folder, facts)
     if made is None:
-        raise WorldsizeError(f"the index in {folder} was changed while it was made. Start again.")
+        raise WorldsizeError(f"the index in {folder} was modified while it was being built. Try again.")
     make_room(folder.parent, cache.capacity)
     return made
 
@@ -84,12 +84,12 @@ def _hold_lock(lock: Path, files: Sequence[ByteFile]) -> Iterator[None]:
     try:
         held.acquire(timeout=_TELLS)
     except Timeout:
-        _logger.info("waiting for a different process to build the index of %s", _format_files(files))
+        _logger.info("waiting for another process to build the index of %s", _format_files(files))
         held.acquire()
     except OSError as error:
         raise WorldsizeError(
-            f"the index of {_format_files(files)} cannot be written: {lock}: {error.strerror}. Set the data's "
-            "cache.folder to a different one."
+            f"failed to lock the index of {_format_files(files)} with {lock}: {error.strerror}. Set cache.folder to a "
+            "different folder."
         ) from None
     try:
         yield
@@ -116,8 +116,8 @@ def _build_index(folder: Path, facts: Mapping[str, Any], files: Sequence[ByteFil
         temporary.rename(folder)
     except OSError as error:
         raise WorldsizeError(
-            f"the index of {_format_files(files)} cannot be written: {error.strerror}. Make room in "
-            f"{folder.parent}, or set the data's cache.folder to a different one."
+            f"failed to write the index of {_format_files(files)}: {error.strerror}. Free space in {folder.parent}, "
+            "or set cache.folder to a different folder."
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

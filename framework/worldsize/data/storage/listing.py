@@ -34,7 +34,7 @@ def open_files(paths: str | Sequence[str], cache: Cache, *, endings: Sequence[st
     """
     named = [paths] if isinstance(paths, str) else paths
     if not named:
-        raise ConfigError("data.path is an empty list. Name a file, a folder or a pattern.")
+        raise ConfigError("data.path is an empty list. Set it to a file, folder or pattern.")
     return [
         file for path in named for each in expand_ranges(path) for file in _resolve_files(each, cache, tuple(endings))
     ]
@@ -52,7 +52,7 @@ def local_path(path: str) -> Path:
         ConfigError: the path is empty, or starts with ``~USER`` for an unknown user.
     """
     if not (plain := path.removeprefix("file://")):
-        raise ConfigError("data.path is empty. Name a file, a folder or a pattern.")
+        raise ConfigError("data.path is empty. Set it to a file, folder or pattern.")
     try:
         return Path(plain).expanduser().absolute()
     except RuntimeError as error:  # ~USER
@@ -71,9 +71,7 @@ def expand_ranges(path: str) -> Iterator[str]:
         return
     first, last = int(match[1]), int(match[2])
     if first > last:
-        raise ConfigError(
-            f"{strip_secrets(path)}: the range {match[0]} counts down and is empty. Write {{{match[2]}..{match[1]}}}."
-        )
+        raise ConfigError(f"{strip_secrets(path)}: the range {match[0]} is descending. Use {{{match[2]}..{match[1]}}}.")
     for number in range(first, last + 1):
         yield from expand_ranges(path[: match.start()] + str(number).zfill(len(match[1])) + path[match.end() :])
 
@@ -84,14 +82,14 @@ def _resolve_files(path: str, cache: Cache, endings: tuple[str, ...]) -> Sequenc
     except (OSError, ValueError) as error:  # ValueError: a pattern such as a**b
         raise create_open_error(path, format_reason(error)) from None
     if not files:
-        inside = "" if endings == ("",) else f", or no file in it that ends with {' or '.join(endings)}"
-        raise ConfigError(f"{strip_secrets(path)}: no such file{inside}. Check the path of the data.")
+        inside = "" if endings == ("",) else f", or no {' or '.join(endings)} files in the folder"
+        raise ConfigError(f"{strip_secrets(path)}: no such file{inside}. Check the data path.")
     return files
 
 
 def create_open_error(path: str, reason: str) -> ConfigError:
     """Return the error for a path or URL that cannot be opened."""
-    return ConfigError(f"{strip_secrets(path)}: it cannot be opened: {reason.rstrip('.')}. Check the path of the data.")
+    return ConfigError(f"failed to open {strip_secrets(path)}: {reason.rstrip('.')}. Check the data path.")
 
 
 def _local_files(path: Path, endings: tuple[str, ...]) -> Sequence[ByteFile]:
@@ -158,7 +156,7 @@ class Folder(ByteFile):
     size = 0
 
     def _read_bytes(self, start: int, stop: int) -> bytes:
-        raise IsADirectoryError(0, "it is a folder")
+        raise IsADirectoryError(0, "is a folder")
 
     @abstractmethod
     def list_sizes(self) -> Iterator[tuple[str, int]]:
@@ -191,12 +189,12 @@ class LocalFolder(Folder):
             with open(f"{self.name}/{name}", "rb", buffering=0) as file:  # noqa: PTH123  # Path.open is slower than reading
                 data = file.read(size + 1)
         except OSError as error:
-            raise SampleError(f"{self.name}/{name}, byte 0: it cannot be read: {error.strerror}.") from None
+            raise SampleError(f"{self.name}/{name}, byte 0: read failed: {error.strerror}.") from None
         if len(data) != size:
             changed = "longer" if len(data) > size else "shorter"
             raise SampleError(
-                f"{self.name}/{name}, byte {min(size, len(data))}: it is {changed} than the {size:,} bytes that it had "
-                "when the folder was indexed. Restore it, or touch its folder to have it indexed again."
+                f"{self.name}/{name}, byte {min(size, len(data))}: the file is {changed} than the {size:,} bytes in "
+                "the index. Restore the file, or touch the folder to rebuild the index."
             )
         COUNTS.read += size
         return data

@@ -91,7 +91,7 @@ def _run_sampler(run: RunDirectory, limits: HealthLimits, node: int, root: int, 
     except FileNotFoundError:  # the run folder was deleted, so the run ends
         return
     except Exception as error:  # of any type: a failure of the monitor must not end the run
-        _logger.warning("the health of node %d is watched no longer: %s: %s", node, type(error).__name__, error)
+        _logger.warning("health monitoring of node %d stopped: %s: %s", node, type(error).__name__, error)
     finally:
         if node == 0:
             with suppress(OSError):
@@ -190,7 +190,7 @@ class HealthAlerts:
         for what, value, limit, detail in (
             ("memory", row["memory"], limits.memory, largest),
             ("swap", row["swap"], limits.swap, ""),
-            ("disk", row["disk"], limits.disk, f"{row['disk_free'] / 1e9:,.1f} GB are free"),
+            ("disk", row["disk"], limits.disk, f"{row['disk_free'] / 1e9:,.1f} GB free"),
             ("network", row["network_errors"], limits.network_errors, ""),
         ):
             if limit is not None and value > share * limit:
@@ -220,4 +220,4 @@ def _describe_largest(row: HealthRow) -> str:
     if not row["resident"]:
         return ""
     rank, size = max(row["resident"].items(), key=lambda each: each[1])
-    return f"of its ranks, {rank} holds most: {size / 1e9:.2f} GB"
+    return f"largest: rank {rank}, {size / 1e9:.2f} GB"

@@ -158,18 +158,18 @@ def why_slow(rows: Sequence[HealthRow]) -> str:
     A cause must be present in most samples, since a slow rank is slow for a while, too.
     """
     reasons = [
-        *(f"GPU {index} is slowed down ({by})" for index, by in _find_slowed_gpus(rows)),
-        _format_frequent([row["swap"] for row in rows if row["swap"] > _SWAPPING], rows, "it swaps {:,.0f} MB/s", 1e-6),
+        *(f"GPU {index} is throttled ({by})" for index, by in _find_slowed_gpus(rows)),
+        _format_frequent([row["swap"] for row in rows if row["swap"] > _SWAPPING], rows, "swapping {:,.0f} MB/s", 1e-6),
         _format_frequent(
             [row["cpu_of_others"] for row in rows if row["cpu_of_others"] > _OTHERS and row["cpu"] > _BUSY],
             rows,
-            "all processors are busy, {:.0f} % of them with processes that are not of this run",
+            "all CPUs are busy, {:.0f} % with processes outside this run",
             100,
         ),
         _format_frequent(
             [row["network_errors"] for row in rows if row["network_errors"] > 0],
             rows,
-            "{:,.0f} network errors a minute",
+            "{:,.0f} network errors per minute",
         ),
     ]
     return "; ".join(filter(None, reasons))
@@ -192,15 +192,15 @@ def _find_slowed_gpus(rows: Sequence[HealthRow]) -> Iterable[tuple[int, str]]:
 
 # text and unit of each kind of alert; {value} and {limit} are in that unit
 _ALERTS: Mapping[str, tuple[str, float]] = {
-    "memory": ("{value:.0f} % of its memory are in use; the kernel kills a process when there is none left", 100),
-    "process_memory": ("rank {rank} holds {value:.2f} GB, more than cluster.max_memory ({limit:.2f} GB)", 1e-9),
-    "swap": ("it moves {value:,.1f} MB/s between memory and swap space", 1e-6),
+    "memory": ("{value:.0f} % of memory in use; the kernel kills processes when memory runs out", 100),
+    "process_memory": ("rank {rank} uses {value:.2f} GB, more than cluster.max_memory ({limit:.2f} GB)", 1e-9),
+    "swap": ("swapping {value:,.1f} MB/s", 1e-6),
     "disk": ("the file system of the run folder is {value:.0f} % full", 100),
-    "temperature": ("GPU {gpu} has {value:.0f} °C", 1),
-    "throttled": ("GPU {gpu} is slowed down ({detail})", 1),
-    "ecc": ("GPU {gpu} has {value:.0f} new memory errors that could not be corrected", 1),
-    "cpus": ("its processes need {limit:.0f} CPUs (cluster.threads, data_workers) and may run on {value:.0f}", 1),
-    "network": ("its network interfaces count {value:,.0f} errors a minute", 1),
+    "temperature": ("GPU {gpu} is at {value:.0f} °C", 1),
+    "throttled": ("GPU {gpu} is throttled ({detail})", 1),
+    "ecc": ("GPU {gpu} has {value:.0f} new uncorrectable memory errors", 1),
+    "cpus": ("processes require {limit:.0f} CPUs (cluster.threads, data_workers), {value:.0f} available", 1),
+    "network": ("{value:,.0f} network interface errors per minute", 1),
 }
 ALERTS = tuple(_ALERTS)
 
@@ -209,7 +209,7 @@ def describe_alert(row: Mapping[str, Any]) -> str:
     """Describe an alert in one line, given its fields."""
     host, what, value = row.get("host"), row.get("what"), row.get("value")
     if not isinstance(what, str) or what not in _ALERTS or not isinstance(value, int | float):
-        return f"something is wrong with {host}"
+        return f"unknown alert from {host}"
     text, unit = _ALERTS[what]
     limit = row.get("limit")
     facts = {name: row.get(name) for name in ("rank", "gpu", "detail")}
@@ -218,8 +218,8 @@ def describe_alert(row: Mapping[str, Any]) -> str:
     return f"node {row.get('node')}, {host}: {text.format(value=unit * value, limit=known, **facts)}{more}."
 
 
-_COLUMNS = ("node", "CPU", "by others", "memory", "largest rank", "swap", "disk free", "network", "errors/min")
-_GPU_COLUMNS = ("GPU", "hottest", "slowed by", "memory errors")
+_COLUMNS = ("node", "CPU", "other CPU", "memory", "largest rank", "swap", "disk free", "network", "errors/min")
+_GPU_COLUMNS = ("GPU", "hottest", "throttled by", "memory errors")
 
 
 def format_node_table(rows_by_node: Mapping[int, HealthRow]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -87,7 +87,7 @@ def draw_lines(title: str, curves: Sequence[StepCurve], *, unit: str = "", is_lo
             plot.add_points(each.steps, each.values, shade)
         plot.add_values(each.label, each.steps, each.values)
     key = tuple((shorten_text(each.label), f"c{index % SERIES + 1}") for index, each in enumerate(shown))
-    note = "Logarithmic: the values span more than two decades." if is_log else ""
+    note = "Log scale: the values span more than two decades." if is_log else ""
     return [Chart(title, plot.draw(title), note, key=key if len(key) > 1 else ())]
 
 

@@ -248,4 +248,4 @@ def _draw_over_time(title: str, times: Mapping[int, Sequence[float]], values: Ma
     for index, (node, column) in enumerate(values.items()):
         plot.add_line(times[node], 100 * np.array(column), series_colour(index), width=1)
         plot.add_values(f"node {node}", times[node], 100 * np.array(column))
-    return Chart(title, plot.draw(title), "A line for each node.")
+    return Chart(title, plot.draw(title), "One line per node.")

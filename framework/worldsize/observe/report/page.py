@@ -42,7 +42,9 @@ def _render_folders(folders: Sequence[Path]) -> str:
     runs = [run for folder in folders for run in find_runs(folder)]
     if not runs:
         shown = ", ".join(map(str, folders))
-        raise WorldsizeError(f"no runs in {shown}. Name a folder of a run, of runs, or of a scaling study.")
+        raise WorldsizeError(
+            f"no runs found in {shown}. Pass the folder of a run, of several runs, or of a scaling study."
+        )
     return run_page(read_run(runs[0])) if len(runs) == 1 else sweep_page(runs)
 
 
@@ -141,7 +143,7 @@ def collect_summary(record: Record) -> list[tuple[str, str]]:
     if failed := sum(event["event"] == "checkpoint_failed" for event in record.events):
         rows += [("failed saves", f"{failed:,}")]
     if overflows := {event["step"] for event in record.events if event["event"] == OVERFLOW}:  # some were repeated
-        rows += [("updates left out (float16 overflow)", f"{len(overflows):,}")]
+        rows += [("updates skipped (float16 overflow)", f"{len(overflows):,}")]
     if last:
         rows += [("loss", format_figure(last["loss"]))]
         rows += [
@@ -179,7 +181,7 @@ def _list_read_data(record: Record) -> list[tuple[str, str]]:
     }
     rows = [
         ("data read", format_bytes(counts["read_bytes"])),
-        ("of that from other machines", format_bytes(counts["fetched_bytes"])),
+        ("data read from other machines", format_bytes(counts["fetched_bytes"])),
     ]
     skipped = [("samples skipped", f"{counts['skipped_samples']:,.0f}")]
     known = [row for row, count in zip(rows, counts.values(), strict=False) if count]
@@ -226,7 +228,7 @@ def _format_commit(code: Mapping[str, Any]) -> str:
 def commands(record: Record) -> list[tuple[str, str]]:
     """List suggested commands, each with its purpose."""
     again = shlex.join(["worldsize", "reproduce", str(record.folder / "run_manifest.json")])
-    return [("the same again, rebuilt and compared", again), ("how it was started", format_command(record))]
+    return [("reproduce the run and compare", again), ("start command", format_command(record))]
 
 
 # ---------------------------------------------------------------- number formatting

@@ -33,7 +33,7 @@ def rank_charts(record: Record) -> list[Chart]:
     waited = waiting_text(waits_by_rank(record), record.manifest["config"])
     return [
         *heat_map("Step time by rank", steps, record.stragglers, waits),
-        *heat_map("Own time by rank", dict(sorted(own.items())), record.stragglers, "Only data and compute."),
+        *heat_map("Own time by rank", dict(sorted(own.items())), record.stragglers, "Data and compute only."),
         *(heat_map("Wait for data by rank", dict(sorted(data.items())), (), waited) if waited else ()),
         *step_breakdown(record),
     ]
@@ -81,7 +81,7 @@ def heat_map(
             text = f"rank {rank}, step {edges[column]:.0f}: {value:.3g} ms"
             plot.add_cell(edges[column], edges[column + 1], 0.5 - rank, -0.5 - rank, text)
     for event in stragglers:
-        tip = f"rank {event['rank']} straggles: {event.get('cause')}"
+        tip = f"rank {event['rank']} is a straggler: {event.get('cause')}"
         plot.add_points([event["step"]], [-event["rank"]], format_colour("bad"), tips=[tip], kind="cross")
     scale = f"Light: {low:.3g} ms and below; dark: {high:.3g} ms (99th percentile) and above."
     return [Chart(title, plot.draw(title), f"{note} {scale}".strip())]

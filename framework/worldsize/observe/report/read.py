@@ -201,13 +201,13 @@ def waiting_text(shares: Mapping[int, float], config: Mapping[str, Any]) -> str 
     mean = sum(known.values()) / len(known)
     ranks = ", ".join(f"rank {rank} {known[rank]:.0%}" for rank in worst)
     which = f": {ranks}" if len(known) <= _NAMED else f"; longest wait: {ranks}"
-    return f"Steps wait for data for {mean:.0%} of the time{which if len(known) > 1 else ''}. {_suggest_remedy(config)}"
+    return f"Steps wait for data {mean:.0%} of the time{which if len(known) > 1 else ''}. {_suggest_remedy(config)}"
 
 
 def _suggest_remedy(config: Mapping[str, Any]) -> str:
     workers = config.get("data_workers", 0)
-    others = "give the data set a method load_batch, or prepare the data once (worldsize prepare, for text)."
+    others = "add a load_batch method to the dataset, or prepare the data once (worldsize prepare, for text)."
     if workers == "auto":
-        return f"More data_workers than auto has started did not help, or cores for them are lacking: {others}"
+        return f"data_workers=auto cannot add useful workers, or CPU cores are missing: {others}"
     more = f", or more than {workers}" if isinstance(workers, int) and workers > 0 else ""
     return f"Set data_workers=auto{more}, {others}"

@@ -121,11 +121,13 @@ def read_study(path: Path) -> Study:
             point = _parse_point(each, facts.get("knee") or {})
             series[point.series].append(point)
     except OSError as error:
-        raise WorldsizeError(f"{path} cannot be read: {error.strerror}. Measure again: worldsize scale.") from None
+        raise WorldsizeError(f"failed to read {path}: {error.strerror}. Run worldsize scale again.") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise WorldsizeError(f"{path} is not a scaling study: {error!r}. Measure again: worldsize scale.") from None
+        raise WorldsizeError(f"{path} is not a scaling study: {error!r}. Run worldsize scale again.") from None
     if schema > _SCHEMA:
-        raise WorldsizeError(f"{path} has schema {schema}; this worldsize reads {_SCHEMA}. Upgrade worldsize.")
+        raise WorldsizeError(
+            f"{path} has schema {schema}, but this version of worldsize supports {_SCHEMA}. Upgrade worldsize."
+        )
     return Study(facts, dict(series))
 
 
@@ -166,10 +168,10 @@ def study_charts(study: Study) -> list[Chart]:
 
 
 _LEGEND = "Dots: measured, with spread. Dashed: predicted. Dotted: ideal. Ring: the knee."
-_RELATIVE = "Samples a second of each process, against the smallest world size. Dashed: predicted. Ring: the knee."
-_PREDICTED = "Predicted; nothing was run. Dotted: ideal. Ring: the knee."
-_PREDICTED_SHARE = "Share of a step that computes, predicted. Ring: the knee."
-_UPRIGHT = " To the right of the upright line: several nodes."
+_RELATIVE = "Samples per second per process, relative to the smallest world size. Dashed: predicted. Ring: the knee."
+_PREDICTED = "Predicted, not measured. Dotted: ideal. Ring: the knee."
+_PREDICTED_SHARE = "Predicted compute share of a step. Ring: the knee."
+_UPRIGHT = " Right of the vertical line: several nodes."
 
 
 def _throughput(study: Study) -> Plot:

@@ -108,18 +108,18 @@ Fact = tuple[float, str, bool]
 def _list_attempt_facts(record: Record, spans: list[tuple[float, float]]) -> Iterator[Fact]:
     for attempt, (begun, ended) in zip(record.attempts, spans, strict=True):
         name, count = f"attempt {attempt['number']}", attempt["world_size"]
-        words = [f"{name} begins: world size {count}, on {', '.join(dict.fromkeys(attempt['hosts']))}"]
+        words = [f"{name} started: world size {count}, on {', '.join(dict.fromkeys(attempt['hosts']))}"]
         words += [f"{key} {now} instead of {then}" for key, then, now in record.list_changes(attempt["number"])]
         yield begun, "; ".join(words), True
         if attempt["first_step_at"] is not None:
             yield attempt["first_step_at"], f"{name}: first step", True
         if attempt["end_at"] is not None:
-            yield ended, f"{name} ends: {_describe_ending(attempt)}", attempt["exit_reason"] in _GOOD
+            yield ended, f"{name} ended: {_describe_ending(attempt)}", attempt["exit_reason"] in _GOOD
     for earlier, later in pairwise(record.attempts):
         if earlier["steps"] and later["steps"] and later["first_step_at"] is not None and earlier["end_at"]:
             repeated = earlier["steps"][1] - later["steps"][0]
             recovery = max(later["first_step_at"] - earlier["end_at"], 0.0)
-            again = f"; {repeated} steps are done again" if repeated > 0 else ""
+            again = f"; {repeated} steps repeated" if repeated > 0 else ""
             yield later["first_step_at"], f"recovered in {recovery:.1f} s{again}", True
 
 
@@ -127,7 +127,7 @@ def _describe_ending(attempt: Attempt) -> str:
     step = f" after step {attempt['steps'][1]}" if attempt["steps"] else ""
     code = "" if attempt["exit_code"] in (0, None) else f" (exit code {attempt['exit_code']})"
     why = f": {failure_text(attempt['failure'])}" if "failure" in attempt else ""
-    lost = f", since its first host, {attempt['lost_host']}, was lost" if "lost_host" in attempt else ""
+    lost = f", first host {attempt['lost_host']} lost" if "lost_host" in attempt else ""
     return f"{attempt['exit_reason']}{step}{code}{lost}{why}"
 
 

@@ -12,18 +12,20 @@ from worldsize.plan.doctor.report import Check
 from worldsize.world.pinning import FEW_CPUS, few_cpus
 
 SKEW = 1.0  # maximum clock skew in seconds; the earliest of several failures is reported as the cause
-_INSTALL = "Install the lock's packages there (uv sync --locked), or name the right interpreter (cluster.python)."
+_INSTALL = (
+    "Install the locked packages on this host (uv sync --locked), or set cluster.python to the right interpreter."
+)
 _REMEDIES = {
-    "Python": "Use the same interpreter everywhere: cluster.python, a container, or the environment that uv makes.",
+    "Python": "Use the same interpreter on all hosts: cluster.python, a container, or the environment created by uv.",
     "torch": _INSTALL,
     "NCCL": _INSTALL,
     "packages": _INSTALL,
-    "code": "Bring the same commit there; a copy that was edited in place is overwritten by the next launch.",
-    "data": "Bring the same files there, or put them on storage that all hosts share.",
-    "driver": "Have the same driver installed everywhere: collectives and kernels differ between versions.",
-    "vector instructions": "CPUs that round differently give ranks other bits: use CPUs of one kind, or set "
-    "ATEN_CPU_CAPABILITY to what all of them have (default, avx2 or avx512).",
-    "lock": "Bring the same uv.lock there, and install from it (uv sync --locked).",
+    "code": "Check out the same commit on this host. The next launch overwrites local edits.",
+    "data": "Copy the same files to this host, or put them on storage shared by all hosts.",
+    "driver": "Install the same driver on all hosts: collectives and kernels differ between versions.",
+    "vector instructions": "Ranks on different CPU types may differ bitwise. Use the same CPU type on all "
+    "hosts, or set ATEN_CPU_CAPABILITY to a level supported by all of them (default, avx2 or avx512).",
+    "lock": "Copy the same uv.lock to this host, and install it (uv sync --locked).",
 }
 
 
@@ -37,7 +39,7 @@ def compare_hosts(findings: Findings) -> Iterator[Check]:
             if own == value:
                 yield Check(name, facts["host"], True, str(value or "none"))
             else:
-                detail = f"{own}, where {first['host']} has {value}{_versions(facts, first, name)}"
+                detail = f"{own}; {first['host']} has {value}{_versions(facts, first, name)}"
                 yield Check(name, facts["host"], False, detail, _REMEDIES[name])
 
 
@@ -59,7 +61,7 @@ def check_data_files(findings: Findings) -> Iterator[Check]:
             yield Check("data files", facts["host"], True, "readable")
             continue
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        remedy = "Prepare the data there, or put it on storage that all hosts share and this user may read."
+        remedy = "Prepare the data on this host, or put the data on shared storage readable by this user."
         yield Check("data files", facts["host"], False, "; ".join(problems[:3]) + more, remedy)
 
 
@@ -68,13 +70,15 @@ def check_run_folder(findings: Findings) -> Iterator[Check]:
     unseen = findings.meeting.get("unseen", {})
     for node, facts in findings.hosts.items():
         path, error = facts["folder"]["path"], facts["folder"]["error"]
-        remedy = "Mount it there so that this user may write, or set run.root to a folder that all hosts share."
+        remedy = (
+            "Mount the folder with write permission for this user, or set run.root to a folder shared by all hosts."
+        )
         if error:
-            yield Check("run folder", facts["host"], False, f"{path} cannot be written: {error}", remedy)
+            yield Check("run folder", facts["host"], False, f"failed to write {path}: {error}", remedy)
         elif str(node) in unseen:
             yield Check("run folder", facts["host"], False, f"{path} is not shared: {unseen[str(node)]}", remedy)
         else:
-            yield Check("run folder", facts["host"], True, "written, and shared" if findings.nodes > 1 else "written")
+            yield Check("run folder", facts["host"], True, "writable, shared" if findings.nodes > 1 else "written")
 
 
 def check_disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
@@ -82,9 +86,9 @@ def check_disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
     for facts in findings.hosts.values():
         free, path = facts["folder"]["free"], facts["folder"]["path"]
         if free >= needed_bytes:
-            yield Check("disk", facts["host"], True, f"room for two checkpoints ({needed_bytes / 1e9:.2g} GB)")
+            yield Check("disk", facts["host"], True, f"enough for two checkpoints ({needed_bytes / 1e9:.2g} GB)")
             continue
-        detail = f"{free / 1e9:.3g} GB free at {path}, two checkpoints take {needed_bytes / 1e9:.3g}"
+        detail = f"{free / 1e9:.3g} GB free at {path}, two checkpoints require {needed_bytes / 1e9:.3g} GB"
         yield Check("disk", facts["host"], False, detail, "Remove old runs, or set run.root to a larger file system.")
 
 
@@ -102,10 +106,13 @@ def check_clocks(findings: Findings) -> Iterator[Check]:
         detail = (
             f"within {SKEW:g} s of {findings.get_host_name(0)}"
             if ok
-            else f"{ahead:+.1f} s against {findings.get_host_name(0)}"
+            else f"{ahead:+.1f} s from {findings.get_host_name(0)}"
         )
         remedy = (
-            "" if ok else "Have it set by NTP there (chronyc tracking, timedatectl): logs and causes are ordered by it."
+            ""
+            if ok
+            else "Synchronize the clock with NTP (chronyc tracking, timedatectl). Logs and failure causes are "
+            "ordered by time."
         )
         yield Check("clock", facts["host"], ok, detail, remedy)
 
@@ -124,7 +131,7 @@ def check_devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
     for facts in findings.hosts.values():
         count = facts["devices"]
         ok = count >= per_node
-        remedy = f"Look at nvidia-smi and CUDA_VISIBLE_DEVICES there, or set cluster.processes_per_node={count}."
+        remedy = f"Check nvidia-smi and CUDA_VISIBLE_DEVICES on this host, or set cluster.processes_per_node={count}."
         yield Check("devices", facts["host"], ok, f"{count} for {per_node} processes", "" if ok else remedy)
     users: dict[str, list[Facts]] = defaultdict(list)
     for rank in findings.ranks:
@@ -133,8 +140,8 @@ def check_devices(findings: Findings, *, per_node: int) -> Iterator[Check]:
         if device and len(ranks) > 1:  # only GPUs have unique ids
             hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in ranks))
             detail = f"ranks {' and '.join(str(rank['rank']) for rank in ranks)} share {device}"
-            remedy = "Give each its own GPU: name each host once, and no more processes than it has GPUs."
-            yield Check("one rank a device", hosts, False, detail, remedy)
+            remedy = "Use one GPU per rank: list each host once, with at most one process per GPU."
+            yield Check("one rank per device", hosts, False, detail, remedy)
 
 
 def check_answers(findings: Findings) -> Iterator[Check]:
@@ -144,11 +151,11 @@ def check_answers(findings: Findings) -> Iterator[Check]:
             yield Check("answers", findings.get_host_name(node), True, "yes")
             continue
         remedy = (
-            "Read what its agent says, above or in the logs of the run's folder. It must see that folder: set run.root "
-            "to one that all hosts share and may write."
+            "Check the agent's output above or in the logs of the run folder. Set run.root to a folder that "
+            "is shared by all hosts and writable."
         )
         yield Check(
-            "answers", findings.get_host_name(node), False, f"node {node} has left nothing in the run's folder", remedy
+            "answers", findings.get_host_name(node), False, f"no report from node {node} in the run folder", remedy
         )
 
 
@@ -161,17 +168,17 @@ def check_rendezvous(findings: Findings) -> Iterator[Check]:
             continue
         name, port = first["name"], first["port"]
         if first["error"]:
-            remedy = "Name the hosts so that all of them know each other: /etc/hosts, DNS, or addresses in their place."
-            yield Check("resolves", facts["host"], False, f"{name} leads nowhere: {first['error']}", remedy)
+            remedy = "Use host names that resolve on all hosts (/etc/hosts, DNS), or addresses."
+            yield Check("resolves", facts["host"], False, f"failed to resolve {name}: {first['error']}", remedy)
         else:
-            yield Check("resolves", facts["host"], True, f"{name} is known")
+            yield Check("resolves", facts["host"], True, f"{name} resolved")
         if why := facts.get("refused"):
-            remedy = f"Free port {port} there, or name another one with cluster.port."
+            remedy = f"Free port {port} on this host, or set cluster.port to another port."
             yield Check("rendezvous", facts["host"], False, why, remedy)
         elif "unreached" in facts or (findings.meeting and node not in came):
-            detail = f"port {port} of {name} does not answer {facts['host']}{_format_reason(facts)}"
-            remedy = f"Open TCP port {port} of {name} to {facts['host']} (firewall, security group), or name another "
-            yield Check("rendezvous", facts["host"], False, detail, f"{remedy}one with cluster.port.")
+            detail = f"{facts['host']} failed to connect to port {port} of {name}{_format_reason(facts)}"
+            remedy = f"Open TCP port {port} of {name} to {facts['host']} (firewall, security group), or set "
+            yield Check("rendezvous", facts["host"], False, detail, f"{remedy}cluster.port to another port.")
         elif node in came:
             yield Check("rendezvous", facts["host"], True, f"port {port} of {name}")
 
@@ -194,11 +201,12 @@ def interfaces(findings: Findings) -> Iterator[Check]:
         deaf = [source for source, targets in unreached.items() if node in targets]
         if deaf:
             detail = (
-                f"{name} is not reached by {', '.join(map(findings.get_host_name, deaf))}: {unreached[deaf[0]][node]}"
+                f"{name} is not reachable from {', '.join(map(findings.get_host_name, deaf))}: "
+                f"{unreached[deaf[0]][node]}"
             )
             yield Check("interface", facts["host"], False, detail, _suggest_interface(facts))
         else:
-            reached_text = ", reached by the others" if node in unreached and len(unreached) > 1 else ""
+            reached_text = ", reachable from the other hosts" if node in unreached and len(unreached) > 1 else ""
             yield Check("interface", facts["host"], True, f"{interface['name']}{reached_text}")
 
 
@@ -212,9 +220,13 @@ def _suggest_interface(facts: Facts) -> str:
     leads, own = facts["interface"]["leads"], facts["interface"]["name"]
     if leads and leads != own:
         return (
-            f"{leads} ({facts['interfaces'][leads]['address']}) leads to the first host: set cluster.interface={leads}."
+            f"The route to the first host uses {leads} ({facts['interfaces'][leads]['address']}). Set "
+            f"cluster.interface={leads}."
         )
-    return "Open all TCP ports between the hosts (ranks listen on any), or name another with cluster.interface."
+    return (
+        "Open all TCP ports between the hosts (ranks listen on any port), or set cluster.interface to "
+        "another interface."
+    )
 
 
 def list_interfaces(facts: Facts, used: str | None) -> str:
@@ -229,7 +241,9 @@ def collective(findings: Findings) -> Iterator[Check]:
         return
     everyone = ", ".join(findings.get_host_name(node) for node in findings.hosts)
     if skipped := findings.meeting.get("skipped"):
-        yield Check("all-reduce", everyone, False, f"not tried: {skipped}", "Mend what is red above, then look again.")
+        yield Check(
+            "all-reduce", everyone, False, f"skipped: {skipped}", "Fix the errors above, then rerun worldsize doctor."
+        )
         return
     late = [rank for rank in findings.ranks if not rank["joined"]]
     failure = findings.meeting.get("outcome", {}).get("failure")
@@ -239,9 +253,9 @@ def collective(findings: Findings) -> Iterator[Check]:
     hosts = ", ".join(dict.fromkeys(str(rank["host"]) for rank in late)) or everyone
     if failure and len(late) in (0, len(findings.ranks)):
         hosts = _find_failed_host(failure, findings) or hosts
-    who = f"ranks {', '.join(str(rank['rank']) for rank in late)} did not finish it; " if late else ""
-    cause = f"{failure['role']} {failure['rank']}: {last_error(failure['cause'])}" if failure else "no cause"
-    remedy = "Read the logs of these ranks in the run's folder; with NCCL, its own log lies beside them."
+    who = f"ranks {', '.join(str(rank['rank']) for rank in late)} did not finish; " if late else ""
+    cause = f"{failure['role']} {failure['rank']}: {last_error(failure['cause'])}" if failure else "unknown cause"
+    remedy = "Check the logs of these ranks in the run folder, including the NCCL logs next to them."
     yield Check("all-reduce", hosts, False, f"{who}{cause}", remedy)
 
 

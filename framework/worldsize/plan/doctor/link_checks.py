@@ -80,14 +80,14 @@ class _Tier:
     def check_tier(self, links: Measured, declared: Link | None) -> Iterator[Check]:
         lost = find_slow_links(links, _LEAST * declared.bandwidth if declared else 0.0)
         by_node = _group_by_node(links)
-        promised = f"{self._key} declares {format_rate(declared.bandwidth)}" if declared else "not judged"
+        promised = f"{self._key} declares {format_rate(declared.bandwidth)}" if declared else "not declared"
         if self.name not in INSIDE and len(lost.nodes) == len(by_node):
             yield self._report_slow_link(lost.nodes, links, f"between all {self._members}, {promised}")
             return
         for node in lost.nodes:
             yield self._report_slow_link([node], by_node[node], promised)
         for ends in lost.links:
-            yield self._report_slow_link(ends, {ends: links[ends]}, f"from the one to the other, {promised}")
+            yield self._report_slow_link(ends, {ends: links[ends]}, f"from the first to the second, {promised}")
         blamed = {*lost.nodes}
         named = blamed.union(*lost.links)
         for node in (each for each in by_node if each not in named):
@@ -116,21 +116,21 @@ class _Tier:
     def _report_slow_link(self, nodes: Sequence[int], links: Measured, promised: str) -> Check:
         bandwidth = min(link.bandwidth for link in links.values())
         hosts = ", ".join(map(self._format_hosts, nodes))
-        accept = f"if that is what it is, declare it: {self._key}.bandwidth={bandwidth:.2g}."
+        accept = f"If this bandwidth is expected, set {self._key}.bandwidth={bandwidth:.2g}."
         detail = f"{format_rate(bandwidth)}{self._format_interfaces(nodes)}, {promised}"
         return Check(f"{self.name} link", hosts, False, detail, f"{self._suggest_remedy(nodes)} {accept}")
 
     def _suggest_remedy(self, nodes: Sequence[int]) -> str:
         if self.name in INSIDE:
-            return "Look at what else runs there, at power limits and topology;"
+            return "Check other processes on this host, power limits and topology."
         if self._nodes > 1:
-            return "Look at the uplink of the switch that joins these hosts, and at what else it carries;"
+            return "Check the uplink of the switch of these hosts and its other traffic."
         hosts = self.findings.hosts
         choices = {list_interfaces(hosts[node], _interface(self.findings, node)) for node in nodes if node in hosts} - {
             ""
         }
-        another = f" try another interface ({'; '.join(sorted(choices))}) with cluster.interface;" if choices else ""
-        return f"Look at its cable, its switch port and what else it carries (ethtool);{another}"
+        another = f" Try another interface ({'; '.join(sorted(choices))}) with cluster.interface." if choices else ""
+        return f"Check the cable, the switch port and other traffic (ethtool).{another}"
 
     def _format_interfaces(self, nodes: Sequence[int]) -> str:
         """Describe the interfaces that were used."""
@@ -168,7 +168,9 @@ def _transports(findings: Findings, cluster: Cluster) -> Iterator[Check]:
         ways = sorted({way for each in transports for way in each["transports"]}) or ["none"]
         name = _interface(findings, node)
         warning = next((text for each in transports if (text := transport_warning(each, cluster))), None)
-        remedy = "Set cluster.interface or cluster.hca, and let the container see the fabric." if warning else ""
+        remedy = (
+            "Set cluster.interface or cluster.hca, and make the fabric visible in the container." if warning else ""
+        )
         detail = warning or f"{transports[0]['backend']}: {', '.join(ways)}" + (f" on {name}" if name else "")
         yield Check("transport", findings.get_host_name(node), warning is None, detail, remedy)
 

@@ -101,7 +101,7 @@ class Report:
             ]
             return Report([Check(**each) for each in facts["checks"]], links, pairs, list(facts["hosts"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a report of worldsize doctor: {error!r}") from error
+            raise ValueError(f"not a worldsize doctor report: {error!r}") from error
 
     def format_log_line(self) -> str:
         """Return the report as a log line, for :func:`report_in`."""

@@ -248,8 +248,9 @@ class FakeTensors:
         tensors = [get_local_shard(each) for each in state["model"].values() if isinstance(each, Tensor)]
         if not any(isinstance(each, FakeTensor) for each in tensors):  # a buffer may already have been computed
             raise ConfigError(
-                f"{type(strategy).__name__} has made the model with real tensors. Leave --fake out, or choose a "
-                "strategy that shards it, such as fsdp; limits on constructors: docs/strategies.md."
+                f"--fake requires a model with fake tensors, but {type(strategy).__name__} built real tensors. "
+                "Remove --fake, or choose a sharded strategy such as fsdp (limits on constructors: "
+                "docs/strategies.md)."
             )
 
     def is_own_tensor(self, tensor: FakeTensor) -> bool:

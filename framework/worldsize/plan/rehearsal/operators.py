@@ -214,5 +214,5 @@ def _find_groups(members: list[int]) -> list[ProcessGroup]:
 
 def describe_group(group: Group) -> str:
     """Describe a group in words."""
-    which = f", number {group.number + 1} of them" if group.number else ""
+    which = f" (number {group.number + 1} with these ranks)" if group.number else ""
     return f"the group of {format_ranks(group.ranks)}{which}"

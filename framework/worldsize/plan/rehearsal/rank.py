@@ -127,8 +127,8 @@ def _load_split(recipe: Recipe, split: str) -> Any:
         raise
     except Exception as error:  # any exception: recipes are user code
         raise ConfigError(
-            f"{type(recipe).__name__} cannot load its data ({split}): {describe_failure(error)}. "
-            "Change the options below recipe; nothing was started."
+            f"{type(recipe).__name__} failed to load the {split} data: {describe_failure(error)}. "
+            "No process was started. Change the options under recipe."
         ) from error
 
 
@@ -283,5 +283,5 @@ def _describe_failure(error: Exception, step: int) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename]
     last = (own or list(frames))[-1]
-    when = f"in step {step}" if step else "before its first step"
+    when = f"in step {step}" if step else "before the first step"
     return f"{when}: {type(error).__name__}: {error} ({short_path(last.filename)}:{last.lineno})"

@@ -161,7 +161,7 @@ def _receive_rehearsal(connection: Connection, running: _Running) -> Rehearsed:
         answer: Rehearsed = connection.recv()
     except EOFError:
         process.join()
-        answer = _create_failed_rehearsal(running.rank, f"its process ended with exit code {process.exitcode}")
+        answer = _create_failed_rehearsal(running.rank, f"with exit code {process.exitcode}")
     process.join()
     connection.close()
     return answer
@@ -171,7 +171,7 @@ def _stop_process(connection: Connection, running: _Running, longest: float) -> 
     running.process.kill()
     running.process.join()
     connection.close()
-    reason = f"its process was ended after {longest:g} seconds: rehearse fewer steps, or look for an endless loop"
+    reason = f"with a timeout after {longest:g} s. Rehearse fewer steps, or check for an endless loop"
     return _create_failed_rehearsal(running.rank, reason)
 
 

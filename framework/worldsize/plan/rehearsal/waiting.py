@@ -30,8 +30,8 @@ class Deadlock:
             peer = "any rank" if call.peer is None else f"rank {call.peer}"
             with_whom = peer if call.is_message else describe_group(call.group)
             calls.setdefault(f"{call.described} with {with_whom} at {call.site}", []).append(rank)
-        sides = "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in calls.items())
-        return f"These wait for each other: {sides}."
+        sides = "; ".join(f"{format_ranks(ranks)} in {text}" for text, ranks in calls.items())
+        return f"deadlock: {sides}."
 
 
 def deadlock(ranks: Sequence[Rehearsed]) -> Deadlock | None:
@@ -133,13 +133,13 @@ def mismatches(ranks: Sequence[Rehearsed]) -> list[str]:
         wrong = (pair for pair in zip(own, taken, strict=False) if pair[0].form != pair[1].form)
         for gift, take in islice(wrong, 1):
             unmatched.append(
-                f"rank {giver}: {_describe_send(gift)}. rank {taker}: receives {take.form} at {take.site}."
+                f"rank {giver} {_describe_send(gift)}, but rank {taker} receives {take.form} at {take.site}."
             )
         left = own[len(taken) :]
         for_any = min(len(left), from_any[group, taker, tag])
         from_any[group, taker, tag] -= for_any
         if len(left) > for_any and taker in succeeded:
-            unmatched.append(f"rank {giver}: {_describe_send(left[for_any])}, which never receives it.")
+            unmatched.append(f"rank {giver} {_describe_send(left[for_any])}, but the message is never received.")
     return unmatched
 
 
@@ -159,7 +159,7 @@ def _messages(ranks: Sequence[Rehearsed], operation: str) -> dict[_Route, list[C
     return messages
 
 
-_END = "makes no further call"
+_END = "no further call"
 
 
 @final
@@ -183,7 +183,7 @@ class Difference:
         (odd, few), *others = self.ranks
         against = "; ".join(f"{format_ranks(many)}: {text}" for text, many in others)
         call = f"call {self.place} of {describe_group(self.group)}"
-        return f"{format_ranks(few)}: {odd}, as {call} ({self.when}). {against}."
+        return f"calls differ at {call} ({self.when}). {format_ranks(few)}: {odd}; {against}."
 
 
 def differences(ranks: Sequence[Rehearsed]) -> list[Difference]:
@@ -235,8 +235,8 @@ def _find_unequal_parts(group: Group, there: Mapping[int, Call]) -> list[tuple[s
         given, taken = gives[1][group.ranks.index(taker)], takes[0][group.ranks.index(giver)]
         if given != taken:
             return [
-                (f"gives rank {taker} {given} numbers in {there[giver].described} at {there[giver].site}", [giver]),
-                (f"takes {taken} of rank {giver} at {there[taker].site}", [taker]),
+                (f"{given} numbers to rank {taker} in {there[giver].described} at {there[giver].site}", [giver]),
+                (f"{taken} numbers from rank {giver} at {there[taker].site}", [taker]),
             ]
     return None
 
@@ -244,7 +244,7 @@ def _find_unequal_parts(group: Group, there: Mapping[int, Call]) -> list[tuple[s
 def _group_by_call(there: Mapping[int, Call], gone: Sequence[int]) -> list[tuple[str, list[int]]]:
     sides: dict[str, list[int]] = {}
     for rank, call in there.items():
-        sides.setdefault(f"calls {call.described} at {call.site}", []).append(rank)
+        sides.setdefault(f"{call.described} at {call.site}", []).append(rank)
     if gone:
         sides[_END] = list(gone)
     return sorted(sides.items(), key=lambda side: len(side[1]))

@@ -72,13 +72,13 @@ class FakeStorages:
         """
         if tensor.layout is not torch.strided:
             raise CannotDeferError(
-                "its constructor makes a sparse tensor of weights",
-                "Make it of separate tensors, such as its indices.",
+                "the constructor creates a sparse weight tensor",
+                "Create it from separate tensors, such as its indices.",
             )
         if tensor.device.type != "cpu":
             raise CannotDeferError(
-                f"its constructor makes weights on {tensor.device}",
-                "Make them on the CPU; each process moves its part.",
+                f"the constructor creates weights on {tensor.device}",
+                "Create weights on the CPU; each process moves its shard to the device.",
             )
         storage = tensor.untyped_storage()
         if storage._cdata in self._numbers:
@@ -221,8 +221,8 @@ def _depends_on_class(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def _build_address_error(detail: str) -> CannotDeferError:
     return CannotDeferError(
-        f"its constructor asks where weights lie in memory ({detail})",
-        "Let it tell weights apart by id(), and compute with them by torch.",
+        f"the constructor reads memory addresses of weights ({detail})",
+        "Compare weights by id(), and compute with torch operations.",
     )
 
 
@@ -232,8 +232,8 @@ def _refuse_subclass(caller: FrameType | None) -> None:
         return
     if (kind := caller.f_locals["cls"]) is not nn.Parameter:
         raise CannotDeferError(
-            f"its constructor makes parameters of the class {kind.__name__}",
-            "Let them be of the class nn.Parameter, with additional attributes.",
+            f"the constructor creates parameters of class {kind.__name__}",
+            "Use nn.Parameter, with additional attributes if needed.",
         )
 
 

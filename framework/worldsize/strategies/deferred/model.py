@@ -78,10 +78,10 @@ class Footprint:
         if self.made + together <= max(_SMALL, _PART * self.model):
             return None
         if together > self.made:
-            return "its constructor computes weights from each other. Let it initialise one at a time."
+            return "the constructor computes weights from other weights. Initialize one weight at a time."
         return (
-            "its constructor makes them by itself, for example from files. Let modules make their weights on the CPU "
-            "by torch.nn.init, and name files that have weights in init_from."
+            "the constructor creates weights outside torch.nn.init, for example from files. Create weights on the CPU "
+            "with torch.nn.init, and set init_from to load files."
         )
 
 
@@ -122,7 +122,7 @@ class _Refusal:
         """Log that every process creates the whole model."""
         _logger.log(
             level,
-            "each process makes the whole model, at least %.2f GiB, before it keeps its part, since %s. %s",
+            "each process creates the full model (at least %.2f GiB) before sharding, because %s. %s",
             self.nbytes / 2**30,
             self.reason,
             self.remedy,
@@ -279,8 +279,10 @@ def _trace_model(make: Callable[[], nn.Module], *, draws_twice: bool, level: int
         torch.set_default_dtype(dtype)  # the constructor may not have restored it
         torch.set_grad_enabled(needs_gradients)
         return _Refusal(
-            reason=str(error) if isinstance(error, CannotDeferError) else f"{type(error).__name__}: {error}",
-            remedy=error.remedy if isinstance(error, CannotDeferError) else "Let it do without what fails.",
+            reason=str(error)
+            if isinstance(error, CannotDeferError)
+            else f"the constructor raised {type(error).__name__}: {error}",
+            remedy=error.remedy if isinstance(error, CannotDeferError) else "Remove the failing operation.",
             nbytes=sum(storage.nbytes() for storage in recorder.fakes.find_used_storages()),
             is_seeded=isinstance(error, SeededError),
         )
@@ -289,7 +291,7 @@ def _trace_model(make: Callable[[], nn.Module], *, draws_twice: bool, level: int
     if (complaint := footprint.complaint()) is not None:
         _logger.log(
             level,
-            "each process has %.2f GiB of the model's %.2f GiB at once before it keeps its part, since %s",
+            "each process allocates %.2f GiB of the model's %.2f GiB before sharding, because %s",
             footprint.peak / 2**30,
             footprint.model / 2**30,
             complaint,
@@ -303,8 +305,8 @@ def _check_kept(recorder: Recorder) -> None:
         gc.collect()
         if recorder.fakes.find_used_storages():
             raise CannotDeferError(
-                "its constructor keeps a tensor elsewhere than as an attribute of a module",
-                "Let modules have their weights as parameters or buffers.",
+                "the constructor stores a tensor outside of module attributes",
+                "Register weights as parameters or buffers.",
             )
 
 
@@ -320,7 +322,7 @@ def _replace_fakes(model: nn.Module, recorder: Recorder) -> dict[Slot, Deferred]
             ordinary[id(slot.tensor)] = _ordinary(slot.tensor, is_deferred=described is not None)
     if len({described.storage for described in tensors.values()}) < len(set(tensors.values())):
         raise CannotDeferError(
-            "its constructor lets tensors that differ share memory", "Let it clone parts of other tensors."
+            "the constructor creates different tensors that share memory", "Clone views of other tensors."
         )
     for slot in places:
         if ordinary[id(slot.tensor)] is not slot.tensor:
@@ -338,12 +340,14 @@ def _ordinary(tensor: Tensor, *, is_deferred: bool) -> Tensor:
     if made is tensor and not is_deferred:
         return tensor
     if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-        raise CannotDeferError("its constructor gives a hook to a parameter", "Give it in the first call of forward.")
+        raise CannotDeferError(
+            "the constructor registers a hook on a parameter", "Register it in the first call of forward."
+        )
     if tensor.is_leaf and tensor.grad is not None:
-        raise CannotDeferError("its constructor computes gradients", "Compute them only in training.")
+        raise CannotDeferError("the constructor computes gradients", "Compute gradients only during training.")
     if type(tensor) not in _CLASSES:
         raise CannotDeferError(
-            f"its constructor makes tensors of the class {type(tensor).__name__}", "Let them be of torch's own classes."
+            f"the constructor creates tensors of class {type(tensor).__name__}", "Use torch's built-in tensor classes."
         )
     if is_deferred:
         made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -30,7 +30,7 @@ from worldsize.strategies.deferred.tape import Deferred, Storage, Tape, TapedCal
 
 _aten = torch.ops.aten
 
-_PLAINLY = "Let modules make their weights by torch.nn.init."
+_PLAINLY = "Initialize weights with torch.nn.init."
 _LEAST = 1 << 16  # bytes: smaller non-random tensors, such as zeros, are created immediately
 
 _UNINITIALISED = {_aten.empty.memory_format, _aten.empty_strided.default}
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise failure
         if failure is not None:
             raise CannotDeferError(
-                f"its constructor continues after {type(failure).__name__}: {failure}", "Let it avoid the failing call."
+                f"the constructor caught {type(failure).__name__}: {failure}", "Remove the failing call."
             )
         self.borrowed.check_unchanged()
         self._draws.check_kept(tensor for tensor in kept if self.fakes.describe(tensor) is None)
@@ -179,10 +179,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changes_others = [tensor for tensor in written if self.fakes.describe(tensor) is None]
         if changes_others or torch.Tag.data_dependent_output in func.tags:
             if len(changes_others) < len(written):
-                raise CannotDeferError(f"its constructor changes weights by {func}", _PLAINLY)
+                raise CannotDeferError(f"the constructor modifies weights with {func}", _PLAINLY)
             return self._execute_call(func, args, kwargs)
         if _is_random(func) and func not in _RANDOM_IN_PLACE | _RANDOM_FACTORIES:
-            raise CannotDeferError(f"its constructor draws random numbers by {func}", _PLAINLY)
+            raise CannotDeferError(f"the constructor draws random numbers with {func}", _PLAINLY)
         result = func(*args, **kwargs)
         self._mode.fake_tensor_converter.tensor_memo.clear()  # its weak references would prevent swaps in Module.to
         makes = [self._register_tensor(tensor) for tensor in _find_tensors(result)]
@@ -302,8 +302,8 @@ class BorrowedTensors:
         for tensor, version, digest in self._tensors:
             if tensor._version != version or _hash_tensor(tensor) != digest:
                 raise CannotDeferError(
-                    "its constructor changes a tensor after making weights from it",
-                    "Let it read each weight into separate memory.",
+                    "the constructor modifies a tensor after creating weights from it",
+                    "Read each weight into separate memory.",
                 )
 
 

@@ -218,7 +218,7 @@ def _allocate_storage(nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
 def _laid_out(made: Tensor, described: Deferred, nbytes: int) -> torch.UntypedStorage:
     """Return the storage of ``made``, copied if necessary to the described layout."""
     if made.dtype != described.dtype:
-        raise TypeError(f"a tensor of {described.dtype} was made again in {made.dtype}")
+        raise TypeError(f"dtype mismatch in replay: expected {described.dtype}, got {made.dtype}")
     storage = made.untyped_storage()
     bits = (made.is_conj(), made.is_neg()) == (described.is_conj, described.is_neg)
     if (

@@ -94,7 +94,7 @@ def check_order(order: Sequence[str]) -> None:
     if sorted(map(str, order)) != sorted(ORDER):
         known = dict.fromkeys((*(axis for axis in order if axis in ORDER), *ORDER))
         raise ConfigError(
-            f"strategy.order=[{', '.join(map(str, order))}] must have {', '.join(ORDER)} once each, the "
+            f"strategy.order=[{', '.join(map(str, order))}] must contain each of {', '.join(ORDER)} exactly once, "
             f"innermost first. Set strategy.order=[{', '.join(known)}], for example."
         )
 
@@ -105,13 +105,13 @@ def check_tensor(layout: Layout, cluster: Cluster) -> None:
     if cluster.processes_per_node % block == 0:
         return
     fact = f"strategy.tensor={layout['tensor']} does not divide"
-    remedy = "Set strategy.tensor to a divisor of them."
+    remedy = f"Set strategy.tensor to a divisor of {cluster.processes_per_node}."
     if block > layout["tensor"]:
         fact = f"strategy.order=[{', '.join(layout.order)}]: the {block} ranks up to the tensor axis do not divide"
         remedy = f"Set strategy.order=[{', '.join(dict.fromkeys(('tensor', *layout.order)))}]."
     raise ConfigError(
-        f"{fact} the {cluster.processes_per_node} processes of a node, and ranks that share layers would communicate "
-        f"between nodes. {remedy}"
+        f"{fact} the {cluster.processes_per_node} processes per node, so tensor-parallel ranks would span nodes. "
+        f"{remedy}"
     )
 
 
@@ -120,9 +120,9 @@ def check_heals(layout: Layout, cluster: Cluster) -> None:
     is_fixed = layout.order.index("tensor") < layout.order.index("data")
     if cluster.all_nodes > 1 and layout["tensor"] > 1 and not is_fixed:
         raise ConfigError(
-            f"strategy.on_failure=heal: with strategy.order=[{', '.join(layout.order)}] the distance of ranks that "
-            "share layers is the number of data-parallel parts. It changes when a process dies: on "
-            f"{cluster.all_nodes} nodes they would end up on different ones. Name tensor before data in strategy.order."
+            f"strategy.on_failure=heal on {cluster.all_nodes} nodes requires tensor before data, got "
+            f"strategy.order=[{', '.join(layout.order)}]. Otherwise tensor-parallel ranks could span nodes when a "
+            "process dies. Move tensor before data in strategy.order."
         )
 
 
@@ -182,7 +182,7 @@ class Ownership:
                 if tensor is None:
                     continue
                 if id(tensor) not in self._first:
-                    raise ConfigError(f"a layer holds {key!r}, but the model does not. Add it to the model.")
+                    raise ConfigError(f"{key!r} of a layer is not in the model. Add it to the model.")
                 name = self._first[id(tensor)]
                 self.stages[name] = sorted({*self.stages[name], stage})
                 if mine:
@@ -197,8 +197,8 @@ class Ownership:
         for name in self._parameters:
             if len(self.ranks[name]) < len(self.stages[name]):
                 raise ConfigError(
-                    f"two stages of one rank share {name}, which can be sharded only once. "
-                    "Set strategy.schedule=1f1b, a different strategy.split, or strategy.data=1 with "
+                    f"the parameter {name} is shared by two stages of one rank, but can be sharded only once. Set "
+                    "strategy.schedule=1f1b, a different strategy.split, or strategy.data=1 with "
                     "strategy.on_failure=restart."
                 )
 

@@ -106,8 +106,8 @@ def check_divides(recipe: Recipe) -> None:
 
 def _create_plan_error(recipe: Recipe) -> ConfigError:
     return ConfigError(
-        f"{type(recipe).__name__} does not say how its layers divide. "
-        "Define Recipe.tensor_plan, or set strategy.tensor=1."
+        f"{type(recipe).__name__} does not define a tensor-parallel plan. Define Recipe.tensor_plan, or set "
+        "strategy.tensor=1."
     )
 
 

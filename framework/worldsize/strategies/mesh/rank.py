@@ -193,14 +193,14 @@ def _prepare_optimizer(optimizer: Optimizer) -> None:
 def _format_remedy(layout: Layout) -> str:
     """Return the remedy for a loss that needs whole parameters."""
     tensor = "strategy.tensor=1 and " if layout["tensor"] > 1 else ""
-    return f"Set {tensor}strategy.wrap=none, which gathers the whole model for each loss, or use strategy=ddp or zero."
+    return f"Set {tensor}strategy.wrap=none (gathers the full model for each loss), or use strategy=ddp or zero."
 
 
 def _check_blocks(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:
     if (numerics.compile or numerics.activation_offload) and not recipe.blocks(model):
         raise ConfigError(
-            "compile=true and activation_offload=true: the stages of a pipeline are treated block by block, and "
-            "Recipe.blocks names none. Name the blocks, or set both to false."
+            "compile=true and activation_offload=true require blocks in a pipeline, but Recipe.blocks returned none. "
+            "Define Recipe.blocks, or set both to false."
         )
 
 

@@ -37,17 +37,17 @@ class PipelineSchedule:
 
     def __post_init__(self) -> None:
         if self.kind not in ("gpipe", "1f1b", "interleaved"):
-            raise ConfigError(f"strategy.schedule={self.kind!r} is unknown. Known: gpipe, 1f1b, interleaved.")
+            raise ConfigError(f"unknown strategy.schedule={self.kind!r}; available: gpipe, 1f1b, interleaved.")
         if self.stages_per_rank not in (None, 1) and self.kind != "interleaved":
             raise ConfigError(
-                f"strategy.schedule={self.kind} runs one stage a rank, not {self.stages_per_rank}. "
-                "Set strategy.schedule=interleaved."
+                f"strategy.schedule={self.kind} supports one stage per rank, got "
+                f"strategy.stages_per_rank={self.stages_per_rank}. Set strategy.schedule=interleaved."
             )
         starts = [0, *(self.split or [])]
         if self.split is not None and (len(starts) != self.stages or sorted({*starts}) != starts):
             raise ConfigError(
-                f"strategy.split={list(self.split)} must name {self.stages - 1} layers in ascending order, "
-                f"the first layers of the stages after the first."
+                f"strategy.split={list(self.split)} must contain {self.stages - 1} layer indices in ascending order, "
+                "one for the first layer of each stage after the first."
             )
 
     @property
@@ -60,8 +60,9 @@ class PipelineSchedule:
         """Raise ConfigError if a data-parallel part cannot have ``count`` micro-batches per step."""
         if self.ranks > 1 and self.kind == "1f1b" and count < self.ranks:
             raise ConfigError(
-                f"{count} micro-batches a data part are fewer than strategy.pipeline={self.ranks}. "
-                f"Set logical_ranks to {self.ranks} × strategy.data or more, or strategy.schedule=gpipe."
+                f"strategy.schedule=1f1b with strategy.pipeline={self.ranks} requires at least {self.ranks} "
+                f"micro-batches per data-parallel rank, got {count}. Set logical_ranks to at least {self.ranks} × "
+                "strategy.data, or strategy.schedule=gpipe."
             )
 
 
@@ -145,19 +146,19 @@ def check_pipelines(recipe: Recipe) -> None:
     """Raise ConfigError if ``recipe`` does not support a pipeline."""
     if isinstance(recipe, FeatureRecipe):
         raise ConfigError(
-            f"the loss of {type(recipe).__name__} needs the features of all logical ranks, and only the last stage of "
-            "a pipeline has a micro-batch's features. Set strategy.pipeline=1."
+            f"a pipeline does not support {type(recipe).__name__}: its loss requires the features of all logical "
+            "ranks, but only the last stage has features. Set strategy.pipeline=1."
         )
     for method, misses in (
-        ("layers", "is not divided into layers"),
-        ("model_inputs", "does not say what its model takes"),
+        ("layers", "does not define the layers of its model"),
+        ("model_inputs", "does not define the inputs of its model"),
     ):
         if getattr(type(recipe), method) is getattr(Recipe, method):
             raise ConfigError(f"{type(recipe).__name__} {misses}. Define Recipe.{method}, or set strategy.pipeline=1.")
     if recipe.remembers or saves_state(recipe):
         raise ConfigError(
-            f"{type(recipe).__name__} keeps values from step to step, and only the last stage of a pipeline computes "
-            "its loss. Set strategy.pipeline=1."
+            f"a pipeline does not support {type(recipe).__name__}, which keeps state between steps: only the last "
+            "stage computes the loss. Set strategy.pipeline=1."
         )
 
 
@@ -171,13 +172,13 @@ def split_stages(recipe: Recipe, model: nn.Module, stages: int, split: Sequence[
     chain = list(recipe.layers(model))
     if len(chain) < stages:
         raise ConfigError(
-            f"{type(recipe).__name__} has {len(chain)} layers, too few for {stages} stages. "
-            "Set a smaller strategy.pipeline or strategy.stages_per_rank, or deepen the model."
+            f"{type(recipe).__name__} has {len(chain)} layers, too few for {stages} stages. Set a smaller "
+            "strategy.pipeline or strategy.stages_per_rank, or add layers to the model."
         )
     if split is None:
         parts = balance_layers([sum(own.numel() for own in layer.parameters()) for layer in chain], stages)
     else:
         parts = [range(*ends) for ends in pairwise((0, *split, len(chain)))]
         if not all(parts):
-            raise ConfigError(f"strategy.split={list(split)} leaves a stage empty: there are {len(chain)} layers.")
+            raise ConfigError(f"strategy.split={list(split)} leaves a stage empty: the model has {len(chain)} layers.")
     return [[chain[place] for place in part] for part in parts]

@@ -41,7 +41,7 @@ class KnownOutput(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._output is None:
             raise ConfigError(
-                "the recipe calls its model twice for a batch; a pipeline makes one pass. Set strategy.pipeline=1."
+                "the recipe calls its model twice per batch, but a pipeline supports one call. Set strategy.pipeline=1."
             )
         output, self._output = self._output, None
         return output
@@ -72,8 +72,8 @@ class KnownOutput(nn.Module):
     @staticmethod
     def _create_refusal(what: str) -> ConfigError:
         return ConfigError(
-            f"the recipe's loss or evaluation uses {what} of its model, and no process of a pipeline has the whole "
-            "model. Set strategy.pipeline=1, or use no more than the output of model(...)."
+            f"the recipe's loss or evaluation uses {what} of its model, but a pipeline process has only part of the "
+            "model. Set strategy.pipeline=1, or use only the output of model(...)."
         )
 
 

@@ -98,7 +98,9 @@ class Mesh(Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reduce == "hierarchical":
-            raise ConfigError(f"strategy.reduce={self.reduce}: a mesh sums along its axes. Set strategy.reduce=flat.")
+            raise ConfigError(
+                f"strategy.reduce={self.reduce} is not supported with strategy=mesh. Set strategy.reduce=flat."
+            )
         check_order(self.order)
         _ = self._pipeline  # raises for incompatible options, before any process starts
 
@@ -110,8 +112,8 @@ class Mesh(Strategy):
         refuse_graphs(numerics, strategy="Mesh")
         if numerics.policy.has_8_bits and self.tensor > 1:
             raise ConfigError(
-                f"precision={numerics.precision}: layers that ranks share would each be scaled by their own part's "
-                "largest number. Set strategy.tensor=1, or precision=bf16."
+                f"precision={numerics.precision} is not supported with strategy.tensor={self.tensor}: each shard of a "
+                "layer would have a different scale. Set strategy.tensor=1, or precision=bf16."
             )
 
     @property
@@ -138,7 +140,9 @@ class Mesh(Strategy):
         if heals:
             refuse_unsent(recipe, model, optimizer)
         if self.pipeline > 1:
-            refuse_joint_updates(recipe, model, optimizer, because="each stage of a pipeline updates some of them")
+            refuse_joint_updates(
+                recipe, model, optimizer, because="each stage of a pipeline updates only its own parameters"
+            )
         refuse_mixed_dtypes(recipe, model, self.wrap, self.wrap_parameters)
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
@@ -165,8 +169,8 @@ class Mesh(Strategy):
         if data * rest != processes:
             sizes = " × ".join(f"strategy.{axis}={size}" for axis, size in {"data": self.data, **others}.items())
             raise ConfigError(
-                f"{processes} processes do not divide into {sizes}. "
-                f"Set cluster.processes={data * rest or rest}, or sizes whose product is {processes}."
+                f"{processes} processes do not match {sizes}. Set cluster.processes={data * rest or rest}, or sizes "
+                f"with a product of {processes}."
             )
         return Layout({**others, "data": data}, tuple(self.order))
 
