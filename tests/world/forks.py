@@ -65,6 +65,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 OTHERS = {  # commands that do not fork a process that may use a GPU
     **dict.fromkeys(("init", "new", "list", "image", "status", "logs"), "starts no Python process"),
     **dict.fromkeys(("cancel", "compare", "export", "report", "watch", "workers"), "starts no Python process"),
+    **dict.fromkeys(("completion", "schema"), "starts no Python process"),
     "prepare": "its processes cut text into tokens",
 }
 # for reproduce's Python

@@ -50,6 +50,7 @@ COMMANDS = {
     "agent": "run one host's part of a run; started by launchers",
     "workers": "add, remove and list workers of a running job",
     "completion": "print completion code for bash, zsh or fish",
+    "schema": "print a JSON Schema of the configuration, for editors",
 }
 
 
@@ -73,6 +74,7 @@ _OF_FILES = (  # commands that do not run user code in this process
     "watch",
     "workers",
     "completion",
+    "schema",
 )
 
 

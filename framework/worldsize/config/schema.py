@@ -299,6 +299,16 @@ class _TopLevel:
         launch: Train, or only show or write the scheduler's command.
         allow_targets: Additional modules whose functions and classes may be used as ``_target_``.
         faults: Faults to inject; see docs/howto/restarts.md.
+        launcher: How processes are started, stopped and restarted; set by the cluster.
+        strategy: How replicas share parameters and gradients.
+        reproducibility: How exactly the run can be reproduced.
+        recipe: The model, the loss and the data of the run.
+        optimizer: The optimizer, in recipes that take one.
+        schedule: The schedule of the learning rate, in recipes that take one.
+        data: The source of the samples, in recipes that take one.
+        autoscale: Policy that changes the number of processes of a healing run.
+        logger: Where metrics are logged, in addition to metrics.jsonl.
+        listeners: Additional loggers, by name.
     """
 
     epochs: Annotated[float | None, Range(above=0)] = None
@@ -338,6 +348,7 @@ _NumericsSchema = make_dataclass(
             for name, kind, _ in build_section_keys(Numerics, fields(Numerics))
         ),
     ],
+    namespace={"__doc__": Numerics.__doc__},
 )
 Schema = make_dataclass(
     "Schema",

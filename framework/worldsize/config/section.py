@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from importlib import import_module
+from inspect import cleandoc
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Optional, TypeVar, Union, cast, get_args, get_origin
@@ -29,6 +30,7 @@ def build_section_schema(*kinds: type) -> type:
     """Return the OmegaConf schema of a section that has the fields of these dataclasses as keys."""
     keys = [key for kind in kinds for key in build_section_keys(kind, fields(kind))]
     made = make_dataclass(f"{kinds[0].__name__}Schema", keys)
+    made.__doc__ = "\n\n".join(cleandoc(kind.__doc__ or "") for kind in kinds)
     made.__module__ = __name__  # pickle by name, so that joblib's processes share the class
     globals()[made.__name__] = made
     return made

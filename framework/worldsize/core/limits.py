@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal, Union, final, get_args, get_origin, 
 from worldsize.errors import ConfigError, neighbours
 
 _INFINITE = (math.inf, -math.inf)
+JsonSchema = dict[str, object]
+"""Keywords of JSON Schema."""
 
 
 class Limit(ABC):
@@ -29,6 +31,10 @@ class Limit(ABC):
     @abstractmethod
     def describe_violation(self, value: Any) -> str | None:
         """Return the rest of an error message that begins with ``value``; None if the value is allowed."""
+
+    def build_json_schema(self) -> JsonSchema:
+        """Return the keywords of JSON Schema for this limit; none by default, so that editors do not check it."""
+        return {}
 
 
 @final
@@ -61,6 +67,15 @@ class Range(Limit):
         if not isinstance(value, int | float) or isinstance(value, bool) or self._is_in_range(value):
             return None
         return f"must be {self._format_bounds(value)}{self._hint and f'; {self._hint}'}."
+
+    def build_json_schema(self) -> JsonSchema:
+        bounds = {
+            "minimum": self._least,
+            "exclusiveMinimum": self._above,
+            "maximum": self._most,
+            "exclusiveMaximum": self._below,
+        }
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def _is_in_range(self, value: float) -> bool:
         return (
@@ -104,6 +119,9 @@ class OneOf(Limit):
         is_taken = value in self._known or not isinstance(value, str)
         return None if is_taken else f"is unknown{neighbours(value, self._known)}{self._hint and f' {self._hint}'}"
 
+    def build_json_schema(self) -> JsonSchema:
+        return {"enum": [*self._known]}
+
 
 @final
 class Form(Limit):
@@ -120,6 +138,9 @@ class Form(Limit):
     def describe_violation(self, value: Any) -> str | None:
         return None if re.fullmatch(self._pattern, str(value), re.ASCII) else f"{self._hint}."
 
+    def build_json_schema(self) -> JsonSchema:
+        return {"pattern": f"^(?:{self._pattern})$"}
+
 
 @final
 class FolderName(Limit):
@@ -133,6 +154,9 @@ class FolderName(Limit):
             return "is not a valid folder name. Use letters, digits, '_', '-' and '.', and do not start with '-'."
         return None
 
+    def build_json_schema(self) -> JsonSchema:
+        return {"pattern": r"^(?!-|\.{1,2}$)[^/\\]+$"}
+
 
 @final
 class FilePath(Limit):
@@ -142,6 +166,9 @@ class FilePath(Limit):
         if value == "":
             return "is empty; an environment variable may be unset. Set a path, or remove the key."
         return "contains a NUL character. Set a valid path." if "\0" in str(value) else None
+
+    def build_json_schema(self) -> JsonSchema:
+        return {"minLength": 1}
 
 
 @final
