@@ -1,11 +1,10 @@
-"""The Python API: train, load, compose, and strategies in a custom loop."""
+"""The Python API: train, load and compose."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,10 +16,8 @@ import torch
 from torch import nn
 
 import worldsize as ws
-from tests.support.runs import REPOSITORY, environment
+from tests.support.runs import environment
 from tests.support.waiting import wait_until
-from worldsize.checkpoint.format import complete, read_checkpoint
-from worldsize.checkpoint.weights import CheckpointWeights
 from worldsize.record.run_record import RunView
 
 FEW = ("steps=20", "logger=none", "checkpoint.every=10", "evaluate_every=10", "cluster.threads=1")
@@ -202,45 +199,3 @@ def test_a_class_of_the_running_program_is_trained_on_this_machine(tmp_path: Pat
         [sys.executable, "cell.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.heavy
-def test_a_custom_loop_has_the_same_bits_under_each_strategy_and_world_size(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "howto" / "custom-loop.md").read_text()
-    program = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "open_world" in block)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-
-    def weights(*calls: tuple[str, int, int], dropout: float = 0.1) -> dict[str, torch.Tensor]:
-        folder = tmp_path / f"{calls}_{dropout}".replace(" ", "")
-        (tmp_path / "loop.py").write_text(program.replace("Dropout(0.1)", f"Dropout({dropout})"))
-        for strategy, processes, steps in calls:
-            begin = (*torchrun, str(processes)) if processes > 1 else (sys.executable,)
-            words = (*begin, "loop.py", strategy, str(folder), str(steps))
-            done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240)
-            assert done.returncode == 0, done.stderr
-        saved = CheckpointWeights(read_checkpoint(complete(folder)[-1]))
-        return {name: saved.read_tensor(name) for name in saved.entries}
-
-    alone, plain = weights(("Single", 1, 6)), weights(("Single", 1, 6), dropout=0.0)
-    resumed = weights(("FSDP", 2, 3), ("DDP", 4, 6))
-    assert all(torch.equal(alone[name], resumed[name]) for name in alone)
-    by_hand = _by_hand(6)
-    for name, each in plain.items():
-        torch.testing.assert_close(each, by_hand[name], rtol=0, atol=1e-6)
-    assert any(not torch.equal(alone[name], plain[name]) for name in alone)
-
-
-def _by_hand(steps: int) -> dict[str, torch.Tensor]:
-    """Train the page's model without dropout in a plain loop, on whole batches."""
-    from worldsize.seeds import derive_seed
-
-    torch.manual_seed(derive_seed(5, "init"))
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    for step in range(1, steps + 1):
-        parts = [torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank)) for rank in range(4)]
-        inputs = torch.cat(parts)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return model.state_dict()

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 from worldsize import moved
 
 if TYPE_CHECKING:
-    from worldsize.api.custom_loop import LoopRecipe, local_logical_ranks, micro_batches, open_world, restore, save
+    from worldsize.api.custom_loop import (
+        LoopRecipe,
+        average_loss,
+        compute_digest,
+        evaluate,
+        local_logical_ranks,
+        micro_batches,
+        open_world,
+        restore,
+        sample_batches,
+        save,
+    )
     from worldsize.api.run import Run, load
     from worldsize.api.train import compose, train
     from worldsize.core import (
@@ -38,7 +49,8 @@ if TYPE_CHECKING:
     from worldsize.strategies.zero import ZeRO
 
 _NAMES = {  # public names by the module that defines them
-    "worldsize.api.custom_loop": "LoopRecipe local_logical_ranks micro_batches open_world restore save",
+    "worldsize.api.custom_loop": "LoopRecipe average_loss compute_digest evaluate local_logical_ranks micro_batches "
+    "open_world restore sample_batches save",
     "worldsize.api.run": "Run load",
     "worldsize.api.train": "compose train",
     "worldsize.core": "Cluster Event FeatureRecipe Features Launcher Listener MultiUpdateRecipe Numerics Recipe "
@@ -79,12 +91,16 @@ __all__ = [
     "World",
     "WorldsizeError",
     "ZeRO",
+    "average_loss",
     "compose",
+    "compute_digest",
+    "evaluate",
     "load",
     "local_logical_ranks",
     "micro_batches",
     "open_world",
     "restore",
+    "sample_batches",
     "save",
     "train",
 ]

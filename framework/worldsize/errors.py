@@ -81,7 +81,7 @@ def require(what: str, package: str, *, extra: str | None = None) -> None:
                 allowed.specifier = each.specifier
     if RequirementCache(str(allowed)):
         return
-    install = f"Install it: uv add '{allowed}', or pip install '{allowed}'."
+    install = f"Install it: uv pip install '{allowed}', or uv add '{allowed}' in your project."
     if extra:
         install = (
             f"Install the extra: uv sync --extra {extra} in a clone, uv add 'worldsize[{extra}]' or "

@@ -17,7 +17,7 @@ from plugins.lightning_module.step_module import StepModule, evaluation_metrics,
 from worldsize.core import Batch, ConfigError, LossOutput, Recipe, StateMetric
 from worldsize.errors import require
 
-require("recipe=lightning_module", "lightning>=2.6")
+require("recipe=lightning_module", "lightning>=2.6,!=2.6.2,!=2.6.3")  # those two steal secrets
 
 
 def lightning_recipe(program: LightningProgram, *, run_decides: bool = False, **keys: Any) -> Recipe:

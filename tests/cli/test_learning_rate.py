@@ -127,7 +127,7 @@ def test_no_learning_rate_is_asked_for_where_nothing_takes_it(
 
 
 def test_any_key_that_takes_the_learning_rate_asks_for_it(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lr is missing, and clip_norm takes it"):
+    with pytest.raises(ConfigError, match=r"lr is missing, but clip_norm requires it"):
         composed("recipe=line", "clip_norm=${lr}")
-    with pytest.raises(ConfigError, match=r"lr is missing, and optimizer.lr takes it"):
+    with pytest.raises(ConfigError, match=r"lr is missing, but optimizer.lr requires it"):
         composed("recipe=line", "+recipe.make_optimizer=${optimizer}")

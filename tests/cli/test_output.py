@@ -14,7 +14,7 @@ import pytest
 
 from tests.observe.run_folders import write_run
 from worldsize.cli import keep_operators
-from worldsize.launch.restarts import needs_uv
+from worldsize.launch.restarts import command_line, needs_uv
 from worldsize.messages import until_output_closes
 
 
@@ -90,6 +90,16 @@ def test_a_hint_begins_with_uv_run_where_nothing_else_finds_the_command(
     (below := tmp_path / "notebooks").mkdir()
     told = {name: value.format(tmp_path) for name, value in environ.items()}
     assert needs_uv(told, below, (tmp_path / prefix).resolve()) is wanted
+
+
+def test_a_hint_has_the_path_of_a_command_that_is_not_on_the_search_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program, *words = command_line("resume", "run").split()
+    assert Path(program) == Path(sys.executable).with_name("worldsize")
+    assert words == ["resume", "run"]
 
 
 def test_an_exit_leaves_operators_registered_and_removes_temporary_folders(tmp_path: Path) -> None:

@@ -124,12 +124,12 @@ from worldsize.healing.membership import MembershipChannel, send_message
 
 ours, theirs = Pipe()
 channel = MembershipChannel(theirs, patience=60.0, detection=1.0)
-channel.begin(1, lambda: None)
+channel.begin_membership(1, lambda: None)
 waits = ModuleType("worldsize.collectives.waits")
 exec("def wait(seconds):\\n    import time\\n    time.sleep(seconds)", vars(waits))
 send_message(ours, {"stop": 1})
 if sys.argv[1] == "over":
-    channel.finish()
+    channel.mark_finished()
 waits.wait(3.0 if sys.argv[1] == "over" else 120.0)
 print("went on", flush=True)
 os._exit(0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from worldsize.api.custom_loop import evaluate
 from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.load import find_newest, load_checkpoint, read_tensors
 from worldsize.checkpoint.save import Saver
@@ -36,7 +37,6 @@ from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.zero import ZeRO
 from worldsize.testing.recipes import AveragedChain, Chain
-from worldsize.testing.training import evaluate
 from worldsize.testing.worlds import run_in_worlds
 
 pytestmark = pytest.mark.heavy

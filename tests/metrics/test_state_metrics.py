@@ -14,6 +14,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryF1Score, MulticlassCo
 from torchmetrics.functional.classification import binary_auroc
 
 from plugins.parameter_server.strategy import ParameterServer
+from worldsize.api.custom_loop import evaluate
 from worldsize.collectives.exact import gather_tensors
 from worldsize.core import Cluster, ConfigError, RunContext, StateMetric, Strategy, World
 from worldsize.data.loader import evaluation_batches
@@ -23,7 +24,6 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.testing.recipes import Chain
-from worldsize.testing.training import evaluate
 from worldsize.testing.worlds import run_in_worlds
 
 BATCH = 4  # of 23 samples: six batches, the last one short

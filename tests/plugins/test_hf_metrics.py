@@ -18,12 +18,12 @@ from torch import Tensor
 from plugins.parameter_server.strategy import ParameterServer
 from tests.plugins import hf_programs as programs
 from tests.plugins.hf_reference import Make, recipe, values
+from worldsize.api.custom_loop import evaluate
 from worldsize.core import ConfigError, Numerics, RunContext, Strategy, World
 from worldsize.data.batches import get_collate_fn
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.single import Single
-from worldsize.testing.training import evaluate
 from worldsize.testing.worlds import run_in_worlds
 
 ROWS = 29  # four batches, the last one short

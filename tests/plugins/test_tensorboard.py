@@ -60,5 +60,5 @@ def test_alerts_are_texts_at_their_steps_also_those_before_the_first_step(tmp_pa
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = Mock(side_effect=PackageNotFoundError("package"))
     monkeypatch.setattr("lightning_utilities.core.imports._version", absent)
-    with pytest.raises(ConfigError, match=r"logger=tensorboard needs tensorboard.*uv sync --extra tensorboard"):
+    with pytest.raises(ConfigError, match=r"logger=tensorboard requires tensorboard.*uv sync --extra tensorboard"):
         importlib.reload(plugins.tensorboard.logger)

@@ -256,7 +256,7 @@ recipe: {_target_: os.system, command: "touch $MARK"}
     ("yaml", "message"),
     [
         (WIDENING, "extends the allow-list by os"),
-        (CALLING, "changes hydra.callbacks"),
+        (CALLING, "changing hydra.callbacks is not supported"),
         (OUTSIDE, "'os.system' is outside the allow-list"),
     ],
 )

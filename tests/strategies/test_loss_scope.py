@@ -54,10 +54,10 @@ def batch(recipe: Loop) -> MicroBatch:
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        (Penalty(), r"computes with body\.0\.weight outside the forward pass"),
-        (Penalty(only="head"), r"computes with head\.weight outside the forward pass"),
+        (Penalty(), r"uses body\.0\.weight outside the forward pass"),
+        (Penalty(only="head"), r"uses head\.weight outside the forward pass"),
         (FullPenalty(), r"outside the forward pass"),
-        (ScalarPenalty(first=True), r"computes with head\.bias outside the forward pass"),
+        (ScalarPenalty(first=True), r"uses head\.bias outside the forward pass"),
         (InputDerivative(), r"takes a derivative through 2,"),
     ],
     ids=["all", "by name", "gathered by itself", "scalars", "derivative"],

@@ -179,7 +179,7 @@ class Saver:
             if _is_of_storage(error):
                 raise SaveFailedError(step, _format_reasons(error), newest) from error
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written: {_format_reasons(error)}."
+                f"failed to write the checkpoint of step {step}: {_format_reasons(error)}."
             ) from error
         self._run_on_rank_0(step, lambda: self._publish_draft(folder, final_))
         return CheckpointSaved(step, final_)
@@ -232,7 +232,7 @@ class Saver:
         if refused is not None:
             raise SaveFailedError(step, reason, refused[0])
         if reason is not None:
-            raise CheckpointError(f"the checkpoint of step {step} could not be written: {reason}.")
+            raise CheckpointError(f"failed to write the checkpoint of step {step}: {reason}.")
         return result
 
 

@@ -194,7 +194,10 @@ def _import_module(target: str, key: str) -> tuple[Any, list[str]]:
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
                 raise  # the module exists, but one of its imports does not
-    raise ConfigError(f"{key}: {target} does not exist: no module {parts[0]!r} on the import path.")
+    raise ConfigError(
+        f"{key}: {target} does not exist: no module {parts[0]!r} on the import path. Run in the folder that "
+        "contains it, or add that folder to PYTHONPATH."
+    )
 
 
 def _list_own_names(located: Any) -> list[str]:

@@ -118,7 +118,8 @@ def tokenize_piece(piece: ShardInput, encoder: Encoder, form: TextFormat, *, on_
                     yield each
                 elif on_error == "stop":
                     raise WorldsizeError(
-                        f"{each}. Fix the document, or use --on-error skip to skip unreadable documents."
+                        f"{str(each).removesuffix('.')}. Fix the document, or skip unreadable documents with "
+                        "--on-error skip."
                     )
                 else:
                     bad.append(each)

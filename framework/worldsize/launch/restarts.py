@@ -98,8 +98,11 @@ def _report_outcome(run: RunDirectory, outcome: Outcome, console: Console) -> No
 
 def command_line(*words: str | Path) -> str:
     """Format a worldsize command for the user to paste, such as ``uv run worldsize resume RUN``."""
-    uv = ("uv", "run") if needs_uv(os.environ, Path.cwd(), Path(sys.prefix)) else ()
-    return shlex.join([*uv, "worldsize", *map(str, words)])
+    if needs_uv(os.environ, Path.cwd(), Path(sys.prefix)):
+        program = ["uv", "run", "worldsize"]
+    else:
+        program = ["worldsize" if shutil.which("worldsize") else str(Path(sys.executable).with_name("worldsize"))]
+    return shlex.join([*program, *map(str, words)])
 
 
 def needs_uv(environ: Mapping[str, str], folder: Path, prefix: Path) -> bool:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worldsize.collectives.per_rank import make_equal
 from worldsize.collectives.step_timer import backward, measure_phase, time_buffers
 from worldsize.core import (
+    ConfigError,
     FeatureRecipe,
     MicroBatch,
     Recipe,
@@ -76,6 +77,8 @@ class SynchronousReplica(ModelReplica):
             self._features = GatheredFeatures(recipe, self.model, self.world.device, self._run_action)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        if not all(isinstance(batch, MicroBatch) for batch in micro_batches):
+            raise ConfigError("a step needs micro-batches with seeds. Pass the result of ws.micro_batches.")
         self._check_saves()
         try:
             losses, metrics = self._compute_gradient(micro_batches)

@@ -13,8 +13,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
+from worldsize.api.custom_loop import evaluate
 from worldsize.checkpoint.format import Retention
 from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.checkpoint.save import Saver
@@ -27,7 +27,6 @@ from worldsize.core import (
     ConfigError,
     DataSource,
     EvaluationBatch,
-    EvaluationBatches,
     MicroBatch,
     Recipe,
     Rendezvous,
@@ -37,7 +36,7 @@ from worldsize.core import (
     Strategy,
     World,
 )
-from worldsize.data.batches import Collate, fetch_batch, get_collate_fn
+from worldsize.data.batches import fetch_batch, get_collate_fn
 from worldsize.data.loader import evaluation_batches, load_micro_batch, micro_batches
 from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.loop.faults import Heap
@@ -74,15 +73,6 @@ def plain_step(recipe: Recipe, model: nn.Module) -> Step:
         return total
 
     return train_step
-
-
-def evaluate(
-    replica: Replica, dataset: Any, world: World, *, batch_size: int, collate: Collate = default_collate
-) -> Mapping[str, float]:
-    """Return the metrics of ``dataset``; each sample counts once at any world size."""
-    return replica.evaluate(
-        EvaluationBatches(lambda: evaluation_batches(dataset, world, batch_size=batch_size, collate=collate))
-    )
 
 
 STEPS, BATCH, SEED = 20, 24, 3
