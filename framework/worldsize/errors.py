@@ -20,6 +20,10 @@ class MissingProgramError(ConfigError):
     """This machine lacks the program that starts or submits a run; its files can still be written."""
 
 
+class SchedulerUnreachableError(ConfigError):
+    """The scheduler does not respond to this machine; a run's files can still be written."""
+
+
 class CheckpointError(WorldsizeError):
     """A checkpoint cannot be written, is damaged, or does not fit the run."""
 

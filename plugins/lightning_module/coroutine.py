@@ -70,7 +70,7 @@ class ThreadState:
 
 @final
 class Coroutine:
-    """A call of ``body`` that pauses at each :meth:`give` and resumes at :meth:`advance`.
+    """A call of ``body`` that pauses at each :meth:`give_item` and resumes at :meth:`advance`.
 
     Exactly one of the two threads runs at any time. ``body`` starts with the torch thread-local state and context
     variables of the first caller of :meth:`advance`. Random generators are process-wide.
@@ -85,7 +85,7 @@ class Coroutine:
         self._is_closed = self._has_ended = False
 
     def advance(self) -> bool:
-        """Run the function until its next :meth:`give`. Returns False once it has ended.
+        """Run the function until its next :meth:`give_item`. Returns False once it has ended.
 
         Raises:
             BaseException: raised by the function.
@@ -108,7 +108,7 @@ class Coroutine:
         return False
 
     def take_item(self) -> Any:
-        """Return the value passed to the last :meth:`give`, and drop the reference to it."""
+        """Return the value passed to the last :meth:`give_item`, and drop the reference to it."""
         item, self._item = self._item, None
         return item
 

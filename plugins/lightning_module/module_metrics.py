@@ -53,7 +53,7 @@ class ModuleMetric(StateMetric):
         return name, *(_copy_state(getattr(metric, part)) for part in self._parts)
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Return the state extracted by :meth:`inputs`, with tensor shapes unchanged."""
+        """Return the state extracted by :meth:`extract_inputs`, with tensor shapes unchanged."""
         return dict(zip((_NAME, *self._parts), inputs, strict=True))
 
     def reduction(self, name: str) -> StateReduction:

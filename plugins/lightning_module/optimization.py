@@ -104,8 +104,9 @@ def _parse_schedule(given: Any) -> Scheduled:
         )
     if not isinstance(scheduler, LRScheduler):
         raise ConfigError(
-            f"configure_optimizers returned a {type(scheduler).__name__} as schedule. Return a schedule of "
-            "torch.optim.lr_scheduler."
+            f"configure_optimizers returned a {type(scheduler).__name__} as the learning-rate scheduler. "
+            "Return a scheduler "
+            "from torch.optim.lr_scheduler."
         )
     interval, frequency = words.get("interval", "epoch"), words.get("frequency", 1)
     if interval not in ("step", "epoch") or not isinstance(frequency, int) or frequency < 1:
@@ -117,7 +118,7 @@ def _parse_schedule(given: Any) -> Scheduled:
 
 
 class ModuleSchedule(LRScheduler):
-    """Abstract: a module's schedule that copies its learning rates to the optimizer in use."""
+    """Base class for a module's schedules; copies their optimizer's hyperparameters to the optimizer in use."""
 
     def __init__(self, scheduled: Scheduled, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -75,7 +75,7 @@ class LightningRecipe(Recipe):
         return self._program.collate(samples)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        """Return the loss at step 1."""
+        """Return the loss as if at step 1; :meth:`loss_at` takes the actual step."""
         return self.loss_at(model, batch, 1)
 
     def loss_at(self, model: nn.Module, batch: Batch, step: int) -> LossOutput:

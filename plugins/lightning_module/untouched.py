@@ -54,7 +54,7 @@ class Untouched:
         self._settings = {name: _settings(optimizer) for name, optimizer in self._optimizers.items()}
 
     def check_state(self) -> None:
-        """Compare with the state recorded by :meth:`begin`, and clear it.
+        """Compare with the state recorded by :meth:`record_state`, and clear it.
 
         Raises:
             ConfigError: a parameter or a gradient was replaced or changed.

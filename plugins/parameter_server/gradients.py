@@ -143,7 +143,7 @@ class StepGradients:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Load an :meth:`image` of the same step from the master."""
+        """Load an :meth:`export_gradients` of the same step from the master."""
         self.means = dict(image["means"])
         for arrivals, parts in zip(self._arrivals, image["arrivals"], strict=True):
             arrivals.parts = {(width, node): part for width, node, part in parts}
@@ -223,7 +223,7 @@ class UnitLog:
         return {"closed": self.closed, "taken": [[*unit, sorted(come)] for unit, come in self._taken.items()]}
 
     def restore(self, *, closed: int, taken: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Load an :meth:`image` of the master's log."""
+        """Load an :meth:`export_log` of the master's log."""
         self.closed = closed
         self._taken = {(step, rank): set(come) for step, rank, come in taken}
 

@@ -74,9 +74,9 @@ class HybridParameterServer(Strategy):
     def check_numerics(self, numerics: Numerics) -> None:
         if numerics.needs_norm and (self.consistency == "async" or self.reduce == "ordered"):
             raise ConfigError(
-                "clip_norm and nonfinite checks of the gradient norm require strategy.consistency=sync and are "
-                "not supported with reproducibility=elastic. Set clip_norm=null, nonfinite=stop, or "
-                "strategy.consistency=sync without reproducibility=elastic."
+                "clip_norm and nonfinite=skip require strategy.consistency=sync and are not supported with "
+                "reproducibility=elastic. Set clip_norm=null and nonfinite=stop, or use strategy.consistency=sync "
+                "without reproducibility=elastic."
             )
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:

@@ -229,5 +229,5 @@ class Sessions:
         return {**self._taken_by_master, **{each.epoch: each.sequence for each in self._by_name.values()}}
 
     def restore(self, image: Mapping[int, int]) -> None:
-        """Load an :meth:`image` from a master."""
+        """Load an :meth:`export_sequences` from a master."""
         self._taken_by_master = dict(image)

@@ -138,7 +138,7 @@ class Shard:
 
     @property
     def waits_for_commit(self) -> bool:
-        """Whether the mean gradient of the next step is complete and waits for :meth:`apply`."""
+        """Whether the mean gradient of the next step is complete and waits for :meth:`commit_step`."""
         return self.rule.requires_commit and self._gradients.all_wait
 
     def scale_gradient(self, step: int, factor: float) -> None:
@@ -186,7 +186,7 @@ class Shard:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Load an :meth:`image` of the master's shard."""
+        """Load an :meth:`export_image` of the master's shard."""
         self.parameters.restore(image["parameters"])
         self.step, self.updates, self.last_factor = image["step"], image["updates"], image["last_factor"]
         self._gradients = self._gradients.create_empty(self.step + 1)
@@ -245,7 +245,7 @@ class PushReceiver:
         return payload, (ids_n, gradients_nd)
 
     def receive_ids(self, channel: Channel, header: Header) -> tuple[Rows, Tensor]:
-        """Receive PULL_ROWS: the table and ids, int64 (n,). Raises like :meth:`receive`."""
+        """Receive PULL_ROWS: the table and ids, int64 (n,). Raises like :meth:`receive_push`."""
         rows = self._find_rows(header)
         if header.dtype != torch.int64 or len(header.shape) != 1 or header.shape[0] > rows.table.rows:
             raise RefusedError(f"unexpected PULL_ROWS of {rows.table.name} with {header.dtype} {list(header.shape)}")

@@ -54,7 +54,7 @@ class ShardLink:
     def push_bucket(
         self, table: int, dtype: torch.dtype, payload: Sequence[memoryview], *, step: int, width: int, node: int
     ) -> None:
-        """Send the gradient of a bucket; :meth:`settle` waits until it is acknowledged."""
+        """Send the gradient of a bucket; :meth:`wait_for_pushes` waits until it is acknowledged."""
         shape = (sum(part.nbytes for part in payload) // dtype.itemsize,)
         header = Header(Operation.PUSH, dtype, shape, Fields(table, width, node, step=step))
         self._send_push(header, payload)

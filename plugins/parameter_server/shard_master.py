@@ -70,9 +70,9 @@ class ShardMaster:
     def apply_push(self, header: Header, payload: Sequence[memoryview], gradient: Gradient, session: Session) -> None:
         """Apply a session's next push here and on the standby. Raises RefusedError."""
         sequence = Fields._make(header.fields).sequence
-        self._load.count_waiting(+1)
+        self._load.adjust_waiting(+1)
         with self.log.changed:
-            self._load.count_waiting(-1)
+            self._load.adjust_waiting(-1)
             if sequence != session.sequence + 1:
                 raise RefusedError(f"PUSH {sequence} was received twice at once")
             self._on_step(self.shard.step + 1)
@@ -199,7 +199,7 @@ class ServerLoad:
     longest_queue: int = 0
     since: float = field(default_factory=time.perf_counter)
 
-    def count_waiting(self, change: int) -> None:
+    def adjust_waiting(self, change: int) -> None:
         """Count a push that starts (1) or stops (-1) waiting."""
         self.waiting += change
         self.longest_queue = max(self.longest_queue, self.waiting)

@@ -132,7 +132,7 @@ class ShardParameters:
         }
 
     def restore(self, image: Mapping[str, Any]) -> None:
-        """Load an :meth:`image` of the master's parameters."""
+        """Load an :meth:`export_parameters` of the master's parameters."""
         for mine, theirs in zip(self.values, image["values"], strict=True):
             mine.copy_(theirs)
         leading, *groups = image["groups"]
@@ -273,7 +273,7 @@ class BucketOptimizer:
         ]
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load the result of :meth:`states`."""
+        """Load the result of :meth:`export_states`."""
         for parameter, state in zip(self.parameters, states, strict=True):
             if owner := self._owner.get(id(parameter)):
                 owner.state[parameter] = dict(state)

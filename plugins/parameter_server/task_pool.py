@@ -42,7 +42,7 @@ class _Member:
 class StalenessScheduler:
     """Assigns training units under stale synchronous parallelism (SSP).
 
-    It assigns steps after ``first``, up to the last one allowed by :meth:`open`.
+    It assigns steps after ``first``, up to the last one allowed by :meth:`allow_steps`.
 
     Attributes:
         staleness: Maximum clock difference between the fastest and slowest worker, 0 to infinity.
@@ -253,7 +253,7 @@ class TaskPool:
             if self.staleness.finish_unit(name, Unit(step, tuple(ranks))):
                 records = [LossRecord.from_message(message) for message in facts["records"]]
                 self._records.update({(step, rank): record for rank, record in zip(ranks, records, strict=True)})
-                self._recent.extend(record.zero_metrics() for record in records)
+                self._recent.extend(record.copy_with_zero_metrics() for record in records)
         if "part" in facts:
             self.evaluation.record_part(name, facts)
 
@@ -268,7 +268,7 @@ class TaskPool:
         due = {key: self._records.pop(key) for key in sorted(self._records) if key[0] <= step or not is_whole}
         losses = [due[step, rank] for rank in ranks] if is_whole else self._recent
         counted = ([record for (_, rank), record in due.items() if rank == own] for own in ranks)
-        return [record.replace_metrics(records) for record, records in zip(losses, counted, strict=True)]
+        return [record.copy_with_metrics(records) for record, records in zip(losses, counted, strict=True)]
 
     def find_expired_workers(self, now: float) -> list[str]:
         """Return workers with a task and an expired lease at time ``now``, in seconds."""

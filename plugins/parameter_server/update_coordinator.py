@@ -213,7 +213,7 @@ class UpdateRounds:
     """Synchronizes the workers of ``scheduler`` at each update of a step.
 
     If a worker is lost during a step, its share of earlier, already applied updates cannot be recomputed.
-    :meth:`reported` then returns None, and the step must be repeated.
+    :meth:`wait_for_update` then returns None, and the step must be repeated.
 
     Args:
         kind: Name of the recipe's class.

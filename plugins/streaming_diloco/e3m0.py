@@ -46,7 +46,7 @@ def encode_rows(rows_rn: Tensor) -> Tensor:
 
 
 def decode_rows(payload_rp: Tensor, numel: int) -> Tensor:
-    """Decode ``payload_rp`` from :func:`encode` to float32 rows (r, numel)."""
+    """Decode ``payload_rp`` from :func:`encode_rows` to float32 rows (r, numel)."""
     pair_rh, scale_rk = payload_rp[:, : numel // 2], payload_rp[:, numel // 2 :]
     code_rn = torch.stack([pair_rh & 15, pair_rh >> 4], dim=2).flatten(1)
     known = move_to_device(_VALUES, payload_rp.device)

@@ -28,7 +28,7 @@ class Samples(ABC):
         """Return counts float32 (n, 13) as log(1 + count), categories int64 (n, 26) and labels float32 (n,)."""
 
     def list_files(self) -> Mapping[str, Path]:
-        """Return the files read by :meth:`read`, by name."""
+        """Return the files read by :meth:`read_split`, by name."""
         return {}
 
 
@@ -89,7 +89,7 @@ class Synthetic(Samples):
     Category k of each feature occurs with a probability proportional to (k + 1)^-``exponent``. Each category has a
     hidden normal weight with standard deviation 0.5, each count a normal slope with standard deviation 0.1. The click
     probability is sigmoid(-1 + score / 2), where the score sums the weights and slope × log(1 + count). A model with
-    exactly these weights would reach the log loss computed by :meth:`best`.
+    exactly these weights would reach the log loss computed by :meth:`compute_best_loss`.
     """
 
     rows: Annotated[int, Range(least=1)]

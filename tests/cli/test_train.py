@@ -225,6 +225,19 @@ REFUSALS = {
         ["+cluster=slurm", "+cluster.mail_type=END"],
         "unknown key 'cluster.mail_type'. If the scheduler has such an option, set +cluster.options.mail-type=VALUE.",
     ),
+    "option of the scheduler that has a key": (
+        ["+cluster=slurm", "+cluster.ntasks_per_node=8"],
+        "unknown key 'cluster.ntasks_per_node'. Set cluster.processes_per_node instead.",
+    ),
+    "the same without a plus": (
+        ["+cluster=slurm", "cluster.signal=B:USR1@300"],
+        "unknown key 'cluster.signal'. Set launcher.signal_before instead.",
+    ),
+    "option of the scheduler that the job script sets": (
+        ["+cluster=slurm", "+cluster.options.signal=B:USR1@300", "launch=show"],
+        "cluster.options={'signal': 'B:USR1@300'} is not supported: signal conflicts with the job script's own "
+        "settings. Set launcher.signal_before instead.",
+    ),
     "misspelt key of a scheduler": (
         ["+cluster=slurm", "cluster.partion=gpu"],
         "unknown key 'cluster.partion'; did you mean 'partition'?",

@@ -145,7 +145,7 @@ def test_spare_hosts_take_the_places_of_lost_ones_in_the_same_change(
     faults = f"faults=[{{action: kill, rank: 2, step: 30}}, {SLOWER}]"
     process = launch("steps=40", "launcher.node_timeout=6", *sharded, faults)
     folder = begun(tmp_path / "project", after=8)
-    assert change_workers(folder, "list").count("waits") == 2
+    assert change_workers(folder, "list").count("waiting") == 2
     four.set_link(2, "down")
     try:
         digest, output, memberships = ended(process, tmp_path)

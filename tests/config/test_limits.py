@@ -15,6 +15,7 @@ from worldsize.config.instantiate import Allowed, build_object, check_node
 from worldsize.config.schema import Schema
 from worldsize.core import ConfigError, FilePath, FolderName, OneOf, Range
 from worldsize.core.limits import check_limits
+from worldsize.launch.skypilot import SkyPilot
 from worldsize.launch.slurm import Slurm
 from worldsize.loop import faults
 
@@ -209,3 +210,13 @@ def test_other_names_are_taken(name: str) -> None:
 def test_the_schema_says_what_its_values_may_be(values: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         check_limits(Schema, values, key="")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("use_spot", "Set cluster.spot=true"), ("image_id", "Set cluster.image"), ("cpus", "Set cluster.cpus")],
+)
+def test_keys_of_skypilots_resources_that_have_a_key_are_refused(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} conflicts with the task's own settings. {remedy} instead\."):
+        check_limits(SkyPilot, {"resources": {"disk_size": 300, name: 1}}, key="cluster")
+    check_limits(SkyPilot, {"resources": {"disk_size": 300, "instance_type": "a", "any_of": []}}, key="cluster")

@@ -60,7 +60,7 @@ def test_lengths_are_not_written_into_the_composed_configuration() -> None:
 
 def test_a_step_that_does_not_divide_is_refused_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Digits, "data", lambda *_: pytest.fail("the data are read"))
-    with pytest.raises(ConfigError, match="batch_size=97 does not divide"):
+    with pytest.raises(ConfigError, match="batch_size=97 is not divisible by"):
         build_settings(compose_only([*WORDS, "epochs=2", "batch_size=97"]))
     with pytest.raises(ConfigError, match="do not share a loss scale"):
         build_settings(

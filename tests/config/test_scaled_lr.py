@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_other_workers_at_the_rate_of_their_updates_once_that
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("strategy=ddp cluster.processes=3", "global batch 96 · lr 0.02\n"),
+        ("strategy=ddp cluster.processes=3", "global batch 96 = 3 processes × 32 · lr 0.02\n"),
         (
             "strategy=diloco cluster.processes=4 cluster.scale_lr=sqrt cluster.base_batch=48",
             "global batch 24 (batch_size=96 / 4 workers) · lr 0.0141421 = 0.02 × √(24/48) (cluster.scale_lr=sqrt)\n",

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from worldsize.core import World
 from worldsize.data.loader import evaluation_batches
 from worldsize.data.mixture import Mixture, Part
-from worldsize.data.source import Source, Transformed, read_good_samples
+from worldsize.data.source import Source, Transformed, read_with_replacements
 from worldsize.data.sources.arrow import Parquet
 from worldsize.data.sources.json_lines import JsonLines
 from worldsize.data.splits import split_source
@@ -42,13 +42,13 @@ class Group(Source):
         return SAMPLES
 
     def __getitem__(self, index: int) -> int:
-        sample: int = read_good_samples(self, [index])[0]
+        sample: int = read_with_replacements(self, [index])[0]
         return sample
 
     def read_each(self, indices: Sequence[int]) -> list[int | SampleError]:
         return [SampleError("bad") if index in BAD else index for index in indices]
 
-    def bad_with(self, index: int) -> range:
+    def find_bad_range(self, index: int) -> range:
         return BAD if index in BAD else range(index, index + 1)
 
     def fingerprint(self) -> Mapping[str, Any]:

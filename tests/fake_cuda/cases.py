@@ -109,7 +109,7 @@ class Wait:
 _STEPS, _STATE = {"first steps": 2, "step": 2}, {"save": 2, "load": 2}
 _METRICS = "collectives/exact.py reduce_metrics of metrics.py MetricCollector.reduce"
 _AGREES = "strategies/unit_collectives.py UnitOrder._agrees_at_once"
-_GATHERED = "collectives/exact.py start_all_gather.result of"
+_GATHERED = "collectives/exact.py start_all_gather.wait_for_parts of"
 _TO_HOST, _FROM_HOST = "copy to the host", "copy from the host"
 _LOGGED = "a logged line waits once for all its numbers"
 _MESH = "ranks of a part of a mesh have no group of gloo"
@@ -124,7 +124,9 @@ _COMPARED = {  # ranks compare their first step, pass by pass, by recipe and mic
     ("norms", 2): 9,
 }
 WAITS = (
-    Wait("", f"collectives/exact.py _on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"),
+    Wait(
+        "", f"collectives/exact.py _stack_on_host of {_METRICS}", _TO_HOST, {"evaluation": 1}, "metrics are of the host"
+    ),
     Wait("^strategy=single ", "loop/window.py LoggedStep.create_event", _TO_HOST, {"loop": 3}, _LOGGED),
     Wait(
         "^strategy=(?!single )", f"{_GATHERED} loop/window.py LoggedStep.create_event", _TO_HOST, {"loop": 3}, _LOGGED
@@ -143,7 +145,7 @@ WAITS = (
     Wait(" fp16 ", "strategies/model_replica.py ModelReplica.state", "item", _STATE, _SCALER),
     Wait(
         "^strategy=local_sgd .* fp16 ",
-        "strategies/periodic.py _with_figures.<dictcomp>",
+        "strategies/periodic.py _merge_figures.<dictcomp>",
         "item",
         _STATE,
         _SCALER,
@@ -155,10 +157,16 @@ WAITS = (
         _STATE,
         _SCALER,
     ),
-    Wait("local_sgd |diloco ", "strategies/periodic_exchange.py beside", _TO_HOST, {"save": 1, "load": 1}, _COUNTS),
+    Wait(
+        "local_sgd |diloco ",
+        "strategies/periodic_exchange.py move_means_to_host",
+        _TO_HOST,
+        {"save": 1, "load": 1},
+        _COUNTS,
+    ),
     Wait(
         "optimizer_state=mean",
-        "strategies/periodic_exchange.py beside",
+        "strategies/periodic_exchange.py move_means_to_host",
         _TO_HOST,
         {"first steps": 1, "step": 1},
         _COUNTS,
@@ -193,7 +201,7 @@ WAITS = (
     ),
     Wait(
         "^strategy=mesh ",
-        f"collectives/exact.py start_all_reduce.result of {_METRICS}",
+        f"collectives/exact.py start_all_reduce.wait_for_sums of {_METRICS}",
         _TO_HOST,
         {"evaluation": 1},
         _MESH,

@@ -101,7 +101,7 @@ def test_a_run_with_damaged_metrics_is_compared_watched_and_reported(tmp_path: P
     (runs[1] / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"event"')
     assert compare_runs(runs[0], runs[1], tolerance=0.0).metrics
     watched = Watched(runs[1])
-    watched.read_new_rows()
+    watched.update_rows()
     assert watched.step
     assert watched.step["step"] == 80
     assert watched.evaluation

@@ -44,10 +44,10 @@ def test_the_error_and_the_report_of_a_hang_name_ranks_collectives_and_stacks(tr
     assert "is not in a collective; last: gloo:" in second[0]
     assert any("group.py" in line for line in first[1:5])
     assert any("faults.py" in line for line in second[1:5])
-    (counts,) = re.findall(r"collectives of group 0: (\d+) begun, (\d+) completed by worker_00000; (.*)", run.error)
+    (counts,) = re.findall(r"collectives of group 0: (\d+) started, (\d+) completed by worker_00000; (.*)", run.error)
     began, completed = map(int, counts[:2])  # one more may not be marked as completed yet
     assert began - completed in (1, 2)
-    assert counts[2].startswith(f"{began - 1} begun, ")
+    assert counts[2].startswith(f"{began - 1} started, ")
     assert counts[2].endswith(" completed by worker_00001")
     assert run.folder is not None
     section = render_page([run.folder]).partition("<h2>Hangs</h2>")[2].partition("<h2>")[0]
@@ -89,7 +89,7 @@ def test_a_run_that_is_debugged_has_the_same_bits(train: Train) -> None:
     assert plain.json("result.json")["state_digest"] == checked.json("result.json")["state_digest"]
     assert "gloo on lo\n" in checked.error
     assert re.search(
-        r"collectives of group 0: (\d+) begun, \1 completed by worker_00000, worker_00001\n", checked.error
+        r"collectives of group 0: (\d+) started, \1 completed by worker_00000, worker_00001\n", checked.error
     )
     assert re.search(
         r"warning from worker_00000 \(1\), worker_00001 \(1\): reducer.cpp:\d+ Warning: find_unused_parameters",
@@ -194,7 +194,7 @@ def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
         assert len(hung_processes(tmp_path)) == number
 
     with hangs_watched(log, asked, attempt=1, timeout=1000.0):
-        with PEER_WAIT.record_wait("work"):
+        with PEER_WAIT.name_wait("work"):
             now[0] += 700
             await_record(1)
             now[0] += 700  # the same hang
@@ -204,7 +204,7 @@ def test_a_process_that_outlives_a_hang_writes_of_the_next_one_too(
         now[0] += 10
         asked.touch()  # by a second process, because of the same hang
         await_record(2)
-        with PEER_WAIT.record_wait("an answer"):
+        with PEER_WAIT.name_wait("an answer"):
             now[0] += 700
             await_record(3)
     names = ["server_00000.flight_before_1.json", "server_00000.flight_before_2.json", "server_00000.flight.json"]

@@ -288,7 +288,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_is_used_on_request(
         (("recipe.width=8", "--ignore", "recipe"), "does not match the model or optimizer"),
         (("strategy=mesh", "strategy.pipeline=2"), "Digits does not define the layers of its model."),
         (("+recipe.path=other",), "unknown key 'recipe.path'"),
-        (("checkpoint.signals=[SIGTREM]",), "no signal 'SIGTREM'; did you mean 'SIGTERM'?"),
+        (("checkpoint.signals=[SIGTREM]",), "unknown signal 'SIGTREM'; did you mean 'SIGTERM'?"),
     ],
 )
 def test_a_run_is_not_resumed_as_a_different_one(

@@ -111,8 +111,8 @@ def test_a_manifest_counts_as_deleted_when_it_is_missing_twice_in_a_row(
         manifest.unlink(missing_ok=True)
         if is_there:
             manifest.touch()
-        assert watch.check_folder() == is_deleted
-        assert not never_there.check_folder()
+        assert watch.is_folder_deleted() == is_deleted
+        assert not never_there.is_folder_deleted()
 
 
 def test_the_folder_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_the_folder_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypat
     monkeypatch.setattr(time, "monotonic", lambda: begun + sum(elapsed))
     for _ in range(350):
         elapsed.append(0.01)
-        watch.check_folder()
+        watch.is_folder_deleted()
     assert len(looks) == 3
 
 

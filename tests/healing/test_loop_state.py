@@ -40,7 +40,7 @@ def test_weights_are_drawn_unless_all_of_them_are_loaded(
         checkpoint=SimpleNamespace(allow_older=False, list_ignored_parts=lambda step: ignored), initial=initial
     )
     before = torch.get_rng_state()
-    state, context = LoopState().find_checkpoint(config, RunDirectory(tmp_path), World.create_single(HOST))
+    state, context = LoopState().prepare_start(config, RunDirectory(tmp_path), World.create_single(HOST))
     with context:
         DeferredModel.from_factory(lambda: nn.Linear(300, 300)).fill_tensors(HOST)
     assert torch.equal(torch.get_rng_state(), before) is not draws

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from tests.support.runs import folders
 from worldsize.config.cluster import build_cluster
 from worldsize.core import Cluster, ConfigError, Plan, Role
+from worldsize.core.limits import check_limits
 from worldsize.launch.slurm import Slurm
 
 BASE: dict[str, Any] = {"name": "slurm", "nodes": 2, "processes": 4, "device": "cpu"}
@@ -130,6 +132,75 @@ def test_gpus_are_asked_for_once_with_their_type(tmp_path: Path) -> None:
             Slurm(gpus_per_node=2, options=other).check(cluster)
     with pytest.raises(ConfigError, match=r"cluster.gpu_type=a100 requires GPUs"):
         Slurm(gpu_type="a100").check(cluster)
+
+
+def test_gpus_are_not_requested_for_a_run_on_cpus() -> None:
+    gpus = {"gres": "gpu:2"}
+    with pytest.raises(ConfigError, match=r"options.gres=gpu:2 requests GPUs, but cluster.device=cpu"):
+        Slurm(options=gpus).check(build_cluster(BASE, threads=None))
+
+
+def test_every_option_that_a_job_script_sets_is_refused_as_a_free_option(tmp_path: Path) -> None:
+    words: dict[str, Any] = dict.fromkeys(
+        ("partition", "account", "qos", "gpu_type", "memory", "constraint", "exclude"), "a"
+    )
+    launcher = Slurm(time="10", gpus_per_node=2, cpus_per_task=1, exclusive=True, **words)
+    healing = {"worker": Role(4, restart="heal")}
+    cluster = Cluster("slurm", 2, 4, "cpu", "gloo")
+    plans = [Plan(tmp_path / name, cluster, healing, {}) for name in ("a", "b")]
+    names = re.findall(r"^#SBATCH --([\w-]+)", launcher.describe_all(plans), re.MULTILINE)
+    assert {"array", "no-kill", "signal", "requeue", "exclusive", "open-mode", "gpus-per-node"} <= {*names}
+    spellings = [spelling for name in names for spelling in (name, name.replace("-", "_"), f"--{name}")]
+    for name in (*spellings, "sig", "ntasks", "n", "N", "tasks-per-node", "no-requeue", "error", "J", "gpus", "wait"):
+        with pytest.raises(ConfigError, match=rf": {name} conflicts with the job script's own settings"):
+            check_limits(Slurm, {"options": {"comment": "x", name: 1}}, key="cluster")
+
+
+def test_options_of_sbatch_that_a_job_script_leaves_alone_are_free() -> None:
+    """Long options of Slurm 22.05's sbatch, among them beginnings and continuations of the script's own."""
+    free = """acctg-freq batch bb begin clusters comment container contiguous core-spec cores-per-socket cpu-freq
+        cpus-per-gpu deadline delay-boot dependency distribution export extra-node-info gid gpu-bind gpu-freq gres
+        gres-flags hint hold ignore-pbs input kill-on-invalid-dep licenses mail-type mail-user mcs-label mem-bind
+        mem-per-cpu mem-per-gpu mincpus network nice nodefile nodelist oversubscribe overcommit power prefer priority
+        profile propagate reboot reservation sockets-per-node spread-job switches thread-spec threads-per-core time-min
+        tmp tres-per-task uid use-min-nodes verbose wait-all-nodes wckey"""
+    check_limits(Slurm, {"options": dict.fromkeys(free.split())}, key="cluster")
+
+
+UNREACHABLE = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sbatch: fatal: Could not establish a configuration source"""
+
+
+def test_a_script_is_written_where_sbatch_cannot_reach_slurm(train: Any, tmp_path: Path) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\necho '{UNREACHABLE}' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    path = f"{sbatch.parent}:{os.environ['PATH']}"
+    said = f"sbatch cannot reach Slurm: {'; '.join(UNREACHABLE.splitlines())}. "
+    run = train("recipe=digits", "+cluster=slurm", PATH=path)
+    assert (run.code, run.folder) == (2, None)
+    assert said in run.error
+    run = train("recipe=digits", "+cluster=slurm", "launch=write", PATH=path)
+    assert run.code == 0, run.error
+    assert said in run.error
+    assert (run.folder / "slurm.sh").read_text().startswith("#!/bin/bash")
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
+    run = train("recipe=digits", "+cluster=slurm", "launch=write", PATH=path)
+    assert run.code == 2
+    assert "Slurm rejected the request: sbatch: error: invalid partition specified: x" in run.error
+
+
+def test_doctor_shows_the_lines_of_a_scheduler_without_escapes(tmp_path: Path) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: one\\nsbatch: error: two\\n' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    words = (sys.executable, "-m", "worldsize", "doctor", "recipe=digits", "+cluster=slurm", f"run.root={tmp_path}")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "one; sbatch: error: two" in " ".join(done.stdout.split())
+    assert "\\n" not in done.stdout
 
 
 def test_a_node_that_cannot_ask_slurm_does_not_go_on(answers: Path) -> None:

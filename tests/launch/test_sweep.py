@@ -425,7 +425,7 @@ REFUSALS = {
         ("sweep.metric=loss", "hydra.sweeper.direction=[minimize,maximize]"),
         "hydra.sweeper.direction is a list, but sweep.metric is a single metric.",
     ),
-    "nothing is trained": (("sweep.metric=loss", "launch=show"), "launch=show trains none."),
+    "nothing is trained": (("sweep.metric=loss", "launch=show"), "launch=show does not train."),
     "no direction": (("sweep.metric=loss", "sweep.direction=up"), "sweep.direction='up'"),
 }
 

@@ -80,7 +80,7 @@ def test_the_report_shows_who_waits_and_the_remedy(slow_rank: Path, tmp_path: Pa
 
 def test_watch_shows_who_waits_and_the_remedy(slow_rank: Path) -> None:
     watched, out = Watched(slow_rank), io.StringIO()
-    watched.read_new_rows()
+    watched.update_rows()
     Console(file=out, width=250).print(render_screen(watched, refresh_run(RunDirectory(slow_rank)).manifest, "running"))
     assert "rank 1 50%" in out.getvalue()
     assert "Set data_workers=auto" in out.getvalue()

@@ -491,7 +491,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def test_watch_shows_the_nodes_that_deserve_a_look_most(large: RunDirectory) -> None:
     watched, out = Watched(large.path), io.StringIO()
-    watched.read_new_rows()
+    watched.update_rows()
     Console(file=out, width=200).print(render_screen(watched, refresh_run(large).manifest, "running"))
     lines = out.getvalue().splitlines()
     assert "8 of 600 nodes" in out.getvalue()

@@ -79,7 +79,7 @@ def test_watch_escapes_what_a_record_says_and_counts_damaged_lines(tmp_path: Pat
     assert "\x1b[31m" not in text
     assert "skipped 2 damaged lines in the run's files" in text
     watched = Watched(run)
-    watched.read_new_rows()
+    watched.update_rows()
     assert "\x1b" not in rendered(render_screen(watched, refresh_run(RunDirectory(run)).manifest, "x\x1b[2J"))
 
 

@@ -60,7 +60,7 @@ def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
 
 def test_the_slowest_rank_is_the_one_that_computes_longest(run: RunDirectory) -> None:
     watched, out = Watched(run.path), io.StringIO()
-    watched.read_new_rows()
+    watched.update_rows()
     Console(file=out, width=160).print(render_screen(watched, refresh_run(run).manifest, "running"))
     (line,) = [line for line in out.getvalue().splitlines() if line.endswith("slowest")]
     assert line.split()[0] == "19"  # write_run makes this rank compute longer

@@ -70,7 +70,9 @@ def test_sparse_sums_gather_numbers_with_indices_or_reduce_some() -> None:
     assert cost is not None
     inside = 2 * 3 / 4 * 8e8
     assert cost.across_bytes == pytest.approx(inside + 3 * 2 * 0.1 * 8e8 / 4), "a quarter of each, to three other racks"
-    with pytest.raises(ConfigError, match=r"from 4 units of the last tier: with strategy.density=0.3 .* at most 1/4"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.density=0.3 is too high for .* on 4 units of the last tier: .* at most 1/4"
+    ):
         replace(by_rack, density=0.3).roles(racks)
 
 

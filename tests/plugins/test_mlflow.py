@@ -94,5 +94,5 @@ def test_alerts_are_tags_also_that_of_a_slower_transport(tmp_path: Path, monkeyp
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = Mock(side_effect=PackageNotFoundError("package"))
     monkeypatch.setattr("lightning_utilities.core.imports._version", absent)
-    with pytest.raises(ConfigError, match=r"logger=mlflow needs mlflow.*uv sync --extra mlflow"):
+    with pytest.raises(ConfigError, match=r"logger=mlflow requires mlflow.*uv sync --extra mlflow"):
         importlib.reload(plugins.mlflow.logger)

@@ -439,7 +439,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         ({"on_failure": "heal", "data": 2, "tensor": 2}, "Set cluster.processes=4, or sizes with a product of 8"),
         ({"reduce": "hierarchical"}, "reduce=flat"),
         ({"pipeline": 0}, "must be 1 or more"),
-        ({"schedule": "dual"}, "available: gpipe, 1f1b, interleaved"),
+        ({"schedule": "dual"}, "Available: gpipe, 1f1b, interleaved"),
         ({"stages_per_rank": 2}, "schedule=interleaved"),
         ({"pipeline": 2, "split": [2, 3]}, "must contain 1 layer indices"),
         ({"pipeline": 4, "split": [2, 2, 3]}, "ascending"),

@@ -202,7 +202,7 @@ def test_the_compiler_recomputes_by_code_of_its_own(train: Any, code: Any) -> No
 def test_what_recomputes_to_no_use_is_refused_before_the_start(train: Any) -> None:
     refused = {
         "requires Recipe.blocks, which Digits does not define": ("recipe=digits", "activation_checkpointing=full"),
-        "cluster.device is cpu": (*GPT, "activation_offload=true"),
+        "got cluster.device=cpu": (*GPT, "activation_offload=true"),
         "did you mean 'full'?": (*GPT, "activation_checkpointing=ful"),
         "activation_checkpointing=full or none": (*GPT, SELECTIVE, "activation_offload=true"),
     }

@@ -65,7 +65,7 @@ def call_command(*words: str, has_result: bool = False) -> Ended:
 
 
 def run_command() -> NoReturn:
-    """Run the command that :func:`call` writes to standard input; called in the child process."""
+    """Run the command that :func:`call_command` writes to standard input; called in the child process."""
     parent, result_fd, *words = json.loads(sys.stdin.buffer.readline())
     _end_with_parent(parent)
     _print_plain()
@@ -77,7 +77,7 @@ def run_command() -> NoReturn:
 
 
 def call_in_fork(recipe: type[Recipe], words: Sequence[str]) -> Ended:
-    """Train a recipe class of this process in a fork; otherwise like :func:`call`.
+    """Train a recipe class of this process in a fork; otherwise like :func:`call_command`.
 
     A new thread makes the fork, because OpenMP has a thread pool per thread and a fork must not inherit one.
     """

@@ -51,10 +51,10 @@ def join_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def check_encoded(value: Any, names: Set[str]) -> None:
-    """Check the encoding of ``value``, and that it refers to each tensor in ``names`` once.
+    """Check that ``value`` is encoded correctly and refers to each tensor in ``names`` exactly once.
 
     Raises:
-        ValueError: the check fails; the message gives the location and the cause.
+        ValueError: the encoding is invalid, or a tensor is missing, unknown or referred to more than once.
     """
     references = list(_references(value, "", 0))
     if lost := sorted(names - set(references)):

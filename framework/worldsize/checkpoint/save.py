@@ -115,7 +115,7 @@ class Saver:
         """Whether a save is in flight or its result has not been collected yet."""
         return self._pending is not None
 
-    def poll_events(self) -> list[CheckpointSaved]:
+    def collect_finished_save(self) -> list[CheckpointSaved]:
         """Return the events of the pending save if it has ended; raise its error if it failed."""
         return self.finish() if self._pending and self._pending.done() else []
 

@@ -132,7 +132,7 @@ def _collect_report(settings: Settings, root: Path) -> tuple[Report, Path | None
         report = _run_examination(settings, plan, run)
     except ConfigError as error:
         shutil.rmtree(run.path, ignore_errors=True)
-        fact, _, remedy = str(error).partition(". ")
+        fact, _, remedy = "; ".join(str(error).splitlines()).partition(". ")
         return Report([Check("launch", "this machine", False, fact, remedy)]), None
     if report is None:
         cluster = settings.cluster

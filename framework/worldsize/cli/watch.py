@@ -49,7 +49,7 @@ def watch(run: RunDirectory, console: Console, *, wait: Callable[[float], None] 
     with _open_live_view(console) if console.is_terminal else _open_line_view(console, run) as show:
         while True:
             alive = is_alive(scheduler)  # checked before reading, so that the last output is shown
-            watched.read_new_rows()
+            watched.update_rows()
             view = refresh_run(run)
             show(watched, view, describe_state(view, scheduler))
             if not alive:

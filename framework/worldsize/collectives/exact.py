@@ -149,7 +149,7 @@ def accumulate_values(values_n: Tensor) -> Tensor:
 
 
 def round_sums(accumulators: Tensor) -> list[float]:
-    """Round each sum in ``accumulators`` (n, 69) correctly, see :func:`accumulated`.
+    """Round each sum in ``accumulators`` (n, 69) correctly, see :func:`accumulate_values`.
 
     A sum too large for a float is infinite. NaN and infinities are handled as in float addition.
     """

@@ -1,8 +1,8 @@
 """Collectives and messages of a process group, with waits that are timed and end when the gang ends.
 
-:func:`start` starts a torch collective, and :meth:`Collective.wait` waits for it. The collective is tracked until then:
-an exception may occur in between, and the group must not be freed before the wait. :func:`send` and :func:`receive`
-exchange single messages.
+:func:`start_collective` starts a torch collective, and :meth:`Collective.wait` waits for it. The collective is
+tracked until then: an exception may occur in between, and the group must not be freed before the wait. :func:`send`
+and :func:`receive` exchange single messages.
 
 If a peer dies before it has received a whole message, gloo itself would wait until the group's timeout: when a
 connection ends, it notifies receivers, but not senders with a message in the transmit queue. The waits here end with
@@ -55,7 +55,7 @@ class Interruption:
         self._check, self._longest, self._keeps = check, longest, True
 
     def track_work(self, work: Work) -> None:
-        """Track a collective until its wait ends, since an exception may occur before the wait."""
+        """Track a collective until it is waited for; if an exception comes first, :meth:`pop_unfinished` finds it."""
         if self._keeps:
             self._in_flight.add(work)
 
@@ -130,7 +130,7 @@ def start_collective(operation: Callable[_P, Work | None], *args: _P.args, **opt
 
 
 def wait(work: Work | None) -> None:
-    """Wait for a collective started with ``async_op=True``. Deprecated; use :func:`start`."""
+    """Wait for a collective started with ``async_op=True``. Deprecated; use :func:`start_collective`."""
     Collective(work).wait()
 
 
@@ -191,7 +191,7 @@ class PeerWait:
     def __init__(self) -> None:
         self._open: tuple[str, float] | None = None
 
-    def record_wait(self, what: str) -> Self:
+    def name_wait(self, what: str) -> Self:
         """Return a context in which the calling thread waits for ``what``; contexts do not nest."""
         if _is_main_thread():
             self._open = what, time.monotonic()

@@ -94,7 +94,7 @@ class Counter:
 
     @property
     def waiting(self) -> list[list[Tensor]]:
-        """The partial sums to which the last leaf will be added, in order, with the shapes of a leaf."""
+        """The partial sums, smallest first, each a list of tensors shaped like a leaf; a single total after 2^k."""
         return [tensors for _, tensors in reversed(self._sums)]
 
 

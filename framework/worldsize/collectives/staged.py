@@ -49,7 +49,7 @@ class Staged:
         with self._enter_side_stream():
             self._advance_all()
             self._flights.append(flight := _Flight(buffer, phases))
-            flight.issue_next_collective()
+            flight.advance_reduction()
             while last and self._flights:
                 self._advance_all()
         return flight.future
@@ -62,7 +62,7 @@ class Staged:
         return torch.cuda.stream(self._side)
 
     def _advance_all(self) -> None:
-        self._flights = [flight for flight in self._flights if flight.issue_next_collective()]
+        self._flights = [flight for flight in self._flights if flight.advance_reduction()]
 
 
 @final
@@ -71,7 +71,7 @@ class _Flight:
         self._buffer, self._phases = buffer, phases
         self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
 
-    def issue_next_collective(self) -> bool:
+    def advance_reduction(self) -> bool:
         """Advance to the next collective; return False if the reduction is complete."""
         try:
             next(self._phases)

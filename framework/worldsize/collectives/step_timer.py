@@ -1,8 +1,9 @@
 """Measures the time breakdown of a step: computing, waiting for other processes, and updating parameters.
 
-A step starts in the phase "compute". Code that updates parameters runs inside ``with phase("update")``. Code that waits
-for other processes uses :mod:`worldsize.collectives.group` or runs inside ``with phase("communication")``. Only waiting
-counts as communication; a collective that fully overlaps computation counts as zero.
+A step starts in the phase "compute". Code that updates parameters runs inside ``with measure_phase("update")``. Code
+that waits for other processes uses :mod:`worldsize.collectives.group` or runs inside ``with
+measure_phase("communication")``. Only waiting counts as communication; a collective that fully overlaps computation
+counts as zero.
 
 PyTorch is not patched. Where PyTorch itself waits, hooks mark the wait:
 
@@ -55,7 +56,7 @@ class _StepTimes:
 
 @final
 class StepTimer:
-    """Measures steps on ``device``, each from :meth:`start` to :meth:`end`. A process has one open timer at a time."""
+    """Measures steps on ``device``, from :meth:`start_step` to :meth:`end_step`; one timer is open per process."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -81,7 +82,7 @@ class StepTimer:
         self.switch_phase("compute")
 
     def end_step(self) -> None:
-        """End the current step, if any, and store its times for :meth:`take`."""
+        """End the current step, if any, and store its times for :meth:`collect_step_times`."""
         if self._step is not None:
             self.switch_phase("compute")
             self._done.append(self._step)

@@ -45,7 +45,7 @@ def build_cluster(node: Mapping[str, Any], threads: int | None, data_workers: in
 
 
 def tier_around(node: Mapping[str, Any]) -> str:
-    """Return the innermost tier that has all nodes in one unit, so that its link is their network; "" if none."""
+    """Return the innermost tier whose units can hold all nodes; its link is their network. "" if there is none."""
     return _select_tiers(node.get("tiers") or {}, node["nodes"])[1]
 
 

@@ -313,7 +313,7 @@ def _check_keys(node: DictConfig, path: str) -> None:
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else set(map(str, node))
     for key in map(str, node):
         if key not in known:
-            scheduler = scheduler_option(path.rstrip("."), key, known)
+            scheduler = scheduler_option(path.rstrip("."), key, kind)
             more = f". {scheduler}" if scheduler else neighbours(key, known)
             raise ConfigError(f"unknown key '{path}{key}'{more}{describe_key_source(f'{path}{key}')}")
         child = cast("Node", node._get_node(key))

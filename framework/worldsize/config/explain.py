@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -24,6 +24,7 @@ from omegaconf.errors import (
 
 from worldsize.config.schema import Schema
 from worldsize.config.search_path import config_folders, find_installed_plugins, main_conf, options_in
+from worldsize.core.limits import ReservedNames, read_annotations
 from worldsize.errors import ConfigError, neighbours
 
 
@@ -135,7 +136,8 @@ def _list_group_options(conf: Path, group: str) -> list[str]:
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> str:
     words = [word for word in overrides if word.partition("=")[0] != key]  # key may be a group unused by this recipe
-    parent, name, known = _first_unknown(key, _compose_choices(words))
+    composed = _compose_choices(words)
+    parent, name, known = _first_unknown(key, OmegaConf.to_container(composed))
     if not parent and name in known:
         return (
             f"{name}=... is not supported with this recipe. To support it, add a line such as '- /{name}: null' to "
@@ -149,7 +151,7 @@ def _unknown_key(key: str, overrides: Sequence[str]) -> str:
         )
     # a node accepts all arguments of its target, even those missing from the YAML
     shown = f"{parent}.{name}" if parent else key
-    if scheduler := scheduler_option(parent, name, known):
+    if scheduler := scheduler_option(parent, name, OmegaConf.get_type(composed, "cluster")):
         return f"unknown key {shown!r}. {scheduler}"
     is_open = shown == key and (not known or "_target_" in known)
     more = f" If its _target_ accepts {name!r}, add it with +{key}=VALUE." if "_target_" in known else ""
@@ -161,9 +163,19 @@ def _is_misspelt(name: str, known: Iterable[str]) -> bool:
     return bool(get_close_matches(name, known, n=1, cutoff=0.8))
 
 
-def scheduler_option(parent: str, name: str, known: Collection[str]) -> str:
-    """Return how to set ``parent.name`` as an option of the cluster's scheduler; empty if it cannot be one."""
-    if parent != "cluster" or "options" not in known or _is_misspelt(name, known):
+def scheduler_option(parent: str, name: str, section: Any) -> str:
+    """Return how to set ``parent.name``, an unknown key of a scheduler; empty if it cannot be one of its options.
+
+    ``section`` is the schema of ``cluster``.
+    """
+    is_typed = parent == "cluster" and isinstance(section, type) and is_dataclass(section)
+    hints = read_annotations(cast("type", section)) if is_typed else {}
+    if "options" not in hints:
+        return ""
+    for limit in getattr(hints["options"], "__metadata__", ()):
+        if isinstance(limit, ReservedNames) and (remedy := limit.find_remedy(name)) is not None:
+            return f"{remedy} instead."
+    if _is_misspelt(name, hints):
         return ""
     return f"If the scheduler has such an option, set +cluster.options.{name.replace('_', '-')}=VALUE."
 
@@ -207,10 +219,10 @@ def _compose_choices(overrides: Sequence[str]) -> Any:
     ]
     with initialize_config_dir(str(main_conf()), version_base="1.3"):
         try:
-            return OmegaConf.to_container(compose("config", overrides=chosen))
+            return compose("config", overrides=chosen)
         except (HydraException, OmegaConfBaseException):  # the unknown key is in a file of an added group
             usual = [word for word in chosen if not word.startswith("+")]
-            return OmegaConf.to_container(compose("config", overrides=usual))
+            return compose("config", overrides=usual)
 
 
 def _wrong_type(error: ValidationError, key: str | None) -> str:

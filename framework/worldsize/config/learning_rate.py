@@ -68,6 +68,9 @@ def update_text(shape: RunShape, lr: float | None, *, batch_size: int) -> str:
     """Describe the samples and the learning rate of an update; ``lr`` is already scaled."""
     parts = _count_update_parts(shape)
     batch = f"global batch {update_samples(shape, batch_size):g}"
+    workers = shape.strategy.data_parallel(shape.cluster)
+    if parts is None and workers > 1 and workers == shape.cluster.processes:
+        batch += f" = {workers} processes × {batch_size // workers}"
     if parts is not None:
         batch += f" (batch_size={batch_size} / {parts} {'workers' if _is_worker_dependent(shape) else 'logical ranks'})"
     if lr is None:

@@ -2,8 +2,8 @@
 
 A frozen dataclass is the only place that lists the keys of a section: their types, defaults, limits
 (:mod:`worldsize.core.limits`) and meanings. :func:`build_section_schema` derives from it a dataclass with plain
-types, against which OmegaConf can check overrides. :func:`typed` converts a resolved section back to the frozen
-dataclass.
+types, against which OmegaConf can check overrides. :func:`build_dataclass` converts a resolved section back to the
+frozen dataclass.
 """
 
 from __future__ import annotations

@@ -172,6 +172,38 @@ class FilePath(Limit):
 
 
 @final
+class ReservedNames(Limit):
+    """A mapping without names that the program sets itself, in any spelling with ``_`` or ``-``, or abbreviated.
+
+    Args:
+        remedies: what to do instead of each name, as an imperative.
+        setter: what has its own values of these names, e.g. "the job script".
+    """
+
+    def __init__(self, remedies: Mapping[str, str], *, setter: str) -> None:
+        self._remedies = {_normalize_name(name): remedy for name, remedy in remedies.items()}
+        self._setter = setter
+
+    def describe_violation(self, value: Any) -> str | None:
+        for name in value if isinstance(value, Mapping) else ():
+            if (remedy := self.find_remedy(name) or self._find_abbreviated(_normalize_name(name))) is not None:
+                return f"is not supported: {name} conflicts with {self._setter}'s own settings. {remedy} instead."
+        return None
+
+    def find_remedy(self, name: str) -> str | None:
+        """Return what to do instead of setting ``name``; None if it is not reserved."""
+        return self._remedies.get(_normalize_name(name))
+
+    def _find_abbreviated(self, start: str) -> str | None:
+        long = (remedy for name, remedy in self._remedies.items() if name.startswith(start))
+        return next(long, None) if len(start) > 2 else None
+
+
+def _normalize_name(name: str) -> str:
+    return str(name).lstrip("-").replace("_", "-")
+
+
+@final
 class Key:
     """Describes a configuration key whose type or default differs from its field's, because the field is computed.
 

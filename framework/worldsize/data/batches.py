@@ -30,8 +30,8 @@ Collate = Callable[[list[Any]], Batch]
 def get_collate_fn(recipe: Recipe) -> Collate:
     """Return the collate function of ``recipe``.
 
-    Unless the recipe overrides ``collate``, this is torch's ``default_collate`` itself, for which :func:`fetch` has a
-    fast path.
+    Unless the recipe overrides ``collate``, this is torch's ``default_collate`` itself, for which :func:`fetch_batch`
+    has a fast path.
     """
     return default_collate if type(recipe).collate is Recipe.collate else recipe.collate
 

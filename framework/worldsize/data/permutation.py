@@ -131,7 +131,7 @@ class Shuffle(ShuffleConfig):
     def permute_places(self, seed: int, length: int, places: Numbers) -> Numbers:
         """Return the sample indices, int64 [places], at arbitrary positions of an epoch.
 
-        The order may differ from :meth:`span`, which stores the full permutation of a data set of up to 2²² samples.
+        The order may differ from :meth:`permute_span`, which stores the permutation of a data set of up to 2²² samples.
         """
         if not self.enabled:
             return places

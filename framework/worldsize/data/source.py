@@ -63,7 +63,7 @@ class Source(Dataset[Any], ABC):
         """Read several samples without stand-ins, with SampleErrors in place of skipped samples."""
         return self.__getitems__(indices)
 
-    def bad_with(self, index: int) -> range:
+    def find_bad_range(self, index: int) -> range:
         """Return the samples, including ``index``, that are probably bad if sample ``index`` is."""
         return range(index, index + 1)
 
@@ -92,7 +92,7 @@ class FileSource(Source):
     Args:
         path: a file, a folder, a pattern such as ``books-*.jsonl``, or a list of these; local paths or URLs.
         on_error: policy for unreadable samples. "stop": raise an error; "skip": count and log them. Training then
-            replaces them by readable samples (:func:`read_good_samples`), and evaluation omits them.
+            replaces them by readable samples (:func:`read_with_replacements`), and evaluation omits them.
         cache: stores indices and data read from URLs.
     """
 
@@ -113,10 +113,10 @@ class FileSource(Source):
         return open_files(self.path, self.cache, endings=self.endings)
 
     def __getitem__(self, index: int) -> Any:
-        return read_good_samples(self, [index])[0]
+        return read_with_replacements(self, [index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return self.read_each(indices) if self.on_error == "stop" else read_good_samples(self, indices)
+        return self.read_each(indices) if self.on_error == "stop" else read_with_replacements(self, indices)
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         return [self._sample_or_error(index) for index in indices]
@@ -181,8 +181,8 @@ class Transformed(Source):
         samples = self.source.read_each(indices)
         return [each if isinstance(each, SampleError) else self.function(each) for each in samples]
 
-    def bad_with(self, index: int) -> range:
-        return self.source.bad_with(index)
+    def find_bad_range(self, index: int) -> range:
+        return self.source.find_bad_range(index)
 
     @property
     def lengths(self) -> Any:
@@ -193,10 +193,11 @@ class Transformed(Source):
         return self.source.fingerprint()
 
 
-def read_good_samples(source: Source, indices: Sequence[int]) -> list[Any]:
+def read_with_replacements(source: Source, indices: Sequence[int]) -> list[Any]:
     """Read several samples, replacing unreadable ones by other samples of ``source``.
 
-    The stand-in follows the range of samples that are probably bad (``bad_with``). A hash of the bad sample's index
+    The stand-in follows the range of samples that are probably bad (``find_bad_range``). A hash
+    of the bad sample's index
     chooses it among the next 1,024 samples, or as many as the range has if that is more, so that bad neighbors get
     different stand-ins. If the stand-in is bad, too, the search continues from it with twice the reach. The choice
     therefore depends only on the sample's index and the data.
@@ -215,7 +216,7 @@ def _stand_in(source: Source, index: int, error: SampleError) -> Any:
     count_skipped(index, error)
     length, later, reach = len(source), index, _NEARBY
     for number in range(_TRIES):
-        bad = source.bad_with(later)
+        bad = source.find_bad_range(later)
         reach = min(length, max(2 * reach if number else reach, len(bad)))
         later = (bad.stop + derive_seed(0, "stand-in", index, number) % reach) % length
         (sample,) = source.read_each([later])

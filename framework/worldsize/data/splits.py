@@ -15,7 +15,7 @@ from worldsize.core import ConfigError, Range
 from worldsize.data.mixture import Mixture
 from worldsize.data.order import own_order
 from worldsize.data.permutation import create_permutation
-from worldsize.data.source import LookedUpLengths, Source, read_good_samples
+from worldsize.data.source import LookedUpLengths, Source, read_with_replacements
 from worldsize.seeds import derive_seed
 
 
@@ -99,16 +99,16 @@ class HeldOut(Source):
         return group * self._count_samples(_GROUP) + int(numpy.searchsorted(chosen, place))
 
     def __getitem__(self, index: int) -> Any:
-        return read_good_samples(self, [index])[0]
+        return read_with_replacements(self, [index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return read_good_samples(self, indices)
+        return read_with_replacements(self, indices)
 
     def read_each(self, indices: Sequence[int]) -> list[Any]:
         return self.source.read_each([self.source_index(index) for index in indices])
 
-    def bad_with(self, index: int) -> range:
-        bad = self.source.bad_with(self.source_index(index))
+    def find_bad_range(self, index: int) -> range:
+        bad = self.source.find_bad_range(self.source_index(index))
         return range(self._first_from(bad.start), self._first_from(bad.stop))
 
     @property

@@ -137,7 +137,7 @@ def _resume_iterator(iterable: Iterable[Any], state: Any) -> Iterator[Any]:
 _STREAM = "the training stream"
 _DEEPEST = 100  # maximum nesting of a state
 _LARGEST = 1 << 30  # maximum size of an encoded state in bytes
-_KINDS = "biufcSUmM"  # NumPy dtypes, except references to Python objects
+_KINDS = "biufcSUmM"  # supported NumPy dtype kinds; no objects (O) or structured types (V)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HELD = (
     "Supported types: None, bool, int, float, str, bytes, tensors, NumPy arrays and scalars, and dicts, lists, tuples "
@@ -146,7 +146,7 @@ _HELD = (
 
 
 def encode_state(state: Any, what: str = _STREAM) -> bytes:
-    """Serialize ``state`` for :func:`decode`; ``what`` is its owner, for messages.
+    """Serialize ``state`` for :func:`decode_state`; ``what`` is its owner, for messages.
 
     Raises:
         ConfigError: a value cannot be serialized; the message includes its location and type.
@@ -158,7 +158,7 @@ def encode_state(state: Any, what: str = _STREAM) -> bytes:
 
 
 def decode_state(data: bytes, what: str = _STREAM) -> Any:
-    """Deserialize the result of :func:`encode`; ``what`` is the state's owner, for messages.
+    """Deserialize the result of :func:`encode_state`; ``what`` is the state's owner, for messages.
 
     Raises:
         CheckpointError: the bytes are damaged or have a different format.

@@ -38,7 +38,7 @@ from worldsize.world.environments import host_name
 
 @final
 class ShardCopies:
-    """One rank's copies of the state; all ranks must call :meth:`take` after the same steps.
+    """One rank's copies of the state; all ranks must call :meth:`start_copy` after the same steps.
 
     Up to two generations exist: copies in flight replace the previous generation only after all have arrived on all
     ranks.

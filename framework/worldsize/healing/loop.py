@@ -122,7 +122,7 @@ class HealingMember:
         """Create this process's replica for a membership, with the newest state."""
         context: AbstractContextManager[None] = state_follows()
         if membership.source is None:
-            self._state, context = self._state.find_checkpoint(self._settings, self._run, world)
+            self._state, context = self._state.prepare_start(self._settings, self._run, world)
         make_replica = partial(self._make_replica, settings, world, connections)
         with context:
             if self._shards is None:

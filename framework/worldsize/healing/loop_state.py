@@ -65,7 +65,7 @@ class LoopState:
     log: LogState = LogState()
     saves: Mapping[str, Any] = field(default_factory=dict)
 
-    def find_checkpoint(
+    def prepare_start(
         self, settings: Settings, run: RunDirectory, world: World
     ) -> tuple[LoopState, AbstractContextManager[None]]:
         """Find the checkpoint to start from; all ranks of ``world`` must call this.

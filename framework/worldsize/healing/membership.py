@@ -91,14 +91,14 @@ class Membership:
         return [rank for rank, step in enumerate(self.steps) if step < newest]
 
     def to_message(self) -> Message:
-        """Return the membership as plain values, for :meth:`read`."""
+        """Return the membership as plain values, for :meth:`from_message`."""
         lost, asked = ({str(rank): text for rank, text in each.items()} for each in (self.lost, self.asked))
         ranks = {"members": list(self.members), "steps": list(self.steps), "waiting": list(self.waiting)}
         return {"form": self.number, **ranks, "lost": lost, "asked": asked}
 
     @staticmethod
     def from_message(message: Message) -> Membership:
-        """Create a membership from the values that :meth:`message` returned."""
+        """Create a membership from the values that :meth:`to_message` returned."""
         lost, asked = ({int(rank): str(text) for rank, text in message[key].items()} for key in ("lost", "asked"))
         members, steps, waiting = (tuple(message[key]) for key in ("members", "steps", "waiting"))
         return Membership(int(message["form"]), members, steps, lost, asked, waiting)

@@ -121,7 +121,7 @@ class Roster:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until :meth:`late` may return members; None if no stop is pending."""
+        """Seconds until :meth:`find_late_members` may return members; None if no stop is pending."""
         if self._since is None or self.number == 0:
             return None
         return max(0.0, self._since + self.patience - time.monotonic())

@@ -68,8 +68,8 @@ class _Request:
 class Control:
     """Context manager for a socket on which the launching process answers requests.
 
-    The launching process's event loop must wait for the sockets from :meth:`awaited`, and pass readable ones to
-    :meth:`answer`.
+    The launching process's event loop must wait for the sockets from :meth:`collect_sockets`, and pass readable ones to
+    :meth:`serve_socket`.
 
     ``path`` is the socket's path in a private folder; ``sign`` is the file that announces it to other processes.
     """

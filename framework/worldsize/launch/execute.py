@@ -26,7 +26,7 @@ from worldsize.config.shape import check_resumes
 from worldsize.core import AgentLauncher, BatchLauncher, Cluster, Failure, Launcher, LaunchMethod, Outcome, Plan
 from worldsize.data.order import sample_lengths
 from worldsize.data.source import check_paths
-from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, WorldsizeError
+from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, SchedulerUnreachableError, WorldsizeError
 from worldsize.launch.local import Local
 from worldsize.launch.record import add_secrets, amend_record, check_same, create_scrubber, write_record
 from worldsize.launch.restarts import command_line, run_attempts
@@ -135,10 +135,10 @@ def prepare_settings(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]])
 
 
 def _check_launcher(launcher: LaunchMethod, cluster: Cluster, *, is_started: bool) -> None:
-    """Check the launcher; a missing program is only a warning if nothing is started."""
+    """Check the launcher; a missing program or scheduler is only a warning if nothing is started."""
     try:
         launcher.check(cluster)
-    except MissingProgramError as error:
+    except (MissingProgramError, SchedulerUnreachableError) as error:
         if is_started:
             raise
         _logger.warning("%s", error)

@@ -121,7 +121,7 @@ class Gang(Job):
             timeout = None if deadline is None else deadline - time.monotonic()
             if len(signals.seen) > asked or self._abort.is_requested or (timeout is not None and timeout <= 0):
                 return
-            if self._folder_watch.check_folder():
+            if self._folder_watch.is_folder_deleted():
                 return
             sockets, seconds = control.collect_sockets() if control else ((), None)
             pipes, patient = self._server.collect_pipes() if self._server else ((), None)

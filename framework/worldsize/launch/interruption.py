@@ -107,7 +107,7 @@ class FolderWatch:
     def is_deleted(self) -> bool:
         return self._misses > 1
 
-    def check_folder(self) -> bool:
+    def is_folder_deleted(self) -> bool:
         """Return whether the folder was deleted; it is checked at most once a second."""
         if self._is_expected and time.monotonic() >= self._next and not self.is_deleted:
             self._next = time.monotonic() + self.interval

@@ -60,7 +60,7 @@ def gather_agents(
 def arrivals(
     node: Node, port: int, key: RunKey, *, patience: float, silence: float
 ) -> list[tuple[RemoteAgent, Message]]:
-    """Wait like :func:`gather`, but return only the hosts that connected in time.
+    """Wait like :func:`gather_agents`, but return only the hosts that connected in time.
 
     ``patience`` and ``silence`` are in seconds. Raises WorldsizeError if the port is in use.
     """
@@ -84,7 +84,7 @@ def arrivals(
 class Door:
     """Context manager that admits returning hosts in a thread during a run.
 
-    ``check`` is called with a host's facts, and raises WorldsizeError to refuse it. For the others see :func:`gather`.
+    ``check`` gets a host's facts, and raises WorldsizeError to refuse it. For the others see :func:`gather_agents`.
     """
 
     def __init__(self, node: Node, port: int, key: RunKey, check: Callable[[Message], None], *, silence: float) -> None:
@@ -133,7 +133,7 @@ def _listening(node: Node, port: int) -> socket.socket:
 def reach_first_host(
     node: Node, port: int, key: RunKey, *, patience: float, silence: float, facts: Message
 ) -> AgentConnection:
-    """Connect this host to the first host; for the arguments see :func:`gather`.
+    """Connect this host to the first host; for the arguments see :func:`gather_agents`.
 
     Raises:
         WorldsizeError: the first host does not answer, or fails to authenticate as this run's first host.

@@ -106,7 +106,7 @@ class MembershipServer:
         self._roster.asked[self._compute_rank(member)] = asked
 
     def training(self, alive: Sequence[Member]) -> list[Member]:
-        """Return the ``alive`` processes that train or will join: not spares or leaving ones."""
+        """Return the processes in ``alive`` that train or will join, without spares and leaving processes."""
         here = [each for each in alive if each not in self._members.leaving]
         members = [each for each in here if self._compute_rank(each) in self._roster.members]
         coming = [each for each in here if each not in members]

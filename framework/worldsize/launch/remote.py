@@ -245,7 +245,7 @@ class RemoteHosts:
 
     @property
     def returns(self) -> Sequence[Any]:
-        """File that is readable when a host has returned, for :meth:`welcome`; empty if none can."""
+        """File that is readable when a host has returned, for :meth:`admit_host`; empty if none can."""
         return [self._door.arrivals.arrival] if self._door else []
 
     def admit_host(self, present: Set[int]) -> Sequence[int]:

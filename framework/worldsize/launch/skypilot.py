@@ -15,6 +15,7 @@ from typing import Annotated, Any, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
+from worldsize.core.limits import ReservedNames
 from worldsize.launch.image_launcher import ImageLauncher, job_name
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import render_template
@@ -27,6 +28,12 @@ TASK = "skypilot.yaml"
 _RUN_FILES = "~/worldsize_run"
 _BUCKET = re.compile(r"(s3|gs|r2|cos|oci|nebius|https)://.+|/.+")
 _OVER = ("SUCCEEDED", "CANCELLED", "FAILED")
+_REMEDIES = {
+    **{key: f"Set cluster.{key}" for key in ("infra", "accelerators", "cpus", "memory", "job_recovery")},
+    "image_id": "Set cluster.image",
+    "use_spot": "Set cluster.spot=true",
+    "spot_recovery": "Set cluster.job_recovery",
+}
 
 
 @final
@@ -47,7 +54,8 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
     mount: str = cluster_option("/checkpoints")  # mount point of the bucket on the nodes
     job_recovery: Any = cluster_option(None)  # EAGER_NEXT_REGION, FAILOVER, or any value that SkyPilot accepts
     spot_recovery: Any = cluster_option(None)  # deprecated name of job_recovery
-    resources: Mapping[str, Any] = cluster_option({})  # any other keys of SkyPilot's resources
+    # any other keys of SkyPilot's resources
+    resources: Annotated[Mapping[str, Any], ReservedNames(_REMEDIES, setter="the task")] = cluster_option({})
     setup: Sequence[str] = cluster_option(())  # shell commands that create the environment; default: uv sync
     python: str | None = cluster_option(None)  # interpreter on the nodes; default: the environment's
     restarts_on_errors: Annotated[int, Range(least=0)] = 3  # maximum restarts of a failed job

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, final
 
 from worldsize.core import BatchLauncher, Cluster, ConfigError, OneOf, Plan, Range
 from worldsize.core.launcher import cluster_option
-from worldsize.core.limits import Form
-from worldsize.errors import MissingProgramError, WorldsizeError
+from worldsize.core.limits import Form, ReservedNames
+from worldsize.errors import MissingProgramError, SchedulerUnreachableError, WorldsizeError
 from worldsize.launch.image_launcher import ImageLauncher
 from worldsize.launch.node import NodeLauncher
 from worldsize.launch.templates import render_template
@@ -34,11 +34,38 @@ _RETRY = 1.0  # seconds between two queries
 SCRIPT = "slurm.sh"
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED")  # states of a job that waits to start
 _OF_CPUS = re.compile("CPU|node configuration")  # in Slurm's error if nodes lack CPUs
+_UNREACHABLE = re.compile("slurm controller|configuration source|[Mm]unge encode|Protocol authentication")
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 _TIME = Form(
     r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
     hint="is not a Slurm time limit. Use minutes, hours:minutes:seconds or days-hours, e.g. cluster.time=02:00:00",
 )
+_KEYS = {  # sbatch's options, and their short forms, that have a key
+    "job-name J": "cluster.job_name",
+    "nodes N": "cluster.nodes",
+    "ntasks n": "cluster.processes",
+    "ntasks-per-node tasks-per-node ntasks-per-core ntasks-per-socket ntasks-per-gpu": "cluster.processes_per_node",
+    "cpus-per-task c": "cluster.cpus_per_task",
+    "gpus-per-node gpus G gpus-per-task gpus-per-socket": "cluster.gpus_per_node, and cluster.gpu_type for their type",
+    "mem": "cluster.memory",
+    "time t": "cluster.time",
+    "partition p": "cluster.partition",
+    "account A": "cluster.account",
+    "qos q": "cluster.qos",
+    "constraint C": "cluster.constraint",
+    "exclude x": "cluster.exclude",
+    "exclusive": "cluster.exclusive=true",
+    "signal": "launcher.signal_before",
+    "requeue no-requeue": "launcher.max_requeues",
+    "no-kill k": "strategy.on_failure=heal",
+    "wait W": "launcher.wait=true",
+}
+_REMEDIES = {
+    **{name: f"Set {key}" for names, key in _KEYS.items() for name in names.split()},
+    **dict.fromkeys(("array", "a"), "Launch several runs with --multirun"),
+    **dict.fromkeys(("chdir", "D"), "Launch the run in that folder"),
+    **dict.fromkeys(("output", "o", "error", "e", "open-mode"), "Show the job's log with worldsize logs RUN"),
+}
 
 
 @final
@@ -65,7 +92,8 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     setup: Sequence[str] = cluster_option(())  # shell commands before the start, e.g. "module load cuda"
     container_runtime: Annotated[str, OneOf("pyxis", "apptainer")] = cluster_option("pyxis")  # for ``image``
     mounts: Sequence[str] = cluster_option(())  # folders to mount in addition to this one and run.root
-    options: Mapping[str, Any] = cluster_option({})  # further sbatch options by long name; None for a flag
+    # further sbatch options by long name; None for a flag
+    options: Annotated[Mapping[str, Any], ReservedNames(_REMEDIES, setter="the job script")] = cluster_option({})
     signal_before: Annotated[int, Range(least=0, most=65535)] = 120  # seconds for saving before the time limit
     max_requeues: Annotated[int, Range(least=0)] = 100  # maximum number of requeues by the run itself
     exclude_slow: bool = False  # requeue the run without nodes that have a straggler
@@ -75,7 +103,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def check(self, cluster: Cluster) -> None:
         """Raise ConfigError if Slurm would not accept the job (``sbatch --test-only``)."""
         self.check_image()
-        _check_gpus(self)
+        _check_gpus(self, cluster)
         if shutil.which("sbatch") is None:
             raise MissingProgramError(
                 "sbatch not found. Launch from a login node of the cluster, or set cluster=laptop."
@@ -181,8 +209,8 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         _run_command(["scancel", job])
 
 
-def _check_gpus(launcher: Slurm) -> None:
-    """Raise ConfigError if GPUs are requested twice, or their type without a number."""
+def _check_gpus(launcher: Slurm, cluster: Cluster) -> None:
+    """Raise ConfigError if GPUs are requested twice or for a run on CPUs, or their type without a number."""
     others = [
         name
         for name, value in launcher.options.items()
@@ -193,6 +221,9 @@ def _check_gpus(launcher: Slurm) -> None:
             f"cluster.gpus_per_node and cluster.options.{others[0]} both request GPUs. "
             f"Set cluster.gpus_per_node and cluster.gpu_type, and remove cluster.options.{others[0]}."
         )
+    if others and cluster.device == "cpu":
+        given = f"cluster.options.{others[0]}={launcher.options[others[0]]}"
+        raise ConfigError(f"{given} requests GPUs, but cluster.device=cpu. Set cluster.gpus_per_node instead.")
     if launcher.gpu_type and not launcher.gpus_per_node:
         raise ConfigError(f"cluster.gpu_type={launcher.gpu_type} requires GPUs. Set cluster.gpus_per_node.")
 
@@ -274,7 +305,8 @@ def _run_command(
     """Run a Slurm command for at most ``patience`` seconds; return its output.
 
     Raises:
-        ConfigError: the command fails; the error includes Slurm's message.
+        SchedulerUnreachableError: the command fails before Slurm receives the request.
+        ConfigError: Slurm rejects the request; the error includes Slurm's message.
     """
     try:
         done = subprocess.run(
@@ -287,7 +319,15 @@ def _run_command(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{command[0]} failed: {error}. Check that the Slurm controller is running.") from error
+        raise SchedulerUnreachableError(
+            f"{command[0]} failed: {error}. Check that the Slurm controller is running."
+        ) from error
     if done.returncode:
-        raise ConfigError(f"Slurm rejected the request: {done.stderr.strip()}")
+        said = "; ".join(done.stderr.strip().splitlines())
+        if _UNREACHABLE.search(said):
+            raise SchedulerUnreachableError(
+                f"{command[0]} cannot reach Slurm: {said}. Launch from a login node of the cluster, or check that the "
+                "Slurm controller is running."
+            )
+        raise ConfigError(f"Slurm rejected the request: {said}")
     return done.stdout

@@ -50,11 +50,11 @@ class Ssh(NodeLauncher, AgentLauncher):
                 raise ConfigError(f"{tool} not found on this machine. Install it, or choose a different cluster.")
         if cluster.all_nodes != len(self.hosts):
             raise ConfigError(f"cluster.nodes={cluster.nodes}, but cluster.hosts lists {len(self.hosts)} hosts.")
-        refusals = [refusal for refusal in self._everywhere(self._check_login) if refusal]
+        refusals = [refusal for refusal in self._everywhere(self._find_login_error) if refusal]
         if refusals:
             raise ConfigError(f"{'; '.join(refusals)}. Check that `ssh HOST true` succeeds; nothing was started.")
 
-    def _check_login(self, host: str) -> str | None:
+    def _find_login_error(self, host: str) -> str | None:
         done = subprocess.run([*self._build_ssh_command(host), "true"], capture_output=True, text=True, check=False)
         return f"{host}: {done.stderr.strip() or 'no answer'}" if done.returncode else None
 
@@ -78,7 +78,7 @@ class Ssh(NodeLauncher, AgentLauncher):
 
     def answering(self) -> set[str]:
         """Return the hosts that are reachable."""
-        refusals = zip(self.hosts, self._everywhere(self._check_login), strict=True)
+        refusals = zip(self.hosts, self._everywhere(self._find_login_error), strict=True)
         return {host for host, refusal in refusals if refusal is None}
 
     def describe(self, plan: Plan) -> str:

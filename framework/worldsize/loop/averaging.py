@@ -66,7 +66,7 @@ class AveragedReplica(Replica):
         ]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Return the metrics of the weights, or inside :meth:`averaged`, of their average."""
+        """Return the metrics of the weights, or inside :meth:`use_average`, of their average."""
         return self._inner.evaluate(batches)
 
     @contextmanager

@@ -135,7 +135,7 @@ class Fault:
 @final
 @dataclass
 class Faults:
-    """The faults of a run; :meth:`begin` selects those of one process, and :meth:`within` injects them."""
+    """The faults of a run; :meth:`arm_faults` selects those of one process, and the other methods inject them."""
 
     planned: Sequence[Fault] = ()
     _mine: list[Fault] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Faults:
         """
         return Faults([_parse_fault(row) for row in rows])
 
-    def select_faults(self, rank: int, attempt: int) -> None:
+    def arm_faults(self, rank: int, attempt: int) -> None:
         """Select the faults of this process: ``rank`` in attempt number ``attempt`` of the run."""
         self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
         self.report_point("process:begin")

@@ -91,7 +91,7 @@ class Channel:
             self.wait_at_most(seconds)
 
     def accept_share(self, seconds: float) -> None:
-        """Accept the shared memory offered by the peer's :meth:`share`; ``seconds`` is the timeout.
+        """Accept the shared memory offered by the peer's :meth:`offer_share`; ``seconds`` is the timeout.
 
         Raises:
             LostError: The connection is lost.
@@ -192,7 +192,7 @@ class Channel:
             LostError: The connection is lost.
             RefusedError: The operation is unexpected, or is REFUSED; the error then contains the peer's reason.
         """
-        with PEER_WAIT.record_wait(f"the message {expected[0].name} from a peer"):
+        with PEER_WAIT.name_wait(f"the message {expected[0].name} from a peer"):
             header = self.receive_header()
         if header.operation == CommonOperation.REFUSED:
             raise RefusedError(str(self.receive_message(header)))

@@ -1,7 +1,7 @@
 """Wire format of channels: a header of 104 bytes, then a payload of the announced size.
 
-Nothing is unpickled. :func:`parse` checks that a header is consistent, and :meth:`Header.require_payload` that it
-matches the receiver's expectation. Both run before memory for the payload is allocated or any of its bytes are
+Nothing is unpickled. :func:`parse_header` checks that a header is consistent, and :meth:`Header.require_payload` that
+it matches the receiver's expectation. Both run before memory for the payload is allocated or any of its bytes are
 received.
 
 A protocol defines its operations as an ``IntEnum`` with numbers from 32 to 255; numbers below 32 are reserved for
@@ -162,7 +162,7 @@ def encode_message(operation: IntEnum, facts: Any) -> tuple[Header, list[memoryv
 
 
 def read_message(data: bytes) -> Any:
-    """Decode a payload encoded by :func:`message`.
+    """Decode a payload encoded by :func:`encode_message`.
 
     Raises:
         ValueError: The data is too long, nested too deeply, or not JSON.

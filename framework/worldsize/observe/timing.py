@@ -32,7 +32,7 @@ class Timing:
         self._path = run.get_timing_file(rank)
         create_parent_folders(self._path, run)
         self._file = self._path.open("a", buffering=1)
-        self._rank = self._place = rank  # index of this rank among the current members
+        self._rank = self._place = rank  # _place: index of this rank among the current members
         self._counted = COUNTS.copy()
 
     def __call__(self, event: Event) -> None:

@@ -63,7 +63,7 @@ class Watched:
         self.health = NodesHealth(folder, interval=_HEALTH)
         self.times = RankTimes(folder)
 
-    def read_new_rows(self) -> None:
+    def update_rows(self) -> None:
         """Read new lines of the files, and replace ``new_metrics`` and ``new_events``."""
         last, evaluations = b"", list[EvaluationRow]()
         # the first call reads all of a long run, so only rows that are shown are parsed

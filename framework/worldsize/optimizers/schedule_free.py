@@ -122,7 +122,10 @@ def refuse_breaking(optimizer: Optimizer) -> None:
 
 
 def check_special(optimizer: Optimizer, *, strategy: str, trained: Collection[str]) -> None:
-    """Raise ConfigError if ``strategy``, which supports kinds ``trained``, cannot train it."""
+    """Raise ConfigError if ``strategy`` does not support the kind of special optimizer that ``optimizer`` is.
+
+    ``trained``: the kinds that the strategy supports.
+    """
     kind = get_special_kind(optimizer)
     if kind is None or kind in trained:
         return

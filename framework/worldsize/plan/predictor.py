@@ -234,7 +234,8 @@ def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forec
 def scale_workload(work: Workload, micro_batches: float) -> Workload:
     """Scale ``work``, for one micro-batch, to ``micro_batches`` per step.
 
-    A step has one update, and only the last micro-batch hides communication. With a model shard, it is less than one.
+    A step has one update, and only the last micro-batch hides communication. ``micro_batches`` is less than one if each
+    rank holds only a shard of the model.
     """
     once = work.update_seconds * min(1.0, micro_batches)
     seconds = (work.compute_seconds - work.update_seconds) * micro_batches + once

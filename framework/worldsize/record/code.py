@@ -231,7 +231,9 @@ def _working_directory(folder: Path, name: str) -> Path:
     """Return a folder in the worktree; raise WorldsizeError if missing or linked from outside."""
     directory = folder / name
     if not directory.is_dir() or not directory.resolve().is_relative_to(folder.resolve()):
-        raise WorldsizeError(f"the run's working directory {name!r} is missing from the recorded commit.")
+        raise WorldsizeError(
+            f"the run's working directory {name!r} is missing from the recorded commit, or links outside of it."
+        )
     return directory
 
 

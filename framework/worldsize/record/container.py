@@ -205,7 +205,7 @@ def _is_passed_on(name: str) -> bool:
 NAME = "Dockerfile"
 IGNORE = f"{NAME}.dockerignore"
 _IGNORE_HEADER = "# Files excluded from the image, written by `worldsize image`."
-_OURS = re.compile(r"# .*, written by `worldsize image`\.")  # first line of both files
+_OURS = re.compile(r"# .*(, written by `worldsize image`| as `worldsize image` wrote it)\.")  # first line of both files
 _LEFT_OUT = (".git", ".venv", "runs", "wandb", "__pycache__", "node_modules", NAME, IGNORE)
 _LOCKS = ("uv.lock", "requirements.txt")
 _FILES = ("ls-files", "--cached", "--others", "--exclude-standard", "-z")

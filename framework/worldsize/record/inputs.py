@@ -115,7 +115,7 @@ def list_plugin_files(folder: Path) -> Iterator[Path]:
 
 
 def compute_plugin_digest(folder: Path) -> str:
-    """Return a SHA-256 of names and contents of a plugin's recorded files (:func:`files_of`)."""
+    """Return a SHA-256 of names and contents of a plugin's recorded files (:func:`list_plugin_files`)."""
     digest = hashlib.sha256()
     for file in list_plugin_files(folder):
         content = hashlib.sha256(read_regular(file, at_most=LARGEST)).hexdigest()

@@ -1,6 +1,6 @@
 """Reading of JSON-lines files, including files that are growing or damaged.
 
-:func:`reading` converts errors in a run's files, which may be from other users, to one-sentence messages.
+:func:`wrap_read_errors` converts errors in a run's files, which may be from other users, to one-sentence messages.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _reserve_space(directory: RunDirectory) -> None:
 
 @final
 class RunRecord:
-    """A run's record for its only writer; created by :func:`opened`."""
+    """A run's record for its only writer; created by :func:`open_record`."""
 
     def __init__(self, directory: RunDirectory, manifest: Manifest, lock: ExitStack, scrubber: Scrubber) -> None:
         self.directory, self._scrubber = directory, scrubber

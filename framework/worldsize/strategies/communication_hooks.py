@@ -124,7 +124,7 @@ class Errors:
         return kept_n
 
     def restore_errors(self, kept_n: Tensor) -> None:
-        """Restore what :meth:`kept` returned, and clear the assignment to buckets."""
+        """Restore what :meth:`copy_errors` returned, and clear the assignment to buckets."""
         self._undealt, self._slots = kept_n, {}
 
     def get_errors(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> Tensor:

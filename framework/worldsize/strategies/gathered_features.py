@@ -52,9 +52,9 @@ class GatheredFeatures:
         shape: StepShape,
         dropped: _Repeated,
     ) -> None:
-        """Prepare :meth:`loss` for the micro-batches of this process; all processes must call it.
+        """Prepare :meth:`compute_loss` for the micro-batches of this process; all processes must call it.
 
-        ``dropped``: context of a discarded pass, which :meth:`loss` repeats.
+        ``dropped``: context of a discarded pass, which :meth:`compute_loss` repeats.
         """
         kept = KeptBuffers(buffer_slots(self._model))
 

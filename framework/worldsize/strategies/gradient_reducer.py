@@ -87,7 +87,7 @@ class GradientReducer(ABC):
         return {}
 
     def load(self, state: StateDict) -> None:  # noqa: B027 - most are stateless
-        """Load what :meth:`state` returned, after :meth:`resumed`."""
+        """Load what :meth:`state` returned, after :meth:`on_resume`."""
 
     def on_resume(self) -> None:  # noqa: B027 - most sums do not depend on earlier steps
         """Prepare to replace a process: the next step must sum in the same order as that process."""

@@ -57,22 +57,22 @@ class LossRecord:
 
     @staticmethod
     def from_message(message: Mapping[str, Any]) -> LossRecord:
-        """Create a record from the result of :meth:`message`, in float64 on the CPU."""
+        """Create a record from the result of :meth:`to_message`, in float64 on the CPU."""
         metrics = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in message["metrics"].items()}
         return LossRecord(torch.tensor(message["loss"], dtype=torch.float64), metrics)
 
-    def zero_metrics(self) -> LossRecord:
+    def copy_with_zero_metrics(self) -> LossRecord:
         """Return the record with zero sums and counts in its metrics."""
         return LossRecord(self.loss, {name: torch.zeros_like(pair) for name, pair in self.metrics.items()})
 
-    def replace_metrics(self, records: Sequence[LossRecord]) -> LossRecord:
+    def copy_with_metrics(self, records: Sequence[LossRecord]) -> LossRecord:
         """Return the record with the summed metrics of ``records``, or zeros if there are none.
 
         Raises:
             ConfigError: the records have different metric names.
         """
         if not records:
-            return self.zero_metrics()
+            return self.copy_with_zero_metrics()
         return LossRecord(self.loss, {name: pairs_n2.sum(0) for name, pairs_n2 in step_metrics(records).items()})
 
 

@@ -267,7 +267,7 @@ class _DataUses(TorchFunctionMode):
         return returned
 
     def find_written_names(self) -> Iterator[str]:
-        """Yield the names of parameters whose data were assigned or changed in place."""
+        """Yield the names of parameters whose ``.data`` was assigned or modified in place; names may repeat."""
         for name, data in self._uses:
             if data is None or data._version > 0:
                 yield name

@@ -169,7 +169,7 @@ class ModelReplica(Replica):
         self._steps_begun += 1
 
     def _run_action(self, action: Callable[[], _T]) -> _T:
-        """Call ``action``, a computation with the model or its submodules."""
+        """Call ``action``, which uses the model, inside the :class:`CallingRoot` if there is one."""
         return action() if self._root is None else self._root(action)
 
     def _autocast(self) -> AbstractContextManager[None]:

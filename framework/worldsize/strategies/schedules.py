@@ -91,7 +91,7 @@ def _needs_metric(plain: Any) -> bool:
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(plain, method, None)):
             raise ConfigError(
-                f"schedule returned a {name} without a {method}() method. Return a schedule of "
+                f"schedule() returned a {name} without a {method}() method. Return a scheduler from "
                 "torch.optim.lr_scheduler, such as LambdaLR."
             )
     needed = [

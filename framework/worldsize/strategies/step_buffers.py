@@ -39,7 +39,7 @@ class StepBuffers(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the step's initial values, for example after a discarded pass or :meth:`finish`."""
+        """Restore the step's initial values, for example after a discarded pass or :meth:`finish_step`."""
 
 
 @final

@@ -114,7 +114,7 @@ class UnitOrder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Check that all ranks run the same collectives within the context, see :meth:`check`.
+        """Check that all ranks run the same collectives within the context, see :meth:`check_event`.
 
         An error also ends the step, since evaluation or a repeated step may run different collectives. A nested call
         does nothing: it is for one of several updates in a step.
@@ -312,7 +312,7 @@ class _OrderedScatter(ReduceScatter):
         ((node,),) = self._counter.waiting
         self._counter = Counter()
         if self._sums and self._sums_shards:
-            self._sums[0] += node  # an odd number of nodes is summed from the left
+            self._sums[0] += node  # the number of nodes is odd, so they are summed in order, not as a tree
         else:
             self._sums.append(node)
 

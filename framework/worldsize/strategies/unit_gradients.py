@@ -75,7 +75,7 @@ def _complete_last(state: Any, units: Sequence[_Unit]) -> None:
         for unit in units:
             unit.is_ending = True
         for unit in units:
-            unit.sum_held_gradients()
+            unit.flush_held_gradients()
         end()
         for unit in units:
             unit.end_pass()
@@ -149,7 +149,7 @@ class _Unit:
                 [each._param_fqn.removeprefix("model.") for each, gathered in pairs if hook_count(gathered)]
             )
 
-    def sum_held_gradients(self) -> None:
+    def flush_held_gradients(self) -> None:
         """Sum held gradients, if a later call of the unit did not get a backward pass."""
         if self._is_held:
             self._finish_backward()
@@ -315,7 +315,7 @@ def _build_gradient_table(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], total_2n: Tensor, divisor: int, present: Set[int]) -> None:
-    """Set the gradients that any micro-batch had, from the summed :func:`_table`.
+    """Set the gradients that any micro-batch had, from the summed :func:`_build_gradient_table`.
 
     ``present``: indices of gradients that exist on this rank; checking others waits for a GPU.
     """

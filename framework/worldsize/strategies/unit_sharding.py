@@ -58,8 +58,8 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def _part_repeated(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
     """Replace repeated tensor arguments with placeholders.
 
-    FSDP would create a new tensor for each argument. A module may check for identical tensors, as torch's attention
-    does; otherwise its gradients would be accumulated in a different order.
+    FSDP would create a new tensor for each argument. Modules such as torch's attention check whether arguments are the
+    same tensor, and take a different path, with a different order of gradient accumulation, if they are not.
     """
     values, first = [*args, *kwargs.values()], dict[int, int]()
     repeated = False

@@ -231,7 +231,7 @@ class OwnedSteps:
 
 
 def assign_owners(groups: Iterable[Iterable[Tensor]], ranks: int) -> dict[int, int]:
-    """Assign each parameter, keyed by id, to a rank: largest first, to the least loaded rank."""
+    """Assign parameters to the least loaded rank, group by group, largest first; return the ranks by parameter id."""
     loads, owned = [(0, rank) for rank in range(ranks)], dict[int, int]()
     for group in groups:
         for parameter in sorted(group, key=Tensor.numel, reverse=True):

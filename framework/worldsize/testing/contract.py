@@ -105,7 +105,10 @@ class StrategyContract:
         return _ended[key]
 
     def _save_checkpoints(self, folders: pytest.TempPathFactory) -> tuple[Path, Trained]:
-        """Return checkpoints of 4 steps at the largest size, and the outcome; see :meth:`_ended`."""
+        """Train 4 steps at the largest size; return the checkpoint folder and rank 0's result.
+
+        Like :meth:`_train_once`, this runs once for all tests in this process.
+        """
         if type(self) not in _saved:
             folder, size, recipe = folders.mktemp("saved"), self.sizes[-1], recipe_for(self.strategy)
             ended = self.run(size, lambda context: train(self.strategy, context, 4, folder, save=True, recipe=recipe))

@@ -65,7 +65,7 @@ class CountingChain(Chain):
 @final
 @dataclass
 class FailurePoint(FaultPoints):
-    """Raises once when ``point`` is reached after :meth:`begin`."""
+    """Raises once when ``point`` is reached after :meth:`arm_failure`."""
 
     point: str
     _left: int = 0

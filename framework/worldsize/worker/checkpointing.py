@@ -71,7 +71,7 @@ class Checkpointing:
 
     def begin_step(self) -> None:
         """Emit the event of the save in flight if it has ended; raise the same errors as :meth:`save`."""
-        self._record_ended_saves(self._saver.poll_events)
+        self._record_ended_saves(self._saver.collect_finished_save)
         if self._interval:
             self._interval.begin_step(in_flight=self._saver.is_writing)
 

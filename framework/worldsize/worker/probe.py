@@ -218,7 +218,7 @@ def _measure_send(world: World, tier: str, target: int, effort: Effort) -> Edge:
 
 
 def _echo_messages(world: World, source: int, repeats: int) -> None:
-    """Answer the messages of :func:`_sent`."""
+    """Answer the messages of :func:`_measure_send`."""
     few = torch.zeros(1, dtype=torch.int64, device=world.device)
 
     def echo_payload(payload: Tensor, times: int) -> None:

@@ -196,7 +196,7 @@ def _run_in_world(resources: ProcessResources, placement: Placement, channel: Me
     _enable_nccl_log(settings.cluster.backend, run, placement)
     with open_world(placement, settings.cluster, settings.roles) as world, ExitStack() as stack:
         seed_generators(derive_seed(settings.training.seed, "init"), world.device)
-        settings.faults.select_faults(world.global_rank, placement.attempt + placement.starts)
+        settings.faults.arm_faults(world.global_rank, placement.attempt + placement.starts)
         if settings.heals and settings.run.evaluates is None:
             return _run_healing_member(resources, world, placement, channel)
         _audit_transport(settings, run, world, placement, resources.listeners)
@@ -222,7 +222,7 @@ def _beginning(settings: Settings, run: RunDirectory, world: World) -> tuple[Loo
         return LoopState(), state_follows()
     if settings.roles[world.role].serves:  # a server loads its own state
         return LoopState(), nullcontext()
-    return LoopState().find_checkpoint(settings, run, world)
+    return LoopState().prepare_start(settings, run, world)
 
 
 def _hangs_watched(

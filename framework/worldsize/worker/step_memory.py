@@ -81,7 +81,7 @@ class StepMemory:
         return SharedStep(self.metrics_of_all(sums), recipe)
 
     def check_shared(self) -> None:
-        """Raise ConfigError if the recipe's state has changed since :meth:`share`, since the change could be lost."""
+        """Raise ConfigError if the recipe's state has changed since :meth:`share_step`: it could be lost."""
         if self._shared and self._encode_states() != self._shared:
             raise ConfigError(
                 f"{self._kind} changed its state outside of micro_batch_loss, in an optimizer hook or in evaluate, "

@@ -242,7 +242,7 @@ def cuda_gpus(processes: int) -> list[str]:
 
 
 def apply_pin(pin: Pin) -> None:
-    """Bind this process, its threads and later children to the pin's cores and memory."""
+    """Bind this process's threads to the pin's cores, and prefer memory of its NUMA node; children inherit both."""
     for thread in Path("/proc/self/task").iterdir():  # including threads that CUDA started
         with suppress(OSError):  # the thread has exited
             os.sched_setaffinity(int(thread.name), pin.cores)

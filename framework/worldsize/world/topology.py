@@ -167,17 +167,17 @@ def _expand_range(text: str) -> Iterator[str]:
 
 def _parse_tree(node: Any, above: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
     if isinstance(node, dict) and node:
-        yield from _check_unique(
+        yield from _iterate_unique_hosts(
             chain.from_iterable(_parse_tree(below, (*above, str(name))) for name, below in node.items())
         )
     elif above and isinstance(node, str | list):
         listed = [node] if isinstance(node, str) else node
-        yield from _check_unique((host, above) for each in listed for host in expand_hosts(str(each)))
+        yield from _iterate_unique_hosts((host, above) for each in listed for host in expand_hosts(str(each)))
     else:
         raise ValueError(f"{'/'.join(above) or 'the file'}: expected switches or hosts, got {type(node).__name__}.")
 
 
-def _check_unique(hosts: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _iterate_unique_hosts(hosts: Iterator[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     known: set[str] = set()
     for host, path in hosts:
         if host in known:
@@ -206,7 +206,7 @@ def _parse_slurm(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         raise ValueError("no switch with hosts found. Add a line such as SwitchName=s1 Nodes=node[1-4].")
     if unknown := sorted(above.keys() - hosts.keys()):
         raise ValueError(f"the switch {unknown[0]} is below {above[unknown[0]]} but not defined.")
-    yield from _check_unique((host, _ancestors(name, above)) for name, names in hosts.items() for host in names)
+    yield from _iterate_unique_hosts((host, _ancestors(name, above)) for name, names in hosts.items() for host in names)
 
 
 def _ancestors(name: str, above: Mapping[str, str]) -> tuple[str, ...]:

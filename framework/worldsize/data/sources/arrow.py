@@ -238,7 +238,7 @@ class HfDataset(ArrowSource):
         try:
             file = self._open_file(f"{self._folder}/dataset_dict.json")
         except ConfigError:
-            return self._folder  # no splits, or a missing folder, which opening its files reports
+            return self._folder  # no splits, or no such folder: opening its files then raises the error
         known = [str(each) for each in _read_json_entry(file, "splits", list)]
         if self.split not in known:
             said = "no split selected" if self.split is None else f"unknown split {self.split!r}"

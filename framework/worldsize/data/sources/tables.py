@@ -127,7 +127,7 @@ class TableSource(IndexedSource):
             in_order[place] = row
         return in_order
 
-    def bad_with(self, index: int) -> range:
+    def find_bad_range(self, index: int) -> range:
         (part,), _ = self._reader.locate_samples([index])
         return range(self._reader.get_first_sample(part), int(self.index["stop"][part]))
 

@@ -160,7 +160,7 @@ def search_charts(sweep: Sweep) -> list[Chart]:
 class Sweep:
     """Several runs side by side.
 
-    ``runs`` is keyed by the options that are not the same for all runs. ``refused``: errors by unreadable folder.
+    ``runs`` is keyed by the options that differ between the runs. ``refused`` maps each unreadable folder to its error.
     """
 
     runs: Mapping[str, Record]

@@ -71,7 +71,7 @@ class Message(NamedTuple):
 
 
 def readable(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors, of any shapes, have real values on the CPU."""
+    """Return whether all tensors are on the CPU and have data, that is, none is a fake or meta tensor."""
     return not any(isinstance(each, FakeTensor) or each.is_meta or each.device.type != "cpu" for each in tensors)
 
 

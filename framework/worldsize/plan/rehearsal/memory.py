@@ -228,7 +228,7 @@ class StorageLog:
 
 @final
 class FakeTensors:
-    """Creates fakes, without memory or values, within :meth:`made`; ``item()`` returns 1."""
+    """Creates fakes, without memory or values, within :meth:`create_fakes`; ``item()`` returns 1."""
 
     def __init__(self) -> None:
         self.mode = _Mode(allow_non_fake_inputs=True)

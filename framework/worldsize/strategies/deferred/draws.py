@@ -71,7 +71,7 @@ class PendingDraws:
         """Record a generator before the constructor uses it.
 
         Raises:
-            SeededError: as in :meth:`check`, or it was given another generator's placeholder state.
+            SeededError: as in :meth:`check_states`, or it was given another generator's placeholder state.
         """
         self.check_states()
         if generator not in self._stands:
@@ -101,7 +101,7 @@ class PendingDraws:
         """Restore and return the states before the first pending draw, uint8 (n,) each.
 
         Raises:
-            SeededError: as in :meth:`check`.
+            SeededError: as in :meth:`check_states`.
         """
         self.check_states()
         begins, self._begins, self._stands = self._begins, {}, {}

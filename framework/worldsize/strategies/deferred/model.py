@@ -132,7 +132,7 @@ class _Refusal:
 @final
 @dataclass(frozen=True)
 class DeferredModel:
-    """A model, some or all of whose tensors are on the meta device until :meth:`fill`.
+    """A model, some or all of whose tensors are on the meta device until :meth:`fill_tensors`.
 
     Attributes:
         model: The model, to be sharded before it is filled.
@@ -176,7 +176,7 @@ class DeferredModel:
         """Create the tensors one by one on the host; keep this process's part of each on ``device``.
 
         Afterwards, the random generators have the same states as if the whole model had been created, regardless of
-        their use since :meth:`build`. Within :func:`fill_with_fakes`, the tensors are fakes. Within
+        their use since :meth:`from_factory`. Within :func:`fill_with_fakes`, the tensors are fakes. Within
         :func:`state_follows`, tensors in the model's state dict are NaN, and random numbers are not generated.
 
         Args:

@@ -111,7 +111,7 @@ def plan_passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> li
 
 @final
 class _Uneven(_PipelineScheduleRuntime):
-    """Runs the schedule of :func:`passes`, with rounds of different sizes."""
+    """Runs the schedule of :func:`plan_passes`, with rounds of different sizes."""
 
     def __init__(self, stages: list[PipelineStage], micro_batches: int, **options: Any) -> None:
         super().__init__(stages, micro_batches, **options)  # type: ignore[no-untyped-call]
