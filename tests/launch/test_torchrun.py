@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,48 @@ def test_the_printed_commands_train_to_the_bits_of_the_laptop(
         assert digest == train(*DIGITS[:4], "cluster.processes=4").json("result.json")["state_digest"]
         (attempt,) = json.loads((folder / "run_manifest.json").read_text())["attempts"]
         assert attempt["exit_reason"] == "completed"
+
+
+def test_the_first_rank_shows_progress_where_the_run_stopped_and_its_result(
+    train: Any,
+    begun: Any,
+    command: Any,
+    tmp_path: Path,
+    environment_without_wandb: dict[str, str],
+    warm_python: Path,
+) -> None:
+    environment = with_worldsize(environment_without_wandb, tmp_path, warm_python)
+    slow = "faults=[{action: sleep, rank: null, step: null, seconds: 0.1, attempt: null}]"
+    run = train(*DIGITS, "steps=100", "log_every=1", "cluster.processes=2", slow)
+    assert run.code == 0, run.error
+    assert "start the run with:" in run.output
+    assert "follow the logs with" not in run.output
+    (printed,) = re.findall(r"# on node \d\n(.+)", run.output)
+
+    def start() -> subprocess.Popen[str]:
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(["bash", "-c", printed], env=environment, start_new_session=True, **pipes)
+
+    torchrun = start()
+    begun(run.folder)
+    os.killpg(torchrun.pid, signal.SIGINT)  # like Ctrl-C
+    output, error = torchrun.communicate(timeout=240)
+    (checkpoint,) = (run.folder / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step_"))
+    assert output.count("step 1/100 ") == 1
+    assert error.count(f"stopped and saved at step {step}; start the same command again to resume") == 1
+
+    shown = command("logs", str(run.folder), cwd=tmp_path, environment=environment)
+    assert shown.returncode == 2
+    assert "no log files in" in shown.stderr
+    assert "torchrun" in shown.stderr
+    resumed = command("resume", str(run.folder), cwd=tmp_path, environment=environment)
+    assert f"resume the run with:\n# on node 0\n{printed}" in resumed.stdout, resumed.stderr
+
+    output, error = start().communicate(timeout=240)
+    accuracy = json.loads((run.folder / "result.json").read_text())["metrics"]["accuracy"]
+    assert output.count("step 100/100 ") == output.count(f"test accuracy  {accuracy:.4f}\n") == 1, error
+    assert "step 1/100 " not in output
 
 
 def test_doctor_shows_what_the_printed_commands_find(

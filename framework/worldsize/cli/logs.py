@@ -88,8 +88,8 @@ def read_log_lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: boo
     """Yield the lines of all logs of the run, escaped and prefixed; with ``follow``, until the run has ended.
 
     Raises:
-        WorldsizeError: the folder is not a run, a rank in ``ranks`` does not exist, or a log cannot be read. The error
-            is raised after all other lines.
+        WorldsizeError: the folder is not a run, its processes write no logs, a rank in ``ranks`` does not exist, or a
+            log cannot be read. The error is raised after all other lines.
     """
     read: dict[Path, int] = {}
     unread: dict[Path, str] = {}
@@ -97,7 +97,10 @@ def read_log_lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: boo
     run = scheduler.run
     while True:
         ended = not is_alive(scheduler)
-        for path in sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name):
+        paths = sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name)
+        if not paths and (ended or not follow or run.metrics.exists()):  # a process that trains has opened its log
+            raise WorldsizeError(_explain_missing_logs(run))
+        for path in paths:
             prefix, rank = _format_prefix(path)
             known |= set() if rank is None else {rank}
             if path in unread or not (ranks is None or rank in ranks):
@@ -115,6 +118,16 @@ def read_log_lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: boo
     if unknown := sorted({*(ranks or ())} - known):
         there = f"There is output of {format_ranks(sorted(known))}" if known else "No process has written output"
         raise WorldsizeError(f"no output of rank {unknown[0]} in {run.path}. {there}.")
+
+
+def _explain_missing_logs(run: RunDirectory) -> str:
+    fact = f"no log files in {run.path / 'logs'}"
+    if not refresh_run(run).attempts:
+        return f"{fact}: no attempt has started."
+    return (
+        f"{fact}. Processes that you start with torchrun, srun, mpirun or python write to their terminal or to the "
+        "scheduler's output file; look there."
+    )
 
 
 def _format_prefix(path: Path) -> tuple[str, int | None]:

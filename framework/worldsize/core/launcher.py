@@ -227,6 +227,10 @@ class BatchLauncher(LaunchMethod):
     def cancel(self, job: str) -> None:
         """End a job."""
 
+    def writes_logs(self, plan: Plan) -> bool:
+        """Return whether the output of the processes is in log files, not only in their terminal."""
+        return True
+
     def log_command(self, job: str, *, follow: bool) -> Sequence[str]:
         """Return the command that shows a job's logs; empty if they are in the run folder."""
         return ()

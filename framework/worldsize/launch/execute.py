@@ -263,7 +263,7 @@ def _get_job_key(launch: Launch) -> tuple[object, ...]:
 
 def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
     """Submit each batch as one job; return the exit code. Raises if the first job is refused."""
-    submitted, waited = list[RunDirectory](), list[RunDirectory]()
+    submitted, logged, waited = list[RunDirectory](), list[RunDirectory](), list[RunDirectory]()
     waits, refused = list[Callable[[], None]](), 0
     for batch in batches:
         launcher = batch[0].settings.launcher
@@ -279,13 +279,15 @@ def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
         _note_jobs(jobs, batch)
         runs = [each.run for each in batch]
         submitted += runs
+        logged += [each.run for each in batch if launcher.writes_logs(each.plan)]
         if launcher.wait:
             waited += runs
             waits.append(partial(wait_for, launcher, [job for job in jobs if job is not None]))
     for wait in waits:
         wait()
     if not waited:
-        print(f"follow the logs with: {command_line('logs', '--follow', submitted[0].path)}")
+        if logged:
+            print(f"follow the logs with: {command_line('logs', '--follow', logged[0].path)}")
         return refused
     codes = [_show_result(run) for run in waited]
     if len(waited) > 1:
@@ -302,6 +304,7 @@ def _note_jobs(jobs: Sequence[str | None], batch: Sequence[Launch]) -> None:
     for job, launch in zip(jobs, batch, strict=True):
         if job is None:
             assert isinstance(launch.settings.launcher, BatchLauncher)
+            print("resume the run with:" if complete(launch.run.checkpoints) else "start the run with:")
             print(launch.settings.launcher.describe(launch.plan))
             continue
         print(f"job {job} submitted: {launch.run.path}", flush=True)

@@ -39,14 +39,16 @@ class Torchrun(BatchLauncher):
             "torchrun was started manually and has no job to cancel. Stop it on the hosts where you started it."
         )
 
+    def writes_logs(self, plan: Plan) -> bool:
+        return self._starts_agents(plan)
+
     def describe(self, plan: Plan) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.environment.items()]
         commands = [" ".join([*variables, *self._build_command(plan, node)]) for node in range(plan.cluster.nodes)]
         return "\n".join(f"# on node {node}\n{command}" for node, command in enumerate(commands))
 
     def _build_command(self, plan: Plan, node: int) -> list[str]:
-        """Return a node's command: torchrun, or an agent, since torchrun cannot start servers."""
-        if self.agents or any(role.serves for role in plan.roles.values()):
+        if self._starts_agents(plan):
             place = [
                 f"WORLDSIZE_NODES={plan.cluster.nodes}",
                 f"WORLDSIZE_NODE_RANK={node}",
@@ -56,6 +58,10 @@ class Torchrun(BatchLauncher):
         worker = ["-m", "worldsize.worker", str(plan.run_dir)]
         words = ["torchrun", *self._rendezvous(plan, node), f"--max-restarts={self.max_restarts}", *worker]
         return [shlex.quote(word) for word in words]
+
+    def _starts_agents(self, plan: Plan) -> bool:
+        """Return whether the commands start agents; torchrun cannot start servers."""
+        return self.agents or any(role.serves for role in plan.roles.values())
 
     def _rendezvous(self, plan: Plan, node: int) -> list[str]:
         size = f"--nproc-per-node={plan.cluster.processes_per_node}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from worldsize.core import parse_metric_key
+from worldsize.core import Event, RunEnded, RunFailed, RunStarted, parse_metric_key
 from worldsize.files import is_file
 from worldsize.messages import duration, printable
 from worldsize.record.json_lines import complete_lines, parse_row
@@ -53,6 +53,21 @@ class Progress:
             for line in self._tail.read():
                 if (row := parse_row(line)) and is_metric(row):
                     self._view.show(row)
+
+
+@final
+class ProgressListener:
+    """Shows progress from the start of a run to its end, for processes without a launching process."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._shown = progress, ExitStack()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._shown.enter_context(self._progress)
+            case RunEnded() | RunFailed():
+                self._shown.close()
 
 
 @final

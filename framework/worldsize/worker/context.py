@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch.distributed as dist
+from rich.console import Console
 from torch.distributed import ProcessGroup
 
 from worldsize.checkpoint.format import Checkpoint, read_checkpoint
@@ -39,6 +40,7 @@ from worldsize.data.loader import load_micro_batch
 from worldsize.loop.before_update import BeforeUpdate
 from worldsize.observe.events import EventLog
 from worldsize.observe.health.files import AlertNews
+from worldsize.observe.progress import Progress, ProgressListener
 from worldsize.observe.subprocess_listeners import SubprocessListeners
 from worldsize.observe.timing import Timing, UnitTimes
 from worldsize.record.metrics import MetricsFile
@@ -250,26 +252,33 @@ class ProcessResources:
 _ENDING = 2.0  # seconds that a process needs to exit if it does not wait for anything
 
 
-def create_listeners(settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption) -> list[Listener]:
+def create_listeners(
+    settings: Settings, run: RunDirectory, global_rank: int, preemption: Preemption, *, shows: bool = False
+) -> list[Listener]:
     """Create the listeners of a process: every training process writes its timing, and the first logs global events.
 
     If all processes serve, the run's first process leads and logs. In a healing gang the first member logs, which may
-    not be the first process.
+    not be the first process. ``shows``: the first also shows the progress, since no launching process does.
     """
     role, rank = find_role(global_rank, settings.roles)
     own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
     if settings.heals or global_rank != (list_gang_ranks(settings.roles) or [0])[0]:
         return own
-    return [*own, *global_listeners(settings, run, preemption)]
+    return [*own, *global_listeners(settings, run, preemption, shows=shows)]
 
 
-def global_listeners(settings: Settings, run: RunDirectory, preemption: Preemption) -> list[Listener]:
-    """Create the listeners of the whole run."""
+def global_listeners(
+    settings: Settings, run: RunDirectory, preemption: Preemption, *, shows: bool = False
+) -> list[Listener]:
+    """Create the listeners of the whole run; with ``shows``, also one that shows the progress."""
     manifest = read_run(run.path).manifest  # the manifest's configuration does not contain secrets
     facts = {"run_id": run.id, "folder": run.path, "config": manifest["config"], "manifest": manifest}
-    makers = {
+    makers: dict[str, Callable[[], Listener]] = {
         name: partial(make, **facts, group=settings.run.group) for name, make in settings.observe.listeners.items()
     }
+    if shows:
+        progress = Progress(run.metrics, settings.training.steps, Console())
+        makers["progress display"] = partial(ProgressListener, progress)
     loggers = SubprocessListeners(
         makers,
         grace=lambda: max(1.0, preemption.seconds_left(settings.launcher.save_grace) - _ENDING),

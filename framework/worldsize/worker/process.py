@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from rich.console import Console
 
+from worldsize.checkpoint.format import complete, parse_step
 from worldsize.config.recorded import read_settings
 from worldsize.config.settings import Settings
 from worldsize.core import Failure, Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
@@ -34,10 +36,11 @@ from worldsize.healing.membership import MembershipChannel, is_from_gone_peer
 from worldsize.loop.averaging import AveragedReplica
 from worldsize.messages import show_messages
 from worldsize.observe.health.process import HealthProcess
+from worldsize.observe.summary import show_summary
 from worldsize.observe.transport import detect_transport, listen_to_nccl, nccl_log, transport_warning, write_transport
 from worldsize.record.redaction import Scrubber, process_scrubber
 from worldsize.record.run_directory import RunDirectory, create_parent_folders, wrap_write_errors
-from worldsize.record.run_record import open_record
+from worldsize.record.run_record import open_record, read_result
 from worldsize.seeds import derive_seed, seed_generators
 from worldsize.strategies.deferred.model import state_follows
 from worldsize.strict_json import LARGEST, parse_strict_json
@@ -110,7 +113,18 @@ def _run_and_record(run: RunDirectory, place: Placement) -> int:
             raise
         finally:
             record.end_attempt(outcome)
+        _show_end(run, outcome)
     return outcome.exit_code
+
+
+def _show_end(run: RunDirectory, outcome: Outcome) -> None:
+    """Show the result of a training run, or where it stopped; examinations and evaluations have neither."""
+    if outcome.exit_reason == "completed":
+        if "metrics" in (result := read_result(run)):
+            show_summary(Console(), result, run.path)
+    elif saved := complete(run.checkpoints):
+        step = parse_step(saved[-1])
+        _logger.error("stopped and saved at step %d; start the same command again to resume", step)
 
 
 def _first_failure(run: RunDirectory, begun: int) -> Failure | None:
@@ -145,7 +159,8 @@ def run_role(run: RunDirectory, placement: Placement, channel: MembershipChannel
         preemption = Preemption(settings.checkpoint.signals)
         name_process(placement.rank)
         with _health_watched(settings, run, placement):
-            listeners = create_listeners(settings, run, placement.rank, preemption)
+            shows = placement.heartbeat is None  # torchrun, srun and mpirun do not show the progress
+            listeners = create_listeners(settings, run, placement.rank, preemption, shows=shows)
             resources = ProcessResources(settings, run, placement.heartbeat, listeners, preemption)
             return _run_in_world(resources, placement, channel)
     except BaseException as error:
