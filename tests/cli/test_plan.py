@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from worldsize.cli.plan import rank_table
+from worldsize.cli.plan import node_table
 from worldsize.collectives.cost import ring_all_reduce_seconds, ring_payload_bytes
 from worldsize.core import Cluster, Link, Workload
 from worldsize.observe.report.page import render_page
@@ -41,8 +41,8 @@ def rows(output: str, *, columns: int = 9) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("nodes", "per_node", "expected"),
     [
-        (1, 8, ["8.00 GB", "3.50 GB", "0 B", "11.68 ms", "11.68 ms", "261.68 ms", "95.5%", "46.72 ms"]),
-        (8, 1, ["8.00 GB", "3.50 GB", "3.50 GB", "280.07 ms", "280.07 ms", "530.07 ms", "47.2%", "1120.28 ms"]),
+        (1, 8, ["8.00 GB *", "3.50 GB", "0 B", "11.68 ms", "11.68 ms", "261.68 ms", "95.5%", "46.72 ms"]),
+        (8, 1, ["8.00 GB *", "3.50 GB", "3.50 GB", "280.07 ms", "280.07 ms", "530.07 ms", "47.2%", "1120.28 ms"]),
     ],
 )
 def test_the_costs_of_a_billion_parameters_on_eight_gpus_are_the_textbooks(
@@ -53,7 +53,7 @@ def test_the_costs_of_a_billion_parameters_on_eight_gpus_are_the_textbooks(
     assert done.returncode == 0, done.stderr
     table = rows(done.stdout)
     assert table["ddp"] == expected
-    assert table["fsdp"][0] == "1.00 GB"
+    assert table["fsdp"][0] == "1.00 GB *"
     assert "single: strategy=single runs on one process; the cluster has 8." in done.stdout
     assert set(table) == {"ddp", "fsdp"}
 
@@ -120,10 +120,13 @@ def test_a_plan_uses_measured_links_the_devices_memory_and_the_batch_of_the_last
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("│ ddp ")]
     cells = [cell.strip() for cell in line.strip("│ ").split("│")]
     step = 0.250 + 2 * 7 / 8 * 2e9 / 1.25e9 + 14 * 1e-5
-    assert (cells[1], cells[6]) == ("8.00 GB ✗", f"{1e3 * step:.2f} ms")
+    assert (cells[1], cells[6]) == ("8.00 GB * ✗", f"{1e3 * step:.2f} ms")
     assert cells[9] == f"{step / 3600 * 24 / 64 * 1e6:.2f}"  # eight nodes at 3 an hour, 64 samples a step
     assert "ddp: out of memory: requires 8.00 GB per rank, found 7.00 GB." in done.stdout
     assert "Best: fsdp, " in done.stdout
+    assert "Assumed: network" not in done.stdout
+    assert "Retune" not in done.stderr, "the run had a different model"
+    done = plan("--compute", "1s", "cluster.processes=2", "batch_size=64", "--strategies", "ddp")
     assert "the global batch changed from 16 in runs/digits/2026-01-02_030405_abcdef to 64" in done.stderr
     assert "start at 4 × with SGD, 2 × with Adam" in done.stderr
 
@@ -154,11 +157,45 @@ def test_a_plan_says_when_the_run_ends_on_nodes_that_fail_beside_what_a_run_then
 
 def test_thousands_of_ranks_are_a_short_table() -> None:
     cluster = Cluster("test", 512, 4096, "cuda", "nccl", links={"network": Link(12.5e9, 5e-6)})
-    table = rank_table(cluster, {"data": [list(range(4096))]})
-    assert list(table.columns[0].cells) == [*map(str, range(8)), "...", *map(str, range(4088, 4096))]
+    table = node_table(cluster, {"data": [list(range(4096))]})
+    nodes = [*range(8), None, *range(504, 512)]
+    ranks = ["..." if node is None else f"{8 * node}-{8 * node + 7}" for node in nodes]
+    assert list(table.columns[0].cells) == ranks
     cost = DDP().cost(Workload(2e9, 4e9, compute_seconds=0.25), cluster)
     assert cost is not None
     assert cost.communication_seconds == pytest.approx(2 * (4095 / 4096 * 2e9 / 12.5e9 + 4095 * 5e-6))
+
+
+def test_ranks_above_sixteen_are_listed_only_on_request(plan: Any) -> None:
+    words = (*TEXTBOOK, "cluster.nodes=4", "cluster.gpus_per_node=8", "--strategies", "ddp")
+    short, listed = plan(*words).stdout, plan(*words, "--ranks").stdout
+    assert rows(short, columns=4) == {
+        f"{8 * node}-{8 * node + 7}": [str(node), "0-7", "0 1 .. 31"] for node in range(4)
+    }
+    assert list(rows(listed, columns=4)) == [*map(str, range(32))]
+    assert "Pass --ranks" in short
+    assert "Pass --ranks" not in listed
+
+
+def test_assumptions_are_named_unless_they_are_given(plan: Any, tmp_path: Path) -> None:
+    sized = ("--model-size", "1e9", "--compute", "250ms", "--strategies", "ddp", "cluster.gpus_per_node=8")
+    words = (*sized, "+cluster=slurm", "cluster.nodes=8")
+    lines = [line for line in plan(*words).stdout.splitlines() if line.startswith("Assumed: ")]
+    overlap, precision, network = lines
+    assert "overlap=0%" in overlap
+    assert "--overlap 0.6" in overlap
+    assert "precision=fp32, 4 bytes" in precision
+    assert "network bandwidth=12.50 GB/s per node (conf/cluster/slurm.yaml)" in network
+    assert "Set cluster.links.network.bandwidth" in network
+    given = ("--overlap", "0", "--precision", "fp32", "cluster.links.network.bandwidth=12.5e9")
+    assert "Assumed" not in plan(*words, *given).stdout
+    assert "Assumed: node bandwidth=300.00 GB/s per process" in plan(*words[:-1], "cluster.nodes=1").stdout
+    curve = plan(*words[:-1], "cluster.nodes=1..2").stdout
+    assert [line for line in curve.splitlines() if line.startswith("Assumed: ")] == lines
+    own = tmp_path / "conf" / "cluster" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text((REPOSITORY / "conf" / "cluster" / "slurm.yaml").read_text())
+    assert "Assumed: network" not in plan(*sized, "cluster.nodes=8", "+cluster=own").stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here they can be timed")

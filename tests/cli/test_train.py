@@ -118,6 +118,16 @@ def test_steps_that_are_typed_beside_epochs_are_refused(train: Any) -> None:
     assert "Set epochs=null steps=50, or remove steps=50." in run.error
 
 
+def test_typed_steps_take_the_place_of_the_epochs_of_a_file(train: Any, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "long.yaml").write_text("# @package _global_\nepochs: 9\n")
+    run = train(*QUICK, "+experiment=long", "steps=3", "cluster.processes=1")
+    assert run.code == 0, run.error
+    config = run.json("run_manifest.json")["config"]
+    assert (config["steps"], config["epochs"]) == (3, None)
+    assert [line["step"] for line in run.steps()][-1] == 3
+
+
 def test_epochs_take_the_place_of_the_steps_of_a_recipe(train: Any) -> None:
     run = train("recipe=digits", "epochs=2", "batch_size=480", "cluster.processes=1", "recipe.width=4")
     assert (run.code, run.error) == (0, "")

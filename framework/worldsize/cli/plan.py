@@ -25,12 +25,17 @@ from worldsize.cli import call_composed, exit_process
 from worldsize.collectives.cluster_cost import crossings_text
 from worldsize.config.arguments import build_number_parser
 from worldsize.config.compose import read_group_choices, task_overrides
+from worldsize.config.explain import find_key_file
+from worldsize.config.search_path import main_conf
 from worldsize.core import Cluster
 from worldsize.core.limits import Range
 from worldsize.errors import ConfigError, WorldsizeError, neighbours
-from worldsize.messages import CONFIG_ERROR, duration, report_error
+from worldsize.messages import CONFIG_ERROR, abbreviate_ranks, duration, report_error
 from worldsize.plan.advice import (
     WANTED,
+    assumed_link_text,
+    assumed_overlap_text,
+    assumed_precision_text,
     best_text,
     detect_memory_bytes,
     explain_memory_excess,
@@ -49,11 +54,11 @@ from worldsize.record.redaction import redact_arguments
 if TYPE_CHECKING:
     from worldsize.config.schema import TrainingConfig
     from worldsize.config.settings import Settings
-    from worldsize.plan.predictor import Forecast, Predictor
+    from worldsize.plan.predictor import Forecast, Given, Predictor
     from worldsize.record.run_record import RunView
 
 
-_MOST_RANKS, _SHOWN_RANKS = 64, 16  # maximum ranks to show all; first and last ranks to show otherwise
+_MOST_ROWS = 16  # more ranks are shown by node, and more nodes are abbreviated
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per element
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # seconds
 
@@ -69,7 +74,7 @@ def main() -> None:
         metavar="N",
         help="number of parameters, e.g. 1e9 (default: the recipe's)",
     )
-    parser.add_argument("--precision", choices=_SIZES, default="fp32", help="data type of all sent and stored values")
+    parser.add_argument("--precision", choices=_SIZES, help="data type of all sent and stored values (fp32)")
     parser.add_argument(
         "--compute", type=_parse_seconds, metavar="TIME", help="compute time of a rank per step, e.g. 250ms"
     )
@@ -86,6 +91,7 @@ def main() -> None:
     parser.add_argument(
         "--study", type=Path, metavar="FOLDER", help="for a curve: write a study for worldsize report FOLDER"
     )
+    parser.add_argument("--ranks", action="store_true", help="list every rank, also if there are more than 16")
     parser.add_argument("--strategies", metavar="NAMES", help="compare only these, e.g. ddp,fsdp,mesh")
     parser.add_argument("--save", type=_parse_seconds, metavar="TIME", help="delay of training per save, e.g. 2s")
     parser.add_argument(
@@ -127,7 +133,7 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
         if single and not options.strategies
         else _select_strategies(options.strategies)
     )
-    size = None if options.model_size is None else options.model_size * _SIZES[options.precision]
+    size = None if options.model_size is None else options.model_size * _SIZES[options.precision or _ASSUMED_PRECISION]
     links = read_links(options.links) if options.links else {}
     predictor = Predictor(Given(size, options.compute, options.overlap, links))
     typed = any(word.startswith("batch_size=") for word in task_overrides())
@@ -138,7 +144,10 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
         return _show_curve(predictor, options, sizes, names, cfg, shared)
     settings = build_settings(cfg, samples_per_logical_rank=shared)
     groups = settings.strategy.groups(settings.cluster)
-    _print_lines(rank_table(settings.cluster, groups), crossings_text(settings.cluster, groups))
+    is_listed = options.ranks or settings.cluster.processes <= _MOST_ROWS
+    table = rank_table(settings.cluster, groups) if is_listed else node_table(settings.cluster, groups)
+    hint = "" if is_listed else "Ranks are shown by node. Pass --ranks to list each of them."
+    _print_lines(table, hint, crossings_text(settings.cluster, groups))
     cluster = predictor.resolve_cluster(settings)
     memory = cluster.device_memory or detect_memory_bytes(cluster)  # checked before data are loaded
     forecasts, refused = _forecasts(predictor, shared, names)
@@ -149,6 +158,7 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
     }
     _print_lines(rule_text(settings.config["cluster"]) if len(names) > 1 else "")
     _print_lines(*_compare_strategies(settings, forecasts, unfitting, options, priced=not shared))
+    _print_lines(*_list_assumptions(options, settings.cluster, predictor.given))
     batch, ranks = settings.training.batch_size, settings.logical_ranks
     _print_lines(
         "" if shared else f"Global batch: {batch} samples per step, {ranks} × {batch // ranks}.",
@@ -157,16 +167,33 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
         formula_text(forecasts),
         *(f"{name}: {why}" for name, why in {**unfitting, **refused}.items()),
     )
-    if not shared and (
+    if size is None and (
         warning := _retuning_text(settings.training, settings.run.root / read_group_choices()["recipe"])
     ):
         print(warning, file=sys.stderr)
     return 0 if forecasts else CONFIG_ERROR
 
 
+_ASSUMED_PRECISION = "fp32"
 _ASSUMED_SAVE, _ASSUMED_RESTART = 1.0, 60.0  # seconds assumed until a run has measured them
 _SAMPLES_PER_LOGICAL_RANK = 16  # placeholder with --compute, since pipelines must be able to split micro-batches
 _UNKNOWN = "Device memory is unknown. Set cluster.device_memory to reject plans that do not fit."
+
+
+def _list_assumptions(options: argparse.Namespace, cluster: Cluster, given: Given) -> Iterator[str]:
+    """Yield what decides the forecasts, but was neither given by the user nor measured, with the remedy."""
+    if options.overlap is None and (options.model_size is not None or options.payload is not None):
+        yield assumed_overlap_text()
+    if options.precision is None and options.model_size is not None:
+        yield assumed_precision_text(_ASSUMED_PRECISION, _SIZES[_ASSUMED_PRECISION])
+    tier = "network" if cluster.nodes > 1 else "node"
+    keys = ("cluster.links", f"cluster.links.{tier}", f"cluster.links.{tier}.bandwidth")
+    is_typed = any(word.lstrip("+").partition("=")[0] in keys for word in task_overrides())
+    file = find_key_file(keys[-1])
+    if cluster.processes == 1 or tier in given.links or is_typed or file is None:
+        return
+    if (conf := main_conf().resolve()) in file.resolve().parents and tier in cluster.links:  # not a file of the user
+        yield assumed_link_text(tier, cluster.links[tier], file.resolve().relative_to(conf.parent))
 
 
 def _print_lines(*lines: Table | str) -> None:
@@ -253,11 +280,16 @@ def _show_curve(
         shared = settings.training.batch_size // settings.logical_ranks
     what = read_group_choices()["recipe"] if options.model_size is None else f"{options.model_size:g} parameters"
     curve = Curve(what, is_weak=is_weak)
+    clusters: list[Cluster] = []
     for word in sizes:
         reasons: dict[str, str] = {}
-        curve.add_size(word, _strategies(reasons, shared, names, [word]), predictor, reasons)
+        tried = list(_strategies(reasons, shared, names, [word]))
+        clusters += [settings.cluster for _, settings in tried]
+        curve.add_size(word, tried, predictor, reasons)
     _show_progress("")
     _print_lines(*curve.render_curve(options.knee))
+    if curve.points:
+        _print_lines(*_list_assumptions(options, max(clusters, key=lambda each: each.nodes), predictor.given))
     if curve.points and options.study is not None:
         command = shlex.join(["worldsize", "plan", *redact_arguments(sys.argv[1:])])
         _print_lines(str(curve.write_study(options.study, command=command, least=options.knee)))
@@ -273,8 +305,10 @@ def _show_payload_sweep(predictor: Predictor, options: argparse.Namespace, names
         )
     refused: dict[str, str] = {}
     sweep = PayloadSweep(options.payload)
-    sweep.add_strategies(_strategies(refused, _SAMPLES_PER_LOGICAL_RANK, names), predictor, refused)
-    _print_lines(*sweep.render_sweep(), *(f"{name}: {why}" for name, why in refused.items()))
+    tried = list(_strategies(refused, _SAMPLES_PER_LOGICAL_RANK, names))
+    sweep.add_strategies(tried, predictor, refused)
+    assumed = _list_assumptions(options, tried[0][1].cluster, predictor.given) if sweep.limits else ()
+    _print_lines(*sweep.render_sweep(), *assumed, *(f"{name}: {why}" for name, why in refused.items()))
     return 0 if sweep.limits else CONFIG_ERROR
 
 
@@ -364,19 +398,36 @@ def _retuning_text(training: TrainingConfig, runs: Path) -> str | None:
 
 
 def rank_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
-    """Build a table of processes with the node, and for each axis the coordinate and the ranks in the group."""
+    """Build a table of ranks with the node, and for each axis the coordinate and the ranks in the group."""
     table = Table("rank", "node", "local rank", *(f"{axis}: ranks" for axis in groups))
     places = {axis: _format_places(members) for axis, members in groups.items()}
-    shown = _SHOWN_RANKS if cluster.processes > _MOST_RANKS else cluster.processes
-    omitted = range(shown // 2, cluster.processes - shown + shown // 2)
     for rank in range(cluster.processes):
-        if rank in omitted:
-            if rank == omitted[0]:
-                table.add_row("...")
-            continue
         node, local = divmod(rank, cluster.processes_per_node)
         table.add_row(*map(str, (rank, node, local)), *(places[axis].get(rank, "") for axis in groups))
     return table
+
+
+def node_table(cluster: Cluster, groups: Mapping[str, Sequence[Sequence[int]]]) -> Table:
+    """Build a table of nodes with their ranks, and for each axis the groups of these ranks."""
+    table = Table("ranks", "node", "local ranks", *(f"{axis}: groups" for axis in groups))
+    omitted = range(_MOST_ROWS // 2, cluster.nodes - _MOST_ROWS // 2) if cluster.nodes > _MOST_ROWS else range(0)
+    for node in range(cluster.nodes):
+        if node in omitted:
+            if node == omitted[0]:
+                table.add_row("...")
+            continue
+        local = range(cluster.processes_per_node)
+        ranks = range(node * len(local), (node + 1) * len(local))
+        row = [abbreviate_ranks(ranks), str(node), abbreviate_ranks(local)]
+        for members in groups.values():
+            row.append(_format_groups([group for group in members if not set(ranks).isdisjoint(group)]))
+        table.add_row(*row)
+    return table
+
+
+def _format_groups(groups: Sequence[Sequence[int]]) -> str:
+    more = f" and {len(groups) - 1} more" if len(groups) > 1 else ""
+    return f"{_abbreviate_ranks(groups[0])}{more}" if groups else ""
 
 
 def _format_places(groups: Sequence[Sequence[int]]) -> dict[int, str]:

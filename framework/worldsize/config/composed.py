@@ -82,7 +82,7 @@ def build_settings(
         ConfigError: a value is missing or invalid, or the length of the run is given twice.
     """
     make_importable(list_search_roots())
-    _check_length(cfg)
+    cfg = _select_length(cfg)
     cfg = override_values(cfg, purpose.values())
     if "hosts" in cfg.cluster:
         cfg = override_values(
@@ -135,20 +135,26 @@ def has_own_batches(cfg: DictConfig) -> bool:
     return cfg.batch_size is None
 
 
-def _check_length(cfg: DictConfig) -> None:
-    """Raise ConfigError unless exactly one of ``steps`` and ``epochs`` sets the length of the run.
+def _select_length(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with ``epochs=null`` if ``steps`` on the command line replaces a file's ``epochs``.
 
-    ``epochs`` takes precedence over ``steps`` from a recipe, but conflicts with ``steps`` on the command line.
+    Otherwise ``epochs`` takes precedence over ``steps``.
+
+    Raises:
+        ConfigError: both are on the command line, or neither is set.
     """
     has_steps = not OmegaConf.is_missing(cfg, "steps") and cfg.steps is not None
     if not has_steps and cfg.epochs is None:
         raise ConfigError("the length of the run is missing. Set e.g. steps=100 or epochs=1.")
-    is_typed = any(word.lstrip("+").startswith("steps=") for word in task_overrides())
-    if has_steps and cfg.epochs is not None and is_typed:
+    typed = {word.lstrip("+").partition("=")[0] for word in task_overrides()}
+    if not has_steps or cfg.epochs is None or "steps" not in typed:
+        return cfg
+    if "epochs" in typed:
         raise ConfigError(
             f"steps={cfg.steps} and epochs={cfg.epochs} are mutually exclusive. "
             f"Set epochs=null steps={cfg.steps}, or remove steps={cfg.steps}."
         )
+    return override_values(cfg, {"epochs": None})
 
 
 def collect_lengths(cfg: DictConfig) -> dict[str, Length]:

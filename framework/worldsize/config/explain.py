@@ -273,11 +273,17 @@ def note_file(file: Path, package: str, config: DictConfig) -> None:
 
 def describe_key_source(key: str) -> str:
     """Return a sentence with a leading space that names the file that sets ``key``; "" if none does."""
+    file = find_key_file(key)
+    return f" The key is set in {file}." if file else ""
+
+
+def find_key_file(key: str) -> Path | None:
+    """Return the last file read that sets ``key``."""
     for file, (package, config) in reversed(_READ.items()):
         inner = key if not package else key.removeprefix(f"{package}.")
         if (inner != key or not package) and _has_key_path(OmegaConf.to_container(config), inner.split(".")):
-            return f" The key is set in {file}."
-    return ""
+            return file
+    return None
 
 
 def _has_key_path(node: Any, names: list[str]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from worldsize.core import Cluster
+from worldsize.core import Cluster, Link
 from worldsize.observe.health.counters import Memory, find_memory_limit
 from worldsize.plan.predictor import Forecast
 
@@ -175,6 +175,31 @@ def links_text(cluster: Cluster, file: Path | None) -> str:
     tiers = {tier: f"{size_text(link.bandwidth)}/s, {1e6 * link.latency:g} µs" for tier, link in cluster.links.items()}
     origin = f"measured, {file}" if file else f"declared by cluster={cluster.name}"
     return f"Links ({origin}): {'; '.join(f'{tier} {text}' for tier, text in tiers.items())}."
+
+
+def assumed_overlap_text() -> str:
+    return (
+        "Assumed: overlap=0%, so that ranks wait for all communication. Pass e.g. --overlap 0.6 if it can go on during "
+        "60% of the compute."
+    )
+
+
+def assumed_precision_text(precision: str, element_bytes: int) -> str:
+    return (
+        f"Assumed: precision={precision}, {element_bytes} bytes per value. Pass e.g. --precision bf16 if gradients are "
+        "sent in it."
+    )
+
+
+def assumed_link_text(tier: str, link: Link, file: Path) -> str:
+    """Describe the assumed bandwidth of a link; ``file``: its source."""
+    owner, total = (
+        ("node", "the total of a node's NICs") if tier == "network" else ("process", "that between processes of a node")
+    )
+    return (
+        f"Assumed: {tier} bandwidth={size_text(link.bandwidth)}/s per {owner} ({file}). Set "
+        f"cluster.links.{tier}.bandwidth to {total}, or measure it: worldsize doctor --json FILE, then --links FILE."
+    )
 
 
 def price_per_million(forecast: Forecast, batch_size: int, price_per_hour: float) -> float:

@@ -55,19 +55,19 @@ class Predictor:
     """Predicts any number of runs; measurements are cached."""
 
     def __init__(self, given: Given) -> None:
-        self._given = given
+        self.given = given
         self._measured: dict[tuple[int, int, int], Workload] = {}
 
     def copy_with_parameters(self, parameter_bytes: float) -> Predictor:
         """Return a copy of this predictor for a model with ``parameter_bytes`` bytes."""
-        return Predictor(replace(self._given, parameter_bytes=parameter_bytes))
+        return Predictor(replace(self.given, parameter_bytes=parameter_bytes))
 
     def resolve_cluster(self, settings: Settings) -> Cluster:
         """Return the configured cluster, with measured links in place of declared ones if available.
 
         If all nodes are in one rack, its link is used as the network, regardless of measurements between racks.
         """
-        measured, around = self._given.links, tier_around(settings.config["cluster"])
+        measured, around = self.given.links, tier_around(settings.config["cluster"])
         network = {"network": measured[around]} if around in measured else {}
         return replace(settings.cluster, links={**settings.cluster.links, **measured, **network})
 
@@ -77,18 +77,20 @@ class Predictor:
         Raises:
             ConfigError: the strategy cannot train the recipe, or lacks a cost model.
         """
-        if self._given.parameter_bytes is None:  # the prediction is for the recipe's own step
+        if self.given.parameter_bytes is None:  # the prediction is for the recipe's own step
             check_trainable(settings.recipe, settings.strategy)
         work = self.workload(settings)
         cost = settings.strategy.cost(work, self.resolve_cluster(settings))
         if cost is None:
             raise ConfigError("the strategy does not have a cost model")
-        by_formula: str | None = None
-        if self._given.parameter_bytes is None:
+        by_formula: str | None
+        if self.given.parameter_bytes is None:
             rehearsed, by_formula = _rehearse_memory(settings)
             # two steps may not include a synchronization of a periodic strategy, but its own estimate does
             needed = rehearsed if cost.same and rehearsed else max(rehearsed, cost.memory_bytes)
             cost = replace(cost, memory_bytes=needed)
+        else:
+            by_formula = "--model-size gives no model to rehearse"
         return replace(forecast(cost, work, self._measure_compute(settings)), by_formula=by_formula)
 
     def _measure_compute(self, settings: Settings) -> float | None:
@@ -96,7 +98,7 @@ class Predictor:
 
         Return None if compute is given, if the strategy cannot run without peers, or if there is only one rank.
         """
-        given, cluster = self._given, settings.cluster
+        given, cluster = self.given, settings.cluster
         is_given = given.parameter_bytes or given.compute_seconds is not None
         if is_given or cluster.processes == 1 or len(settings.roles) > 1:
             return None
@@ -112,7 +114,7 @@ class Predictor:
 
     def workload(self, settings: Settings) -> Workload:
         """Return the workload of one rank's step, if all training ranks share the batch evenly."""
-        given = self._given
+        given = self.given
         if given.parameter_bytes is not None:
             size, seconds = given.parameter_bytes, given.compute_seconds or 0.0
             work = Workload(size, 2 * size, compute_seconds=seconds, overlap=given.overlap or 0.0)
@@ -143,7 +145,7 @@ class Predictor:
         """Return the device for the recipe's steps; any device if their time is given."""
         if cluster.device == "cpu" or device_count(cluster.device):  # this process can still fork after that
             return cluster.device
-        if self._given.compute_seconds is None:
+        if self.given.compute_seconds is None:
             raise ConfigError(
                 f"failed to time the recipe's step: cluster.device={cluster.device} is not available on this "
                 "machine. Pass --compute, e.g. --compute 250ms."
@@ -152,9 +154,9 @@ class Predictor:
 
     def _count_concurrent_ranks(self, cluster: Cluster, workers: int) -> int:
         """Return how many of the ``workers`` compute concurrently on one machine."""
-        if cluster.device != "cpu" or self._given.compute_seconds is not None:
+        if cluster.device != "cpu" or self.given.compute_seconds is not None:
             return 1
-        if self._given.one_machine or cluster.nodes == 1:
+        if self.given.one_machine or cluster.nodes == 1:
             return workers
         return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be a different machine
 
@@ -186,7 +188,7 @@ class Forecast:
 
     ``compute_seconds``: of the workload, without the strategy's overhead; ``step_seconds``: of the whole step;
     ``exposed_seconds``: waiting for communication. ``by_formula``: why memory is the strategy's own estimate, with
-    estimated activations, or None if it was rehearsed or the model's size was given.
+    estimated activations if any, or None if it was rehearsed.
     """
 
     cost: Cost
