@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,28 @@ def test_retention_keeps_the_last_the_spaced_and_the_best(tmp_path: Path, keep: 
 def test_at_least_one_checkpoint_is_kept() -> None:
     with pytest.raises(ConfigError, match="keep.last=0"):
         Retention(last=0)
+
+
+def test_a_save_of_new_ranks_does_not_wait_for_one_that_is_stuck(tmp_path: Path) -> None:
+    is_inside, is_released = threading.Event(), threading.Event()
+
+    def at(point: str) -> None:
+        if point == "checkpoint:in-shard" and not is_inside.is_set():
+            is_inside.set()
+            assert is_released.wait(120.0)
+
+    world = World.create_single(torch.device("cpu"))
+    before = saver(tmp_path, world, at=at)
+    before.save(a_state(1), step=1, facts={})
+    assert is_inside.wait(120.0)
+    now = before.regroup_ranks(world, None)
+    now.save(a_state(2), step=2, facts={})
+    assert [saved.step for saved in now.finish()] == [2]
+    is_released.set()
+    with pytest.raises(CheckpointError):
+        before.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_0000002"]
+    verify_checkpoint(read_checkpoint(tmp_path / "step_0000002"))
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_what_cannot_be_planned_is_refused(plan: Any) -> None:
         "--model-size requires --compute. Add e.g. --compute 250ms.\n",
     )
     assert "has no unit" in plan("--compute", "250").stderr
-    assert "no strategy 'fdsp'; did you mean 'fsdp'?" in plan("--strategies", "ddp,fdsp").stderr
+    assert "unknown strategy 'fdsp'; did you mean 'fsdp'?" in plan("--strategies", "ddp,fdsp").stderr
 
 
 def test_a_curve_has_the_textbooks_figures_at_each_size_and_is_drawn(plan: Any, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_curve_has_the_sizes_that_fit_in_a_rack_and_those_that_racks_divide(pl
     assert done.returncode == 0, done.stderr
     points = {each["nodes"]: each for each in json.loads((tmp_path / "study" / "scaling.json").read_text())["points"]}
     assert list(points) == [1, 2, 4, 8]
-    assert "ddp, cluster.nodes=10: cluster.tiers.rack=4: must be a multiple of 1 (a node)" in done.stdout
+    assert "ddp, cluster.nodes=10: cluster.tiers.rack=4 must be a multiple of 1 (" in done.stdout
     for nodes in (2, 4):
         exposed = ring_all_reduce_seconds(2e9, nodes, Link(50e9, 3e-6))
         assert points[nodes]["step_seconds"] == pytest.approx(0.25 + exposed)

@@ -67,7 +67,7 @@ def test_a_recipe_without_blocks_is_sharded_by_size_unless_blocks_are_wanted() -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard": "rack"}, "strategy.shard='rack' is unknown"),
+        ({"shard": "rack"}, "strategy.shard must be all, node, or a number of ranks, got 'rack'"),
         ({"param_dtype": "fp8"}, "strategy.param_dtype='fp8' is unknown"),
     ],
 )

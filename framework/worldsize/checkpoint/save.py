@@ -9,8 +9,9 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -76,7 +77,7 @@ class Saver:
         self._buffers: dict[str, Tensor] = {}
         self._names: set[str] = set()  # tensor names of the previous save
         self._partly: dict[str, Tensor] = {}  # result of partly_held for these tensors
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
+        self._files = threading.Lock()  # held while rank 0 creates or publishes a draft
         self._pending: Future[CheckpointSaved | None] | None = None
 
     def save(
@@ -107,7 +108,8 @@ class Saver:
         }
         copied = record_queued_work(self._world.device)
         head = {"step": step, "world_size": self._world.size, "values": values, "facts": dict(facts)}
-        self._pending = self._thread.submit(self._write_checkpoint, copied, mine, head, step, _tensors_digest(tensors))
+        digest = _tensors_digest(tensors)
+        self._pending = _start_thread(partial(self._write_checkpoint, copied, mine, head, step, digest))
         return ended
 
     @property
@@ -128,9 +130,10 @@ class Saver:
         return [saved] if saved else []
 
     def regroup_ranks(self, world: World, group: ProcessGroup | None) -> Saver:
-        """Return a saver for a new set of ranks that uses the same thread.
+        """Return a saver for a new set of ranks.
 
-        A save in flight keeps its ranks, group and buffers, and fails if the group is gone. Its result is discarded.
+        A save in flight keeps its ranks, group and buffers, and fails if the group is gone. Its result is discarded,
+        and the next save does not wait for it: gloo may wait for a lost rank until the timeout.
         """
         other = copy(self)
         other._world, other._group, other._pending, other._names = world, group, None, set()
@@ -139,8 +142,9 @@ class Saver:
         return other
 
     def close(self) -> None:
-        """Wait for the save in flight, if any, and stop the thread."""
-        self._thread.shutdown()
+        """Wait for the save in flight, if any."""
+        if self._pending is not None:
+            wait([self._pending])
 
     def _copy_to_host(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Copy tensors to reusable host buffers; copies from a GPU are asynchronous."""
@@ -219,7 +223,8 @@ class Saver:
         answer: list[Any] = [None, None, None]  # result, failure reason, and for storage errors (newest step,)
         if self._world.rank == 0:
             try:
-                answer[0] = task()
+                with self._files:
+                    answer[0] = task()
             except OSError as error:
                 answer[1:] = f"{error.strerror}: {error.filename}", (_newest_step(self._root),)
             except RunFolderError as error:
@@ -234,6 +239,21 @@ class Saver:
         if reason is not None:
             raise CheckpointError(f"failed to write the checkpoint of step {step}: {reason}.")
         return result
+
+
+def _start_thread(write: Callable[[], CheckpointSaved | None]) -> Future[CheckpointSaved | None]:
+    """Run ``write`` in a daemon thread of low priority, so that a wait for a lost rank does not delay the exit."""
+    future: Future[CheckpointSaved | None] = Future()
+
+    def run() -> None:
+        _give_way()
+        try:
+            future.set_result(write())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="checkpoint").start()
+    return future
 
 
 def _give_way() -> None:

@@ -203,10 +203,7 @@ class ProcessResources:
         self.evaluation.build_splits(self.settings.evaluation.splits)
 
     def get_saver(self, world: World, group: ProcessGroup | None) -> Saver:
-        """Return the checkpoint writer for the ranks of ``world``, which use ``group`` only for this purpose.
-
-        The writer has the same thread in all memberships, so that an interrupted save ends before the next one starts.
-        """
+        """Return the checkpoint writer for the ranks of ``world``, which use ``group`` only for this purpose."""
         if self._saver is not None:
             self._saver = self._saver.regroup_ranks(world, group)
             return self._saver
