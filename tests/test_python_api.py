@@ -37,19 +37,19 @@ class Line(ws.Recipe):
     def optimizer(self, model): return self.make_optimizer(model.parameters())
     def data(self, split): return TensorDataset(torch.eye(4), torch.ones(4, 1))
     def loss(self, model, batch): return nn.functional.mse_loss(model(batch[0]), batch[1])
-    def evaluate(self, model, batch): return {"count": (batch[0].sum(), torch.tensor(4))}
+    def evaluate(self, model, batch): return {"count": (batch[0].sum(), 4)}
 
-words = ("steps=2", "batch_size=4", "lr=0.1", "logger=none", "cluster.threads=2", "cluster.processes=2", "strategy=ddp")
-run = ws.train(*words, "recipe.hidden=3", recipe=Line)
+words = ("batch_size=4", "lr=0.1", "logger=none", "cluster.threads=2", "cluster.processes=2", "strategy=ddp")
+run = ws.train(*words, "recipe.hidden=3", recipe=Line, steps=2)
 assert run.config["recipe"]["hidden"] == 3 and run.exit_reason == "completed"
 try:
     run.resume("steps=4")
 except ws.WorldsizeError as error:
-    assert "was defined in a program" in str(error), error
+    assert "is defined in __main__" in str(error), error
 assert isinstance(run.model(), nn.Linear)
 for word, why in (("recipe.hiden=3", "did you mean 'hidden'"), ("cluster=slurm", "worldsize new recipe NAME")):
     try:
-        ws.train(*words, word, recipe=Line)
+        ws.train(*words, word, recipe=Line, steps=2)
     except ws.ConfigError as error:
         assert why in str(error), error
     else:
@@ -87,6 +87,29 @@ def test_a_configuration_is_composed_and_a_misspelt_key_is_refused() -> None:
         ws.compose("recipe=digits", "step=1")
 
 
+def test_keyword_arguments_are_overrides_with_the_type_of_their_value() -> None:
+    config = ws.compose(
+        recipe="digits",
+        strategy="fsdp",
+        steps=40,
+        lr=1e-5,
+        init_from_strict=False,
+        epochs=None,
+        allow_targets=["a", "b, c"],
+        init_from="it's 1 = ${lr}, [x]",
+        ema={"decay": 0.5},
+        **{"run.root": Path("a b")},
+    )
+    assert (config.steps, config.lr, config.init_from_strict, config.epochs) == (40, 1e-5, False, None)
+    assert config.strategy._target_ == ws.compose("recipe=digits", "strategy=fsdp").strategy._target_
+    assert (config.allow_targets, config.init_from) == (["a", "b, c"], "it's 1 = ${lr}, [x]")
+    assert (config.ema.decay, config.run.root) == (0.5, "a b")
+    with pytest.raises(ws.ConfigError, match="did you mean 'steps'"):
+        ws.train(recipe="digits", step=1)
+    with pytest.raises(ws.ConfigError, match="lr: a value of type object is not supported. Pass a number"):
+        ws.train(recipe="digits", lr=object())
+
+
 @pytest.mark.heavy
 def test_a_run_has_its_record_and_its_model_the_accuracy_that_was_logged(trained: ws.Run) -> None:
     assert trained.exit_reason == "completed"
@@ -96,6 +119,12 @@ def test_a_run_has_its_record_and_its_model_the_accuracy_that_was_logged(trained
     assert [*evaluated(trained)] == [10, 20]
     assert trained.metrics()["metrics.accuracy"].dropna().iloc[-1] == trained.results["metrics"]["accuracy"]
     assert ws.load("last").folder == ws.load(trained.folder / "run_manifest.json").folder == trained.folder
+    assert [*trained.metrics("evaluation")["step"]] == [10, 20]
+    steps = trained.metrics("step")
+    assert [*steps["step"]] == [row["step"] for row in trained.rows() if row["event"] == "step"]
+    assert not steps["loss"].isna().any()
+    with pytest.raises(ws.WorldsizeError, match="event='steps' is not logged .* did you mean 'step'"):
+        trained.metrics("steps")  # type: ignore[arg-type]
     assert repr(trained) == f"<Run {trained.folder}: completed>"
     for checkpoint, step in (("last", 20), (10, 10)):
         model = trained.model(checkpoint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
+from numbers import Real
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -45,10 +46,11 @@ class MetricCollector:
         self._metrics = dict(recipe.metrics())
         self._states: dict[str, dict[int, Mapping[str, Tensor]]] = {name: {} for name in self._metrics}
 
-    def add(self, batch: EvaluationBatch, metrics: Mapping[str, tuple[Tensor, ...]]) -> None:
+    def add(self, batch: EvaluationBatch, metrics: Mapping[str, tuple[Any, ...]]) -> None:
         """Add the metrics that ``Recipe.evaluate`` returned for ``batch``; for a padding batch, add only their names.
 
-        A metric consists of two scalars (sum, count), or if ``Recipe.metrics`` lists it, of tensors of any shape.
+        A metric consists of (sum, count), each a scalar tensor or a number, or if ``Recipe.metrics`` lists it, of
+        tensors of any shape.
 
         Raises:
             ConfigError: a metric is neither a (sum, count) nor in ``Recipe.metrics``, or one in the latter is missing.
@@ -94,12 +96,26 @@ def _add_metric(values: dict[str, float], name: str, value: float | Mapping[str,
     values.update(computed)
 
 
-def _check_pair(name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def _check_pair(name: str, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     if not isinstance(values, tuple) or len(values) != 2:
         raise ConfigError(
             f"Recipe.evaluate must return the metric {name!r} as (sum, count), or Recipe.metrics must define it."
         )
-    return values
+    return _convert_to_scalar(name, values[0]), _convert_to_scalar(name, values[1])
+
+
+def _convert_to_scalar(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.reshape(())
+        fact = f"a {value.dtype} tensor of shape {list(value.shape)}"
+    elif isinstance(value, Real):
+        return torch.tensor(float(value), dtype=torch.float64)
+    else:
+        fact = f"a {type(value).__name__}"
+    raise ConfigError(
+        f"Recipe.evaluate returned {fact} in the metric {name!r}. Return (sum, count), two real scalars or numbers."
+    )
 
 
 def _group_by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict[int, Tensor]]:

@@ -86,9 +86,12 @@ def by_hand(weights: dict[str, torch.Tensor], inputs: torch.Tensor, targets: tor
     return float((predicted - targets).abs().double().mean())
 
 
+@pytest.mark.parametrize(("every", "direction"), [("2", "min"), ("auto", "max")])
 @pytest.mark.usefixtures("project")
-def test_each_split_is_evaluated_under_its_name_and_checkpoints_are_kept_by_it(train: Any) -> None:
-    kept = ("checkpoint.every=2", "checkpoint.keep.last=1", "checkpoint.keep.direction=min")
+def test_each_split_is_evaluated_under_its_name_and_checkpoints_are_kept_by_it(
+    train: Any, every: str, direction: str
+) -> None:
+    kept = (f"checkpoint.every={every}", "checkpoint.keep.last=1", f"checkpoint.keep.direction={direction}")
     run = train(*WORDS, *kept, "checkpoint.keep.best=validation/error", "cluster.processes=2", "strategy=ddp")
     metrics = evaluations(run)
     assert all(each.keys() == {"error", "noise", "validation/error", "validation/noise"} for each in metrics.values())
@@ -99,7 +102,9 @@ def test_each_split_is_evaluated_under_its_name_and_checkpoints_are_kept_by_it(t
         for split, key in (("test", "error"), ("validation", "validation/error")):
             expected = by_hand(weights_of(run, step), *names["samples"](split))
             assert metrics[step][key] == pytest.approx(expected, rel=1e-6)
-    best = min(metrics, key=lambda step: (metrics[step]["validation/error"], -step))
+    sign = 1 if direction == "min" else -1
+    best = min(metrics, key=lambda step: (sign * metrics[step]["validation/error"], -step))
+    assert direction == "min" or best < 8
     assert {step for path in complete(run.folder / "checkpoints") for step in [read_checkpoint(path).step]} == {best, 8}
     assert f"validation: error {metrics[8]['validation/error']:.4f}" in run.output
     assert run.json("result.json")["metrics"] == metrics[8]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.own_recipe import write_recipe
-from worldsize.core import ConfigError, EvaluationBatches, Recipe, World
+from worldsize.core import ConfigError, EvaluationBatch, EvaluationBatches, Recipe, World
+from worldsize.metrics import MetricCollector
 from worldsize.strategies.model_replica import evaluating
 from worldsize.worker.evaluation import EvaluationData, try_evaluation
 
@@ -129,6 +132,20 @@ def test_an_evaluation_leaves_the_buffers_of_a_model_as_they_were() -> None:
     assert model.seen is seen
     assert model.running_mean is mean
     assert (float(seen), mean.tolist()) == (0.0, [0.0, 0.0])
+
+
+def test_a_metric_may_be_two_python_numbers(alone: World) -> None:
+    class Counts(Numbers):
+        def metrics(self) -> Mapping[str, Any]:
+            return {}
+
+    collector = MetricCollector(cast(Recipe, Counts()))
+    collector.add(EvaluationBatch(0, None, seed=0), {"accuracy": (3, 4), "loss": (0.1, 1), "top": (torch.ones(1), 8)})
+    collector.add(EvaluationBatch(1, None, seed=0), {"accuracy": (2, 4), "loss": (0.2, 2), "top": (True, 8)})
+    assert collector.reduce(alone) == {"accuracy": 5 / 8, "loss": math.fsum([0.1, 0.2]) / 3, "top": 2 / 16}
+    for value, fact in (("3", "a str"), (torch.ones(2), "a torch.float32 tensor of shape [2]")):
+        with pytest.raises(ConfigError, match=re.escape(f"returned {fact} in the metric 'accuracy'. Return (sum, ")):
+            collector.add(EvaluationBatch(2, None, seed=0), {"accuracy": (value, 4)})
 
 
 def test_an_evaluation_that_cannot_succeed_fails_before_the_first_step(train: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import os
 import sys
@@ -29,6 +30,7 @@ def train_class(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> N
     try:
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))  # notebooks replace them
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        vars(builtins).pop("get_ipython", None)  # with it, rich sends output to the notebook, lost in a fork
         code = _train_here(recipe, words, result_fd)
     except WorldsizeError as error:
         code = report_error(error)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from worldsize.api.subprocesses import Ended, call_command
-from worldsize.errors import RunFailedError, WorldsizeError, require
+from worldsize.errors import RunFailedError, WorldsizeError, neighbours, require
 from worldsize.record.json_lines import wrap_read_errors
 from worldsize.record.run_directory import RunDirectory, find_run
 from worldsize.record.run_record import RunView, refresh_run
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # slow or optional imports
     from worldsize.core import Recipe
 
 Checkpoint = str | int  # "best", "last" or a step
+EVENTS = ("step", "evaluation")  # in metrics.jsonl
 _PLUGINS = "WORLDSIZE_PLUGINS"
 
 
@@ -96,16 +97,21 @@ class Run:
         with wrap_read_errors(self.folder):
             return list(metric_rows(self._directory.metrics))
 
-    def metrics(self) -> DataFrame:
+    def metrics(self, event: Literal["step", "evaluation"] | None = None) -> DataFrame:
         """Return the logged steps and evaluations, one per row; the column of a metric is ``metrics.NAME``.
 
+        Args:
+            event: Return only rows of this kind, and only their columns; None: all rows, with NaN in unused columns.
+
         Raises:
-            WorldsizeError: pandas is not installed; :meth:`rows` works without it.
+            WorldsizeError: pandas is not installed; :meth:`rows` works without it. Or ``event`` is unknown.
         """
+        if event not in (None, *EVENTS):
+            raise WorldsizeError(f"event={event!r} is not logged in metrics.jsonl{neighbours(event, EVENTS)}")
         require("Run.metrics()", "pandas", extra="notebook")
         import pandas
 
-        return pandas.json_normalize([dict(row) for row in self.rows()])
+        return pandas.json_normalize([dict(row) for row in self.rows() if event in (None, row["event"])])
 
     def model(self, checkpoint: Checkpoint = "last", *, averaged: bool = False, trust: bool = False) -> nn.Module:
         """Build the run's model with the weights of a checkpoint, in evaluation mode, on the CPU.
@@ -182,8 +188,8 @@ class Run:
 
         return write_report([self.folder], Path(output) if output else None)
 
-    def resume(self, *words: str, trust: bool = False) -> Run:
-        """Resume from the newest checkpoint with overrides such as "steps=2000"; return this run.
+    def resume(self, *words: str, trust: bool = False, **values: Any) -> Run:
+        """Resume from the newest checkpoint with overrides such as "steps=2000" or ``steps=2000``; return this run.
 
         ``trust``: Whether to allow running the code of another user's run.
 
@@ -191,7 +197,7 @@ class Run:
             WorldsizeError: The resume is refused or fails.
         """
         self._check_importable("resume")
-        self._run_command("resume", *words, *self._check_consent(trust=trust))
+        self._run_command("resume", *add_keywords(words, values), *self._check_consent(trust=trust))
         return self
 
     def _load_recipe(self, *, trust: bool) -> Recipe:
@@ -237,6 +243,15 @@ class Run:
         if ended.code:
             raise RunFailedError(ended.messages, self.folder)
         return ended
+
+
+def add_keywords(words: Sequence[str], values: Mapping[str, Any]) -> Sequence[str]:
+    """Return ``words`` with an override for each keyword argument in ``values``."""
+    if not values:
+        return words
+    from worldsize.config.compose import format_keywords
+
+    return [*words, *format_keywords(values)]
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from worldsize.api.run import Run
+from worldsize.api.run import Run, add_keywords
 from worldsize.api.subprocesses import call_command, call_in_fork
 from worldsize.errors import ConfigError, RunFailedError, WorldsizeError
 from worldsize.messages import CONFIG_ERROR
@@ -15,16 +15,17 @@ if TYPE_CHECKING:  # slow imports
     from worldsize.core import Recipe
 
 
-def train(*words: str, recipe: type[Recipe] | None = None) -> Run:
-    """Train, with overrides as on the command line: ``train("recipe=digits", "cluster.processes=2")``.
+def train(*words: str, recipe: type[Recipe] | str | None = None, **values: Any) -> Run:
+    """Train, with overrides as on the command line: ``train("cluster.processes=2", recipe="digits", steps=40)``.
 
     Output is forwarded line by line. An interrupt (Ctrl-C, or a notebook's stop button) makes the run save and end.
 
     Args:
         words: Overrides of the configuration.
-        recipe: A recipe class of this script or notebook, instead of ``recipe=NAME``. Its parameters become keys under
-            ``recipe``; ``make_optimizer`` and ``make_schedule`` receive the configured factories. The run uses forks of
-            this process, so it is limited to this machine and cannot be resumed or evaluated afterwards.
+        recipe: The name of a recipe, or a recipe class of this script or notebook. The parameters of a class become
+            keys under ``recipe``; ``make_optimizer`` and ``make_schedule`` receive the configured factories. The run
+            uses forks of this process, so it is limited to this machine and cannot be resumed or evaluated afterwards.
+        values: Values of top-level keys, as in ``steps=40``; nested keys are written as ``"cluster.processes=2"``.
 
     Returns:
         The completed run; with a batch scheduler such as Slurm, or with ``launch=write``, the recorded run.
@@ -35,7 +36,11 @@ def train(*words: str, recipe: type[Recipe] | None = None) -> Run:
     """
     if flags := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"{flags[0]}: train() accepts only overrides. Call train() in a loop to start several runs.")
-    ended = call_command("train", *words, has_result=True) if recipe is None else call_in_fork(recipe, words)
+    if isinstance(recipe, type):
+        ended = call_in_fork(recipe, add_keywords(words, values))
+    else:
+        named = {} if recipe is None else {"recipe": recipe}
+        ended = call_command("train", *add_keywords(words, {**named, **values}), has_result=True)
     if ended.result is not None:
         run = Run(ended.result)
         if ended.code:
@@ -47,12 +52,12 @@ def train(*words: str, recipe: type[Recipe] | None = None) -> Run:
     raise WorldsizeError(ended.messages or f"training ended with exit code {ended.code} before the run was recorded.")
 
 
-def compose(*words: str) -> DictConfig:
-    """Compose the configuration of a run from overrides, without starting it.
+def compose(*words: str, **values: Any) -> DictConfig:
+    """Compose the configuration of a run from overrides and values of top-level keys, without starting it.
 
     Raises:
         ConfigError: An override is invalid; the message suggests a similar key.
     """
     from worldsize.config.compose import compose_only
 
-    return compose_only(words)
+    return compose_only(add_keywords(words, values))

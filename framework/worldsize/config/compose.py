@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
+from numbers import Real
 from pathlib import Path
 from traceback import walk_tb
 from types import FunctionType
@@ -49,6 +50,7 @@ from worldsize.errors import ConfigError, neighbours
 _logger = logging.getLogger(__name__)
 
 _FEW = 4  # largest number of runs in a sweep that is checked without a message
+_NAME = re.compile(r"[\w./-]+", re.ASCII)  # text that may name an option of a group
 _LONG_NUMBER = re.compile(r"\d{1001}")  # Python itself raises an error at 4,300 digits
 
 
@@ -71,6 +73,36 @@ def format_override(key: str, value: object) -> str:
     """Return the override that sets ``key`` to the text of ``value``, quoted and escaped."""
     text = str(value).replace("${", r"\${")
     return f"{key}={QuotedString(text, Quote.single).with_quotes()}"
+
+
+def format_keywords(values: Mapping[str, object]) -> list[str]:
+    """Return the overrides that set keys to Python values.
+
+    Raises:
+        ConfigError: a value has a type that no key accepts.
+    """
+    return [f"{key}={_format_value(key, value)}" for key, value in values.items()]
+
+
+def _format_value(key: str, value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case Real():
+            return str(value)
+        case str() | Path():
+            text = str(value)  # names of options must not be quoted
+            return text if _NAME.fullmatch(text) else format_override("", text).removeprefix("=")
+        case list() | tuple():
+            return f"[{','.join(_format_value(key, item) for item in value)}]"
+        case Mapping():
+            return f"{{{','.join(f'{name}:{_format_value(key, item)}' for name, item in value.items())}}}"
+    raise ConfigError(
+        f"{key}: a value of type {type(value).__name__} is not supported. Pass a number, a string, a list, a dict or "
+        "None."
+    )
 
 
 def compose_and_call(task: Callable[[DictConfig], Any], arguments: Sequence[str]) -> None:

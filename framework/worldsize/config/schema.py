@@ -146,7 +146,7 @@ class CheckpointConfig:
     Attributes:
         keep: Which older checkpoints to keep.
         every: Steps between saves; 0: none before the end; "auto": minimize the cost of measured saves and expected
-            failures, usually with a save at least every ten minutes.
+            failures, usually with a save at least every ten minutes, and with ``keep.best`` also save at evaluations.
         at_end: Whether to save after the last step.
         signals: Names of the signals that make a run save and exit with code 75.
         ignore: Parts of the state that a resumed run does not load: model, optimizer, schedule, scaler, ema, or

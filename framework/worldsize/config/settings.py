@@ -86,15 +86,21 @@ class Settings(RunShape):
 
     @property
     def loop(self) -> LoopConfig:
-        """The length of the run, and the intervals of logging, evaluating and saving."""
+        """The length of the run, and the intervals of logging, evaluating and saving.
+
+        With ``checkpoint.keep.best`` and ``checkpoint.every=auto``, every evaluated step is saved as a candidate.
+        """
+        every, keeps_best = self.checkpoint.every, self.checkpoint.keep.best is not None
+        if every == "auto":
+            every = self.training.evaluate_every if keeps_best else 0
         return LoopConfig(
             steps=self.training.steps,
             batch_size=self.training.batch_size,
             log_every=self.training.log_every,
             evaluate_every=self.training.evaluate_every,
-            save_every=0 if self.checkpoint.every == "auto" else self.checkpoint.every,
+            save_every=every,
             save_at_end=self.checkpoint.at_end,
-            keeps_best=self.checkpoint.keep.best is not None,
+            keeps_best=keeps_best,
             logical_ranks=self.logical_ranks if self.heals else None,
             parts=self.list_peer_groups()[0] if self.heals else None,
             logs_first=self.heals,

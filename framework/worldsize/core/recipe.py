@@ -163,8 +163,8 @@ class Recipe(ABC):
         yield ONE_UPDATE, self.micro_batch_loss(model, batch)
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
-        """Return each metric as (sum, count) over the batch, two scalars.
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor | float, ...]]:
+        """Return each metric as (sum, count) over the batch, each a scalar tensor or a number.
 
         Sums and counts add up to the same metric however samples are batched. For a metric listed in :meth:`metrics`,
         return the inputs of its state instead, such as predictions (batch, classes) and targets (batch,).

@@ -45,7 +45,7 @@ CAPABILITIES: frozenset[Capability] = frozenset(
 """Capabilities of strategies with :class:`ModelReplica` and equal weights after each update."""
 _T = TypeVar("_T")
 _Action = Callable[[], Any]
-_Metrics = Mapping[str, tuple[Tensor, ...]]
+_Metrics = Mapping[str, tuple[Tensor | float, ...]]
 
 
 def autocast(device: torch.device, precision: PrecisionName) -> AbstractContextManager[None]:
