@@ -102,19 +102,16 @@ class _Rows(torch.utils.data.Dataset[int]):
         return int(self._tokens[index * LENGTH : (index + 1) * LENGTH][0]) // LENGTH
 
 
-def read_grain(folder: Path, state: Any) -> tuple[Batches, State]:
-    import grain
+def read_torchdata(folder: Path, state: Any) -> tuple[Batches, State]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     rows = _Rows(folder)
-    shard = grain.sharding.ShardOptions(RANK, WORLD, drop_remainder=True)
-    sampler = grain.samplers.IndexSampler(len(rows), shard_options=shard, shuffle=True, num_epochs=1, seed=7)
-    loader = grain.DataLoader(
-        data_source=rows, sampler=sampler, operations=[grain.transforms.Batch(STEP // WORLD, drop_remainder=True)]
-    )
-    batches = iter(loader)
+    sampler = StatefulDistributedSampler(rows, num_replicas=WORLD, rank=RANK, seed=7)
+    loader = StatefulDataLoader(rows, batch_size=STEP // WORLD, sampler=sampler)
     if state is not None:
-        batches.set_state(state)
-    return (batch.tolist() for batch in batches), batches.get_state
+        loader.load_state_dict(state)
+    return (batch.tolist() for batch in loader), loader.state_dict
 
 
 def read_mosaic(folder: Path, state: Any) -> tuple[Batches, State]:
@@ -172,7 +169,7 @@ class Peer:
 
 PEERS = {
     "worldsize": Peer(("worldsize.data.loader", "worldsize.data.sources.tokens"), write_tokens, read_worldsize),
-    "Grain": Peer(("grain",), write_tokens, read_grain),
+    "torchdata": Peer(("torchdata.stateful_dataloader.sampler",), write_tokens, read_torchdata),
     "MosaicML streaming": Peer(("streaming",), write_mosaic, read_mosaic),
     "litdata": Peer(("litdata",), write_litdata, read_litdata),
     "datasets": Peer(("datasets.distributed",), write_datasets, read_datasets),

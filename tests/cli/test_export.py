@@ -81,7 +81,7 @@ def test_code_of_a_strangers_run_is_not_run(
     assert not read_run(trained).is_own
     assert exported(trained, f"output={tmp_path / 'out'}", monkeypatch=monkeypatch) == 0
     assert exported(trained, "--format", "hf", f"output={tmp_path / 'hf'}", monkeypatch=monkeypatch) == 2
-    assert "building the recipe of another user's record is not supported" in capsys.readouterr().err
+    assert "this record was not written by you" in capsys.readouterr().err
 
 
 def test_code_that_only_an_unsigned_file_names_is_not_run(

@@ -241,7 +241,7 @@ def test_another_configuration_is_another_experiment_and_compare_shows_where_the
 
 def changed_data(project: Project, _: Path) -> str:
     (project.home / "numbers.txt").write_text("1 " * 64)
-    return "data file 'numbers' differs from the run's"
+    return "the data file 'numbers' has changed"
 
 
 def lost_commit(project: Project, _: Path) -> str:
@@ -319,8 +319,8 @@ def test_a_run_whose_data_changed_is_resumed_only_if_the_user_accepts_that(commi
     (committed.home / "numbers.txt").write_text("1 " * 64)
     refused = committed.worldsize("resume", str(run), "steps=9", cwd=committed.elsewhere)
     assert refused.returncode == 2
-    assert "data file 'numbers' differs from the run's" in refused.stderr
-    assert "or accept it with --ignore data; nothing was started" in refused.stderr
+    assert "the data file 'numbers' has changed" in refused.stderr
+    assert "or accept the change with --ignore data; nothing was started" in refused.stderr
     done = committed.worldsize("resume", str(run), "steps=9", "--ignore", "data", cwd=committed.elsewhere)
     assert done.returncode == 0, done.stderr
 

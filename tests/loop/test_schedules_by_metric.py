@@ -72,7 +72,10 @@ class ByBatch:
             ByBatch(),
             "schedule returned a ByBatch, but its step() requires epoch. Return a schedule with step(), called after",
         ),
-        (lambda step: 1.0, "schedule returned a function without a step() method. Return a schedule of torch.optim"),
+        (
+            lambda step: 1.0,
+            "schedule() returned a function without a step() method. Return a scheduler from torch.optim",
+        ),
     ],
     ids=["other arguments", "a function"],
 )

@@ -94,7 +94,7 @@ from worldsize.world.processes import will_fork
 show_messages()
 will_fork()
 run = RunDirectory(Path(sys.argv[1]))
-plan = read_settings(run).plan(run.path)
+plan = read_settings(run).create_plan(run.path)
 print(Local().launch(replace(plan, cluster=replace(plan.cluster, device="cuda"))).wait().exit_reason)
 """
 

@@ -68,7 +68,7 @@ def doctor(arguments: Sequence[str], purpose: Examine, file: str | None) -> int:
 
 
 def _examine_cluster(cfg: DictConfig, purpose: Examine, file: str | None) -> int:
-    from worldsize.config.composed import build_settings  # imports torch, which takes seconds
+    from worldsize.config.composed import build_settings  # importing torch takes seconds
 
     if file and file != "-" and not os.access(Path(file).absolute().parent, os.W_OK):
         raise ConfigError(

@@ -59,7 +59,7 @@ def evaluate(
         WorldsizeError: the checkpoint or split does not exist, the checkpoint is damaged, or the run is another user's
             and the user did not agree to use it.
     """
-    from worldsize.launch.evaluate import choose_checkpoint, evaluate_checkpoint  # imports torch, which takes seconds
+    from worldsize.launch.evaluate import choose_checkpoint, evaluate_checkpoint  # importing torch takes seconds
 
     path = choose_checkpoint(record, choices.get("checkpoint", "last"))
     split = choices.get("split")

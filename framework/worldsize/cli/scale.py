@@ -174,8 +174,7 @@ def _group_by_strategy(words: Sequence[str], names: Sequence[str]) -> dict[str, 
     for key in typed.values():
         if known and not any(key in keys for keys in known.values()):
             raise ConfigError(
-                f"no strategy of {', '.join(names)} has the key 'strategy.{key}'"
-                f"{neighbours(key, set().union(*known.values()))}"
+                f"unknown key 'strategy.{key}' of {', '.join(names)}{neighbours(key, set().union(*known.values()))}"
             )
     return {
         name: [*(word for word in words if word not in typed or typed[word] in known[name]), f"strategy={name}"]

@@ -65,7 +65,8 @@ def _select_tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[st
     for name, count in sorted(nodes_of_unit.items(), key=lambda item: item[1]):
         if name in ("device", "node", "network"):
             raise ConfigError(
-                f"cluster.tiers.{name}: the name is reserved for a built-in tier. Use another name, e.g. rack or pod."
+                f"cluster.tiers.{name}: the name is reserved for a built-in tier. "
+                "Use a different name, e.g. rack or pod."
             )
         if count % below or count == below or (count < nodes and nodes % count):
             raise ConfigError(

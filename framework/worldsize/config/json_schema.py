@@ -39,7 +39,7 @@ _OF_HYDRA: JsonSchema = {
 
 
 def build_config_schema() -> JsonSchema:
-    """Return the JSON Schema (draft 7, which yaml-language-server implements) of the configuration."""
+    """Return the JSON Schema of the configuration, draft 7 as in yaml-language-server."""
     section = _describe_section(Schema, _OF_HYDRA)
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "worldsize", "type": "object", **section}
 

@@ -132,7 +132,7 @@ def compute_objective(sweep: DictConfig, metrics: Mapping[str, float]) -> float:
     """
     key = metric_key(*parse_metric_key(sweep.metric))
     if key not in metrics:
-        text = f"sweep.metric={sweep.metric}: the evaluation has no metric {key!r}{neighbours(key, metrics)}"
+        text = f"sweep.metric={sweep.metric}: metric {key!r} not found in the evaluation{neighbours(key, metrics)}"
         raise SweepEnded(ConfigError(text))
     value = float(metrics[key])
     if not math.isnan(value) or not is_search():

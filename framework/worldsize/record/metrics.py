@@ -165,7 +165,7 @@ def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
     Returns the number of logged steps up to the checkpoint that are missing from the file, although they should have
     been written before the checkpoint.
     """
-    from worldsize.checkpoint.format import (  # imports torch, which is too slow for readers
+    from worldsize.checkpoint.format import (  # importing torch is too slow for readers
         complete,
         parse_step,
         read_checkpoint,

@@ -208,7 +208,7 @@ def test_what_cannot_be_read_is_named_with_file_and_byte_or_left_out_and_counted
     path = tmp_path / name
     path.write_bytes(data)
     stops = Preparation([path], Tokenizer("bytes"))
-    with pytest.raises(WorldsizeError, match="or use --on-error skip to skip unreadable documents") as stopped:
+    with pytest.raises(WorldsizeError, match="or skip unreadable documents with --on-error skip") as stopped:
         stops.write_shards(tmp_path / "out", processes=1)
     assert f"{path}, {why}" in str(stopped.value)
     made = Preparation([path], Tokenizer("bytes"), on_error="skip").write_shards(tmp_path / "out", processes=1)

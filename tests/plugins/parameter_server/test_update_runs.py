@@ -160,7 +160,7 @@ def test_checkpoints_go_over_between_ddp_and_servers_and_can_be_evaluated(
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("by data", "Players.updates: in step 2 one worker updates"),
+        ("by data", "Players.updates: in step 2, one worker updates"),
         ("rates", "Players.updates changed optimizer options, such as the learning rate"),
         ("infinite", "contains NaN or infinity"),
         ("thaws", "Players unfreezes a parameter of 'generator', which was frozen at the start of the run"),
