@@ -24,7 +24,7 @@ from rich.table import Table
 from worldsize.cli import call_composed, exit_process
 from worldsize.collectives.cluster_cost import crossings_text
 from worldsize.config.arguments import build_number_parser
-from worldsize.config.compose import read_group_choices, task_overrides
+from worldsize.config.compose import read_group_choices, task_overrides, typed_overrides
 from worldsize.config.explain import find_key_file
 from worldsize.config.search_path import main_conf
 from worldsize.core import Cluster
@@ -188,7 +188,7 @@ def _list_assumptions(options: argparse.Namespace, cluster: Cluster, given: Give
         yield assumed_precision_text(_ASSUMED_PRECISION, _SIZES[_ASSUMED_PRECISION])
     tier = "network" if cluster.nodes > 1 else "node"
     keys = ("cluster.links", f"cluster.links.{tier}", f"cluster.links.{tier}.bandwidth")
-    is_typed = any(word.lstrip("+").partition("=")[0] in keys for word in task_overrides())
+    is_typed = not typed_overrides().keys().isdisjoint(keys)
     file = find_key_file(keys[-1])
     if cluster.processes == 1 or tier in given.links or is_typed or file is None:
         return

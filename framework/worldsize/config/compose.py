@@ -368,6 +368,11 @@ def task_overrides() -> list[str]:
     return list(HydraConfig.get().overrides.task)
 
 
+def typed_overrides() -> dict[str, str]:
+    """Return the user's overrides that set a value, by key."""
+    return {parse_override_key(word): word for word in task_overrides() if not word.startswith("~")}
+
+
 def additional_folder() -> str | None:
     """Return the absolute path of the folder given by ``--config-dir``, or None."""
     sources = HydraConfig.get().runtime.config_sources

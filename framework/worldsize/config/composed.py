@@ -15,9 +15,8 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from worldsize.config.arguments import parse_override_key
 from worldsize.config.cluster import apply_topology, normalize_tiers
-from worldsize.config.compose import is_sweep, read_group_choices, resolve_config, sweep_folder, task_overrides
+from worldsize.config.compose import is_sweep, read_group_choices, resolve_config, sweep_folder, typed_overrides
 from worldsize.config.learning_rate import apply_lr_scaling
 from worldsize.config.purpose import TRAIN, Purpose
 from worldsize.config.search_path import find_installed_plugins, list_search_roots, make_importable
@@ -146,7 +145,7 @@ def _select_length(cfg: DictConfig) -> DictConfig:
     has_steps = not OmegaConf.is_missing(cfg, "steps") and cfg.steps is not None
     if not has_steps and cfg.epochs is None:
         raise ConfigError("the length of the run is missing. Set e.g. steps=100 or epochs=1.")
-    typed = {word.lstrip("+").partition("=")[0] for word in task_overrides()}
+    typed = typed_overrides()
     if not has_steps or cfg.epochs is None or "steps" not in typed:
         return cfg
     if "epochs" in typed:
@@ -221,7 +220,7 @@ _GROUPS = ("optimizer", "schedule", "data")  # a recipe's YAML refers to the gro
 
 def check_effects(cfg: DictConfig) -> None:
     """Raise ConfigError if an override has no effect on this run, or sets a key reserved for a different command."""
-    typed = {parse_override_key(word): word for word in task_overrides() if not word.startswith("~")}
+    typed = typed_overrides()
     cfg = override_values(cfg, _reconcile_values(cfg))
     for key in typed.keys() & _PURPOSES.keys():
         if OmegaConf.select(cfg, key) is not None:
@@ -250,7 +249,7 @@ def _reconcile_values(cfg: DictConfig) -> dict[str, object]:
     Raises:
         ConfigError: both settings are overridden.
     """
-    typed = {parse_override_key(word): word for word in task_overrides() if not word.startswith("~")}
+    typed = typed_overrides()
     values: dict[str, object] = {}
     for key in typed.keys() & {each.name for each in fields(Numerics)}:
         if not OmegaConf.is_interpolation(cfg.numerics, key):
