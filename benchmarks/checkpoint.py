@@ -1,4 +1,4 @@
-"""Measure what one save in every 50 steps costs: 10 M parameters with AdamW (120 MB of state).
+"""Measure the cost of one checkpoint per 50 steps: 10 M parameters with AdamW (120 MB of state).
 
 uv run python benchmarks/checkpoint.py         # 2 gloo processes, four rounds
 """
@@ -74,9 +74,9 @@ WAYS = {"no saves": _nothing, "worldsize": _worldsize, "torch.save on rank 0": _
 
 
 def measure(world: World, root: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return, for each way and round, seconds of all steps and seconds that the save delayed training.
+    """Return, for each way and round, the seconds of all steps, and the seconds that the save blocked.
 
-    All ways alternate in one process: two processes that do the same differ by more than a save costs.
+    All ways alternate in one process, since two equal processes differ by more than the cost of a save.
     """
     warnings.simplefilter("ignore")
     recipe = Wide()

@@ -1,8 +1,8 @@
-"""Compare worldsize with its peers: time a step, command to first step, peak memory a process.
+"""Compare worldsize with its peers: step time, time to the first step, peak memory per process.
 
 uv run --extra benchmarks python benchmarks/compare.py step        # 1 and 2 processes, 6,000 steps each
 uv run --extra benchmarks python benchmarks/compare.py start       # 2, 4 and 8 processes
-uv run python benchmarks/compare.py logger                         # what the default logger costs, 2 processes
+uv run python benchmarks/compare.py logger                         # cost of the default logger, 2 processes
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def peer(script: str, processes: int, steps: int) -> Figures:
 
 
 def ours(processes: int, steps: int, logger: str = "wandb") -> Figures:
-    """Run the same model under worldsize; ``logger="wandb"`` adds an offline wandb run to metrics.jsonl."""
+    """Run the same model under worldsize; ``logger="wandb"`` logs to an offline wandb run, too."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         begun = time.time()
@@ -93,7 +93,7 @@ def _mean_step(lines: Sequence[dict[str, Any]], processes: int) -> float:
 
 
 def alternately(contenders: dict[str, Callable[[], Figures]], rounds: int) -> dict[str, Figures]:
-    """Return medians over rounds in which each contender runs once, so that the machine's drift affects all alike."""
+    """Return medians over rounds. Each round runs every contender once, so that drift affects all alike."""
     figures_of: dict[str, list[Figures]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, contender in contenders.items():

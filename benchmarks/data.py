@@ -1,7 +1,7 @@
-"""Compare how fast sources are read with those of other libraries, on the same samples and with two worker processes.
+"""Compare the speed of our data sources and other libraries, on the same samples with two worker processes.
 
 uv run python benchmarks/data.py 3                                    # three rounds; a minute each
-uv run python benchmarks/data.py 3 /tmp/peers/.venv/bin/python        # and peers that another Python has installed
+uv run python benchmarks/data.py 3 /tmp/peers/.venv/bin/python        # and peers installed in another Python
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WRITER = str(HERE / "peers" / "samples.py")
 
 
 class Result(NamedTuple):
-    """Samples a second, and microseconds of cores a sample: of the process that trains and of its workers."""
+    """Samples per second, and CPU microseconds per sample, of the training process and its workers."""
 
     rate: float
     cores: float
@@ -33,12 +33,12 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Contest:
-    """A source of ours, and the loaders of others that read the same samples.
+    """One of our sources, and the loaders of other libraries for the same samples.
 
     Attributes:
-        ours: The arguments of ``loading.py`` for ours.
-        peers: Those of the others, by the name that the table shows.
-        elsewhere: Of those, the ones that only the other Python has.
+        ours: The argument of ``loading.py`` for our source, also its name in the table.
+        peers: The arguments for the other loaders.
+        elsewhere: The arguments for further loaders that are installed in the other Python only.
     """
 
     ours: str
@@ -87,7 +87,7 @@ def cells(theirs: Sequence[Result], ours: Sequence[Result]) -> tuple[str, ...]:
 
 
 def measured(python: str | None, loader: str, folder: str) -> list[Result]:
-    """Measure one loader in a process of its own; return nothing if it is not installed."""
+    """Measure one loader in a separate process; return an empty list if it is not installed."""
     if python is None:
         return []
     print(loader, file=sys.stderr)

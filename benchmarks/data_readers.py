@@ -1,7 +1,7 @@
-"""Read the same samples by each library's own loader, from the start or where a state says, and say which they were.
+"""Read the same samples with the loader of each library, from the start or a saved state, and record their order.
 
-It is run by a Python that has the libraries, and one process for each rank: see ``data_resume.py``. A sample is a
-number and 16 tokens, a step has 48 samples over all ranks, and all are shuffled by the library itself.
+``data_resume.py`` runs it with a Python that has the libraries, in one process per rank. A sample is a number and 16
+tokens, a step has 48 samples over all ranks, and each library shuffles the samples itself.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import numpy
 import torch
 
 STEP = 48  # samples
-LENGTH = 16  # tokens of a sample
+LENGTH = 16  # tokens per sample
 SHARDS = 12
-PART = 1000  # samples that litdata is given at once
+PART = 1000  # samples per input of litdata
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 Batches = Iterator[list[int]]
 State = Callable[[], Any]
 
 
 def tokens_of(number: int) -> Any:
-    """Return the tokens of a sample, int32 [length], of which the first says which sample it is."""
+    """Return the tokens of a sample, int32 (length,). The first one identifies the sample."""
     return numpy.arange(number * LENGTH, (number + 1) * LENGTH, dtype=numpy.int32)
 
 
 def rows(numbers: range) -> Iterator[dict[str, Any]]:
-    """Yield samples as litdata and MosaicML streaming write them."""
+    """Yield samples in the form that litdata and MosaicML streaming write."""
     for number in numbers:
         yield {"id": number, "tokens": tokens_of(number).tobytes()}
 
 
 def write_tokens(folder: Path, count: int) -> None:
-    """Write what worldsize and a hand-written data set read: all tokens in one file."""
+    """Write all tokens to one file, as read by worldsize and by the hand-written data set."""
     numpy.save(folder / "tokens.npy", numpy.arange(count * LENGTH + 1, dtype=numpy.int32))
 
 
@@ -70,7 +70,7 @@ def write_datasets(folder: Path, count: int) -> None:
 
 
 def read_worldsize(folder: Path, state: Any) -> tuple[Batches, State]:
-    """Read as a run of this rank does; its state is the number of the step alone."""
+    """Read like a training run on this rank; the state is just the step number."""
     from worldsize.data.loader import micro_batches
     from worldsize.data.order import Order, assign_logical_ranks
     from worldsize.data.sources.tokens import TokenWindows
@@ -90,7 +90,7 @@ def read_worldsize(folder: Path, state: Any) -> tuple[Batches, State]:
 
 
 class _Rows(torch.utils.data.Dataset[int]):
-    """A data set as one writes it by hand, over the file that worldsize reads."""
+    """A hand-written data set over the file that worldsize reads."""
 
     def __init__(self, folder: Path) -> None:
         self._tokens = numpy.load(folder / "tokens.npy", mmap_mode="r")
@@ -127,7 +127,7 @@ def read_mosaic(folder: Path, state: Any) -> tuple[Batches, State]:
 def read_litdata(folder: Path, state: Any) -> tuple[Batches, State]:
     import litdata
 
-    data = litdata.StreamingDataset(str(folder), shuffle=True, seed=7, drop_last=True)  # as it sets where P > 1
+    data = litdata.StreamingDataset(str(folder), shuffle=True, seed=7, drop_last=True)  # its default if WORLD > 1
     loader = litdata.StreamingDataLoader(data, batch_size=STEP // WORLD)
     if state is not None:
         loader.load_state_dict(state)
@@ -135,7 +135,7 @@ def read_litdata(folder: Path, state: Any) -> tuple[Batches, State]:
 
 
 def read_datasets(folder: Path, state: Any) -> tuple[Batches, State]:
-    """Read a stream whose shards alone are shuffled: samples in a buffer would be lost at each resume."""
+    """Read a stream with shuffled shards only; a shuffle buffer would lose samples at each resume."""
     import datasets
     from datasets.distributed import split_dataset_by_node
 
@@ -154,12 +154,12 @@ def read_datasets(folder: Path, state: Any) -> tuple[Batches, State]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library.
+    """A library to compare.
 
     Attributes:
-        modules: What is imported before the time begins.
-        write: Writes so many samples into a folder.
-        read: Returns what reads them, in the steps of an epoch that are left after a state, and what says the state.
+        modules: Modules to import before the measurement.
+        write: Writes the given number of samples to a folder.
+        read: Returns an iterator over the remaining steps of an epoch, given a state, and a function for the state.
     """
 
     modules: tuple[str, ...]
@@ -177,25 +177,25 @@ PEERS = {
 
 
 def has(name: str) -> bool:
-    """Tell whether this Python has a library."""
+    """Return whether this Python has a library."""
     return importlib.util.find_spec(PEERS[name].modules[0].split(".")[0]) is not None
 
 
 def megabytes(key: str) -> float:
-    """Return what the kernel says of this process's memory: ``VmRSS``, or its peak, ``VmHWM``."""
+    """Return the memory of this process in MiB: ``VmRSS``, or ``VmHWM`` for the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
 def read(name: str, folder: Path, out: Path, *, states: Path | None, steps: int | None) -> None:
-    """Read so many steps, or all that are left of the epoch, and write down the samples, the state and the figures.
+    """Read ``steps`` steps, or the rest of the epoch, and write the samples, the measurements and the state.
 
     Args:
         name: The library.
-        folder: Its samples.
-        out: Folder of what is written, in a file for each rank.
-        states: Folder of the states at which to go on; a rank that had none takes that of another.
-        steps: How many.
+        folder: Folder of its samples.
+        out: Folder to write to, one file per rank.
+        states: Folder of the states to resume from; a rank without a state takes another rank's.
+        steps: Number of steps. None for the rest of the epoch, without saving a state.
     """
     peer = PEERS[name]
     for module in peer.modules:
@@ -205,8 +205,8 @@ def read(name: str, folder: Path, out: Path, *, states: Path | None, steps: int 
     state = None
     if states is not None:
         saved = sorted(states.glob("*.state"))
-        state = pickle.loads(saved[RANK % len(saved)].read_bytes())  # this program wrote it
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        state = pickle.loads(saved[RANK % len(saved)].read_bytes())  # trusted: written by this program
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, begun = megabytes("VmRSS"), time.perf_counter()
     batches, state_now = peer.read(folder, state)
     samples = next(batches, [])

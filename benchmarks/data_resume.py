@@ -1,11 +1,11 @@
-"""Measure what a training run's data cost until the first batch, at the start and after a resume, and what is lost.
+"""Measure time and memory until a run's first batch, at the start and after a resume, and the samples lost by it.
 
-    uv run python benchmarks/data_resume.py reading 1000000000      # sources of so many samples, read at two steps
-    uv run python benchmarks/data_resume.py runs 1000000000         # commands, beside those with 64 samples
-    uv run python benchmarks/data_resume.py peers PYTHON 24000 240000   # PYTHON: one that has the peers
+    uv run python benchmarks/data_resume.py reading 1000000000      # sources with this many samples, at two steps
+    uv run python benchmarks/data_resume.py runs 1000000000         # commands, compared with 64 samples
+    uv run python benchmarks/data_resume.py peers PYTHON 24000 240000   # PYTHON: an interpreter with the peers
 
-The samples of the first two are windows of 1,025 tokens in files that take no space: they are sparse. Each figure is of
-a process of its own, the median of three that take turns.
+The samples of the first two are windows of 1,025 tokens in sparse files, which take no space. Each measurement runs in
+a separate process; figures are medians of three rounds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Figures = dict[str, float]
 
 
 def sparse(folder: Path, samples: int, files: int) -> Path:
-    """Make files of zeros for so many windows; they take no space on disk."""
+    """Create sparse files of zeros for ``samples`` windows."""
     folder.mkdir()
     for number in range(files):
         tokens = samples // files * LENGTH + 1
@@ -73,7 +73,7 @@ SOURCES: dict[str, tuple[Callable[[Source], Source], Shuffle]] = {
 
 
 def reading_once(name: str, path: str, first: str) -> None:
-    """Print the seconds until a first batch is there, and the largest memory of this process."""
+    """Print the seconds until the first batch after step ``first``, and this process's peak memory, as JSON."""
     make, shuffle = SOURCES[name]
     begun = time.perf_counter()
     order = Order(seed=7, batch_size=BATCH, logical_ranks=1, mine=(0,), shuffle=shuffle)
@@ -82,7 +82,7 @@ def reading_once(name: str, path: str, first: str) -> None:
 
 
 def output_of(*command: str, folder: Path, **environment: str) -> str:
-    """Run a command in ``folder`` and return what it printed; end this program if it fails."""
+    """Run a command in ``folder`` and return its output. Raises RuntimeError if it fails."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     own = {"WORLDSIZE_PLUGINS": str(HERE), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
@@ -94,7 +94,7 @@ def output_of(*command: str, folder: Path, **environment: str) -> str:
 
 
 def medians(measure: dict[Any, Callable[[], Figures]]) -> dict[Any, Figures]:
-    """Measure all in turns, and return the medians."""
+    """Run each measurement once per round, and return the medians by name."""
     rows: dict[Any, list[Figures]] = {name: [] for name in measure}
     for number in range(ROUNDS):
         for name, each in measure.items():
@@ -125,7 +125,7 @@ def reading(samples: int) -> None:
 
 
 def move(run: Path, step: int) -> None:
-    """Save a run's only checkpoint again as that of another step."""
+    """Save a run's only checkpoint again as the checkpoint of ``step``."""
     (folder,) = (run / "checkpoints").glob("step_*")
     checkpoint = read_checkpoint(folder)
     tensors = {
@@ -141,7 +141,7 @@ def move(run: Path, step: int) -> None:
 
 
 def run_once(path: Path, folder: Path) -> tuple[Figures, Figures]:
-    """Train for some steps, and go on from a checkpoint that is moved to step 10⁶; return the figures of both."""
+    """Train a few steps, then resume from the checkpoint moved to step 10⁶; return the figures of both."""
     worldsize = (sys.executable, "-c", "from worldsize.cli import main; main()")
     options = ("recipe=windows", f"data.path={path}", f"data.length={LENGTH}", "logger=none", "cluster.processes=1")
     with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -193,7 +193,7 @@ def runs(samples: int) -> None:
 
 
 class Contender:
-    """A library, and the Python that has it."""
+    """A library, and a Python in which it is installed."""
 
     def __init__(self, name: str, python: str, folder: Path) -> None:
         self.name, self.python, self.folder = name, python, folder
@@ -206,14 +206,14 @@ class Contender:
         output_of(*launch, *program, folder=self.folder, PYTHONPATH="", PYTHONWARNINGS="ignore")
 
     def write(self, count: int) -> Path:
-        """Write so many samples, and return their folder."""
+        """Write ``count`` samples, and return their folder."""
         data = self.folder / f"{self.name.split()[0]}_{count}"
         data.mkdir()
         self.command("write", "--folder", data, "--count", count)
         return data
 
     def read(self, data: Path, *, steps: int | None, states: Path | None = None, processes: int = 1) -> Path:
-        """Read so many steps, or to the end of the epoch, and return the folder of what was found and the states."""
+        """Read ``steps`` steps, or to the end of the epoch; return the folder of the results and states."""
         out = Path(tempfile.mkdtemp(dir=self.folder))
         words = ["--folder", data, "--out", out]
         words += ["--steps", steps] if steps is not None else []
@@ -223,7 +223,7 @@ class Contender:
 
 
 def contenders(python: str, folder: Path) -> list[Contender]:
-    """Return those that one of the two Pythons has; say which are left out."""
+    """Return the libraries that this Python or ``python`` has; print the missing ones."""
     found = []
     for name in PEERS:
         for each in (sys.executable, python):
@@ -240,10 +240,10 @@ def contenders(python: str, folder: Path) -> list[Contender]:
 
 
 def outcomes(contender: Contender, data: Path, count: int) -> tuple[str, str, str]:
-    """Read a sixth of an epoch by one process and by four each, and the rest by two.
+    """Read a sixth of an epoch with one process, a sixth with four, and the rest with two.
 
-    Return how many samples came again, or never, or the error. In a sixth, one process reads less than the share that
-    one of four has of the epoch, beyond which litdata refuses its state.
+    Return the numbers of repeated and of missing samples, or the error. A sixth is less than the share of one of four
+    processes; litdata refuses a state beyond that share.
     """
     sixth, seen, states = count // STEP // 6, Counter[int](), None
     for processes, steps in ((1, sixth), (4, sixth), (2, None)):

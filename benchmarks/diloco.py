@@ -1,4 +1,4 @@
-"""Reproduce DiLoCo's tables in miniature: what rare synchronisation costs in loss and saves in traffic.
+"""Reproduce DiLoCo's tables in miniature: the loss and traffic of infrequent synchronization.
 
 uv run python benchmarks/diloco.py loss 1200        # 4 workers on this machine, 1,200 steps
 uv run python benchmarks/diloco.py network 100      # hosts with links of 100 Mbit/s (root; namespaces)
@@ -48,16 +48,16 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one way to train."""
+    """Loss and traffic of one way to train."""
 
     bits: float  # bits per byte of the test split
-    sent: float  # bytes that leave each worker in a step
+    sent: float  # bytes per step sent by each worker
 
 
 def loss(steps: int = 1200, *options: str) -> None:
     """Compare the losses of all ways after the same number of tokens.
 
-    DDP trains the first third, since the paper too starts from a trained model; each way resumes from there.
+    DDP trains the first third, since the paper also starts from a trained model. Each way resumes from there.
     """
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         begun = _begun(Path(name), steps, options)
@@ -72,7 +72,7 @@ def loss(steps: int = 1200, *options: str) -> None:
 
 
 def _begun(folder: Path, steps: int, options: Sequence[str]) -> Path:
-    """Start a run that is asked to end after a third of its steps, and return its folder."""
+    """Train the first third of a run, until a planted fault terminates it, and return its folder."""
     stop = f"faults=[{{action: terminate, rank: 0, step: {steps // 3}}}]"
     more = (*SMALL, f"steps={steps}", "recipe.test_bytes=100000", "log_every=50", f"run.root={folder}/begun", stop)
     words = [word for word in (*COMMON, *more, *options) if word != "checkpoint=none"]
@@ -82,7 +82,7 @@ def _begun(folder: Path, steps: int, options: Sequence[str]) -> Path:
 
 
 def _resumed(begun: Path, folder: Path, *words: str) -> Outcome:
-    """Resume a copy of the run ``begun`` in another way, and return its result."""
+    """Resume a copy of the run ``begun`` with the options ``words``, and return its result."""
     shutil.copytree(begun, folder)
     program = (sys.executable, "-c", "from worldsize.cli import main; main()")
     command = [*program, "resume", str(folder), *words, "--ignore", "data"]
@@ -96,7 +96,7 @@ def _resumed(begun: Path, folder: Path, *words: str) -> Outcome:
 
 
 def _all_reduced() -> float:
-    """Return the bytes that leave each worker in a ring all-reduce of float32 gradients."""
+    """Return the bytes sent by each worker in a ring all-reduce of float32 gradients."""
     return 2 * (WORKERS - 1) / WORKERS * 4 * _parameters(*SMALL)
 
 
@@ -116,7 +116,7 @@ LARGE = ("recipe.width=256", "recipe.depth=3", "recipe.context=8", "batch_size=4
 
 
 def network(megabits: int = 100) -> None:
-    """Measure tokens a second of 4 workers on hosts of their own, and the bytes on the first host's link."""
+    """Measure tokens per second of 4 workers on separate hosts, and the bytes on the first host's link."""
     size = 4 * _parameters(*LARGE)
     drawn = Table(
         "", "tokens/s", "to DDP", "MB a step", title=f"{size / 1e6:.0f} MB of parameters, {megabits} Mbit/s a host"
@@ -136,7 +136,7 @@ def network(megabits: int = 100) -> None:
 
 
 def _over_links(megabits: int, *words: str) -> tuple[float, float]:
-    """Return tokens a second of the steps after the first, and bytes a step that left the first host."""
+    """Return tokens per second after the first logged step, and bytes per step sent by the first host."""
     with tempfile.TemporaryDirectory() as folder, run_hosts(Path(folder), name="dlc", count=WORKERS) as hosts:
         hosts.shape_links(f"{megabits}mbit")
         names = ",".join(f"h{host + 1}" for host in range(hosts.count))

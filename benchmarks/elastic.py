@@ -1,4 +1,4 @@
-"""Compare ``reproducibility=elastic`` with plain DDP: time a step and bytes on the wire, 10 M parameters.
+"""Compare ``reproducibility=elastic`` with plain DDP: step time and bytes on the wire, 10 M parameters.
 
 uv run python benchmarks/elastic.py            # 4 gloo processes, 8 logical ranks
 """
@@ -52,7 +52,7 @@ class Wide(Recipe):
 
 
 def measure(world: World, reduce: Literal["flat", "ordered"], steps: int) -> Figures:
-    """Return seconds a step, and bytes that all ranks together send over the loopback interface in a step."""
+    """Return seconds per step, and bytes per step that all ranks together send over the loopback interface."""
     recipe = Wide()
     replica = DDP(reduce=reduce).replica(recipe, RunContext(world))
     mine = assign_logical_ranks(world.rank, world.size, LOGICAL_RANKS)

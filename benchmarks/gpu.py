@@ -1,11 +1,11 @@
-"""Compare a run on one GPU with a loop by hand, Lightning Fabric and Accelerate: a GPT of 124 M parameters in bfloat16.
+"""Compare a run on one GPU with a hand-written loop, Lightning Fabric and Accelerate: GPT, 124 M parameters, bfloat16.
 
     python benchmarks/gpu.py            # on a GPU
     python benchmarks/gpu.py --tiny     # a smoke test of the same code, on the CPU
 
-Each contender has a process of its own, with the same model, data and optimizer, eager and compiled. Figures: tokens a
-second in the median of the last steps, and the most memory that torch's allocator has held (on the CPU: the resident
-set), beside what worldsize predicts. A peer that is not installed is named.
+Each contender runs in a separate process, with the same model, data and optimizer, eager and compiled. The table has
+tokens per second (median of the last half of the steps), the peak of torch's allocator (on the CPU: of resident memory)
+next to worldsize's prediction, and the last loss. Peers that are not installed are listed as such.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sizes:
     depth: int = 12
     heads: int = 12
     context: int = 1024
-    vocabulary: int = 50_304  # GPT-2's, to a multiple of 64
+    vocabulary: int = 50_304  # GPT-2's, rounded up to a multiple of 64
     batch: int = 16
     steps: int = 40
 
@@ -51,7 +51,7 @@ TINY = Sizes(width=32, depth=2, heads=2, context=32, vocabulary=256, batch=4, st
 
 
 class Block(nn.Module):
-    """A block of GPT-2."""
+    """A GPT-2 block: pre-norm attention and MLP."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -126,14 +126,14 @@ Contender = Callable[[RandomTokens, torch.device, Numerics], Iterator[Step]]
 
 
 def by_hand(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
-    """Yield the steps of a loop that a careful engineer writes."""
+    """Yield the step function of a hand-written loop in plain PyTorch."""
     model = recipe.model().to(device)
     called: Any = torch.compile(model) if numerics.compile else model
     (data,), on_gpu = recipe.data("train").tensors, device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=on_gpu)
 
     def step() -> float:
-        rows = data[torch.randint(len(data), (recipe.sizes.batch,))]  # a copy, which is not pinned even if data are
+        rows = data[torch.randint(len(data), (recipe.sizes.batch,))]  # a copy in unpinned memory
         tokens = (rows.pin_memory() if on_gpu else rows).to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16):
             loss = recipe.loss(called, [tokens])
@@ -147,7 +147,7 @@ def by_hand(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> I
 
 
 def by_worldsize(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
-    """Yield the steps of worldsize, whose loader copies ahead."""
+    """Yield step functions of worldsize, whose loader prefetches to the device."""
     replica = Single().replica(recipe, RunContext(World.create_single(device), numerics))
     batches = micro_batches(recipe.data("train"), Order(0, recipe.sizes.batch, 1, (0,)), device)
     while True:
@@ -155,7 +155,7 @@ def by_worldsize(recipe: RandomTokens, device: torch.device, numerics: Numerics)
 
 
 def by_fabric(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
-    """Yield the steps of a loop with Lightning Fabric."""
+    """Yield the step function of a loop with Lightning Fabric."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
@@ -167,7 +167,7 @@ def by_fabric(recipe: RandomTokens, device: torch.device, numerics: Numerics) ->
 
 
 def by_accelerate(recipe: RandomTokens, device: torch.device, numerics: Numerics) -> Iterator[Step]:
-    """Yield the steps of a loop with Hugging Face Accelerate."""
+    """Yield the step function of a loop with Hugging Face Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
@@ -182,7 +182,7 @@ def by_accelerate(recipe: RandomTokens, device: torch.device, numerics: Numerics
 
 
 def made(recipe: RandomTokens, numerics: Numerics) -> tuple[Any, Optimizer]:
-    """Make the model, compiled if that is wanted, and its optimizer."""
+    """Create the model, compiled if ``numerics.compile``, and its optimizer."""
     network = recipe.model()
     return torch.compile(network) if numerics.compile else network, recipe.optimizer(network)
 
@@ -190,7 +190,7 @@ def made(recipe: RandomTokens, numerics: Numerics) -> tuple[Any, Optimizer]:
 def steps(
     loss_of: Callable[[Any], Tensor], optimizer: Any, batches: Iterable[Any], backward: Callable[[Tensor], Any]
 ) -> Iterator[Step]:
-    """Yield the steps of a loop as the documentation of both peers shows it; each returns its loss."""
+    """Yield the step function of the loop in both peers' documentation; it returns the loss."""
     endless_batches = endless(batches)
 
     def step() -> float:
@@ -205,7 +205,7 @@ def steps(
 
 
 def loader(recipe: RandomTokens, device: torch.device) -> DataLoader[Any]:
-    """Return the loader that the documentation of both peers shows."""
+    """Return a DataLoader as in both peers' documentation."""
     data, on_gpu = recipe.data("train"), device.type == "cuda"
     return DataLoader(data, batch_size=recipe.sizes.batch, shuffle=True, drop_last=True, pin_memory=on_gpu)
 
@@ -225,12 +225,12 @@ CONTENDERS: Mapping[str, Contender] = {
 
 
 def measured(name: str, sizes: Sizes, kind: str, numerics: Numerics) -> tuple[float, float, float]:
-    """Return tokens a second, peak bytes and the last loss of a contender."""
+    """Return tokens per second, peak bytes and the last loss of a contender."""
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     seconds, loss = [], 0.0
     for number, step in enumerate(CONTENDERS[name](RandomTokens(sizes), device, numerics), 1):
         begun = time.perf_counter()
-        loss = step()  # waits for the device, in both
+        loss = step()  # float() waits for the device
         seconds.append(time.perf_counter() - begun)
         if number == sizes.steps:
             break
@@ -252,7 +252,7 @@ def main() -> None:
     }
     print("| | tokens/s | peak memory | predicted | last loss |\n|---|---|---|---|---|")
     for how, numerics in choices.items():
-        # forked, so before this process has used CUDA
+        # calibration forks, so this process must not have used CUDA
         work = calibrate(RandomTokens(sizes), numerics, Order(0, sizes.batch, 1, (0,)), kind)
         for name in CONTENDERS if how != "recomputed" else ("worldsize",):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

@@ -1,4 +1,4 @@
-"""Measure a ``ProcessGroup`` in Python around gloo's: its cost, and which waits of torch it sees.
+"""Measure the cost of a Python ``ProcessGroup`` that wraps gloo's, and which of torch's waits it intercepts.
 
 uv run python benchmarks/group_wrapper.py
 """
@@ -53,7 +53,7 @@ class WrappedWork(Work):
 
 
 class Wrapper(ProcessGroup):
-    group_name: Any = ""  # by which meshes find a group
+    group_name: Any = ""  # device meshes look up groups by it
 
     def __init__(self, inner: ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -112,7 +112,7 @@ def divided(group: ProcessGroup) -> nn.Module:
 
 
 def measured(model: Callable[[ProcessGroup], nn.Module], wraps: bool, world: World) -> tuple[float, int, str]:
-    """Return milliseconds of processor time of a step, its Python calls, and what the wrapper has seen of it."""
+    """Return a step's CPU milliseconds, its number of Python calls, and the calls seen by the wrapper, as text."""
     if wraps:
         dist.Backend.register_backend("wrapped", create, devices=["cpu"])
         store = dist.PrefixStore("wrapped", dist.distributed_c10d._get_default_store())

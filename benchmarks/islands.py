@@ -1,4 +1,4 @@
-"""Compare what crosses the slow uplinks of two racks of two hosts: sums over tiers, and meshes by the order of axes.
+"""Compare traffic on the slow uplinks of two racks of two hosts: hierarchical sums, and orders of mesh axes.
 
 uv run python benchmarks/islands.py sums 400 50    # hosts at 400 Mbit/s, the uplink of a rack at 50 (root; namespaces)
 uv run python benchmarks/islands.py orders 400 40
@@ -32,7 +32,7 @@ WAYS = {
 }
 STAGES = ("recipe=stdlib_lm", "recipe.depth=4", "recipe.context=64", "strategy=mesh", "strategy.pipeline=2")
 ORDERS = ("[tensor,data,pipeline]", "[tensor,pipeline,data]")
-SHORT, LONG = 3, 9  # steps; the difference in bytes is that of steps alone
+SHORT, LONG = 3, 9  # steps; the difference excludes traffic at startup
 
 
 def sums(megabits: int, uplink: int) -> None:
@@ -66,7 +66,7 @@ def orders(megabits: int, uplink: int) -> None:
 
 @contextmanager
 def racks(megabits: int, uplink: int) -> Iterator[tuple[Hosts, Path]]:
-    """Yield four hosts in two racks, and a Python that starts on them without delay."""
+    """Yield four hosts in two racks, and a Python that starts fast on them."""
     with tempfile.TemporaryDirectory() as name, run_hosts(Path(name), name="bench", count=4, racks=2) as hosts:
         hosts.shape_links(f"{megabits}mbit")
         hosts.shape_uplinks(f"{uplink}mbit")
@@ -75,7 +75,7 @@ def racks(megabits: int, uplink: int) -> Iterator[tuple[Hosts, Path]]:
 
 
 def measured(hosts: Hosts, options: list[str], batch: int, python: Path) -> tuple[float, float]:
-    """Return the bytes that the second rack sends in a step of ``batch`` samples, and a step's median seconds."""
+    """Return the bytes per step of ``batch`` samples sent by the second rack, and the median seconds per step."""
     short, _ = _run(hosts, options, batch, SHORT, python)
     long, seconds = _run(hosts, options, batch, LONG, python)
     return (long - short) / (LONG - SHORT), seconds

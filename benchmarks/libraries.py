@@ -1,4 +1,4 @@
-"""Our own code beside the library that would stand in its place: see docs/decisions.
+"""Compare our own code with libraries that could replace it; see docs/decisions.
 
 uv run python benchmarks/libraries.py blocks|rows|memory
 """
@@ -36,7 +36,7 @@ ROWS, FILES, DRAWN = 200_000, 4, 64
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Return the processor time of this process for ``work``."""
+    """Return the CPU seconds of this process for ``work``."""
     begin = time.process_time()
     work()
     return time.process_time() - begin
@@ -66,7 +66,7 @@ class _Far(AbstractFileSystem):  # type: ignore[misc]
 
 
 def blocks(folder: Path) -> Iterator[str]:
-    """Compare the cache of remote files with fsspec's ``blockcache``: blocks kept after a kill, and small reads."""
+    """Compare our cache of remote files with fsspec's ``blockcache``: blocks kept after a crash, small reads."""
     file = folder / "file"
     file.write_bytes(os.urandom(BLOCKS * BLOCK))
 
@@ -120,7 +120,7 @@ def blocks(folder: Path) -> Iterator[str]:
 
 
 def rows(folder: Path) -> Iterator[str]:
-    """Compare random rows of Parquet files with ``pyarrow.dataset``."""
+    """Compare reads of random rows from Parquet files with ``pyarrow.dataset``."""
     draw = numpy.random.default_rng(0)
     for number in range(FILES):
         columns = {"x": draw.standard_normal(ROWS), "text": [os.urandom(32).hex() for _ in range(ROWS)]}
@@ -141,7 +141,7 @@ def rows(folder: Path) -> Iterator[str]:
 
 
 def memory(_: Path) -> Iterator[str]:
-    """Compare the peak memory of two steps with torch's ``MemTracker``."""
+    """Compare our measurement of the peak memory of two steps with torch's ``MemTracker``."""
     inputs, labels = torch.randn(128, 64), torch.randint(10, (128,))
 
     def built() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -167,7 +167,7 @@ def memory(_: Path) -> Iterator[str]:
     tracker.track_external(*pair)
     with tracker:
         for _step in range(2):
-            tracker.reset_mod_stats()  # it refuses a root module that is called twice
+            tracker.reset_mod_stats()  # otherwise it refuses a second call of the root module
             step(*pair)
     (theirs,) = tracker.get_tracker_snapshot("peak").values()
     yield f"MemTracker: { {getattr(part, 'value', part): nbytes for part, nbytes in theirs.items()} }"

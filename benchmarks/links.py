@@ -1,4 +1,4 @@
-"""Train on hosts that are network namespaces with shaped links; this needs root."""
+"""Train on hosts that are network namespaces with shaped links. Requires root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 @contextmanager
 def warm_python(folder: Path) -> Iterator[Path]:
-    """Yield a Python that has imported worldsize already, so that four hosts on two cores start without delay."""
+    """Yield a Python that starts with worldsize imported, so that four hosts on two cores start fast."""
     sys.path.append(str(REPOSITORY))
     from tests.support import warm
 
@@ -37,7 +37,7 @@ def warm_python(folder: Path) -> Iterator[Path]:
 
 
 def trained_on(hosts: Hosts, *options: str, python: str | Path = sys.executable) -> list[dict[str, Any]]:
-    """Train with ``cluster=ssh`` on all ``hosts`` and return the logged steps; ``python`` is the hosts' interpreter."""
+    """Train with ``cluster=ssh`` on all ``hosts``, and return the logged steps; ``python``: their interpreter."""
     with tempfile.TemporaryDirectory() as runs:
         words = [
             *_cluster(hosts, python),
@@ -51,12 +51,12 @@ def trained_on(hosts: Hosts, *options: str, python: str | Path = sys.executable)
 
 
 def examined(hosts: Hosts, *options: str, python: str | Path) -> dict[str, Link]:
-    """Return what the links carry, as ``worldsize doctor`` measures it."""
+    """Return the links of each tier as measured by ``worldsize doctor``."""
     with tempfile.TemporaryDirectory() as name:
         report = Path(name) / "doctor.json"
         words = [*_cluster(hosts, python), "cluster.threads=1", f"run.root={name}/runs", *options]
         command = hosts.wrap_command(1, [str(python), "-m", "worldsize", "doctor", "--json", str(report), *words])
-        subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)  # a link below its declaration is no error
+        subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)  # may fail: links below declaration
         return read_links(report)
 
 

@@ -1,4 +1,4 @@
-"""Measure how fast batches come from our loader and from torch's DataLoader, of the same data sets.
+"""Compare the speed of our loader and torch's DataLoader on the same data sets.
 
 uv run python benchmarks/loader.py 7 0.5       # rounds, and seconds of each measurement
 """
@@ -29,7 +29,7 @@ WORKERS = (0, 1, 2)
 
 
 class Rows(Dataset[Tensor]):
-    """Rows of a memory-mapped array of tokens, a sample at a time."""
+    """Rows of a memory-mapped array of tokens, loaded one at a time."""
 
     def __init__(self, path: Path) -> None:
         self.rows = numpy.load(path, mmap_mode="r")
@@ -42,14 +42,14 @@ class Rows(Dataset[Tensor]):
 
 
 class WholeBatches(Rows):
-    """Rows of which a batch is had by one call."""
+    """Rows that are loaded as a whole batch at a time."""
 
     def load_batch(self, indices: Tensor) -> Tensor:
         return self[indices.numpy()]
 
 
 class Decoded(Rows):
-    """Rows that take about a third of a millisecond of a core each, as a small image does."""
+    """Rows that take about 0.3 ms of CPU time each, like decoding a small image."""
 
     def __getitem__(self, index: Any) -> Tensor:
         row = super().__getitem__(index)
@@ -63,7 +63,7 @@ def ours(dataset: Rows, workers: int) -> Iterator[Any]:
 
 
 def torchs(dataset: Rows, workers: int) -> Iterator[Any]:
-    """Return torch's loader in the quickest way that it has: whole batches by a sampler of batches."""
+    """Return torch's loader; whole batches use a batch sampler, its fastest way."""
     if isinstance(dataset, WholeBatches):
         sampler = BatchSampler(RandomSampler(dataset), BATCH, drop_last=True)
         return iter(DataLoader(dataset, sampler=sampler, batch_size=None, num_workers=workers))
@@ -74,7 +74,7 @@ LOADERS: dict[str, Callable[[Rows, int], Iterator[Any]]] = {"worldsize": ours, "
 
 
 def measured(which: str, kind: type[Rows], path: Path, workers: int, seconds: float) -> tuple[float, float]:
-    """Return the seconds until the first batch, and the samples a second of those after it."""
+    """Return the seconds until the first batch, and the samples per second after it."""
     begun = time.perf_counter()
     loader = LOADERS[which](kind(path), workers)
     next(loader)
@@ -86,7 +86,7 @@ def measured(which: str, kind: type[Rows], path: Path, workers: int, seconds: fl
 
 
 def processor_time(which: str, kind: type[Rows], path: Path, batches: int = 600) -> float:
-    """Return the microseconds of the processor for a batch that is loaded without workers."""
+    """Return the CPU microseconds per batch without workers."""
     loader = LOADERS[which](kind(path), 0)
     next(loader)
     begun = time.process_time()
@@ -96,7 +96,7 @@ def processor_time(which: str, kind: type[Rows], path: Path, batches: int = 600)
 
 
 def row(kind: type[Rows], path: Path, workers: int, rounds: int, seconds: float) -> list[str]:
-    """Return the cells of one comparison: medians, and the medians of the ratios of measurements side by side."""
+    """Return the cells of one comparison: medians over rounds, and medians of the ratios within a round."""
     pairs = []
     for number in range(rounds):
         turns = list(LOADERS)[:: 1 if number % 2 else -1]

@@ -1,4 +1,4 @@
-"""Compare ``strategy=mesh`` with a loop written by hand with torch's own parallelisms: time a step, 3.2 M parameters.
+"""Compare ``strategy=mesh`` with a hand-written loop on torch's own parallelism: step time, 3.2 M parameters.
 
 uv run python benchmarks/mesh.py               # 2 and 4 gloo processes, 40 steps each
 """
@@ -114,7 +114,7 @@ def _piped(
 
 
 def measure(strategy: Mesh, world: World, rounds: int) -> list[tuple[Figures, Figures]]:
-    """Time a step by hand and a step of ours in each round, alternating in the same processes."""
+    """Time one hand-written step and one of ours per round, alternating in the same processes."""
     text = torch.randint(256, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
     mine = text.chunk(strategy.create_layout(world.size)["data"])[strategy.data_rank(world)]
     ways = (_by_hand(strategy, world), _ours(strategy, world))
@@ -123,11 +123,11 @@ def measure(strategy: Mesh, world: World, rounds: int) -> list[tuple[Figures, Fi
         order = (0, 1) if number % 2 else (1, 0)
         taken = {way: _timed(ways[way], mine) for way in order}
         figures.append((taken[0], taken[1]))
-    return figures[2:]  # the first steps create what later ones reuse
+    return figures[2:]  # the first steps allocate buffers that later ones reuse
 
 
 def _timed(step: Step, rows: Tensor) -> Figures:
-    """Return seconds of one step, and seconds of processor time of all ranks together."""
+    """Return the seconds of one step, and the CPU seconds of all ranks together."""
     dist.barrier()
     begun, used = time.perf_counter(), time.process_time()
     step(rows[:, :-1], rows[:, 1:])

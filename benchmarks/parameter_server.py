@@ -1,4 +1,4 @@
-"""Compare the parameter server with other ways to move the same bytes: bare sockets, gloo, torch RPC.
+"""Compare the parameter server with other ways to transfer the same bytes: bare sockets, gloo, torch RPC.
 
 uv run python benchmarks/parameter_server.py dense 5        # push + pull of 64 MiB
 uv run python benchmarks/parameter_server.py sparse 5       # pull + push of rows of a table of a million
@@ -54,7 +54,7 @@ from worldsize.testing.hosts import run_hosts
 PARAMETERS, EACH = 16, 1 << 20  # 16 × 4 MiB
 BYTES = PARAMETERS * EACH * 4
 ROWS, DIM = 1_000_000, 64
-TOUCHED = (100, 500, 2_000)  # rows of a batch
+TOUCHED = (100, 500, 2_000)  # rows per batch
 REPOSITORY = Path(__file__).parents[1]
 sys.path.append(str(REPOSITORY))
 Round = Callable[[], object]
@@ -90,7 +90,7 @@ TABLE = Table("words.weight", ROWS, DIM, None, RowValues())
 
 @contextmanager
 def ours(wire: str, *, touched: int = 0) -> Iterator[Round]:
-    """Start a server, and yield a round that pushes and pulls all weights or ``touched`` rows of a table."""
+    """Start a server; yield a function that pushes and pulls all weights, or ``touched`` rows, once."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "directory").mkdir()
@@ -134,13 +134,13 @@ def _sparse_rounds(link: ShardLink, touched: int) -> Round:
         ids_n = batches[step % len(batches)]
         link.ask_rows(0, ids_n, step=step - 1)
         rows_nd, _ = link.receive_rows(0, ids_n, DIM, step=step - 1)
-        link.push_rows(0, ids_n, rows_nd, step=step, width=1, node=0)  # answered by the next pull, as in training
+        link.push_rows(0, ids_n, rows_nd, step=step, width=1, node=0)  # acknowledged with the next pull, as in training
 
     return once
 
 
 def _batches(touched: int) -> list[Tensor]:
-    """Draw the rows of 32 batches: a few rows are in every batch, most are rare."""
+    """Sample the row ids of 32 batches: a few rows are in every batch, most are rare."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.rand(3 * touched, generator=generator).pow(6) * ROWS for _ in range(32)]
     return [torch.unique(each.long())[:touched] for each in drawn]
@@ -151,7 +151,7 @@ def _batches(touched: int) -> list[Tensor]:
 
 @contextmanager
 def bare(wire: str) -> Iterator[Round]:
-    """Yield a round with a bare socket, whose other end receives as many bytes as are pushed and sends as many back."""
+    """Yield a function that sends all weights over a bare socket and receives as many bytes back."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         keys: Credentials | None = None
@@ -211,7 +211,7 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
 
 @contextmanager
 def gloo(make: Callable[[int], Round]) -> Iterator[Round]:
-    """Run ``make(1)()`` on a second rank, and yield ``make(0)`` as the round of this one."""
+    """Start a second rank that repeats ``make(1)()``, and yield ``make(0)`` for this rank."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         process = get_context("fork").Process(target=_gloo_peer, args=(store, make))
@@ -248,7 +248,7 @@ def send_and_receive(rank: int) -> Round:
 
 
 def send_rows(rank: int, *, touched: int) -> Round:
-    """Send ids, receive rows and send gradients; the work of a server on them costs nothing here."""
+    """Send ids, receive rows, then send ids and gradients; no rows are looked up or updated."""
     ids_n, rows_nd = torch.zeros(touched, dtype=torch.int64), torch.zeros(touched, DIM)
     exchange = ((dist.send, dist.recv), (dist.recv, dist.send))[rank]
 
@@ -323,7 +323,7 @@ def torch_rpc(*, touched: int = 0) -> Iterator[Round]:
 
 
 def timed(contender: Callable[[], Any], seconds: float) -> float:
-    """Measure the median seconds of a round in a process of its own."""
+    """Return the median seconds of a round, measured in a separate process."""
     receiver, sender = get_context("fork").Pipe(duplex=False)
     process = get_context("fork").Process(target=_timed, args=(contender, seconds, sender))
     process.start()
@@ -346,7 +346,7 @@ def _timed(contender: Callable[[], Any], seconds: float, sender: Any) -> None:
 
 
 def alternately(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the median seconds a round of each contender, over rounds in which each runs once."""
+    """Return each contender's median seconds; each of ``rounds`` measures every contender once."""
     times_of: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, contender in contenders.items():
@@ -402,9 +402,9 @@ WAYS = {"sync": ("sync", 0), "bounded, 4": ("bounded", 4), "async": ("async", 0)
 
 
 def straggler(rounds: int = 3) -> None:
-    """Measure what is kept of the throughput when one worker is five times slower than the others.
+    """Measure the throughput that remains when one worker is five times slower than the others.
 
-    Each unit takes 30 ms more than it computes, on the slow worker five times as long.
+    Each unit sleeps for 30 ms, on the slow worker for 150 ms.
     """
     slow = f"{{action: sleep, rank: 1, seconds: {4 * PAUSE}}}"
     results = {
@@ -421,7 +421,7 @@ def straggler(rounds: int = 3) -> None:
 
 
 def _trained(consistency: str, staleness: int, slow: str) -> tuple[float, float]:
-    """Train, and return samples a second and the accuracy at the end."""
+    """Train, and return samples per second and the final accuracy."""
     pause = ", ".join(f"{{action: sleep, rank: {rank}, seconds: {PAUSE}}}" for rank in range(1, WORKERS + 1))
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -443,7 +443,7 @@ MODEL = ("recipe=stdlib_lm", "recipe.width=512", "recipe.depth=3", "recipe.conte
 
 
 def network(megabits: int = 1000) -> None:
-    """Measure a step of 4 workers on hosts of their own: by DDP, and with 1, 2 and 4 servers on hosts of their own."""
+    """Measure a step of 4 workers on separate hosts: with DDP, and with 1, 2 and 4 servers on further hosts."""
     size = 4 * sum(p.numel() for p in _gpt().parameters())  # bytes
     rate = megabits * 1e6 / 8
     title = f"{size / 1e6:.0f} MB of parameters, {WORKERS} workers, {megabits:,} Mbit/s a host"
@@ -466,7 +466,7 @@ def _gpt() -> nn.Module:
 
 
 def _over_links(servers: int, megabits: int) -> float:
-    """Return the median seconds of a step."""
+    """Return the median seconds of a step, with DDP if ``servers`` is 0."""
     strategy = ("strategy=parameter_server", f"strategy.servers={servers}") if servers else ("strategy=ddp",)
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -1,9 +1,9 @@
-"""Losses of the byte-level GPT in several precisions, side by side.
+"""Compare losses of the byte-level GPT in several precisions.
 
     uv run --extra fp8 python benchmarks/precision.py [STEPS] [SEEDS]
 
-On CPUs the products of fp8 are emulated: numbers are rounded to 8 bits, and multiplied as others. So these are the
-losses of fp8, and not its speed.
+On CPUs, fp8 products are emulated: numbers are rounded to 8 bits, then multiplied in a higher precision. The losses are
+those of fp8, the speed is not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def trained(precision: str, steps: int, seed: int) -> tuple[list[float], float]:
-    """Return the loss of each step of a run, and the metric of its test data at the end."""
+    """Train, and return the loss of each step and the final bits per byte on the test data."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*MODEL, *RUN, f"precision={precision}", f"steps={steps}", f"seed={seed}", f"run.root={folder}"]
         command = [sys.executable, "train.py", *words, "checkpoint.at_end=false"]

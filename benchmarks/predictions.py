@@ -1,9 +1,9 @@
-"""Compare the step time that plan predicts with the measured one: four hosts of two processes, shaped links.
+"""Compare step times predicted by ``worldsize plan`` with measured ones: four hosts of two processes, shaped links.
 
-uv run python benchmarks/predictions.py 200 large 64     # or small; 1000; tokens a process (root; network namespaces)
+uv run python benchmarks/predictions.py 200 large 64     # Mbit/s, model (small, large), tokens per process (root)
 
-Forecasts of a round use what doctor and the recipe's steps show at its beginning. Results are means of three rounds,
-or of as many as a fourth argument says: on a machine that others use too, timings vary by a fifth.
+Each round predicts from links and steps measured at its start. Results are averaged over three rounds, or the number
+in a fourth argument, since timings on a shared machine vary by a fifth.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _draw(title: str, measured: Mapping[str, list[float]], predicted: Mapping[st
 
 
 def forecasts(predictor: Predictor, shape: tuple[str, ...]) -> dict[str, Forecast]:
-    """Predict each way before anything runs."""
+    """Predict the step of each way, before any of them runs."""
     predicted: dict[str, Forecast] = {}
     for way, options in WAYS.items():
 

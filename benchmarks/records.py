@@ -1,9 +1,9 @@
-"""Measure how long status takes for many runs, and watch and report for one with many steps; with their memory.
+"""Measure time and memory of ``status`` with many runs, and of ``watch`` and ``report`` with many steps.
 
     python benchmarks/records.py 5000 1000000
 
-The runs are written as a run writes them, below a temporary folder. Each command is a process of its own, as a user
-starts it; its processor seconds and its largest resident memory are those that the kernel counted.
+The runs are written to a temporary folder in the usual format. Each command runs in a separate process, as for a user;
+CPU seconds and peak resident memory are from the kernel's accounting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEP = {
 
 
 def manifest(name: str, steps: int) -> dict[str, Any]:
-    """Describe a run of four processes that has ended, with the packages of an ordinary environment."""
+    """Return the manifest of a completed run of four processes, with 300 packages."""
     attempt = {"number": 1, "start": "2026-11-18T08:26:40+00:00", "start_at": 1.8e9, "end_at": 1.8e9 + 60}
     ended = {"exit_reason": "completed", "exit_code": 0, "hosts": ["here"], "world_size": 4, "steps": [0, steps]}
     torch = {"version": "2.15.0"}
@@ -77,7 +77,7 @@ def write_run(folder: Path, steps: int) -> None:
 
 
 def measure(folder: Path, *words: str) -> None:
-    """Run a command in ``folder``, and print what it took."""
+    """Run a worldsize command in ``folder``, and print its CPU seconds, seconds and peak memory."""
     begun = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-m", "worldsize", *words], cwd=folder, stdout=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""Compare gradient reductions of DDP on two hosts of two ranks: bytes on the link, time a step, and loss.
+"""Compare gradient reductions of DDP on two hosts of two ranks: bytes on the link, step time and loss.
 
 uv run python benchmarks/reductions.py 200      # links of 200 Mbit/s (root; network namespaces)
 """
@@ -31,7 +31,7 @@ WAYS = {
     "hierarchical, randomk 1 %": ("strategy.reduce=hierarchical", "strategy.compress=randomk"),
     "flat, int8": ("strategy.compress=int8",),
 }
-SHORT, LONG = 4, 12  # steps; the difference in bytes is that of steps alone
+SHORT, LONG = 4, 12  # steps; the difference excludes traffic at startup
 
 
 def main(megabits: int) -> None:
@@ -60,7 +60,7 @@ def main(megabits: int) -> None:
 
 
 def measured(options: tuple[str, ...], megabits: int) -> tuple[float, float, float]:
-    """Return the bytes that the second host sends in a step, a step's median seconds, and the loss of the last step."""
+    """Return the bytes per step sent by the second host, the median seconds per step, and the last loss."""
     with tempfile.TemporaryDirectory() as folder, run_hosts(Path(folder), name="bench", count=2) as hosts:
         hosts.shape_links(f"{megabits}mbit")
         short, _, _ = _run(hosts, options, SHORT)
@@ -78,7 +78,7 @@ def _run(hosts: Hosts, options: tuple[str, ...], steps: int) -> tuple[int, float
 
 
 def gpt() -> nn.Module:
-    """Return the model whose gradients are summed."""
+    """Return the model described by ``MODEL``, for its parameter count."""
     sys.path.append(str(REPOSITORY))
     from recipes.stdlib_lm.recipe import StdlibLM
 

@@ -1,10 +1,10 @@
-"""Measure rehearsals: how they grow with the world, how soon planted faults are named, how far memory is off.
+"""Measure rehearsals: cost by world size, time to find planted faults, error of the predicted memory.
 
 uv run python benchmarks/rehearse.py worlds 64,512,4096     # seconds, calls, memory and open files of a rank
-uv run python benchmarks/rehearse.py begin 1024             # a Llama of 6.7 billion parameters, as one rank begins
-uv run python benchmarks/rehearse.py store 8,32,64,256      # what real ranks say to the store, and their sockets
+uv run python benchmarks/rehearse.py begin 1024             # one rank's initialization of a 6.7 B Llama
+uv run python benchmarks/rehearse.py store 8,32,64,256      # messages of real ranks to the store, and their sockets
 uv run python benchmarks/rehearse.py faults 64 ddp,fsdp     # six planted faults under each strategy
-uv run python benchmarks/rehearse.py memory                 # what plan says of 20 runs, and what four processes use
+uv run python benchmarks/rehearse.py memory                 # planned and used memory of 20 runs, four processes
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ STRATEGIES = ("ddp", "zero", "fsdp", "hsdp", "mesh", "diloco")
 
 
 def composed(work: Callable[[Settings], Any], *options: str) -> Any:
-    """Call ``work`` with the settings of ``options``, in a process of its own."""
+    """Call ``work`` with the settings composed from ``options`` in a separate process; return its result."""
     context = get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
 
@@ -83,7 +83,7 @@ def _open_files() -> int:
 
 
 def one_rank(settings: Settings) -> list[float]:
-    """Rehearse the last rank: seconds of processor time, calls of a step, peak bytes, growth in memory, open files."""
+    """Rehearse the last rank; return CPU seconds, calls per step, peak bytes, memory growth and opened files."""
     part = RehearsedPart()
     data, files = load_splits(settings, part), _open_files()
     begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -95,7 +95,7 @@ def one_rank(settings: Settings) -> list[float]:
 
 
 def worlds(sizes: Sequence[int]) -> None:
-    """Draw what one rank of each world costs."""
+    """Print the cost of rehearsing one rank, by strategy and world size."""
     table = Table("strategy", "ranks", "processor s", "calls a step", "peak MB", "process grew MB", "more open files")
     for strategy in STRATEGIES:
         for size in sizes:
@@ -117,7 +117,7 @@ SEVEN_BILLION = (
 
 
 def begun(settings: Settings) -> tuple[float, float, int, int, int]:
-    """Make a rank's replica: processor and wall seconds, bytes of shards and of the largest parameter, growth."""
+    """Create a rank's replica; return CPU and wall seconds, bytes of shards and largest parameter, memory growth."""
     cpu, wall, before = time.process_time(), time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with world_seen_by(3, settings, torch.device("cpu")) as world:
         replica = settings.strategy.replica(settings.recipe, RunContext(world))
@@ -129,7 +129,7 @@ def begun(settings: Settings) -> tuple[float, float, int, int, int]:
 
 
 def begin(size: int) -> None:
-    """Draw what one rank of a large world needs until its part of a large model is made."""
+    """Print the time and memory for one rank of ``size`` to initialize its shards of a large model."""
     shape = (f"cluster.processes={size}", f"cluster.nodes={size // PER_NODE}", f"batch_size={size}", "strategy=fsdp")
     cpu, wall, shards, largest, grown = composed(begun, *SEVEN_BILLION, *shape)
     table = Table("ranks", "processor s", "wall s", "shards MB", "largest parameter MB", "process grew MB")
@@ -138,7 +138,7 @@ def begin(size: int) -> None:
 
 
 class Counting(Store):
-    """Counts what a process says to the store of its run."""
+    """Store that counts the requests of this process."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Counting(Store):
 
 
 def _joined(placement: Placement, said: Connection) -> None:
-    """Join the world of ``placement``, let each group sum twice, and say what was asked of the store."""
+    """Join the world of ``placement``, all-reduce twice in each group, and send the request counts to ``said``."""
     size, stores, inherited = placement.world_size, list[Counting](), _open_files()
 
     def counted(url: str, **options: object) -> Iterator[tuple[Counting, int, int]]:
@@ -189,7 +189,7 @@ def _joined(placement: Placement, said: Connection) -> None:
 
 
 def store(sizes: Sequence[int]) -> None:
-    """Draw what real processes of each world say to the store until all their groups have summed."""
+    """Print the store requests of real processes until all their groups have all-reduced, by world size."""
     table = Table(
         "ranks", "messages to join", "until all groups have summed", "files opened", title="the most of any rank"
     )
@@ -213,7 +213,7 @@ def store(sizes: Sequence[int]) -> None:
 
 
 def named(settings: Settings, fault: str) -> tuple[float, str]:
-    """Return the seconds until a planted fault is named, and the sentence."""
+    """Return the seconds to rehearse a planted fault, and the differences found, as text."""
     begun = time.perf_counter()
     faulty = replace(settings, recipe=Faulty(fault, FAULTY))
     found = differences(rehearse(faulty, range(settings.cluster.processes), RehearsedPart()))
@@ -221,7 +221,7 @@ def named(settings: Settings, fault: str) -> tuple[float, str]:
 
 
 def faults(size: int, strategies: Sequence[str]) -> None:
-    """Draw how soon each fault is named, and whether with its rank and line."""
+    """Print the seconds to find each fault, and whether its rank and line are named."""
     table = Table("strategy", *FAULTS, title=f"seconds until one of {size} ranks is named with its line")
     for strategy in strategies:
         cells = []
@@ -267,13 +267,13 @@ PROCESSES = 4
 
 
 def planned_and_used(settings: Settings) -> tuple[float, int]:
-    """Return the bytes that a rank needs as ``plan`` says, and the most that any of real processes had."""
+    """Return the bytes per rank that ``plan`` predicts, and the maximum over real processes."""
     planned = Predictor(Given(compute_seconds=1.0)).forecast(settings).cost.memory_bytes
     return planned, max(real.most for real in really(settings, RehearsedPart(steps=3), PROCESSES))
 
 
 def memory() -> None:
-    """Draw how far plan's memory is from that of real processes."""
+    """Print planned and used memory, and the relative error, for each case."""
     table = Table("run of four processes", "planned MB", "used MB", "off")
     network = "cluster.links.network={bandwidth: 1e9, latency: 1e-5}"
     for name, options in CASES.items():

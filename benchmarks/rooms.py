@@ -1,16 +1,16 @@
-"""Count the source files that a command passes on its way from the typed words to the first step.
+"""Count the source files that a command passes through from its start to the first step.
 
     python benchmarks/rooms.py train recipe=digits steps=20 cluster.processes=1 run.root=/tmp/rooms run.name=a
     python benchmarks/rooms.py resume /tmp/rooms/digits/a steps=40
 
-It traces calls in the launching process and, forked from it, in the first worker, until that calls ``fit``. A file is
-entered when a function of another file of worldsize calls one of its own, or goes on with a generator of its own. A
-place is a line from which a file is entered, however often that line runs: who reads along comes back once a place.
+It traces calls in the launching process and in the first worker forked from it, until that calls ``fit``. A file is
+entered when a function in another file of worldsize calls one of its functions, or resumes one of its generators. A
+place is a line from which a file is entered, counted once however often it runs: a jump for whoever reads the code.
 
-It prints all files in the order of their first entry, each with its places and entries; how often the manifest is read;
-and the path: the files whose functions have not returned when ``fit`` is called.
+It prints all files in the order of their first entry, with their numbers of places and entries; the number of reads of
+the manifest; and the path: the files with functions on the call stack when ``fit`` is called.
 
-Start it in the clone of another commit to count that one.
+Run it in a clone of another commit to measure that commit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ places: defaultdict[str, set[tuple[str | None, int]]] = defaultdict(set)
 
 
 def trace(frame: FrameType, event: str, _: object) -> None:
-    """Count a call that comes from another file; stop at the first step."""
+    """Profile function: count calls from other files; report and stop at the first step."""
     if event != "call" or (room := _room(frame)) is None or frame.f_code.co_name == "<module>":
         return
     calls[room.rpartition("/")[2], frame.f_code.co_name] += 1
@@ -52,7 +52,7 @@ def _room(frame: FrameType) -> str | None:
 
 
 def _callers(frame: FrameType) -> Iterator[FrameType]:
-    """Yield the frames of worldsize below ``frame``, the nearest first; other packages may lie between them."""
+    """Yield the calling frames of ``frame`` that are in worldsize, innermost first."""
     caller = frame.f_back
     while caller is not None:
         if _room(caller) is not None:
@@ -61,7 +61,7 @@ def _callers(frame: FrameType) -> Iterator[FrameType]:
 
 
 def report(last: FrameType) -> None:
-    """Print what was counted."""
+    """Print the counts; ``last`` is the frame of ``fit``."""
     again = sum(len(places[room]) - 1 for room in entries), sum(entries[room] - 1 for room in entries)
     _say(f"\n{len(entries)} files, entered again from {again[0]} places, {again[1]} times")
     _say("\n".join(f"  {room:40} {len(places[room]):5} {entries[room]:5}" for room in entries))

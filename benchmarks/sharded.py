@@ -1,10 +1,10 @@
-"""Measure sharded strategies on gloo processes of this machine: memory, and a step next to hand-written torch.
+"""Measure sharded strategies on gloo processes of this machine: memory, and step time next to hand-written PyTorch.
 
 uv run python benchmarks/sharded.py memory 4      # resident memory that each strategy adds, 4 processes
-uv run python benchmarks/sharded.py step 2        # strategy=fsdp beside a loop with fully_shard, 2 processes
-uv run python benchmarks/sharded.py begin 4       # the most memory of a process before the first step, 4 processes
-uv run python benchmarks/sharded.py begin 4 600   # the same if a process may grow by 600 MB
-uv run python benchmarks/sharded.py train 4 7000  # train a model of 1.7 GB on 4 processes with 7 GB in all; as root
+uv run python benchmarks/sharded.py step 2        # strategy=fsdp next to a loop with fully_shard, 2 processes
+uv run python benchmarks/sharded.py begin 4       # peak memory of a process before the first step, 4 processes
+uv run python benchmarks/sharded.py begin 4 600   # the same with a limit of 600 MB more per process
+uv run python benchmarks/sharded.py train 4 7000  # train a 1.7 GB model on 4 processes with 7 GB in total (root)
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def resident() -> int:
-    """Return the resident bytes of this process, after freed memory has been returned to the system."""
+    """Return freed memory to the system; return the resident bytes of this process."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -83,7 +83,7 @@ def held(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def added(strategy: Strategy, world: World) -> tuple[int, int]:
-    """Return the bytes that training keeps after a few steps, and by how many bytes this process has grown."""
+    """Return the bytes of training state after a few steps, and the growth of this process in bytes."""
     before, source = resident(), batches()
     replica = strategy.replica(RECIPE, RunContext(world))
     assert isinstance(replica, SynchronousReplica)
@@ -136,7 +136,7 @@ def ours(world: World) -> Callable[[], object]:
 
 
 def timed(world: World, rounds: int = 12) -> list[float]:
-    """Return seconds of a step by hand and by us, which alternate; medians of rounds of four steps."""
+    """Return the median seconds per step, hand-written and ours, in alternating rounds of four steps."""
     contenders = [by_hand(world), ours(world)]
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
@@ -144,7 +144,7 @@ def timed(world: World, rounds: int = 12) -> list[float]:
             begun = time.perf_counter()
             for _ in range(4):
                 contender()
-            if number:  # the first is a warm-up
+            if number:  # skip the warm-up round
                 seconds.append((time.perf_counter() - begun) / 4)
     return [statistics.median(seconds) for seconds in times]
 
@@ -163,13 +163,13 @@ LARGE = replace(RECIPE, width=1024, depth=16)
 
 
 def figure(name: str) -> int:
-    """Return a figure of the kernel's about this process, in bytes."""
+    """Return field ``name`` of ``/proc/self/status``, such as "VmRSS", in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 
 
 def made_whole(world: World) -> object:
-    """Make the model as most programs do: whole, and then its shards."""
+    """Build the whole model, then shard it, as most programs do."""
     assert world.group is not None
     model, mesh = LARGE.model(), DeviceMesh.from_group(world.group, "cpu")
     for block in LARGE.blocks(model):
@@ -178,11 +178,11 @@ def made_whole(world: World) -> object:
 
 
 def begun(make: Callable[[World], object], limit_mb: int, world: World) -> tuple[int, float, int]:
-    """Return the most bytes by which this process grew, seconds, and the bytes of its shards; -1 if they do not fit."""
-    fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (world.size,)))  # imports what it uses
+    """Return peak growth in bytes, seconds, and bytes of shards; (-1, 0, -1) if ``limit_mb`` was exceeded."""
+    fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (world.size,)))  # warm up imports
     if limit_mb:
         resource.setrlimit(resource.RLIMIT_DATA, (figure("VmData") + limit_mb * 10**6,) * 2)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, begins = figure("VmRSS"), time.perf_counter()
     try:
         model = make(world)
@@ -219,7 +219,7 @@ MODEL = ("recipe.width=1536", "recipe.depth=15", "recipe.context=16", "recipe.te
 
 @contextmanager
 def memory_group(limit_mb: int) -> Iterator[Path]:
-    """Make a control group whose processes may use so much memory together; only root may."""
+    """Create a control group whose processes may use ``limit_mb`` MB of memory in total. Requires root."""
     v1 = Path("/sys/fs/cgroup/memory")
     folder = (v1 if v1.exists() else v1.parent) / f"worldsize_{os.getpid()}"
     folder.mkdir()
@@ -231,7 +231,7 @@ def memory_group(limit_mb: int) -> Iterator[Path]:
 
 
 def trained(recipe: str, processes: int, limit_mb: int) -> tuple[str, str, str]:
-    """Train two steps; return the digest or the failure, the most memory of all processes, and the seconds."""
+    """Train two steps; return the state digest or failure, the peak memory of all processes, and the seconds."""
     job = ("steps=2", "checkpoint.at_end=false", "logger=none")
     words = [f"recipe={recipe}", f"batch_size={processes}", *MODEL, *SGD, *job]
     command = [sys.executable, str(REPOSITORY / "train.py"), *words, "strategy=fsdp", f"cluster.processes={processes}"]
@@ -243,7 +243,7 @@ def trained(recipe: str, processes: int, limit_mb: int) -> tuple[str, str, str]:
             env={
                 **os.environ,
                 "WORLDSIZE_PLUGINS": str(REPOSITORY / "benchmarks"),
-                "MALLOC_MMAP_THRESHOLD_": "4000000",  # glibc gives larger blocks back at once, and keeps no gaps
+                "MALLOC_MMAP_THRESHOLD_": "4000000",  # glibc returns larger blocks to the system at once
             },
             capture_output=True,
             text=True,

@@ -1,15 +1,15 @@
-"""Kill one long run at random points, many times, and compare its end with that of an undisturbed one.
+"""Kill one long run at random points many times, and compare its result with an undisturbed run.
 
-uv run python benchmarks/soak.py kill 100        # SIGKILL of a random rank; the run restarts by itself
-uv run python benchmarks/soak.py heal 100        # SIGKILL of a random rank every 2 s; the others go on, another joins
-uv run python benchmarks/soak.py spare 20        # the same kills; a spare, which waits, takes the place at once
-uv run python benchmarks/soak.py restart 20      # the same kills; all start again from the last checkpoint
-uv run python benchmarks/soak.py cost 5          # what being able to go on costs a step that nobody disturbs
-uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto beside fixed intervals, under the same kills
-uv run python benchmarks/soak.py simulated 5     # the same on a simulated clock, at three rates of failures
-uv run python benchmarks/soak.py heal 20 zero    # the same with another strategy; so do restart and cost
+uv run python benchmarks/soak.py kill 100        # SIGKILL a random rank; the run restarts itself
+uv run python benchmarks/soak.py heal 100        # SIGKILL a random rank every 2 s; the others continue, a new one joins
+uv run python benchmarks/soak.py spare 20        # the same kills; a waiting spare replaces the rank
+uv run python benchmarks/soak.py restart 20      # the same kills; all restart from the last checkpoint
+uv run python benchmarks/soak.py cost 5          # overhead of healing per step, without failures
+uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto and fixed intervals, with the same kills
+uv run python benchmarks/soak.py simulated 5     # the same on a simulated clock, at three failure rates
+uv run python benchmarks/soak.py heal 20 zero    # another strategy; also for restart and cost
 uv run python benchmarks/soak.py heal 20 fsdp strategy.shard=2  # and further options
-uv run python benchmarks/soak.py terminate 20    # SIGTERM of a random rank; the run saves, exits with 75 and is resumed
+uv run python benchmarks/soak.py terminate 20    # SIGTERM a random rank; the run saves, exits with 75, and is resumed
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def workers(launcher: int) -> list[int]:
-    """Return the processes that train, and not the one that watches the health of this host."""
+    """Return the ids of the training processes, without the health monitor."""
     children = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
     return [pid for pid in children if name_of(pid).startswith("rank ")]
 
 
 def name_of(pid: int) -> str:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # it has exited
         return Path(f"/proc/{pid}/comm").read_text()
     return ""
 
 
 def last_step(folder: Path) -> int:
-    """Return the newest step in the run's metrics, 0 while there is none."""
+    """Return the last logged step of the run; 0 if there is none."""
     with suppress(FileNotFoundError), metrics_of(folder).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
         lines = file.read().split(b"\n")[:-1]
@@ -72,10 +72,10 @@ def last_step(folder: Path) -> int:
 
 @cache
 def metrics_of(folder: Path) -> Path:
-    """Return the metrics of the run in ``folder``: who looks for them at each glance takes a core from the run.
+    """Return the metrics file of the run in ``folder``; cached, since searching repeatedly would slow down the run.
 
     Raises:
-        FileNotFoundError: there are none yet.
+        FileNotFoundError: it does not exist yet.
     """
     for path in folder.rglob("metrics.jsonl"):
         return path
@@ -83,7 +83,7 @@ def metrics_of(folder: Path) -> Path:
 
 
 def wait_for_step(folder: Path, process: subprocess.Popen[bytes], more: int) -> bool:
-    """Wait until the run has logged more than ``more`` further steps; return False if it ends first."""
+    """Wait until the run has logged more than ``more`` new steps; return False if it ends first."""
     step = last_step(folder) + more
     while last_step(folder) <= step:
         if process.poll() is not None:
@@ -93,15 +93,15 @@ def wait_for_step(folder: Path, process: subprocess.Popen[bytes], more: int) -> 
 
 
 def losses(folder: Path) -> int:
-    """Return how often the others have gone on without a lost process so far."""
+    """Return how many times the run has continued without a lost process."""
     with suppress(FileNotFoundError):
         return metrics_of(folder).with_name("events.jsonl").read_bytes().count(b'"lost": {"')
     return 0
 
 
 def wait_for_next_step(folder: Path, process: subprocess.Popen[bytes], before: int) -> bool:
-    """Wait for the first new step after the loss that follows ``before`` others; return False if the run ends."""
-    while losses(folder) <= before:  # the step in which it was killed may still be logged
+    """Wait until there are more than ``before`` losses, then for a new step; return False if the run ends."""
+    while losses(folder) <= before:  # the interrupted step may still be logged before that
         if process.poll() is not None:
             return False
         time.sleep(0.005)
@@ -127,7 +127,7 @@ def kill(times: int, chance: random.Random) -> None:
 
 def every_two_seconds(own: list[str]) -> Callable[[int, random.Random], None]:
     def run(times: int, chance: random.Random) -> None:
-        """Train 4 processes long enough for all kills, which come at random points."""
+        """Train 4 processes long enough for ``times`` kills at random points."""
         common = [*options(300 * times, processes=4), "reproducibility=elastic"]
         kill_often(times, common, own, lambda now: time.sleep(chance.uniform(1.5, 2.5)), chance)
 
@@ -141,11 +141,10 @@ def kill_often(
     pause: Callable[[tuple[Path, subprocess.Popen[bytes]]], Any],
     chance: random.Random,
 ) -> None:
-    """Kill a random process of one run again and again, and compare the run with one that nobody disturbs.
+    """Kill random processes of one run, and compare it with undisturbed runs.
 
-    Goodput is the time that the steps from the first to the last kill take undisturbed, divided by the time that they
-    took. The undisturbed run is made before and after, and the mean of both counts: they differ by what else the
-    machine does, and so does what is said of the run between them.
+    Goodput is the undisturbed time of the steps between the first and the last kill, divided by the time that they
+    took. The undisturbed time is the mean of a run before and a run after, to average out other load on the machine.
     """
     expected = undisturbed(common)
     seconds, marks = list[float](), list[tuple[float, int]]()
@@ -179,7 +178,7 @@ def kill_often(
 
 
 def step_time(result_: dict[str, Any]) -> float:
-    """Return the mean seconds of a step of a run, with its evaluations and saves."""
+    """Return the mean seconds per step of a run, including evaluations and saves."""
     return float(result_["samples"] / result_["samples_per_second"] / result_["steps"])
 
 
@@ -205,7 +204,7 @@ def terminate(times: int, chance: random.Random) -> None:
 
 
 def cost(times: int, chance: random.Random) -> None:
-    """Compare the time of a step of 10 M parameters that heals or restarts, in pairs of runs one after the other."""
+    """Compare the step time with healing and with restarts, in pairs of consecutive runs, 10 M parameters."""
     lm = ["recipe=stdlib_lm", "recipe.width=384", "recipe.depth=5", "recipe.context=64", "recipe.test_bytes=2000"]
     common = [*lm, "cluster.processes=2", "cluster.threads=1", "batch_size=8", "steps=60", "reproducibility=elastic"]
     ratios = []
@@ -217,7 +216,7 @@ def cost(times: int, chance: random.Random) -> None:
 
 
 def step_seconds(arguments: list[str]) -> float:
-    """Return the median time of a step, without the first ten, in a run with these options."""
+    """Return the median seconds per step of a run with these options, without the first ten steps."""
     with tempfile.TemporaryDirectory() as name:
         start(Path(name), "train", *arguments).wait()
         (path,) = Path(name).rglob("metrics.jsonl")
@@ -227,8 +226,8 @@ def step_seconds(arguments: list[str]) -> float:
 
 
 def intervals(times: int, chance: random.Random) -> None:
-    """Let runs with different intervals of saves meet the same kills, one in 5 s on average, and compare them."""
-    declared = f"cluster.mtbf_hours={5 / 3600:.6f}"  # otherwise it learns from the first failures how often they come
+    """Compare checkpoint intervals under the same kills, one per 5 s on average."""
+    declared = f"cluster.mtbf_hours={5 / 3600:.6f}"  # else it learns the rate from the first failures
     choices = {"auto": ["checkpoint.every=auto"], "auto, rate declared": ["checkpoint.every=auto", declared]}
     fixed = {every: [f"checkpoint.every={every}"] for every in ("10", "40", "160")}
     ends: dict[str, list[tuple[float, float, int]]] = {choice: [] for choice in (*choices, *fixed)}
@@ -246,7 +245,7 @@ def intervals(times: int, chance: random.Random) -> None:
 
 
 def simulated(times: int, chance: random.Random) -> None:
-    """Compare the goodput of the two on a simulated clock, at three rates of failures, over ``times`` histories."""
+    """Compare automatic and fixed intervals on a simulated clock, at three failure rates, with ``times`` seeds."""
     sys.path.insert(0, str(REPOSITORY))
     from tests.worker.test_save_interval import Fixed, automatic, goodput
 
@@ -263,9 +262,9 @@ def simulated(times: int, chance: random.Random) -> None:
 
 
 def under_kills(chosen: list[str], pauses: list[float]) -> tuple[float, float, int]:
-    """Train a run that is killed ``pauses`` after it has begun again; return its seconds, its goodput, and the kills.
+    """Train, and kill a worker ``pauses`` seconds after each restart; return seconds, goodput and number of kills.
 
-    A run that fails twice in a row at one step ends, as it should: a kill waits until the run is past the last one's.
+    A run that fails twice at the same step ends, so each kill waits until the run is past the previous one's step.
     """
     own = ["recipe=digits", "recipe.width=32", "steps=4000", "cluster.processes=2", "cluster.threads=1"]
     options_ = [*own, "logger=none", "log_every=1", "launcher.max_restarts=1000", *chosen]
@@ -287,9 +286,9 @@ def under_kills(chosen: list[str], pauses: list[float]) -> tuple[float, float, i
 
 
 def has_trained(folder: Path, process: subprocess.Popen[bytes]) -> bool:
-    """Wait until the run has logged three further steps, though it may go back to a checkpoint; False: it ended."""
+    """Wait until three steps were logged after a restart, perhaps from a checkpoint; return False if the run ended."""
     seen = {last_step(folder)}
-    while len(seen) < 5 and process.poll() is None:  # the one before, and that to which it goes back
+    while len(seen) < 5 and process.poll() is None:  # with the step before it, and the checkpoint's
         seen.add(last_step(folder))
         time.sleep(0.005)
     return process.poll() is None
@@ -302,7 +301,7 @@ def is_alive_after(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def wait_for_others(process: subprocess.Popen[bytes], dead: list[int]) -> None:
-    """Wait until a run has other processes than ``dead``, or has ended."""
+    """Wait until a run has replaced all processes in ``dead``, or has ended."""
     while process.poll() is None and (not (now := workers(process.pid)) or {*now} & {*dead}):
         time.sleep(0.005)
 

@@ -1,7 +1,7 @@
-"""Measure what the step timer costs, and what it shows of length-balanced batches.
+"""Measure the overhead of the step timer, and the effect of length-balanced batches on step phases.
 
-uv run python benchmarks/step_breakdown.py cost           # steps that are measured and that are not
-uv run python benchmarks/step_breakdown.py balanced       # plain and balanced batches of samples of different length
+uv run python benchmarks/step_breakdown.py cost           # steps with and without the timer
+uv run python benchmarks/step_breakdown.py balanced       # plain and balanced batches of samples of different lengths
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from worldsize.strategies.ddp import DDP
 from worldsize.testing.recipes import Chain
 from worldsize.testing.worlds import run_in_worlds
 
-PART, BATCH, WIDTH = 50, 32, 64  # steps of a part, samples a process
+PART, BATCH, WIDTH = 50, 32, 64  # steps per part, samples per process
 RECIPES = {"6 layers": (Chain(), 200), "22 layers": (Chain(20), 220)}  # recipe and number of parts
 
 
@@ -42,9 +42,9 @@ def order_of(world: World, *, balanced: bool = False) -> Order:
 
 
 def parts(recipe: Recipe, number: int, world: World) -> list[float]:
-    """Return seconds a step of each part of one run.
+    """Return seconds per step for each part of one run.
 
-    Odd parts are measured, and the first rank then searches for stragglers; even ones are not.
+    Odd parts are timed, and the first rank searches for stragglers; even ones are not.
     """
     replica, timer, stragglers = (
         DDP().replica(recipe, RunContext(world)),
@@ -82,14 +82,14 @@ def cost() -> None:
             print(f"{name}, {size}", file=sys.stderr)
             seconds = run_in_worlds(partial(parts, recipe, number), size, timeout=600)[0][20:]
             off, on = seconds[::2], seconds[1::2]
-            ratios = [b / (a + c) * 2 for a, b, c in zip(off, on, off[1:], strict=False)]  # to the parts around it
+            ratios = [b / (a + c) * 2 for a, b, c in zip(off, on, off[1:], strict=False)]  # to neighboring parts
             times = (f"{statistics.median(each) * 1e3:.3f}" for each in (off, on))
             table.add_row(f"{name}, {size} process(es)", *times, f"{statistics.median(ratios):.3f} ×")
     Console(width=100).print(table)
 
 
 class Texts:
-    """4096 sequences of log-normal length: half are shorter than 40, one in a hundred longer than 250."""
+    """4096 sequences of log-normal length: half are shorter than 40, 1% longer than 250."""
 
     def __init__(self) -> None:
         self.lengths = (
@@ -108,7 +108,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Reading(Recipe):
-    """Train a small network on every token, padding included."""
+    """Train a small network on all tokens, including padding."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, 1))
@@ -128,7 +128,7 @@ class Reading(Recipe):
 
 
 def splits(steps: int, world: World) -> list[Tensor]:
-    """Return splits [steps, 4] of plain and of balanced batches, which alternate step by step."""
+    """Return phase times (steps, 4) of plain and of balanced batches, which alternate."""
     replica, timers = DDP().replica(Reading(), RunContext(world)), [StepTimer(world.device), StepTimer(world.device)]
     sources = [micro_batches(Texts(), order_of(world, balanced=balanced), world.device) for balanced in (False, True)]
     for _ in range(steps):

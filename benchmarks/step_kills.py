@@ -1,9 +1,9 @@
-"""Kill processes at named points inside a step, and compare the ends of the runs with that of an undisturbed one.
+"""Kill processes at named points inside a step, and compare the results with an undisturbed run.
 
-uv run python benchmarks/step_kills.py 300 ddp zero hsdp fsdp mesh    # kills for each strategy, spread over all points
+uv run python benchmarks/step_kills.py 300 ddp zero hsdp fsdp mesh    # kills per strategy, spread over all points
 
-Each run begins with 12 processes and loses one after the other, at another point each time; in every second one others
-take their places. All runs of a strategy must end with the same digests of state and metrics.
+Each run starts with 12 processes and loses one after another, each at a different point; in every second run, they are
+replaced. All runs of a strategy must end with the same digests of state and metrics.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORLDSIZE = (sys.executable, "-c", "from worldsize.cli import main; main()")
 
 
 def drawn(times: int, chance: random.Random) -> Iterator[list[str]]:
-    """Yield the kills of each run: all points in another order, as many as are left."""
+    """Yield the points of each run's kills: all points in random order, until ``times`` kills are used up."""
     while times > 0:
         points = chance.sample(POINTS, len(POINTS))[:times]
         times -= len(points)
@@ -34,7 +34,7 @@ def drawn(times: int, chance: random.Random) -> Iterator[list[str]]:
 
 
 def train(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
-    """Train, and return the result and how many processes died."""
+    """Train, and return the result and the number of processes that died."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     environment["WORLDSIZE_PLUGINS"] = str(HERE)
     with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +47,7 @@ def train(arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
 
 
 def sweep(strategy: str, times: int) -> bool:
-    """Compare all runs of a strategy with an undisturbed one; return whether they end alike."""
+    """Compare all runs of a strategy with an undisturbed one; return whether all results are equal."""
     expected, _ = train(undisturbed(strategy))
     deaths, others = 0, list[list[str]]()
     for number, points in enumerate(drawn(times, random.Random(0))):

@@ -1,4 +1,4 @@
-"""Parts that every peer's script shares: the model, the data, the log and the report of its figures."""
+"""Parts shared by the peers' scripts: model, data, log and measurements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from recipes.tiny.recipe import dataset, model
 
 RANK = int(os.environ.get("RANK", "0"))
 WARM_UP = 200
-BATCH = 32  # samples a process
+BATCH = 32  # samples per process
 LOG_EVERY = 10
 
 
 class Report:
-    """Times the steps after the warm-up, and logs the loss every ten steps as any training script does."""
+    """Times the steps after the warm-up, and logs the loss like an ordinary training script."""
 
     def __init__(self, steps: int, out: Path) -> None:
         self.steps, self.out, self.begun = steps, out, 0.0

@@ -1,4 +1,4 @@
-"""Train with the loop that a careful engineer writes by hand: torch's DDP, DistributedSampler and DataLoader."""
+"""Train with a hand-written loop: torch's DDP, DistributedSampler and DataLoader."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Print how many samples a second one loader hands over from two workers, and the time of cores that each takes.
+"""Print the samples per second of one loader with two workers, and the CPU microseconds per sample.
 
-The first tenth of the samples, while workers start, is not counted. Exit code 3: the loader is not installed.
+The first tenth of the samples is skipped, while workers start. Exit code 3: the loader is not installed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 BATCH, WORKERS, SHUFFLED = 64, 2, 1000
-GROUP = 1000  # rows of a row group
-CONTEXT = 256  # tokens of a sample
+GROUP = 1000  # rows per row group
+CONTEXT = 256  # tokens per sample
 
 
 def main(loader: str, folder: Path) -> None:
@@ -30,20 +30,20 @@ def main(loader: str, folder: Path) -> None:
 
 
 def rate(batches: Iterator[Any], samples: int) -> tuple[float, float]:
-    """Return samples a second, and microseconds of cores for each, over nine tenths of ``samples``."""
+    """Return samples per second and CPU microseconds per sample, after the first tenth of ``samples``."""
     count, begun, used, first = 0, 0.0, 0.0, 0
     for batch in batches:
         count += len(batch)
         if not first and count >= samples // 10:
             begun, used, first = time.perf_counter(), seconds_of_cores(), count
-        if count >= samples - BATCH * WORKERS * 4:  # before workers end, with what they have used
+        if count >= samples - BATCH * WORKERS * 4:  # before workers exit and their CPU time is lost
             break
     seconds, cores = time.perf_counter() - begun, seconds_of_cores() - used
     return (count - first) / seconds, cores / (count - first) * 1e6
 
 
 def seconds_of_cores() -> float:
-    """Return the time that this process and its workers have spent on cores."""
+    """Return the CPU seconds used so far by this process and its workers."""
     ticks = 0
     for process in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -52,19 +52,19 @@ def seconds_of_cores() -> float:
 
 
 def keep(samples: list[Any]) -> list[Any]:
-    """Make no tensors of the samples, so that loaders are measured and not torch's collate."""
+    """Collate without creating tensors, so that loaders are measured instead of torch's collate."""
     return samples
 
 
 def collate_of(kind: str) -> Callable[[list[Any]], Any]:
-    """Return what makes a batch of samples; windows of tokens are stacked, since each would go by itself otherwise."""
+    """Return the collate function. Token windows are stacked, else workers would send each one separately."""
     import torch
 
     return torch.stack if kind == "tokens" else keep
 
 
 def pixels(image: Any) -> Any:
-    """Return an image as an array."""
+    """Return an image as an array (height, width, 3)."""
     import numpy
 
     return numpy.asarray(image.convert("RGB"))
@@ -101,7 +101,7 @@ def ours(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
 
 
 def in_blocks(kind: str) -> dict[str, Any]:
-    """Return how Parquet is shuffled: in blocks of a row group, one or eight at a time."""
+    """Return options of Order: Parquet is shuffled in blocks of a row group, one or eight at a time."""
     if not kind.startswith("parquet"):
         return {}
     from worldsize.data.permutation import Shuffle
@@ -115,7 +115,7 @@ def as_array(sample: Any) -> Any:
 
 
 class Tokens:
-    """Windows of a token file as one reads them by hand: the file is mapped, and tensors are made of a window."""
+    """Hand-written reader of windows of a memory-mapped token file."""
 
     def __init__(self, folder: Path) -> None:
         import numpy
@@ -134,7 +134,7 @@ class Tokens:
 
 
 class Rows:
-    """Arrow files as one reads them by hand: they are mapped, and a row is taken from its batch."""
+    """Hand-written reader of rows of memory-mapped Arrow files."""
 
     def __init__(self, folder: Path) -> None:
         import numpy
@@ -154,11 +154,11 @@ class Rows:
 
 
 class Lines:
-    """JSON lines as one reads them by hand: a list says where each begins, and a sample is parsed when it is due."""
+    """Hand-written reader of JSON lines: indexes line offsets, and parses a line when it is read."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted(folder.iterdir())
-        self.files: list[Any] = []  # opened in each worker, since a position is shared with the parent's
+        self.files: list[Any] = []  # opened in each worker, since forked processes share file positions
         self.places = []
         for number, path in enumerate(self.paths):
             position = 0
@@ -178,7 +178,7 @@ class Lines:
 
 
 class Pictures:
-    """A folder of images as one reads it by hand."""
+    """Hand-written reader of a folder of images."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted(folder.glob("*/*"))
@@ -194,7 +194,7 @@ class Pictures:
 
 
 def naive(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
-    """Return torch's DataLoader over the shortest reader that one writes by hand."""
+    """Return torch's DataLoader over a hand-written reader, and the number of samples."""
     if kind == "parquet":
         return loaded(row_groups(folder / kind)), rows_of(folder / kind)
     reader: Any = {"tokens": Tokens, "jsonl": Lines, "arrow": Rows, "images": Pictures}[kind]
@@ -209,7 +209,7 @@ def rows_of(folder: Path) -> int:
 
 
 def row_groups(folder: Path) -> Any:
-    """Return a stream of rows: each worker shuffles its row groups, and the rows within each."""
+    """Return a stream of rows; workers share the shuffled row groups, and shuffle the rows within each."""
     import random
 
     from pyarrow import parquet
@@ -236,7 +236,7 @@ def loaded(dataset: Any, collate: Callable[[list[Any]], Any] = keep, **options: 
 
 
 def huggingface(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
-    """Return the library datasets: a table on disk as it is, other files as a stream that is shuffled in a buffer."""
+    """Return a loader of Hugging Face datasets: a table on disk, or a stream with a shuffle buffer."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -266,7 +266,7 @@ def texts(folder: Path) -> Iterable[Any]:
 
 
 def streaming(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
-    """Return MosaicML's streaming, which reads its own format: written before, from the same samples."""
+    """Return a loader of MosaicML streaming; first convert the samples to its own format."""
     from streaming import MDSWriter, StreamingDataset
 
     written = folder / "mds"
@@ -279,7 +279,7 @@ def streaming(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
 
 
 def litdata(kind: str, folder: Path) -> tuple[Iterator[Any], int]:
-    """Return litdata, which reads its own format: written before, from the same samples."""
+    """Return a loader of litdata; first convert the samples to its own format."""
     import litdata as library
 
     written = folder / "litdata"

@@ -1,4 +1,4 @@
-"""Write the samples that the loaders of ``loading.py`` read, in every format but those that only peers know."""
+"""Write the samples read by ``loading.py``, in all formats except those specific to a peer."""
 
 from __future__ import annotations
 

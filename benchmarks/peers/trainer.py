@@ -1,4 +1,4 @@
-"""Train with Lightning Trainer, which logs the loss every ten steps to its CSV logger."""
+"""Train with Lightning Trainer, which logs the loss every ten steps to a CSV file."""
 
 from __future__ import annotations
 

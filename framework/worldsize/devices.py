@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # listed in an error message, with this machine's accelerator
 _NO_DEVICES = ("meta", "lazy", "vulkan", "opengl", "opencl", "ideep", "mkldnn", "fpga", "ve", "ipu", "hip")
-_CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # common aliases
+_CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # alias to torch's name
 _XLA = (
     "cluster.device={kind} requires torch_xla, which is not supported. Set cluster.device=cpu or cuda; "
     "docs/howto/gpus.md describes the steps to support TPUs."
@@ -97,14 +97,14 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def move_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor``, of any shape, on ``device``, without waiting for queued work."""
+    """Copy ``tensor`` to ``device`` asynchronously; before reading it on a CPU, call :func:`synchronize_stream`."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on ``device``; returns immediately for a CPU."""
+    """Wait for all work queued on ``device``; return immediately for a CPU."""
     import torch
 
     if is_accelerator(device):
@@ -122,7 +122,7 @@ def synchronize_stream(device: torch.device) -> None:
 def record_queued_work(device: torch.device) -> Callable[[], None]:
     """Return a function that waits for the work queued so far on this thread's stream; any thread may call it.
 
-    On devices other than CUDA, this function itself waits for all work on ``device``.
+    On devices other than CUDA, :func:`record_queued_work` itself waits, and for all work on ``device``.
     """
     import torch
 

@@ -79,7 +79,7 @@ def require(what: str, package: str, *, extra: str | None = None) -> None:
     from packaging.requirements import Requirement
 
     allowed = Requirement(package)
-    with suppress(PackageNotFoundError):  # worldsize itself runs from source
+    with suppress(PackageNotFoundError):  # worldsize runs from source and is not installed
         for each in map(Requirement, requires("worldsize") or ()):
             if each.name == allowed.name and each.marker and each.marker.evaluate({"extra": extra or ""}):
                 allowed.specifier = each.specifier
@@ -95,7 +95,7 @@ def require(what: str, package: str, *, extra: str | None = None) -> None:
 
 
 def neighbours(name: str, known: Iterable[str]) -> str:
-    """End a sentence about an unknown ``name``: suggest the closest known name, and list all if there are few."""
+    """Return the end of an error about an unknown ``name``: the closest known name, and all names if at most 40."""
     names = sorted(word for word in known if not word.startswith("_"))
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     guess = f"; did you mean {close[0]!r}?" if close else "."

@@ -28,7 +28,7 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE, the conventional exit code
 
 
 class _Line(logging.Formatter):
-    """Prefixes warnings with their level; error messages already report a failure."""
+    """Prefixes warnings with "warning: "; errors are shown as they are."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = printable_lines(record.getMessage())
@@ -45,7 +45,7 @@ class _StandardError(logging.Handler):
 def printable(text: str) -> str:
     r"""Escape control characters, line ends, direction marks and other unprintable characters.
 
-    Use it for untrusted text from files and other hosts: ``"a\nb"`` is shown as ``a\\nb``.
+    Use it for untrusted text from files and other hosts. A line end becomes the two characters ``\n``.
     """
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
@@ -202,7 +202,7 @@ def until_output_closes() -> Iterator[None]:
 
 
 def _is_closed(stream: TextIO) -> bool:
-    """Return whether the reading end of the pipe is closed."""
+    """Return whether ``stream`` is a pipe whose reading end is closed."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):  # not a file
@@ -213,7 +213,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks for people: "rank 5", "ranks 0-4, 6-63"."""
+    """Format ranks for messages: "rank 5", "ranks 0-4, 6-63"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {abbreviate_ranks(ranks)}"
 
 

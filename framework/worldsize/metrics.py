@@ -36,7 +36,7 @@ class MetricCollector:
     """Collects the metrics of this process's batches.
 
     Attributes:
-        sums: For each batch index except padding, the (sum, count) metrics by name, as scalars.
+        sums: The (sum, count) metrics of each batch except padding, by batch index and name, as scalars.
         names: Names of the (sum, count) metrics.
     """
 
@@ -49,7 +49,7 @@ class MetricCollector:
     def add(self, batch: EvaluationBatch, metrics: Mapping[str, tuple[Any, ...]]) -> None:
         """Add the metrics that ``Recipe.evaluate`` returned for ``batch``; for a padding batch, add only their names.
 
-        A metric consists of (sum, count), each a scalar tensor or a number, or if ``Recipe.metrics`` lists it, of
+        A metric is a pair (sum, count) of scalar tensors or numbers, or if it is in ``Recipe.metrics``, a tuple of
         tensors of any shape.
 
         Raises:
@@ -89,7 +89,7 @@ class MetricCollector:
 
 
 def _add_metric(values: dict[str, float], name: str, value: float | Mapping[str, float]) -> None:
-    """Add the value of metric ``name``, or its several named values."""
+    """Add the value of metric ``name``, or each of its named values, to ``values``; refuse duplicate names."""
     computed = value if isinstance(value, Mapping) else {name: float(value)}
     if double := computed.keys() & values.keys():
         raise ConfigError(f"the evaluation has two metrics named {min(double)!r}. Rename one of them.")

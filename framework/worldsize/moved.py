@@ -130,7 +130,7 @@ class _Moved(ModuleType):
         self.__spec__ = ModuleSpec(path, loader=None)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # for code that walks sys.modules
+        if name.startswith("__"):  # looked up by code that walks sys.modules
             raise AttributeError(name)
         module = MOVED[self.__name__]
         value = getattr(importlib.import_module(module), name)

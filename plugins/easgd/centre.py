@@ -27,7 +27,7 @@ class Operation(IntEnum):
     """Operations between a worker and the center, in addition to the common ones."""
 
     PUT = 32  # payload: the new center; answered by DONE
-    MEET = 33  # payload: a worker's row, which attracts the center; answered by CENTRE
+    MEET = 33  # payload: a worker's row, toward which the center moves; answered by CENTRE
     LOOK = 34  # answered by CENTRE
     CENTRE = 35  # payload: the center
 
@@ -38,7 +38,7 @@ def _send_row(channel: Channel, operation: Operation, row_n: Tensor) -> None:
 
 @final
 class Link:
-    """Connection to the center; rows are all trained parameters, flat, float32 on the CPU."""
+    """A worker's connection to the center. A row has all trained parameters: float32 (n,), CPU."""
 
     def __init__(self, channel: Channel, numel: int) -> None:
         self._channel, self._numel = channel, numel
@@ -141,7 +141,7 @@ def _admit_worker(
 
 @final
 class Centre:
-    """The center variable; each received row moves it by ``elasticity`` × (row − center)."""
+    """The center variable. Each row from a worker moves it by ``elasticity`` × (row − center)."""
 
     def __init__(self, workers: Sequence[Channel], *, numel: int, elasticity: float) -> None:
         self._workers, self._elasticity = workers, elasticity
@@ -149,7 +149,7 @@ class Centre:
         self._moving = threading.Lock()
 
     def serve_synchronously(self) -> None:
-        """Serve rounds in rank order; all workers receive the center from the start of the round."""
+        """Serve rounds: each worker, in rank order, receives the center from the round's start."""
         with suppress(LostError):
             while True:
                 pull_n = torch.zeros_like(self._row_n)

@@ -23,7 +23,7 @@ _HOST = torch.device("cpu")
 
 @final
 class ElasticReplica(Replica):
-    """Trains ``inner``, moved toward the center by ``elasticity`` every ``period`` steps.
+    """Trains ``inner``, and moves it toward the center by ``elasticity`` every ``period`` steps.
 
     Evaluation uses the center, and other strategies resume from it. Buffers such as BatchNorm statistics and the
     optimizer state are averaged over workers. The ``strategy`` entry of the state has each worker's own state, so that

@@ -14,10 +14,10 @@ _IGNORED = -100  # label ignored by all losses in transformers
 
 @final
 class TrainerLoss:
-    """Loss of a Trainer: from model, ``compute_loss_func``, smoother or own ``compute_loss``."""
+    """Loss of a Trainer: its own ``compute_loss``, ``compute_loss_func``, smoother, or model."""
 
     def __init__(self, trainer: Any) -> None:
-        """Inspect the Trainer's model before strategies change it."""
+        """Inspect ``trainer``, whose model no strategy has changed yet."""
         self._trainer = trainer
         self._function, self._smoother = trainer.compute_loss_func, trainer.label_smoother
         self._is_own_method = _overrides_compute_loss(trainer)
@@ -26,7 +26,7 @@ class TrainerLoss:
         self._smoother_shifts = _is_causal(trainer.model)
 
     def compute_mean_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Any]:
-        """Return the mean loss of the batch, its label count (two scalars), and the model's outputs.
+        """Return the mean loss of the batch (a scalar), its label count, and the model's outputs.
 
         The count is None if the Trainer does not count labels; gradients are then averaged over micro-batches.
         """
@@ -71,7 +71,7 @@ class TrainerLoss:
 
 
 def weigh_loss(mean: Tensor, count: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the loss summed over labels and their count, two scalars, to average globally."""
+    """Return (sum over labels, count) for a global mean, or ``mean`` if labels are not counted."""
     return mean if count is None else (mean * count.clamp(min=1), count)
 
 

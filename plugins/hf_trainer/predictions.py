@@ -1,4 +1,4 @@
-"""Call a Trainer's compute_metrics on all predictions, like Trainer.evaluate()."""
+"""Calls a Trainer's compute_metrics on all predictions, like Trainer.evaluate()."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PredictionMetrics(StateMetric):
         return tuple(leaves)
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Flatten a batch's tensors and store their shapes, which may differ between batches.
+        """Return a batch's tensors flattened, with their shapes, which may differ between batches.
 
         The results stay in host memory, since a whole split may not fit into GPU memory.
         """

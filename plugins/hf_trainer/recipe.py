@@ -60,7 +60,7 @@ class HFTrainer(Recipe):
 
     @cached_property
     def _predictions(self) -> PredictionMetrics | None:
-        """Create the metric that calls ``compute_metrics``; None if the Trainer would not call it."""
+        """The metric that calls ``compute_metrics``; None if the Trainer would not call it."""
         if not has_metrics(self._built):
             return None
         return PredictionMetrics(self._built, casts_halves=PRECISIONS[self.run.precision].autocast is not None)

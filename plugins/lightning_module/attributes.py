@@ -30,7 +30,7 @@ class Attributes:
 
 @final
 class AttributeView:
-    """A module's attributes as seen by one micro-batch.
+    """The module attributes of one micro-batch.
 
     Args:
         module: The module.
@@ -55,7 +55,7 @@ class AttributeView:
 
 @final
 class StepAttributes:
-    """Attributes for a step's micro-batches; each starts with those before the step.
+    """Gives each micro-batch of a step the module's attributes from before the step.
 
     The module keeps the values set by the first micro-batch, as if it had run alone.
     """

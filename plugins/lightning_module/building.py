@@ -75,7 +75,7 @@ def use_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def one_at_a_time(name: str) -> Iterator[None]:
-    """Let only one process of this user on this host enter the context at a time.
+    """Lock that admits one process of this user on this host at a time.
 
     The first process downloads the data; the others then find it on disk.
     """

@@ -48,7 +48,7 @@ class Gradients:
             self._gradients[name].losses.append(loss)
 
     def take_loss(self, name: str) -> Tensor:
-        """Return the scalar loss for an optimizer's step, which may invalidate other gradients.
+        """Return the summed loss for the step of ``name``; other gradients may become invalid.
 
         Raises:
             ConfigError: no losses were added, or the gradient has other contributions.

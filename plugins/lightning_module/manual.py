@@ -52,7 +52,7 @@ class ManualStep:
     Args:
         made: The optimizers.
         model: The model; the training step must not change its parameters.
-        give: Accepts each update, and returns once the optimizer has stepped.
+        give: Called with each update; returns once the optimizer has stepped.
         step: Number of the step in the run.
     """
 
@@ -75,7 +75,7 @@ class ManualStep:
 
     @contextmanager
     def activate_step(self) -> Iterator[None]:
-        """Direct calls of the functions of :func:`attach_step` to this step, within the context."""
+        """Within the context, let the functions of :func:`attach_step` act on this step."""
         token = _IN_PROGRESS.set(self)
         self._untouched.record_state()
         try:
@@ -209,7 +209,7 @@ class StepOptimizer:
 
 @final
 class StepScheduler:
-    """A schedule as in ``self.lr_schedulers()``; a step's micro-batches advance it together."""
+    """A schedule as returned by ``self.lr_schedulers()``. All micro-batches of a step advance it once."""
 
     def __init__(self, schedule: ManualSchedule, step: int, untouched: Untouched) -> None:
         self._schedule, self._step, self._untouched = schedule, step, untouched

@@ -45,7 +45,7 @@ class ModuleMetric(StateMetric):
         self._parts = sorted(metric._reductions)
 
     def extract_inputs(self, metric: Any, logged: str) -> tuple[Tensor, ...]:
-        """Return the logged name of ``metric``, empty if not logged, and its state tensors."""
+        """Return the name under which ``metric`` was logged, as bytes (200,), and its state tensors."""
         code = logged.encode()
         if len(code) > _LONGEST:
             raise ConfigError(f"self.log({logged!r}, ...): the name is longer than {_LONGEST} bytes. Shorten it.")
@@ -53,7 +53,7 @@ class ModuleMetric(StateMetric):
         return name, *(_copy_state(getattr(metric, part)) for part in self._parts)
 
     def state(self, *inputs: Tensor) -> Mapping[str, Tensor]:
-        """Return the state extracted by :meth:`extract_inputs`, with tensor shapes unchanged."""
+        """Return the tensors of :meth:`extract_inputs` by name."""
         return dict(zip((_NAME, *self._parts), inputs, strict=True))
 
     def reduction(self, name: str) -> StateReduction:

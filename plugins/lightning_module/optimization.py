@@ -124,7 +124,7 @@ class ModuleSchedule(LRScheduler):
         self.optimizer = optimizer
         self.scheduler = scheduled.scheduler
         self._steps = 0
-        # it would warn if its own optimizer does not step, although another one may step instead
+        # else the scheduler warns that its own optimizer does not step, when another one steps instead
         self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _step_scheduler(self) -> None:
@@ -175,7 +175,7 @@ class PositionSchedule(ModuleSchedule):
 
 @final
 class ManualSchedule(ModuleSchedule):
-    """A schedule advanced by the module in all micro-batches' steps, counted once."""
+    """A schedule that the module advances itself, once per step for all micro-batches."""
 
     def __init__(self, scheduled: Scheduled, optimizer: Optimizer) -> None:
         super().__init__(scheduled, optimizer)
@@ -186,7 +186,7 @@ class ManualSchedule(ModuleSchedule):
         """Do nothing after an update: the module advances its schedule itself."""
 
     def advance_to_count(self, step: int, count: int) -> None:
-        """Advance for the ``count``-th time in ``step``, unless another micro-batch has."""
+        """Advance for the ``count``-th time in ``step``, unless another micro-batch already did."""
         self._start_step(step)
         if self._before + count > self._steps and self._ended != step:
             self._steps += 1

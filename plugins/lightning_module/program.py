@@ -62,7 +62,7 @@ class LightningProgram:
 
     @cached_property
     def _sources(self) -> tuple[Any, Any]:
-        """A module, which is never trained, and a data module, after data preparation."""
+        """The data module, and a module that is never trained, both after ``prepare_data`` and ``setup``."""
         with use_seed(self.run.seed):
             datamodule = build_component(
                 self.make_datamodule, self.datamodule_args, key="recipe.datamodule", base="LightningDataModule"
@@ -84,14 +84,14 @@ class LightningProgram:
 
     @cached_property
     def metrics(self) -> Mapping[str, ModuleMetric]:
-        """Return the torchmetrics metrics in the module by path; empty without an evaluation step."""
+        """Torchmetrics metrics in the module by path; empty without an evaluation step."""
         if self.evaluation_step is None:
             return {}
         return {path: ModuleMetric(metric) for path, metric in metrics_in(self._sources[0])}
 
     @cached_property
     def positions(self) -> Positions:
-        """Return the position of each step within its epoch."""
+        """Positions of the run's steps within their epochs."""
         data = self._train.dataset
         return Positions(None if is_iterable(data) else len(data), self.run.batch_size)  # type: ignore[arg-type]
 
@@ -110,7 +110,7 @@ class LightningProgram:
 
     @property
     def evaluation_step(self) -> str | None:
-        """Return the name of the evaluation step. None if the module has none, or lacks data for it."""
+        """Name of the evaluation step. None if the module has none, or lacks data for it."""
         return f"{self.evaluates}_step" if self._evaluated is not None else None
 
     @cached_property
@@ -146,7 +146,7 @@ class LightningProgram:
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        """Return the collate function for streams."""
+        """Collate function for streams."""
         return same_collate(self._train, self._evaluated)
 
 
@@ -168,7 +168,7 @@ def _build_module(program: LightningProgram) -> Any:
 
 
 def _transfers(datamodule: Any, module: Any) -> dict[str, Any]:
-    """Return each batch-transfer hook's owner: the data module if it overrides it, or module."""
+    """Return the owner of each overridden batch-transfer hook: the data module first, else the module."""
     owners = [each for each in (datamodule, module) if each is not None]
     changing = {name: [owner for owner in owners if _overrides(owner, name)] for name in _TRANSFERS}
     return {name: own[0] for name, own in changing.items() if own}

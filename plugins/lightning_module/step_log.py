@@ -14,7 +14,7 @@ from worldsize.strategies.loss_record import STEP_FIGURES
 
 @final
 class StepLog:
-    """Values logged by one step: means over a batch, weighted by its samples."""
+    """Values logged by one step, as means over a batch weighted by its samples."""
 
     def __init__(self) -> None:
         self._batch: Any = None

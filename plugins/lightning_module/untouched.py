@@ -36,7 +36,7 @@ class _Seen:
 
 @final
 class Untouched:
-    """Parameters, gradients and optimizer settings that must not change between two updates."""
+    """Checks that parameters, gradients and optimizer settings do not change between updates."""
 
     def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers

@@ -56,7 +56,7 @@ class Averaging(OuterOptimizer):
             )
 
     def _select_state_tensors(self) -> list[Tensor]:
-        """Return the optimizer state tensors to average; with "zero", reset them instead."""
+        """Return the optimizer state to average. With "zero", reset it instead and return nothing."""
         states = [kept for optimizer in self._train_state.optimizers for kept in optimizer.state.values()]
         values = [value for kept in states for value in kept.values()]
         tensors = [value for value in values if isinstance(value, Tensor)]

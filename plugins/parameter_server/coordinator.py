@@ -61,7 +61,7 @@ class Coordinator(Replica):
         shards.reset_all_shards(self.step_reached, self._shard.last_factor)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Let the workers compute the next step; they load the data themselves."""
+        """Let the workers compute the next step. ``micro_batches`` is unused: workers load the data."""
         assert self.step_reached is not None
         step, lr = self.step_reached + 1, self._shard.parameters.lr
         if self._synchronous:
@@ -75,7 +75,7 @@ class Coordinator(Replica):
         return StepResult(losses, lr, norm, skipped, step_metrics(records))
 
     def _weigh_losses(self, step: int, records: Sequence[LossRecord]) -> list[Tensor]:
-        """Divide the gradient by the total weight if losses are sums; return the loss terms."""
+        """Divide the gradient by the total weight if losses are sums; return one loss per logical rank."""
         check_same_form(records)
         if not records[0].is_weighted:
             return [record.loss for record in records]
@@ -84,7 +84,7 @@ class Coordinator(Replica):
         return [record.loss[0] * factor for record in records]
 
     def _commit_update(self, step: int) -> tuple[Tensor | None, bool]:
-        """Clip the mean gradient by its norm over all shards; skip the step if not finite."""
+        """Commit ``step``, clipped by the norm over all shards; return the norm and whether it was skipped."""
         norm, factor = self._compute_clipping() if self._numerics.needs_norm else (None, 1.0)
         self._shards.commit_all_shards(step, factor)
         return norm, factor is None
@@ -104,7 +104,7 @@ class Coordinator(Replica):
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Let the workers evaluate; they load the batches themselves. Return metrics by name."""
+        """Let the workers evaluate the split, whose batches they load themselves; return metrics by name."""
         parts = max(1, len(self._scheduler.workers)) if self._synchronous else 1
         sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
@@ -182,7 +182,7 @@ class AllShards:
 
     def commit_all_shards(self, step: int, factor: float | None) -> None:
         """Commit the update of ``step`` on all shards; see :meth:`Shard.commit_step`."""
-        self._master.commit_update(step, factor)  # the commit is now final, even if this server dies
+        self._master.commit_update(step, factor)  # final from here on, even if this server dies
         self._peers.send_commands(Operation.APPLY, {"step": step, "factor": factor})
 
     def save_step_start(self, step: int) -> None:

@@ -23,7 +23,7 @@ Gradient = Tensor | RowGradients
 
 
 def encode_presence(pieces: Sequence[bool], dtype: torch.dtype) -> Tensor | None:
-    """Return a bucket's presence flags as sent after its gradient, (pieces,): 1 or 0 per piece.
+    """Return the presence flags sent after a bucket's gradient, (pieces,): 1 or 0 per piece.
 
     None if all pieces have a gradient. Missing gradients are sent as zeros. The optimizer must not update a piece if
     its gradient is missing on all workers.
@@ -33,7 +33,7 @@ def encode_presence(pieces: Sequence[bool], dtype: torch.dtype) -> Tensor | None
 
 @final
 class StepGradients:
-    """Sums contributions in the tree over logical ranks until each gradient is complete.
+    """Sums the gradients of a step over logical ranks, in tree order.
 
     Args:
         step: The step in progress.
@@ -184,7 +184,7 @@ class UnitLog:
     A unit is identified by its step and its first logical rank.
 
     Args:
-        closed: The last step with all units applied.
+        closed: Initial value of the attribute ``closed``.
         logical_ranks: Number of units per step.
         gradients: Number of gradients per unit: one per bucket and one per table.
 

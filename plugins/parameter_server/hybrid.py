@@ -156,7 +156,7 @@ class RowGradientCapture(GradientReducer):
                 values_nd.mul_(factor)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Clip by the norm including rows; return the norm, a scalar, like clip_grad_norm_."""
+        """Clip by the norm of all gradients, including rows; return it like ``clip_grad_norm_``."""
         dense = [parameter.grad for parameter in parameters if parameter.grad is not None]
         rows_norm = self._rows_norm()
         norms = [rows_norm, nn.utils.get_total_norm(dense).to(rows_norm.device)] if dense else [rows_norm]
@@ -226,11 +226,11 @@ class _HybridReplica(Replica):
             rank = number * self._world.size + self._world.rank  # strided, like the data
             self._tables.push_row_gradients(
                 gradients, step=self._step, width=width, node=rank
-            )  # acknowledged by the next pull
+            )  # the next pull reads the acknowledgment
         self._capture.captured.clear()
 
     def _rows_norm(self) -> Tensor:
-        """Return the norm of this step's mean row gradient, a scalar, requested by rank 0."""
+        """Push the rows of this step; return the norm of their mean gradient, a scalar, on all ranks."""
         self._push_rows()
         norm = torch.zeros((), device=self._world.device)
         if self._world.rank == 0:
@@ -257,11 +257,11 @@ class _HybridReplica(Replica):
 
     def advance_schedules(self, value: float, *, step: int) -> None:
         self._inner.advance_schedules(value, step=step)
-        self._wait_for_pushes()  # all rows of this step are updated with the old learning rate
+        self._wait_for_pushes()  # so that rows of this step are updated with the old learning rate
         if self._world.rank == 0:
             self._peers.send_commands(Operation.ADVANCE, {"value": value, "step": step})
         if self._world.group is not None:
-            torch.distributed.barrier(self._world.group)  # all later rows are updated with the new one
+            torch.distributed.barrier(self._world.group)  # so that later rows are updated with the new one
 
     def facts(self) -> Mapping[str, Any]:
         """Return the load of each server, on rank 0 only."""

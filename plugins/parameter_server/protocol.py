@@ -88,7 +88,7 @@ _NAMES = {str(dtype): dtype for dtype in (*DTYPES, torch.bool, torch.int32, torc
 
 
 def send_tree(channel: Channel, tree: Any) -> None:
-    """Send a state: dicts, lists, tensors and plain values. Raises LostError."""
+    """Send a state of dicts, lists, tensors and plain values. Raises LostError."""
     tensors, values = split_tensors(tree)
     facts = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     head = json.dumps({"values": values, "tensors": facts}).encode()
@@ -174,7 +174,7 @@ class Peers:
         self._pool = ThreadPoolExecutor(max(1, len(self._peers)), "peer")
 
     def call_peers(self, question: Callable[[Peer], T]) -> list[T]:
-        """Call ``question`` with each peer; return the answers in shard order."""
+        """Call ``question`` with each peer concurrently; return the results in shard order."""
         return list(self._pool.map(question, self._peers))
 
     def request_messages(self, operation: Operation) -> list[Any]:

@@ -30,9 +30,9 @@ class _Touch:
 
 
 class RemoteTable(nn.Module):
-    """Replaces the embedding ``like``, and fetches rows with ``pull``.
+    """Replacement for the embedding ``like`` that fetches rows with ``pull``.
 
-    Its own weight is empty, and exists only for use in optimizers.
+    Its own weight is empty; it exists so that recipes can pass it to optimizers.
     """
 
     def __init__(self, table: Table, like: nn.Embedding | nn.EmbeddingBag, pull: Pull) -> None:
@@ -62,7 +62,7 @@ class RemoteTable(nn.Module):
         return rows_nd, inverse, int(padding) if len(padding) else None
 
     def take_gradient(self) -> RowGradients:
-        """Return new gradients: unique sorted ids, int64 (n,), and values, float32 (n, dim)."""
+        """Return and clear the gradients: unique sorted ids, int64 (n,), and values, float32 (n, dim)."""
         touched, self.touched = [touch for touch in self.touched if touch.rows_nd.grad is not None], []
         if not touched:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.table.dim)
@@ -200,7 +200,7 @@ class TableLinks:
         return rows_nd, min(clocks, default=0)
 
     def push_row_gradients(self, gradients: Sequence[RowGradients], *, step: int, width: int, node: int) -> None:
-        """Push to all servers, even without affected rows, so that all detect complete steps."""
+        """Push each table's gradients to all servers, even without rows, so that all can count steps."""
         part = {"step": step, "width": width, "node": node}
         for number, (table, (ids_n, gradients_nd)) in enumerate(zip(self._tables, gradients, strict=True)):
             if len(self.links) == 1:
@@ -240,7 +240,7 @@ class RowCache:
         self.read = self.missed = 0
 
     def get(self, ids_n: Tensor, clock: int) -> tuple[Tensor, Tensor]:
-        """Read rows ``ids_n``: float32 (n, dim), and bool (n,) if missing or before ``clock``."""
+        """Return rows ``ids_n``, float32 (n, dim), and which are missing or too old, bool (n,)."""
         slots_n = ids_n % len(self._ids)
         missing_n = (self._ids[slots_n] != ids_n) | (self._clocks[slots_n] < clock)
         self.read += len(ids_n)

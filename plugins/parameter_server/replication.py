@@ -1,4 +1,4 @@
-"""Shard replication: a master acknowledges a push only after its standby has performed it.
+"""Shard replication: a master acknowledges a push only after its standby has applied it.
 
 Mastership is the exclusive right to acknowledge pushes to a shard. The master forwards its log of operations to its
 standby. A server becomes master of its shard as the first server, as a standby, or from a checkpoint.
@@ -29,14 +29,14 @@ _FENCED = 70  # exit code of a server that lost its mastership
 
 @dataclass
 class _Standby:
-    """A server with a copy of the shard, and its numbers of sent and performed operations."""
+    """Connection to a standby, and the numbers of operations sent to it and done by it."""
 
     channel: Channel
     sent: int = 0
     made: int = 0
 
 
-Ticket = tuple[_Standby, int]  # the number of a forwarded operation
+Ticket = tuple[_Standby, int]  # a standby, and the number of an operation sent to it
 
 
 @final
@@ -126,7 +126,7 @@ class ReplicationLog:
         return standby, standby.sent
 
     def wait_for_ticket(self, ticket: Ticket | None) -> None:
-        """Wait until the standby performed the operation or is given up. Call without the lock."""
+        """Wait until the standby has done the operation or is given up. Call it without the lock."""
         if ticket is not None:
             standby, number = ticket
             with self.changed:
@@ -203,7 +203,7 @@ class Succession:
         try:
             if self._stand_by(entry):
                 return self.mastership.claim_next_epoch()
-        except RefusedError:  # the master has not yet noticed that its old standby is dead
+        except RefusedError:  # the master still has a standby, perhaps a dead one that it has not noticed yet
             time.sleep(_POLL)
             return False
         return self._nobody_came(entry) and self.mastership.claim_next_epoch()
@@ -248,7 +248,7 @@ class Succession:
         return False
 
     def _follow_master(self, channel: Channel) -> None:
-        """Perform the master's operations in order. Pushes that it refused have no effect."""
+        """Apply the master's operations in order. Pushes that the master refused are refused here, too."""
         while True:
             header = channel.receive_header()
             try:

@@ -51,7 +51,7 @@ class RowStore:
             self._touched.index_fill_(0, slots_n, now)
 
     def allocate(self, ids_n: Tensor, now: int) -> Tensor:
-        """Allocate slots for new rows ``ids_n`` (n,): int64 (n,). The caller fills ``data``."""
+        """Allocate slots, int64 (n,), for new rows ``ids_n`` (n,). The caller must fill their ``data``."""
         if self._capacity is not None and self.count + len(ids_n) > self._capacity:
             self._evict_rows(self.count + len(ids_n) - self._capacity, self._capacity)
         slots_n = self._allocate_slots(len(ids_n))
@@ -86,7 +86,7 @@ class RowStore:
         return live_n.nonzero().flatten()
 
     def copy_sorted_rows(self) -> tuple[Tensor, Tensor]:
-        """Return copies of all ids and rows, sorted by id: int64 (n,) and float32 (n, width)."""
+        """Return copies of all ids, sorted, int64 (n,), and of their rows, float32 (n, width)."""
         live_n = self._find_live_slots()
         order_n = live_n[self._ids[live_n].argsort()]
         return self._ids[order_n].clone(), self.data[order_n].clone()

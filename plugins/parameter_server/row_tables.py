@@ -1,4 +1,4 @@
-"""Sparse tables on a server: rows are created on first use, with optimizer state."""
+"""Sparse tables on a server, whose rows are created with their optimizer state on first use."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Rows:
         self._sampled = Counter[int]()  # number of uses of each row in the sampled pushes
 
     def pull(self, ids_n: Tensor) -> Tensor:
-        """Read rows ``ids_n`` (n,) as float32 (n, dim); initial values if not stored."""
+        """Return rows ``ids_n`` (n,) as float32 (n, dim); rows not admitted yet have initial values."""
         self._clock += 1
         slots_n = self.store.index.get(ids_n)
         if self.rule.admit_after == 0 and _has_missing_slots(slots_n):
@@ -156,7 +156,7 @@ class Rows:
         return rows_nd
 
     def push(self, ids_n: Tensor, gradients_nd: Tensor, share: float = 1.0) -> None:
-        """Update unique rows ``ids_n`` (n,) by gradients (n, dim), using ``share`` of the rate.
+        """Update unique rows ``ids_n`` (n,) by gradients (n, dim) at ``share`` × the learning rate.
 
         Gradients of rows that are not stored are dropped.
         """
@@ -210,5 +210,5 @@ class Rows:
 
 
 def _has_missing_slots(slots_n: Tensor) -> bool:
-    """Return whether any slot is missing. NumPy takes a third of torch's time for few rows."""
+    """Return whether any slot is missing. For few rows, NumPy is three times as fast as torch."""
     return len(slots_n) > 0 and bool(slots_n.numpy().min() < 0)

@@ -26,7 +26,7 @@ SERVER_PREFIX = "server-"  # prefix of server names
 
 @final
 class ShardServer:
-    """Serves the shard of ``master`` to the members of the run.
+    """Accepts connections, and serves the shard of ``master``.
 
     The kind of a connection is "data" (a worker), "peer" (the leader of the run), "standby", or one of ``services``.
     Refused requests have no effect.
@@ -184,7 +184,7 @@ class WorkerService:
         channel.send_later(Header(CommonOperation.DONE, fields=acknowledged))
 
     def _send_buckets(self, channel: Channel, header: Header) -> None:
-        """Send all buckets, once they include the updates up to the step in the header."""
+        """Wait for the updates up to the step in the header, then send all buckets."""
         shard = self._master.shard
         seen = self._master.wait_for(Fields._make(header.fields).step) % _SEEN_MODULUS
         parameters = shard.parameters
@@ -194,7 +194,7 @@ class WorkerService:
         self._master.count_pull(sum(values_n.nbytes for values_n in parameters.values))
 
     def _pull_rows(self, channel: Channel, header: Header) -> None:
-        """Send the requested rows, once they include the updates up to the step in the header."""
+        """Wait for the updates up to the step in the header, then send the requested rows."""
         asked = Fields._make(header.fields)
         rows, ids_n = self._master.receiver.receive_ids(channel, header)
         rows_nd, updates, step = self._master.pull_rows(rows, ids_n, step=asked.step)

@@ -72,7 +72,7 @@ class PendingServer:
         on_begin: Callable[[int], None] = ignore_step,
         leader_prefix: str = SERVER_PREFIX,
     ) -> ShardServer:
-        """Serve as master. Returns once the standby has connected, after at most one lease.
+        """Serve as master in the background, and wait at most one lease for the standby to connect.
 
         Args:
             services: Additional services, by kind of connection.

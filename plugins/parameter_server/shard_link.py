@@ -1,4 +1,4 @@
-"""A worker's connections to the shards, for gradients and weights."""
+"""A worker's connections to the shards: pushes of gradients, pulls of weights and rows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ShardLink:
         self._send_or_recover(lambda: self._channel.send(numbered, payload))
 
     def ask_rows(self, table: int, ids_n: Tensor, *, step: int) -> None:
-        """Request rows ``ids_n``, int64 (n,), including updates to ``step`` and all own pushes."""
+        """Request rows ``ids_n``, int64 (n,), with all updates up to ``step`` and this link's pushes."""
         header = Header(Operation.PULL_ROWS, torch.int64, (len(ids_n),), Fields(table, step=step))
         while not self._send_or_recover(lambda: self._channel.send(header, [view_bytes(ids_n)])):
             pass
@@ -209,7 +209,7 @@ class DenseLinks:
         self._links = links
 
     def pull_weights(self, step: int) -> None:
-        """Pull all weights, once they include the updates up to ``step``."""
+        """Pull all weights into the model; the servers wait for the updates up to ``step``."""
         for link in self._links:
             link.request_weights(step)
         for server in self._order:

@@ -1,4 +1,4 @@
-"""Changes a shard on its master under one lock; acknowledges after its standby's change.
+"""Changes a shard on its master, under one lock, and waits until the standby has applied it, too.
 
 ``ServerLoad`` counts the load of a server since the last query.
 """
@@ -26,7 +26,7 @@ _HOTTEST = 5  # number of most used rows per table in the facts
 
 
 def ignore_step(step: int) -> None:
-    """Do nothing when a step begins."""
+    """Do nothing; the default for callbacks at the start of a step."""
 
 
 @final
@@ -84,7 +84,7 @@ class ShardMaster:
         self.log.wait_for_ticket(ticket)
 
     def wait_for(self, step: int) -> int:
-        """Wait until updates to ``step`` are applied; return the number of applied updates.
+        """Wait until the updates up to ``step`` are applied; return their number since the run's start.
 
         Raises:
             RefusedError: The step did not end in time.

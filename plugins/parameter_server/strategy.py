@@ -246,7 +246,7 @@ def _create_rule(context: RunContext, bound: float, *, by_staleness: bool) -> Ru
 
 
 def _warn_of_momentum(optimizer: Optimizer, *, staleness: int) -> None:
-    """Warn of momentum with stale weights: 0.9 is 10 × slower with delay 4, diverges with 8."""
+    """Warn of momentum with stale weights: 0.9 slows training 10 × at staleness 4, diverges at 8."""
     for group in optimizer.param_groups:
         momentum = float(group.get("momentum") or 0.0)
         if momentum / (1 - momentum) * staleness >= _DIVERGES:

@@ -39,7 +39,7 @@ class TaskLoop:
         shards: Number of shards.
         connect: Called with new connections to the shards.
         acts: Functions that execute tasks, by the kind of task.
-        last_words: Called at the end; its result is logged.
+        last_words: Returns texts to log when the run ends.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def evaluate_part(recipe: Recipe, model: nn.Module, context: RunContext, task: M
 
 
 def create_worker_watch(model: nn.Module, context: RunContext) -> LossWatch:
-    """Watch the losses of a worker, which has no group; pulls overwrite its weight changes."""
+    """Create the watch on a worker's losses. Workers have no group, and pulls overwrite weights."""
     return LossWatch(model, processes=2, logical_ranks=context.logical_ranks, ordered=False, has_group=False)
 
 

@@ -24,7 +24,7 @@ from worldsize.strategies.loss_record import LossRecord
 @final
 @dataclass(frozen=True)
 class Unit:
-    """A worker's logical ranks of one step, its share of a clock; reassigned if it dies."""
+    """The logical ranks of one step that a worker computes as one task."""
 
     step: int
     logical_ranks: tuple[int, ...]
@@ -73,7 +73,7 @@ class StalenessScheduler:
 
     @property
     def floor(self) -> float:
-        """The slowest clock; a dead worker's clock counts until its unit is done."""
+        """The lowest clock; a lost worker's clock counts until its unit is done."""
         return min([*(member.clock for member in self.members.values()), *self.orphans.values()], default=math.inf)
 
     def allow_steps(self, last: int) -> None:
@@ -81,7 +81,7 @@ class StalenessScheduler:
         self.last = max(self.last, last)
 
     def add_member(self, name: str, now: float) -> int:
-        """(Re)admit a worker at time ``now``, in seconds, at the slowest clock; return that."""
+        """Admit or readmit a worker at time ``now``, in seconds; return its initial clock."""
         self.remove_member(name)
         clock = 0 if self.floor == math.inf else int(self.floor)
         self.members[name] = _Member(self._opened if self.staleness == 0 else clock, now + self.lease)
@@ -215,7 +215,7 @@ def _parse_sums(pairs: Mapping[str, Any]) -> Sums:
 
 @final
 class TaskPool:
-    """Assigns parts of an evaluation first, then training units as ``staleness`` allows.
+    """Assigns tasks: parts of an evaluation first, then training units as ``staleness`` allows.
 
     Attributes:
         evaluation: The evaluation in progress, or one without parts.

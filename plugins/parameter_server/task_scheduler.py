@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @final
 class TaskScheduler:
-    """Decides each worker's next task. Thread-safe, for connections and the training loop.
+    """Decides each worker's next task. Thread-safe: connections and the training loop call it.
 
     Args:
         staleness: Decides which worker may begin which unit.
@@ -116,7 +116,7 @@ class TaskScheduler:
             self.changed.notify_all()
 
     def wait_for_step(self, step: int) -> list[LossRecord]:
-        """Wait for ``step``; return loss records by logical rank, recent ones if steps overlap.
+        """Wait for ``step``; return its loss records by logical rank, or recent ones if steps overlap.
 
         Raises:
             WorldsizeError: There were no workers for longer than the timeout.
@@ -146,7 +146,7 @@ class TaskScheduler:
         self.wait_for(lambda: not self.staleness.members, alone=True)
 
     def wait_for(self, done: Callable[[], bool], *, alone: bool = False) -> None:
-        """Wait for ``done``; retire workers with expired leases. Requires a worker unless ``alone``.
+        """Wait for ``done``, and retire workers with expired leases. ``alone``: accept having no workers.
 
         Raises:
             WorldsizeError: There were no workers for longer than the timeout.

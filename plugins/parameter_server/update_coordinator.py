@@ -63,7 +63,7 @@ class UpdateCoordinator(Replica):
         self.step_reached: int = step_reached
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """Let the workers compute the next step and load its data; repeat it if a worker is lost.
+        """Let the workers load and compute the next step; repeat it if a worker is lost.
 
         Raises:
             WorldsizeError: workers were lost in every attempt.
@@ -104,7 +104,7 @@ class UpdateCoordinator(Replica):
             self._rounds.complete_update()
 
     def _applied(self, reported: Reported) -> UpdateResult:
-        """Weigh and clip the mean gradient, and apply it on the shards of the optimizers."""
+        """Weigh and clip the mean gradient, and apply it on all shards of the update's optimizers."""
         counts = {name: self._shards[name].own.master.shard.step + 1 for name in reported.names}
         losses, factor = _weigh_losses(reported.records)
         if factor is not None:
@@ -131,7 +131,7 @@ class UpdateCoordinator(Replica):
         return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
-        """Let the workers evaluate; they load the batches themselves. Return metrics by name."""
+        """Let the workers evaluate the split, whose batches they load themselves; return metrics by name."""
         parts = max(1, len(self._scheduler.workers))
         sums, names = self._scheduler.evaluate(parts, split=batches.split, step=batches.step)
         return reduce_metrics(sums, names, self._world)
@@ -234,7 +234,7 @@ class UpdateRounds:
             if "update" in facts:
                 if self._join_update(name, facts):
                     return {"do": "continue"}
-                facts = {}  # its unit is dropped; it can ask to leave at the end of its next one
+                facts = {}  # its unit is dropped, and so is a request to leave, until the end of its next unit
             task = self.scheduler.next_task(name, epoch, facts)
             return {**task, "attempt": self._attempt, "counts": self._counts} if task["do"] == "train" else task
 

@@ -1,6 +1,6 @@
 """Servers for several updates per step; each has a shard of every optimizer's parameters.
 
-A shard's step counts the updates of its optimizer; with ordinary recipes, it counts training steps.
+A shard's ``step`` counts the updates of its optimizer here, but training steps with other recipes.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class UpdateWorker:
             dense.replace_dense_links(links[place * self._servers : (place + 1) * self._servers])
 
     def _start_unit(self, task: Task) -> dict[str, Any]:
-        """Start a unit, or restart the last one; return the fields for its first update."""
+        """Start a unit, abandoning an unfinished one; return the TICK fields of its first update."""
         if self._unit is not None:
             self._unit.close()
         self._unit = self._run_unit(task)

@@ -202,7 +202,7 @@ class OverlappedPush:
 
     @contextmanager
     def during_backward(self, push: Push) -> Iterator[None]:
-        """Push gradients of a backward pass in this context, incomplete buckets at its end.
+        """Push each bucket during a backward pass in this context; push incomplete ones at its end.
 
         Within the context, nothing else may use the connections of ``push``. Exceptions in ``push`` are raised at its
         end. Nothing is pushed after the context, even if it fails.

@@ -17,7 +17,7 @@ from worldsize.strategies.periodic_exchange import Begun, Exchange
 
 @final
 class Gathered(Exchange):
-    """All-gather rows; every worker sums them. Rounds once, sends (workers − 1) × n / 2 bytes."""
+    """All-gather rows, and sum them on every worker. Rounds once, sends (workers − 1) × n / 2 bytes."""
 
     def _start_average(self, row_n: Tensor) -> Begun:
         padded, numel = _pad_to_blocks(row_n, 1), row_n.numel()

@@ -85,7 +85,7 @@ class StreamingDiLoCo(PeriodicSyncStrategy):
 
 
 def partition(model: nn.Module, blocks: Sequence[nn.Module], each: int) -> list[list[Tensor]]:
-    """Partition the trained parameters, of any shapes, into fragments, blocks first.
+    """Partition the trained parameters into fragments of ``each`` blocks; the rest come last.
 
     A parameter shared by several blocks belongs to the first one.
     """

@@ -72,7 +72,7 @@ def _build_mlp(sizes: Sequence[int], *, last: nn.Module) -> nn.Sequential:
 @final
 @dataclass(frozen=True)
 class ClickThrough(Recipe):
-    """Train a DLRM to predict clicks; see :class:`DLRM` for ``dim`` to ``sparse``."""
+    """Train a DLRM to predict clicks; :class:`DLRM` documents ``dim`` to ``sparse``."""
 
     dim: Annotated[int, Range(least=1)]
     rows: Annotated[int, Range(least=1)]

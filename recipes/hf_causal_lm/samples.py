@@ -30,7 +30,7 @@ class LanguageBatch(NamedTuple):
 
 
 def language_batch(batch: Any) -> LanguageBatch:
-    """Split a batch of windows (batch, context + 1), packed documents, or given pairs."""
+    """Convert a batch: windows (batch, context + 1), packed documents, or (inputs, targets)."""
     if isinstance(batch, Tensor):
         return LanguageBatch(batch[:, :-1], batch[:, 1:])
     if isinstance(batch, Mapping):

@@ -84,7 +84,7 @@ class Block(nn.Module):
         return hidden_btw + self._apply_dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden_btw)))))
 
     def _compute_attention(self, hidden_btw: Tensor) -> Tensor:
-        """Attend with the projected heads, which under tensor parallelism are only this rank's."""
+        """Compute attention over the heads of this rank: a part of all under tensor parallelism."""
         batch, time, _ = hidden_btw.shape
         rotation = (self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time])
         projected = self.query_key_value(hidden_btw).view(batch, time, -1, 3, self.head_size)

@@ -135,7 +135,7 @@ class Word2Vec(Recipe):
         return -(F.logsigmoid(scores[:, 0]) + F.logsigmoid(-scores[:, 1:]).sum(1)).mean()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Return, as (sum, count), how many held-out neighbors outscore a word of similar frequency."""
+        """Return how often a true neighbor outscores a word of similar frequency, as (sum, count)."""
         center_b, context_b, _ = batch
         rival_b = context_b ^ 1
         rival_b = torch.where(rival_b < len(self.counts), rival_b, context_b - 1)

@@ -1,10 +1,10 @@
-"""Print the values of ATEN_CPU_CAPABILITY below this CPU's own; torch accepts higher ones too, and crashes."""
+"""Print the values of ATEN_CPU_CAPABILITY below this CPU's level; torch accepts higher ones, but then crashes."""
 
 from __future__ import annotations
 
 import torch
 
-WIDTHS = ("DEFAULT", "AVX2", "AVX512")  # of x86; other CPUs have only one
+WIDTHS = ("DEFAULT", "AVX2", "AVX512")  # on x86; other CPUs have only one level
 
 if __name__ == "__main__":
     widest = torch.backends.cpu.get_cpu_capability()

@@ -1,4 +1,4 @@
-"""Real clusters on this machine, each shared by the tests of a process that use it."""
+"""Fixtures of real clusters on this machine, each started once per test process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worldsize.testing import hosts as namespaces
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
-    """Slurm with two nodes."""
+    """A Slurm cluster with two nodes on this machine."""
     if why := real.missing():
         pytest.skip(why)
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
@@ -23,7 +23,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Slurm]:
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
-    """Two hosts with a network between them."""
+    """Two hosts (network namespaces) with a network between them."""
     if why := namespaces.find_missing_requirements():
         pytest.skip(why)
     name = f"ws{os.getpid()}"
@@ -33,7 +33,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[namespaces.Hosts]:
-    """Four hosts with links of 1 Gbit/s."""
+    """Four hosts (network namespaces) with links of 1 Gbit/s."""
     if why := namespaces.find_missing_requirements():
         pytest.skip(why)
     with namespaces.run_hosts(tmp_path_factory.mktemp("four"), name=f"wd{os.getpid()}", count=4) as cluster:

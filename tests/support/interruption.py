@@ -1,4 +1,4 @@
-"""Ends the gang of a process while the process waits for a peer."""
+"""Simulates the end of a gang while a process waits for a peer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from worldsize.collectives.group import INTERRUPTION
 
 
 def end_gang_soon() -> None:
-    """End the gang for the waits of this process, at their third check."""
+    """Make a wait of this process raise ConnectionError at its third check, as if the gang had ended."""
     checks = iter([None, None])
 
     def check() -> None:

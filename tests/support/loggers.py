@@ -1,4 +1,4 @@
-"""The loggers with visible records, and their state."""
+"""Restores loggers that a test configures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worldsize.messages import LOGGERS
 
 
 def keep_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the loggers' present state at the end of ``monkeypatch``."""
+    """Restore handlers, level and propagation of ``LOGGERS`` when the test ends."""
     for logger in map(logging.getLogger, LOGGERS):
         for name in ("handlers", "level", "propagate"):
             monkeypatch.setattr(logger, name, getattr(logger, name))

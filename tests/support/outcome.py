@@ -1,4 +1,4 @@
-"""The outcome of a run, for tests that compare runs."""
+"""Collects the results of a run, for tests that compare runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Return everything that must be equal: weights, logged figures, and the whole state in the last checkpoint."""
+    """Return what equal runs have in common: digests, metrics, sizes, and the contents of the last checkpoint."""
     result = json.loads((folder / "result.json").read_text())
     state = json.loads((max((folder / "checkpoints").glob("step_*")) / "manifest.json").read_text())
     results = {key: result[key] for key in ("state_digest", "metrics_digest", "metrics", "steps", "samples")}

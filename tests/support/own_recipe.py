@@ -1,4 +1,4 @@
-"""Writes a test's recipe into the project it trains in."""
+"""Writes recipes into a test's project."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Held(Digits):
 
 
 def write_held(project: Path) -> Path:
-    """Write ``recipe=held``: digits with slow steps while a file exists. Create the file, and return it."""
+    """Write ``recipe=held``: digits with slow steps while a file exists. Create that file and return its path."""
     target = "defaults: [digits, _self_]\nrecipe: {_target_: recipes.held.recipe.Held}\n"
     write_recipe(project, "held", HELD, held=f"# @package _global_\n{target}")
     (project / "held").touch()
@@ -34,7 +34,7 @@ def write_recipe(project: Path, name: str, code: str, **options: str) -> Path:
         project: Working directory of ``train``.
         name: Name of the recipe.
         code: Text of its ``recipe.py``.
-        options: Texts of its configurations, by the name for ``recipe=<name>``.
+        options: Texts of its configurations (YAML), by option name, as in ``recipe=<option>``.
     """
     folder = project / "recipes" / name
     (folder / "conf" / "recipe").mkdir(parents=True)

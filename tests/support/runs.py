@@ -1,4 +1,4 @@
-"""Real runs of train.py and of the commands, each in a separate folder: fixtures and their results."""
+"""Fixtures that run train.py and worldsize commands in temporary folders, and their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run of train.py."""
+    """Exit code, output and run folder of a finished train.py; ``folder`` is None without a run."""
 
     code: int
     output: str
@@ -46,13 +46,13 @@ Once = Callable[[str, Callable[[Path], None]], Path]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the test's environment without a wandb key, so that nothing leaves the machine."""
+    """Return this environment with wandb offline and ``changes``, so that nothing is uploaded."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     return {**kept, "WANDB_MODE": "offline", "COLUMNS": "120", **changes}
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the folders of all runs below ``root``, while others may write and remove checkpoints there."""
+    """Return the folders of all runs below ``root``; tolerates concurrent changes of their checkpoints."""
     return sorted(Path(folder) for folder, _, files in os.walk(root) if "run_manifest.json" in files)
 
 
@@ -70,9 +70,9 @@ Command = Callable[..., Done]
 
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """``command("train", "steps=3", cwd=..., environment=...)`` runs worldsize in a separate process.
+    """``command("train", "steps=3", cwd=..., environment=...)`` runs worldsize in a process.
 
-    Argument ``python`` is the interpreter for processes that the command starts.
+    ``python`` is the interpreter for the processes that the command starts.
     """
 
     def run(
@@ -103,13 +103,13 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that has already imported worldsize, for processes started by launchers."""
+    """Path of a Python that starts with worldsize imported, for processes started by launchers."""
     return warm.interpreter(tmp_path_factory.mktemp("warm"), os.environ[warm.ZYGOTE])
 
 
 @pytest.fixture(scope="session")
 def train_in(command: Command) -> Callable[[Path], Train]:
-    """``train_in(folder)`` is a ``train`` that trains in ``folder``, for runs shared by several tests."""
+    """``train_in(folder)`` returns a ``train`` for that folder, for runs shared by tests."""
 
     def at(folder: Path) -> Train:
         def run(*arguments: str, logger: str = "none", python: str | Path = sys.executable, **changes: str) -> Run:
@@ -126,9 +126,9 @@ def train_in(command: Command) -> Callable[[Path], Train]:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """``once(name, fill)`` is a folder filled by ``fill(folder)`` and not changed afterwards.
+    """``once(name, fill)`` returns a folder filled by ``fill(folder)``, which tests must not change.
 
-    It is filled once for all processes of a test run, by the first one that needs it; the others wait for it.
+    The first of the test processes that needs it fills it; the others wait.
     """
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
@@ -140,7 +140,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
             fcntl.flock(lock, fcntl.LOCK_EX)
             complete = folder.with_suffix(".complete")
             if not complete.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
+                shutil.rmtree(folder, ignore_errors=True)  # remains of a failed attempt
                 folder.mkdir()
                 fill(folder)
                 complete.touch()
@@ -151,7 +151,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 @pytest.fixture(scope="session")
 def reference_run(train_in: Callable[[Path], Train], once: Once) -> Callable[..., Run]:
-    """``reference_run("steps=3", ...)`` is a complete run with these options, made once per test run."""
+    """``reference_run("steps=3", ...)`` returns a completed run, shared by all tests."""
 
     def run(*options: str, **changes: str) -> Run:
         def fill(folder: Path) -> None:
@@ -166,7 +166,7 @@ def reference_run(train_in: Callable[[Path], Train], once: Once) -> Callable[...
 
 @pytest.fixture
 def train(tmp_path: Path, train_in: Callable[[Path], Train]) -> Train:
-    """``train("steps=3", ...)`` trains in ``tmp_path`` without wandb, and waits for the end."""
+    """``train("steps=3", ...)`` trains in ``tmp_path`` without wandb until the run ends."""
     return train_in(tmp_path)
 
 
@@ -177,7 +177,7 @@ def environment_without_wandb() -> dict[str, str]:
 
 @pytest.fixture
 def change_workers(command: Command) -> Callable[..., str]:
-    """``change_workers(folder, "add", "2")`` is the output of ``worldsize workers`` for a job; it must succeed."""
+    """``change_workers(run, "add", "2")`` returns the output of ``worldsize workers``."""
 
     def run(folder: Path, *words: str) -> str:
         done = command("workers", *words, "--run", str(folder), cwd=folder, environment=environment())
@@ -189,7 +189,7 @@ def change_workers(command: Command) -> Callable[..., str]:
 
 @pytest.fixture
 def begun() -> Callable[..., Path]:
-    """``begun(root)`` waits until a run below ``root`` has logged a step after ``after``, and returns its folder."""
+    """``begun(root, after)`` waits until a run has logged a step after ``after``; returns its folder."""
     return _begun
 
 

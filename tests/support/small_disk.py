@@ -1,4 +1,4 @@
-"""Small file systems to fill, unmounted however the test ends."""
+"""Small file systems for tests of full disks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 def mounted(folder: Path, size: str) -> Iterator[Path]:
     """Mount an empty file system of ``size`` (as in mount(8)) at the new folder ``folder``.
 
-    A separate process unmounts it when its standard input ends: also if this one is killed at its time limit.
+    A separate process unmounts it when its standard input closes, even if this process is killed.
     """
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
@@ -30,7 +30,7 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
-    """Write to a file in the folder until it is full."""
+    """Write to a file in ``folder`` until its disk is full."""
     for piece in (bytes(4096), b"\0"):
         with (folder / "ballast").open("ab", buffering=0) as file:
             try:

@@ -1,4 +1,4 @@
-"""Waits for other processes and threads, independent of the machine's speed."""
+"""Waits for conditions in tests, with a limit that only a hang exceeds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _POLL = 0.05
 
 
 def wait_until(happened: Callable[[], bool], seen: Callable[[], object] = str, seconds: float = _LONGEST) -> None:
-    """Wait until ``happened``.
+    """Poll until ``happened`` returns True.
 
     Raises:
-        AssertionError: it has not happened after ``seconds``; the message has what ``seen`` returns.
+        AssertionError: it did not within ``seconds``; the message includes the result of ``seen``.
     """
     deadline = time.monotonic() + seconds
     while not happened():

@@ -1,7 +1,7 @@
-"""Run ``python ARGUMENTS`` without waiting for imports: a child of the zygote runs it on behalf of this process.
+"""Runs ``python ARGUMENTS`` in a child of the zygote, which has imported torch and worldsize.
 
-:func:`interpreter` writes a program that launchers start instead of Python. It passes its signals on to the child,
-the child dies with it, and its exit code is the child's. It imports only the standard library, and so starts at once.
+:func:`interpreter` writes a program that launchers start instead of Python. It forwards signals to the child, kills
+the child when it exits, and returns its exit code. It starts fast because it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ask(
     streams: Sequence[int],
     executable: str,
 ) -> socket.socket:
-    """Request ``python ARGUMENTS`` from the zygote; the process lives as long as the returned connection."""
+    """Start ``python ARGUMENTS`` in the zygote; closing the returned connection kills the process."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(zygote)
     shown = [executable, *arguments]
@@ -42,7 +42,7 @@ def ask(
 
 
 def interpreter(folder: Path, zygote: str) -> Path:
-    """Write a program into ``folder`` that can be started instead of Python."""
+    """Write a program to ``folder`` that behaves like Python, but starts in the zygote."""
     program = folder / "python"
     called = f"main({zygote!r}, {sys.executable!r})"
     program.write_text(f"#!{sys.executable} -IS\n{Path(__file__).read_text()}\n\n{called}\n")
@@ -61,7 +61,7 @@ def main(zygote: str, python: str) -> NoReturn:
     )
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        with suppress(OSError):  # the child has just ended
+        with suppress(OSError):  # the child has exited
             line.send(str(number).encode())
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):

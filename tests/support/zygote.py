@@ -1,8 +1,8 @@
-"""Fork one child per request from a process with all imports done, so that tests need not wait for them.
+"""Forks a child per request from a process that has imported everything, so that tests start fast.
 
-``zygote.py SOCKET``: each connection is one request, see :mod:`tests.support.warm`, the other end. The child gets the
-arguments, working directory, environment, standard streams and namespaces of the client, as if it had been started
-there. It dies with the connection and gets every signal number that comes over it; its exit code is sent back.
+``zygote.py SOCKET``: each connection is one request from :mod:`tests.support.warm`. The child gets the arguments,
+working directory, environment, standard streams and namespaces of the client. Signal numbers sent over the connection
+are delivered to the child, its exit code is sent back, and it is killed when the connection closes.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PROGRAMS = {
     "worldsize.worker": "worldsize.worker.process",
 }
 FDS = 6  # standard streams and namespaces
-_MADV_COLLAPSE = 25  # since Linux 6.1; earlier kernels refuse it, without effect
+_MADV_COLLAPSE = 25  # since Linux 6.1; no effect on earlier kernels
 _HUGE_PAGE = 2 << 20  # bytes
 _LIMIT = 1 << 20
 
 
 class _Child:
-    """A forked process and its connection, ended together."""
+    """A forked process and its connection to the client."""
 
     def __init__(self, pid: int, line: socket.socket) -> None:
         self.pid, self.line, self.end = pid, line, os.pidfd_open(pid)
@@ -75,7 +75,7 @@ def serve(path: str) -> NoReturn:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
-    select.select([listener], [], [])  # the first request may never come
+    select.select([listener], [], [])  # import only at the first request, which may never come
     _prepare()
     children: list[_Child] = []
     while True:
@@ -91,7 +91,7 @@ def serve(path: str) -> NoReturn:
 
 
 def _prepare() -> None:
-    """Do the work common to all commands: imports, and Hydra's search for plugins."""
+    """Do the work common to all commands: imports, and Hydra's plugin discovery."""
     for name in PRELOADED:
         importlib.import_module(name)
     from hydra.core.plugins import Plugins
@@ -103,15 +103,15 @@ def _prepare() -> None:
     register_schema()
     packages()
     gc.collect()
-    gc.freeze()  # a collection in a child would scan all imported modules, and so copy their pages
+    gc.freeze()  # otherwise a collection in a child would copy the pages of all imported modules
     collapse()
 
 
 def collapse() -> None:
-    """Move the private memory of this process into huge pages, where the kernel can.
+    """Move the private memory of this process into huge pages, if the kernel supports it.
 
-    A fork copies an entry for each page. After torch and the tests were imported these are 100,000 to 200,000, and a
-    fork takes 0.07 to 0.11 s of processor time; with huge pages 0.015 s.
+    A fork copies one entry per page. With torch and the tests imported, there are 100,000 to 200,000 pages, and a fork
+    takes 0.07 to 0.11 s of CPU time; with huge pages, it takes 0.015 s.
     """
     libc = _libc()
     libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
@@ -126,7 +126,7 @@ def collapse() -> None:
 
 def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
     message, fds, _, _ = socket.recv_fds(line, _LIMIT, FDS)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # in the child until it has chosen its program
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the child unblocks them once its program is known
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         for fd in (line.fileno(), *(fd for other in others for fd in (other.line.fileno(), other.end))):
@@ -139,7 +139,7 @@ def _forked(line: socket.socket, others: Sequence[_Child]) -> _Child:
 
 
 def _run(request: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
-    """Run the request in the child as if typed as a command."""
+    """Run the request in the child, with the client's environment, and exit with its code."""
     die_with_parent(parent)
     code = 70
     try:
@@ -151,7 +151,7 @@ def _run(request: dict[str, Any], fds: Sequence[int], parent: int) -> NoReturn:
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["environment"])
-        tempfile.tempdir = None  # by TMPDIR
+        tempfile.tempdir = None  # from TMPDIR
         _show(request["shown"])
         sys.executable = request["executable"]
         code = _exit_code(lambda: _play(request["arguments"]))
@@ -172,7 +172,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _show(words: Sequence[str]) -> None:
-    """Make ``words`` the visible command line of this process."""
+    """Set the command line of this process in ``/proc``, as shown by ps, to ``words``."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     text = b"\0".join(word.encode() for word in words)[: end - start - 1]
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
@@ -183,7 +183,7 @@ def _play(words: Sequence[str]) -> None:
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     while words[0] == "-u":
         words = words[1:]
-    if words[:3] != ["-m", "worldsize", "agent"]:  # an agent's __main__ keeps them blocked, but is not run here
+    if words[:3] != ["-m", "worldsize", "agent"]:  # an agent must start with them blocked
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     sys.argv = list(words[1:] if words[0] == "-m" else words)
     if words[0] == "-c":

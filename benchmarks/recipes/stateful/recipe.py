@@ -1,4 +1,4 @@
-"""A model of which a step changes more than its weights: statistics, a counter, random numbers, metrics and more."""
+"""Recipes whose steps change more than weights: batch statistics, a counter, random numbers, metrics, recipe state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worldsize.core import Batch, BufferRule, LossOutput, MicroBatch, Recipe
 
 
 class Counting(nn.Module):
-    """Passes its input on, and counts the steps in which it did."""
+    """Identity module that counts its forward passes in training mode."""
 
     calls: Tensor
 
@@ -25,57 +25,57 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``hidden``, of any shape."""
+        """Return ``hidden`` unchanged."""
         if self.training:
             self.calls += 1
         return hidden
 
 
 class Stateful(Recipe):
-    """Classifies points by which of two coordinates is larger."""
+    """Classify points by the larger of their first two coordinates."""
 
     def model(self) -> nn.Module:
-        """Two layers, with statistics, random numbers and a counter between them."""
+        """Return two linear layers with batch norm, dropout and a counter between them."""
         first = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU()]
         return nn.Sequential(*first, nn.Dropout(0.2), Counting(), nn.BatchNorm1d(16), nn.Linear(16, 2))
 
     def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
-        """A step counts once."""
+        """Declare that the counter is equal on all ranks."""
         return {"*.calls": "equal"}
 
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
-        """All layers, in order."""
+        """Return all layers, in order."""
         return list(model.children())
 
     def model_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """The points, a tensor (batch, 8)."""
+        """Return the points, a tensor (batch, 8)."""
         return (batch[0],)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """AdamW."""
+        """Return AdamW with a learning rate of 0.01."""
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """A rate that falls in each step."""
+        """Return a schedule that lowers the learning rate by 1% per step."""
         return ExponentialLR(optimizer, 0.99)
 
     def data(self, split: str) -> TensorDataset:
-        """Points (512, 8) and their classes."""
+        """Return points (512, 8) and their classes (512,)."""
         points = torch.randn(512, 8, generator=torch.Generator().manual_seed(len(split)))
         return TensorDataset(points, (points[:, 0] > points[:, 1]).long())
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        """Cross entropy, with the share of right answers."""
+        """Return the cross entropy, and the accuracy as a metric."""
         output = model(batch[0])
         return LossOutput(F.cross_entropy(output, batch[1]), _right(output, batch[1]))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, ...]]:
-        """The share of right answers."""
+        """Return the accuracy as (sum, count)."""
         return _right(model(batch[0]), batch[1])
 
 
 class Remembering(Stateful):
-    """Weighs each loss by a moving average of earlier points of its logical rank, which this object keeps."""
+    """Weight each loss by a moving average of its logical rank's earlier points, kept in the recipe."""
 
     remembers = True
 
@@ -83,15 +83,15 @@ class Remembering(Stateful):
         self._averages: dict[int, float] = {}
 
     def state(self, logical_rank: int) -> dict[str, float]:
-        """The moving average of a logical rank."""
+        """Return the moving average of a logical rank."""
         return {"average": self._averages.get(logical_rank, 1.0)}
 
     def load_state(self, logical_rank: int, state: Mapping[str, float]) -> None:
-        """Replace the moving average of a logical rank."""
+        """Set the moving average of a logical rank."""
         self._averages[logical_rank] = state["average"]
 
     def micro_batch_loss(self, model: nn.Module, batch: MicroBatch) -> LossOutput:
-        """The loss of a logical rank, weighed by its moving average."""
+        """Return the loss of a micro-batch, weighted by the average of its logical rank."""
         rank, output = batch.logical_rank, self.loss(model, batch.data)
         self._averages[rank] = average = 0.9 * self._averages.get(rank, 1.0) + float(batch.data[0].mean())
         assert isinstance(output.loss, Tensor)

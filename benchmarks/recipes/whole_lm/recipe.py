@@ -1,4 +1,4 @@
-"""A GPT that cannot be described first and made tensor by tensor, to compare with one that can."""
+"""A GPT that cannot be initialized shard by shard, for comparison with one that can."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes.stdlib_lm.recipe import StdlibLM
 @final
 @dataclass(frozen=True)
 class WholeLM(StdlibLM):
-    """The recipe ``stdlib_lm`` with a hook on each parameter, which makes every process build the model whole."""
+    """``stdlib_lm`` with a hook on each parameter, which forces every process to build the whole model."""
 
     def model(self) -> nn.Module:
         model = super().model()

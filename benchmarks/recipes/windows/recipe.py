@@ -1,4 +1,4 @@
-"""Train a line on windows of tokens, so that a run costs what its data cost."""
+"""Train a linear layer on windows of tokens, so cheap that data loading dominates a run."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ COMMANDS = {
 }
 
 
-VERSION = ("--version", "-V")  # Hydra would print its own
+VERSION = ("--version", "-V")  # handled here, since Hydra would print its own version
 
 _OF_FILES = (  # commands that do not run user code in this process
     "init",
@@ -81,7 +81,7 @@ _OF_FILES = (  # commands that do not run user code in this process
 def main(result_fd: int | None = None) -> None:
     """Run the ``worldsize`` command line.
 
-    ``result_fd``: file descriptor to which ``train`` and ``evaluate`` write the path of their result folder.
+    ``result_fd``: file descriptor for the path of the result folder, written by ``train`` and ``evaluate``.
     """
     show_messages()
     check_working_directory()

@@ -64,10 +64,10 @@ def _show_report(run: RunDirectory) -> None:
 
 
 def _start_tether() -> None:
-    """Kill this process and its workers when standard input closes, i.e. when the parent process is gone.
+    """Read variables, and in a thread signals, from standard input; kill this host's processes when it closes.
 
-    The same happens if the next message does not arrive within the time announced by the previous message. This host
-    is then cut off, and a different host may lead the run.
+    They are also killed if the next message does not arrive within the time announced by the previous message. This
+    host is then cut off, and a different host may lead the run.
     """
     lines = os.fdopen(os.dup(0), "rb", buffering=0)  # not sys.stdin, whose lock could block forked children
     os.environ.update(json.loads(lines.readline() or b"{}"))

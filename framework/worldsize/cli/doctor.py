@@ -186,7 +186,7 @@ def _run_examination(settings: Settings, plan: Plan, run: RunDirectory) -> Repor
 
 
 def _submit_examination(launcher: BatchLauncher, plan: Plan, run: RunDirectory, silence: float) -> Report | None:
-    """Submit the examination, or let the user start it, and wait for its end; return a report found outside ``run``."""
+    """Submit the examination, or let the user start it, and wait; return the report if only the job's log has it."""
     job = launcher.submit(plan)
     if job is None:
         print(launcher.describe(plan))

@@ -53,7 +53,7 @@ def evaluate(
 ) -> int:
     """Evaluate the checkpoint and split in ``choices``, print the metrics, and return the exit code.
 
-    ``result_fd``: file descriptor to which the path of the evaluation folder is written.
+    ``result_fd``: file descriptor for the path of the evaluation folder.
 
     Raises:
         WorldsizeError: the checkpoint or split does not exist, the checkpoint is damaged, or the run is another user's

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _OWN = ("checkpoint", "output")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_LARGE = 256 << 20  # bytes from which an export shows a progress bar
+_LARGE = 256 << 20  # minimum bytes for a progress bar
 
 
 def main() -> None:

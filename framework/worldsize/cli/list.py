@@ -52,7 +52,7 @@ def _list_options(kind: str | None) -> list[Row]:
 
 
 def _list_plugins() -> list[Row]:
-    """List the plugins, including broken ones with the reason, since runs that do not use them work."""
+    """List the plugins, including broken ones with the reason; runs that do not use these still work."""
     working = [(each.name, each.version or "", each.source, _describe_plugin(each)) for each in list_plugins()]
     broken = [(each.module, each.version, each.distribution, f"broken: {each.broken}") for each in _find_broken()]
     return [*working, *broken]

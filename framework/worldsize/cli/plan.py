@@ -149,7 +149,7 @@ def _show_plan(cfg: DictConfig, options: argparse.Namespace, sizes: Sequence[str
     hint = "" if is_listed else "Ranks are shown by node. Pass --ranks to list each of them."
     _print_lines(table, hint, crossings_text(settings.cluster, groups))
     cluster = predictor.resolve_cluster(settings)
-    memory = cluster.device_memory or detect_memory_bytes(cluster)  # checked before data are loaded
+    memory = cluster.device_memory or detect_memory_bytes(cluster)  # before data take up memory
     forecasts, refused = _forecasts(predictor, shared, names)
     unfitting = {
         name: why
@@ -181,7 +181,7 @@ _UNKNOWN = "Device memory is unknown. Set cluster.device_memory to reject plans 
 
 
 def _list_assumptions(options: argparse.Namespace, cluster: Cluster, given: Given) -> Iterator[str]:
-    """Yield what decides the forecasts, but was neither given by the user nor measured, with the remedy."""
+    """Yield the assumed inputs of the forecasts, neither given by the user nor measured, each with a remedy."""
     if options.overlap is None and (options.model_size is not None or options.payload is not None):
         yield assumed_overlap_text()
     if options.precision is None and options.model_size is not None:
@@ -192,7 +192,7 @@ def _list_assumptions(options: argparse.Namespace, cluster: Cluster, given: Give
     file = find_key_file(keys[-1])
     if cluster.processes == 1 or tier in given.links or is_typed or file is None:
         return
-    if (conf := main_conf().resolve()) in file.resolve().parents and tier in cluster.links:  # not a file of the user
+    if (conf := main_conf().resolve()) in file.resolve().parents and tier in cluster.links:  # worldsize's own file
         yield assumed_link_text(tier, cluster.links[tier], file.resolve().relative_to(conf.parent))
 
 

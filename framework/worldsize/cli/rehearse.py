@@ -227,7 +227,7 @@ def _failures(rehearsed: Sequence[Rehearsed]) -> list[str]:
 
 
 def _absent_roots(rehearsed: Sequence[Rehearsed]) -> set[int]:
-    """Return the ranks that failed ranks expected objects from, but that were not rehearsed."""
+    """Return the missing ranks: failed ranks expected their objects, but they were not rehearsed."""
     last = [each.calls[-1].form for each in rehearsed if each.error is not None and each.calls]
     roots = {int(form.removeprefix(_FROM)) for form in last if form.startswith(_FROM)}
     return roots - {each.rank for each in rehearsed}
@@ -280,7 +280,7 @@ def _calls_table(rehearsed: Iterable[Rehearsed], rank: int) -> Table:
 
 
 def _format_step(call: Call) -> str:
-    """Return the step of a call in short form, with its phase outside the step itself."""
+    """Format the step of a call; add the phase unless the call belongs to the step itself."""
     if not call.step:
         return "-"
     return f"{call.step}" if call.phase == "step" else f"{call.step} {call.phase}"

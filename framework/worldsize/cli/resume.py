@@ -82,7 +82,7 @@ def _format_ignored_parts(record: RunRecord, ignore: Sequence[str]) -> list[str]
     """Return the overrides that list the parts of the newest checkpoint to ignore."""
     parts = [part for part in ignore if part in (*PARTS, HYPERPARAMETERS)]
     if record.manifest.get("resumed") or any(key not in (*parts, "data") for key in ignore):
-        parts.append(HYPERPARAMETERS)  # the configuration changed, so keep its hyperparameters
+        parts.append(HYPERPARAMETERS)  # the changed configuration overrides the checkpoint's
     saved = complete(record.directory.checkpoints)
     until = [f"checkpoint.ignore_until={parse_step(saved[-1])}"] if saved else []
     return [*until, f"checkpoint.ignore={parts}".replace(" ", "")]

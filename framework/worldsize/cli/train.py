@@ -41,7 +41,7 @@ def main(result_fd: int | None = None) -> None:
 def train(arguments: Sequence[str], result_fd: int | None = None) -> int:
     """Train; return 0 if completed, 1 if a process failed, 2 if it cannot run, 128 + n if ended by signal n.
 
-    ``result_fd``: file descriptor to which the path of each run folder is written.
+    ``result_fd``: file descriptor for the path of each run folder.
     """
     sweep: list[Launch] = []
     asked: list[tuple[LaunchMethod, Cluster]] = []

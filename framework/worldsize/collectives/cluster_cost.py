@@ -1,6 +1,6 @@
 """Costs of collectives on a hierarchical cluster, and peak FLOPs of its GPUs.
 
-:func:`axis_tiers` returns the cluster tier that each axis of a mesh crosses. The peaks are needed for the model FLOPs
+:func:`axis_tiers` returns the cluster tier that each axis of a mesh crosses. The peaks are used for the model FLOPs
 utilization.
 """
 
@@ -38,7 +38,7 @@ def _format_remedy(cluster: Cluster, tier: str) -> str:
 
 
 def list_levels(cluster: Cluster) -> list[Level]:
-    """Return the tiers that connect ranks, innermost first, without tiers that have a single member."""
+    """Return the tiers that connect ranks, innermost first, except those with one member."""
     units = {"node": 1, **cluster.tiers, "network": cluster.nodes}
     every, below = [], 1
     for name, nodes in units.items():
@@ -49,12 +49,12 @@ def list_levels(cluster: Cluster) -> list[Level]:
 
 
 def find_slowest_link(cluster: Cluster) -> Link:
-    """Return the link that limits a ring over all ranks, which leaves each node and each rack once."""
+    """Return the link that limits a ring over all ranks (one edge out of each node and rack)."""
     return find_limiting_link(cluster, cluster.processes)
 
 
 def find_limiting_link(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
-    """Return the limiting link if all ranks form concurrent rings of ``ranks`` members, ``stride`` apart.
+    """Return the limiting link of concurrent rings, each of ``ranks`` ranks, ``stride`` apart.
 
     Each block of ``ranks`` · ``stride`` consecutive ranks consists of ``stride`` rings. Inside a node the limiting link
     is the node's; between nodes it is the slowest link of any ring edge. Edges that leave the same node or rack share
@@ -69,7 +69,7 @@ def find_limiting_link(cluster: Cluster, ranks: int, stride: int = 1) -> Link:
 
 
 def count_leaving_edges(cluster: Cluster, ranks: int, stride: int = 1) -> int:
-    """Return the maximum number of edges that leave a node, for the rings of :func:`find_limiting_link`."""
+    """Return the maximum number of ring edges that leave a node, see :func:`find_limiting_link`."""
     return _crossing(cluster, cluster.processes_per_node, ranks, stride)
 
 
@@ -96,7 +96,7 @@ def _bandwidth(link: Link) -> float:
 
 
 def estimate_leaving_bytes(cluster: Cluster, ring_bytes: float) -> float:
-    """Return the bytes that leave a node if each rank of a ring over all ranks sends ``ring_bytes``.
+    """Return the bytes that leave a node if each rank of a full ring sends ``ring_bytes``.
 
     Only one rank of each node sends to other nodes.
     """
@@ -109,9 +109,9 @@ def all_reduce_seconds(payload_bytes: float, cluster: Cluster) -> float:
 
 
 def all_gather_all_seconds(payload_bytes: float, cluster: Cluster) -> float:
-    """Return the seconds that a ring all-gather over all ranks takes; a reduce-scatter takes as long.
+    """Return the seconds that a ring all-gather over all ranks takes.
 
-    ``payload_bytes`` is the size of the gathered result.
+    ``payload_bytes`` is the size of the gathered result. A reduce-scatter takes as long.
     """
     return all_gather_seconds(payload_bytes, cluster.processes, find_slowest_link(cluster))
 
@@ -133,7 +133,7 @@ def estimate_exchange_seconds(payload_bytes: float, cluster: Cluster) -> float:
 
 
 def estimate_exchange_bytes(payload_bytes: float, cluster: Cluster) -> float:
-    """Return the bytes that leave a node in the collectives of :func:`estimate_exchange_seconds`."""
+    """Return the bytes that leave a node during :func:`estimate_exchange_seconds`."""
     if cluster.nodes == 1:
         return 0.0
     each, ranks = cluster.processes_per_node, cluster.processes
@@ -168,7 +168,7 @@ def estimate_push_bytes(
 def estimate_push_seconds(
     payload_bytes: float, clients: Sequence[int], shards: Sequence[int], cluster: Cluster
 ) -> float:
-    """Return the seconds that the slowest link, of a node or a tier, takes for its :func:`estimate_push_bytes`."""
+    """Return the seconds of a push, as limited by the slowest link of a node or tier."""
     if cluster.nodes == 1:
         return message_seconds(estimate_push_bytes(payload_bytes, clients, shards, cluster), find_slowest_link(cluster))
     return max(
@@ -181,7 +181,7 @@ def estimate_push_seconds(
 
 
 def estimate_hierarchical_seconds(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> float:
-    """Return the seconds that a hierarchical all-reduce takes: inside nodes, then per tier, then over the network.
+    """Return the seconds that a hierarchical all-reduce takes: inside nodes, then tier by tier.
 
     Messages on the outermost tier are compressed to ``smaller`` times their size.
     """
@@ -193,7 +193,7 @@ def estimate_hierarchical_seconds(payload_bytes: float, cluster: Cluster, *, sma
 
 
 def estimate_hierarchical_bytes(payload_bytes: float, cluster: Cluster, *, smaller: float = 1.0) -> tuple[float, float]:
-    """Return the bytes that a rank sends in a hierarchical all-reduce, and the bytes that leave its node."""
+    """Return the bytes that a hierarchical all-reduce sends per rank, and those leaving a node."""
     *inner, top = list_levels(cluster)
     sent = leaving = 0.0
     for level in (*inner, top):
@@ -204,12 +204,12 @@ def estimate_hierarchical_bytes(payload_bytes: float, cluster: Cluster, *, small
 
 
 def whole_bytes(work: Workload) -> float:
-    """Return the bytes of parameters, gradients, optimizer state and activations if nothing is sharded."""
+    """Return a rank's bytes of memory, including activations, if nothing is sharded."""
     return 2 * work.parameter_bytes + work.optimizer_bytes + work.activation_bytes
 
 
 def ring_share(ranks: int) -> float:
-    """Return (n − 1) / n, the fraction of a payload that each rank sends in an all-gather or reduce-scatter."""
+    """Return (n − 1) / n, the fraction of a payload that a rank sends in an all-gather."""
     return (ranks - 1) / ranks
 
 
@@ -217,7 +217,7 @@ Groups = Mapping[str, Sequence[Sequence[int]]]  # groups of ranks by axis, see S
 
 
 def axis_tiers(cluster: Cluster, groups: Groups) -> dict[str, str]:
-    """Return the outermost tier that the groups of each axis communicate over; axes of one rank are omitted."""
+    """Return the outermost tier that each axis crosses, except for axes of one rank."""
     return {
         axis: _find_outermost_tier(cluster, lines)
         for axis, lines in groups.items()

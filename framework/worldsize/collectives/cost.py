@@ -21,12 +21,12 @@ def message_seconds(payload_bytes: float, link: Link) -> float:
 
 
 def divide_bandwidth(link: Link, count: int) -> Link:
-    """Return ``link`` with its bandwidth divided among ``count`` users and its latency unchanged."""
+    """Return ``link`` with its bandwidth divided by ``count``, and the same latency."""
     return replace(link, bandwidth=link.bandwidth / max(1, count))
 
 
 def round_seconds(payload_bytes: float, link: Link) -> float:
-    """Return the seconds that a round takes, in which each rank sends and receives ``payload_bytes`` once."""
+    """Return the seconds of a round: each rank sends and receives ``payload_bytes`` once."""
     return max(message_seconds(payload_bytes, link), link.gap)
 
 
@@ -47,7 +47,7 @@ def reduce_scatter_seconds(payload_bytes: float, ranks: int, link: Link) -> floa
 
 
 def ring_all_reduce_seconds(payload_bytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds that a ring all-reduce takes: a reduce-scatter and an all-gather, 2 (n − 1) rounds of 1/n.
+    """Return the seconds that a ring all-reduce takes: 2 (n − 1) rounds of 1/n of the payload.
 
     This algorithm is bandwidth-optimal (Patarasu and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
     """
@@ -66,7 +66,7 @@ def tree_all_reduce_seconds(payload_bytes: float, ranks: int, link: Link) -> flo
 
 
 def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, inside: Link, across: Link) -> float:
-    """Return the seconds that an all-to-all takes, in which ranks send 1/n of ``payload_bytes`` to each other.
+    """Return the seconds of an all-to-all: each rank sends 1/n of ``payload_bytes`` to each.
 
     All messages are sent concurrently, so the latency counts once, as in gloo (github.com/pytorch/gloo,
     gloo/alltoall.cc). ``inside`` connects the ranks of a node, which share the link ``across`` to other nodes.
@@ -79,7 +79,7 @@ def all_to_all_seconds(payload_bytes: float, nodes: int, ranks_per_node: int, in
 
 
 def estimate_incast_seconds(payload_bytes: float, link: Link) -> float:
-    """Return the seconds for ``payload_bytes`` over a link during an all-to-all, see :attr:`Link.incast`."""
+    """Return the seconds of an all-to-all's bytes over one link, see :attr:`Link.incast`."""
     return round_seconds(payload_bytes / link.incast, link)
 
 
@@ -102,7 +102,7 @@ def hierarchical_all_reduce_seconds(
 @final
 @dataclass(frozen=True)
 class Level:
-    """One tier of a tree network: ``members`` with ``ranks`` each, connected by one link per member.
+    """One tier of a tree network, with one link per member.
 
     Attributes:
         name: Name of the tier.
@@ -116,7 +116,7 @@ class Level:
 
 
 def estimate_tiered_seconds(payload_bytes: float, levels: Sequence[tuple[Level, Link]]) -> float:
-    """Return the seconds that a hierarchical all-reduce of ``payload_bytes`` over any number of tiers takes.
+    """Return the seconds that a hierarchical all-reduce takes over any number of tiers.
 
     A reduce-scatter on each tier except the last leaves each rank with 1/ranks of the payload for the next tier. The
     last tier all-reduces these shards, and all-gathers follow in reverse order. Each tier thus costs a ring all-reduce.
@@ -144,7 +144,7 @@ def estimate_exposed_seconds(communication_seconds: float, hidden_behind_seconds
 def estimate_bucketed_exposure(
     payload_bytes: float, bucket_bytes: float, backward_seconds: float, seconds: Callable[[float], float]
 ) -> float:
-    """Return the seconds of exposed communication after a backward pass with bucketed gradient reduction.
+    """Return the seconds of gradient reduction, in buckets, that backward does not hide.
 
     Gradients become ready at a constant rate. A bucket's collective starts once the bucket is full and the previous
     collective is done (Li et al. 2020, arXiv 2006.15704, section 3.2). The last bucket fills up at the end of the
@@ -165,19 +165,19 @@ def estimate_bucketed_exposure(
 
 
 def efficiency(compute_seconds: float, exposed: float) -> float:
-    """Return the fraction of a step spent computing, 0 to 1, given ``exposed`` seconds of communication."""
+    """Return compute time as a fraction of a step with ``exposed`` seconds of communication."""
     return compute_seconds / (compute_seconds + exposed)
 
 
 def compute_seconds_for(wanted_efficiency: float, exposed: float) -> float:
-    """Return the compute seconds at which a step with ``exposed`` communication has ``wanted_efficiency``.
+    """Return the compute seconds at which :func:`efficiency` is ``wanted_efficiency``, below 1.
 
-    This is the inverse of :func:`efficiency`; ``wanted_efficiency`` must be below 1.
+    ``exposed``: seconds of communication that are not hidden.
     """
     return exposed * wanted_efficiency / (1 - wanted_efficiency)
 
 
 def ring_payload_bytes(seconds: float, ranks: int, link: Link) -> float:
-    """Return the payload for which a ring all-reduce takes ``seconds``, in bytes; 0 if the latency alone is longer."""
+    """Return the bytes that a ring all-reduce sums in ``seconds``; 0 if latency takes longer."""
     rounds = 2 * (ranks - 1)
     return max(0.0, (seconds - rounds * link.latency) * link.bandwidth * ranks / rounds)

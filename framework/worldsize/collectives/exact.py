@@ -32,9 +32,9 @@ _FRACTION, _SPECIAL = 52, 0x7FF  # float64: number of fraction bits; exponent of
 
 
 def _reachable(tensor: Tensor, world: World) -> tuple[Tensor, ProcessGroup | None]:
-    """Return the tensor and group to use: for host memory the gloo group, to avoid waiting for the device.
+    """Return the tensor and the group to exchange; host memory uses the gloo group, if any.
 
-    Without a gloo group, ranks exchange a copy of ``tensor`` on the device.
+    This avoids waiting for the device. Without a gloo group, ranks exchange a copy of ``tensor`` on the device.
     """
     if tensor.device.type == "cpu" != world.device.type:
         group = world.groups.get(f"host/{world.role}")
@@ -60,7 +60,7 @@ def start_all_reduce(table: Tensor, world: World) -> Callable[[], Tensor]:
 
 
 def start_all_gather(part: Tensor, world: World) -> Callable[[], Tensor]:
-    """Start an all-gather of ``part``, which has the same shape on all ranks and may be in host memory.
+    """Start an all-gather of ``part``, of equal shape on all ranks, possibly in host memory.
 
     Calling the result waits for the other ranks and returns a tensor (ranks, *part.shape) on the CPU.
     """
@@ -175,7 +175,7 @@ def _stack_on_host(scalars: Sequence[Tensor]) -> Tensor:
 
 
 def reduce_metrics(sums: Mapping[int, Sums], names: tuple[str, ...], world: World) -> dict[str, float]:
-    """Return the metrics over the batches of all ranks, identical on every rank; NaN if the count is 0.
+    """Return the metrics over all ranks' batches, equal on every rank; NaN if the count is 0.
 
     Args:
         sums: Metrics of this rank's batches, by batch index: each metric as (sum, count), two scalars.

@@ -46,13 +46,13 @@ def use_full(
 
 
 def gather_full(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return full ``tensors`` on rank 0, and an empty dict on other ranks; all ranks must call it."""
+    """Return full ``tensors`` on rank 0, else an empty dict; all ranks must call it."""
     return use_full(tensors, world, dict) or {}
 
 
 @final
 class _GatherOnAccess(Mapping[str, Tensor]):
-    """Gathers a tensor whenever it is accessed; rank 0 broadcasts the index of its name to the other ranks."""
+    """Gathers a tensor on each access; rank 0 broadcasts the index of its name."""
 
     def __init__(self, names: Sequence[str], gather: Callable[[int], Tensor], world: World) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -118,7 +118,7 @@ def gather_full_tensor(tensor: DTensor) -> Tensor:
 
 
 def _plan_gathers(tensor: DTensor) -> list[tuple[int, int, int]] | None:
-    """Return (mesh axis, tensor dimension, full size) for each gather; None: use torch's ``redistribute``.
+    """Return (mesh axis, dimension, full size) per gather; None if only ``redistribute`` works.
 
     An axis that shards the shards of a later axis (FSDP with tensor parallelism) comes first.
     """
@@ -139,7 +139,7 @@ def _plan_gathers(tensor: DTensor) -> list[tuple[int, int, int]] | None:
 
 
 def _gather_dimension(own: Tensor, dimension: int, size: int, group: ProcessGroup) -> Tensor:
-    """Gather shards along a dimension with a wait that ends with the gang, unlike the wait of a DTensor."""
+    """Gather shards along a dimension; unlike a DTensor's wait, this one ends with the gang."""
     first = own.movedim(dimension, 0)
     rows = -(-size // group.size())
     padded = first.new_zeros(rows, *first.shape[1:])

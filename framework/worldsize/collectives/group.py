@@ -1,4 +1,4 @@
-"""Collectives and messages of a process group, with waits that are timed and end when the gang ends.
+"""Collectives and messages of a process group, with timed waits that end with the gang.
 
 :func:`start_collective` starts a torch collective, and :meth:`Collective.wait` waits for it. The collective is
 tracked until then: an exception may occur in between, and the group must not be freed before the wait. :func:`send`
@@ -48,19 +48,19 @@ class Interruption:
         self._in_flight: set[Work] = set()
 
     def start_tracking(self, check: Callable[[], None] | None, *, longest: float) -> None:
-        """Track work started from now on; waits end when ``check`` raises an error, or after ``longest`` seconds.
+        """Track work from now on, and end waits if ``check`` raises or after ``longest`` seconds.
 
         If ``check`` is None, waits end by themselves, such as those of NCCL when it is aborted.
         """
         self._check, self._longest, self._keeps = check, longest, True
 
     def track_work(self, work: Work) -> None:
-        """Track a collective until it is waited for; if an exception comes first, :meth:`pop_unfinished` finds it."""
+        """Track a collective until it is waited for, so that :meth:`pop_unfinished` finds it."""
         if self._keeps:
             self._in_flight.add(work)
 
     def wait(self, work: Work) -> None:
-        """Wait for a collective; raise its error, the error of the check, or RuntimeError on timeout."""
+        """Wait for a collective; raise its error, the check's, or RuntimeError on timeout."""
         if self._check is not None:
             self.track_work(work)
             self._poll_until_ended(partial(_has_ended, work), self._check)
@@ -68,7 +68,7 @@ class Interruption:
         work.wait()  # returns immediately if it has ended
 
     def run_exchange(self, exchange: Callable[[], object]) -> None:
-        """Call ``exchange``, which exchanges messages with one process, and wait as for a collective.
+        """Call ``exchange`` to exchange messages with a peer; wait as for a collective.
 
         A separate thread makes the blocking call. The wait cannot be split into short retries, since gloo closes a
         group's connections on timeout, and it may include the time until the peer has connected.
@@ -91,7 +91,7 @@ class Interruption:
                 raise RuntimeError(f"timed out after {self._longest:g} s waiting for a peer")
 
     def pop_unfinished(self) -> list[Work]:
-        """Pop the unfinished collectives. The caller must wait for them before it destroys their groups."""
+        """Pop unfinished collectives. The caller must wait for them before destroying their groups."""
         started, self._in_flight = self._in_flight, set()
         return [work for work in started if not work.is_completed()]
 
@@ -101,7 +101,7 @@ INTERRUPTION = Interruption()
 
 @final
 class Collective(Work):
-    """A collective that torch started with ``async_op=True``. Exceptions before :meth:`wait` are safe."""
+    """A collective started with ``async_op=True``, tracked until :meth:`wait`."""
 
     def __init__(self, work: Work | None) -> None:
         assert work is not None, "only members of the group take part"
@@ -110,7 +110,7 @@ class Collective(Work):
         INTERRUPTION.track_work(work)
 
     def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
-        """Wait, and attribute the time to communication. ``timeout`` is ignored in favor of the cluster's."""
+        """Wait, and count the time as communication. ``timeout`` is ignored; the cluster's applies."""
         with measure_phase("communication"):
             INTERRUPTION.wait(self._work)
         return True
@@ -122,7 +122,7 @@ class Collective(Work):
 def start_collective(operation: Callable[_P, Work | None], *args: _P.args, **options: _P.kwargs) -> Collective:
     """Start a torch collective in the background.
 
-    >>> work = start(dist.all_reduce, row_n, group=group)
+    >>> work = start_collective(dist.all_reduce, row_n, group=group)
     >>> work.wait()
     """
     options["async_op"] = True
@@ -130,7 +130,7 @@ def start_collective(operation: Callable[_P, Work | None], *args: _P.args, **opt
 
 
 def wait(work: Work | None) -> None:
-    """Wait for a collective started with ``async_op=True``. Deprecated; use :func:`start_collective`."""
+    """Wait for a collective. Deprecated; use :func:`start_collective`."""
     Collective(work).wait()
 
 
@@ -141,13 +141,13 @@ def send(tensor: Tensor, group: ProcessGroup, *, to: int) -> None:
 
 
 def receive(tensor: Tensor, group: ProcessGroup, *, source: int) -> None:
-    """Receive a tensor of any shape from rank ``source`` of ``group``; the time counts as communication."""
+    """Receive into a tensor of any shape from ``source``; the time counts as communication."""
     with measure_phase("communication"):
         INTERRUPTION.run_exchange(partial(dist.recv, tensor, group=group, group_src=source))
 
 
 def connect_groups(groups: Iterable[ProcessGroup]) -> None:
-    """Connect the ranks of each gloo group for ring and tree collectives, unless all ranks are already connected.
+    """Connect the ranks of each gloo group for ring and tree collectives, if not yet connected.
 
     All members of the groups must call it. torch itself also waits for such collectives, and its wait for a rank that
     dies before connecting would never end; the wait here ends with the gang. All-to-all collectives and single messages
@@ -170,7 +170,7 @@ def _has_ended(work: Work) -> bool:
 
 def _tell_end(exchange: Callable[[], object], outcome: Future[None], is_inference: bool) -> None:
     try:
-        with torch.inference_mode(is_inference):  # as in the calling thread, whose tensors it could not fill otherwise
+        with torch.inference_mode(is_inference):  # as in the calling thread; filling inference tensors requires it
             exchange()
         outcome.set_result(None)
     except Exception as error:  # the waiting thread raises it
@@ -181,11 +181,11 @@ def _tell_end(exchange: Callable[[], object], outcome: Future[None], is_inferenc
 class PeerWait:
     """The main thread's current wait for a message or for other processes; one per process.
 
-    Other threads are ignored, since a server's threads always wait for requests. This is not a generator, since
-    entering one would take longer than many messages do.
+    Other threads are ignored, since a server's threads always wait for requests. :meth:`name_wait` is not a generator,
+    since entering one would take longer than many messages do.
 
-    >>> with PEER_WAIT.during("the message WEIGHTS of a peer"):
-    ...     what, seconds = PEER_WAIT.open()
+    >>> with PEER_WAIT.name_wait("the message WEIGHTS of a peer"):
+    ...     what, seconds = PEER_WAIT.get_open_wait()
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ nodes is summed from left to right. With dealing "cyclic", process p of P has th
 so that the first levels of the tree are local sums. An all-to-all of shards, an ordered local sum and an all-gather
 reduce the remaining nodes. If L / P is a power of two, a rank sends 2 (P - 1) / P of the gradient, as in a ring
 all-reduce; otherwise the all-to-all carries several nodes per process. If P does not divide L, some processes have one
-logical rank less than others, and all leaves are sent.
+logical rank fewer than others, and all leaves are sent.
 
 With dealing "block", process p has the k = L / P logical ranks from pk on. If P is a power of two, the first levels of
 the same tree are sums over processes: node m of k is the sum of the m-th logical rank of each process. Shards can then
@@ -53,11 +53,11 @@ class Tree:
 
     @property
     def local_nodes(self) -> int:
-        """Maximum number of exchanged nodes that a process sums locally; high ranks may have one less."""
+        """Maximum number of exchanged nodes per process; the last processes may have one fewer."""
         return -(-self.nodes // self.processes)
 
     def count_nodes(self, rank: int) -> int:
-        """Return the number of exchanged nodes that process ``rank`` sums locally."""
+        """Return the number of exchanged nodes that process ``rank`` has."""
         return len(range(rank, self.nodes, self.processes))
 
     def list_leaves(self, node: int) -> list[int]:
@@ -73,7 +73,7 @@ class Tree:
 
 
 def summation_tree(micro_batches: int, processes: int, dealing: Dealing) -> Tree:
-    """Return the tree whose leaves are in the order of a process's ``micro_batches`` in a step."""
+    """Return the tree that orders the ``micro_batches`` of each process in a step."""
     return Tree(micro_batches, 1) if dealing == "block" else Tree(micro_batches * processes, processes)
 
 
@@ -85,7 +85,7 @@ class Counter:
         self._sums: list[tuple[int, list[Tensor]]] = []  # number of leaves and their sum, largest first
 
     def add(self, leaf: list[Tensor]) -> None:
-        """Add ``leaf``, a list of tensors of any shapes (the same for every leaf), which is modified in place."""
+        """Add ``leaf``, tensors of the same shapes for every leaf; they are modified in place."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
             _add_tensors(leaf, self._sums.pop()[1])
@@ -94,13 +94,13 @@ class Counter:
 
     @property
     def waiting(self) -> list[list[Tensor]]:
-        """The partial sums, smallest first, each a list of tensors shaped like a leaf; a single total after 2^k."""
+        """The partial sums, shaped like leaves, smallest first; after 2^k leaves only the total."""
         return [tensors for _, tensors in reversed(self._sums)]
 
 
 @final
 class PartialSums:
-    """Sums tree nodes that arrive in any order; the result is bitwise equal to :func:`sum_level` over all leaves.
+    """Sums tree nodes that arrive in any order, with the same bits as :func:`sum_level`.
 
     Part (width, index) is node ``index`` on the level with ``width`` nodes: the sum of the logical ranks index,
     index + width, ... It is a list of tensors, which is modified in place.
@@ -113,7 +113,7 @@ class PartialSums:
         self.parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def add(self, width: int, index: int, part: list[Tensor]) -> None:
-        """Add a part, a list of tensors of any shapes; siblings are summed as soon as both have arrived."""
+        """Add a part, tensors of any shapes; siblings are summed as soon as both have arrived."""
         while width % 2 == 0 and (width, (index + width // 2) % width) in self.parts:
             _add_tensors(part, self.parts.pop((width, (index + width // 2) % width)))
             width //= 2
@@ -121,7 +121,7 @@ class PartialSums:
         self.parts[width, index] = part
 
     def compute_total(self) -> list[Tensor] | None:
-        """Return the sum over all logical ranks, with the shapes of a part; None until all parts have arrived."""
+        """Return the sum over all logical ranks, shaped like a part; None until all have arrived."""
         nodes = [self.parts.get((self._root, index)) for index in range(self._root)]
         first, *others = nodes
         if first is None or None in others:
@@ -138,7 +138,7 @@ def _add_tensors(sums: list[Tensor], more: list[Tensor]) -> None:
 
 
 def sum_level(nodes: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sum the nodes of one level (tensors of the same shape, or the rows of one tensor) in the order of the tree."""
+    """Sum the nodes of one level (tensors of one shape, or rows of a tensor) in tree order."""
     if isinstance(nodes, Tensor):
         while len(nodes) > 1 and len(nodes) % 2 == 0:
             low, high = nodes.chunk(2)
@@ -157,7 +157,7 @@ def sum_level(nodes: Sequence[Tensor] | Tensor) -> Tensor:
 def reduce_ordered(
     rows: Sequence[Tensor], group: ProcessGroup, dealing: Dealing = "cyclic", *, nodes: int | None = None
 ) -> Phases:
-    """Sum the nodes of all processes in ``group``: ``rows`` are this process's nodes (n,), the result is (n,).
+    """Sum all processes' tree nodes to (n,); ``rows``: this process's nodes, each (n,).
 
     With dealing "block", each logical rank is a node. ``nodes``: total over all processes, assigned cyclically; None:
     every process has as many as this one.
@@ -191,7 +191,7 @@ LARGEST = 1 << 20  # bytes of all rows up to which a gather is faster than an al
 
 
 def gather_mean(row_n: Tensor, group: ProcessGroup) -> Tensor:
-    """Replace each rank's ``row_n``, of shape (n,), with the mean over ranks, bitwise identical on every rank."""
+    """Replace ``row_n``, of shape (n,), with its mean over ranks; all ranks get the same bits."""
     size = dist.get_world_size(group)
     rows_pn = row_n.new_empty(size * row_n.numel())
     start_collective(dist.all_gather_into_tensor, rows_pn, row_n, group=group).wait()

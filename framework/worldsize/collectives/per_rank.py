@@ -1,4 +1,4 @@
-"""Represents tensors that differ between ranks as one sharded tensor, so that a checkpoint can store them.
+"""Represents tensors that differ between ranks as one sharded tensor, for checkpoints.
 
 :func:`make_equal` broadcasts the weights of one process to all others, to make them equal.
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 def stack_per_rank(tree: Any, world: World) -> Any:
-    """Wrap each tensor of ``tree`` as a DTensor (ranks, *shape), with one row on each rank, without copying."""
+    """Wrap each tensor of ``tree`` as one row of a DTensor (ranks, *shape), without copying."""
     return tree_map(lambda leaf: _stack_row(leaf, world) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def local_row(tree: Any) -> Any:
-    """Undo :func:`stack_per_rank`: return this rank's row of each tensor in ``tree``, in its original shape."""
+    """Undo :func:`stack_per_rank`: return this rank's row, in its shape, of each tensor."""
     return tree_map(lambda leaf: get_local_shard(leaf)[0] if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def get_local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's local shard of a DTensor; return any other tensor, of any shape, unchanged."""
+    """Return this rank's shard of a DTensor, or any other tensor, of any shape, unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -53,7 +53,7 @@ def zeros_like(tensor: Tensor) -> Tensor:
 
 
 def shard_like(like: DTensor, part: Tensor) -> DTensor:
-    """Return ``part``, this rank's shard of a tensor of any shape, as a DTensor with the sharding of ``like``.
+    """Wrap ``part``, this rank's shard of any shape, in a DTensor with the sharding of ``like``.
 
     Both share memory, even on the host with a GPU mesh, where DTensor.from_local would copy to the GPU.
     """
@@ -76,7 +76,7 @@ def _stack_row(mine: Tensor, world: World) -> Tensor:
 
 
 def make_equal(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Broadcast parameters and dense buffers from the first rank of ``group``; do nothing if it is None."""
+    """Broadcast parameters and dense buffers from the first rank of ``group``, unless None."""
     if group is not None:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.layout is torch.strided:

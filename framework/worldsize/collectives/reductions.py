@@ -37,7 +37,7 @@ def all_reduced(flat_n: Tensor, group: ProcessGroup) -> Phases:
 
 
 def hierarchical(flat_n: Tensor, inner: Sequence[ProcessGroup], across: ProcessGroup, total: Sum) -> Phases:
-    """Sum ``flat_n``, of shape (n,), over all ranks, first inside each node, then inside each rack, and so on.
+    """Sum ``flat_n``, of shape (n,), over all ranks, tier by tier, starting inside each node.
 
     A reduce-scatter over the first ``inner`` group leaves each rank with a shard. The shard is reduced in the same way
     over the other inner groups, and finally with ``total`` over ``across``; then an all-gather over the first group
@@ -75,7 +75,7 @@ def _reduce_scatter(flat_n: Tensor, group: ProcessGroup) -> Phases:
 
 
 def reduce_compressed(flat_n: Tensor, group: ProcessGroup, codec: Codec, error_n: Tensor | None = None) -> Phases:
-    """Sum values in float32 but send them encoded by ``codec``: an all-to-all of shards, an all-gather of sums.
+    """Sum in float32 with encoded messages: an all-to-all of shards, an all-gather of sums.
 
     Work that does not depend on a collective overlaps with it, and is done in place, because writing to newly allocated
     memory takes a CPU several times as long.
@@ -129,7 +129,7 @@ class Encoded(Summation):
 
 
 def _split_parts(flat_n: Tensor, count: int) -> Tensor:
-    """Return ``flat_n`` as (count, n / count): a view if it divides evenly, otherwise a padded copy."""
+    """Return ``flat_n`` as (count, n / count), a view if possible, otherwise a padded copy."""
     padding = -flat_n.numel() % count
     return (F.pad(flat_n, (0, padding)) if padding else flat_n).view(count, -1)
 
@@ -152,14 +152,14 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values_pn: Tensor) -> Tensor:
-        """Encode float32 (p, n) as contiguous uint8 (p, bytes), with the same number of bytes per row."""
+        """Encode float32 (p, n) as contiguous uint8 (p, bytes)."""
 
     @abstractmethod
     def _decode_columns(self, wire_pb: Tensor, columns: slice, length: int) -> Tensor:
-        """Decode ``columns`` of rows with ``length`` elements to float32 (p, k); the first column starts a block."""
+        """Decode ``columns`` (from a block's start) of ``length``-element rows to float32 (p, k)."""
 
     def decode_pieces(self, wire_pb: Tensor, length: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decode uint8 (p, bytes) piece by piece; yield the columns and the float32 values (p, k) of each piece."""
+        """Decode uint8 (p, bytes) in pieces; yield the columns and float32 values (p, k) of each."""
         for columns in _split_columns(wire_pb, length):
             yield columns, self._decode_columns(wire_pb, columns, length)
 
@@ -172,14 +172,14 @@ class Codec(ABC):
 
 
 def _split_columns(rows: Tensor, length: int) -> Iterator[slice]:
-    """Yield column slices of whole blocks; on the CPU they are small enough for all rows to stay in its cache."""
+    """Yield column slices of whole blocks, small enough on a CPU for all rows to fit its cache."""
     each = max(1, _CACHED // _BLOCK // len(rows)) * _BLOCK if rows.device.type == "cpu" else length
     return (slice(first, min(first + each, length)) for first in range(0, length, each))
 
 
 @final
 class Half(Codec):
-    """16-bit floats: bfloat16 keeps the range of float32, float16 has three more bits of precision."""
+    """16-bit floats: bfloat16 has the range of float32, float16 three more bits of precision."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -193,12 +193,12 @@ class Half(Codec):
 
 @final
 class Int8(Codec):
-    """Rounds to 255 levels between ±max of each block of 1,024 elements (Dettmers 2016, arXiv 1511.04561)."""
+    """8-bit levels, scaled by the maximum of each 1,024 elements (Dettmers, arXiv 1511.04561)."""
 
     lossy = True
 
     def encode(self, values_pn: Tensor) -> Tensor:
-        """Encode float32 (p, n) as uint8 (p, bytes): the scales, then the int8 levels, padded to whole blocks."""
+        """Encode float32 (p, n) as uint8 (p, bytes): scales, then int8 levels of whole blocks."""
         rows, length = values_pn.shape
         wire_pb = torch.empty(rows, -(-length // _BLOCK) * (4 + _BLOCK), dtype=torch.uint8, device=values_pn.device)
         scales_pk, levels_pkb = _split_wire(wire_pb, length)
@@ -215,7 +215,7 @@ class Int8(Codec):
 
 
 def _split_wire(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return views of the scales, float32 (p, blocks), and of the levels, int8 (p, blocks, elements)."""
+    """Return views of the scales, float32 (p, blocks), and levels, int8 (p, blocks, elements)."""
     blocks = -(-length // _BLOCK)
     return (
         wire_pb[:, : 4 * blocks].view(torch.float32),
@@ -224,7 +224,7 @@ def _split_wire(wire_pb: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize(values_pn: Tensor, scales_pk: Tensor, levels_pkb: Tensor) -> None:
-    """Quantize ``values_pn`` into ``scales_pk`` and ``levels_pkb`` in place, zero-padded to full blocks."""
+    """Quantize ``values_pn``, padded to full blocks, into ``scales_pk`` and ``levels_pkb``."""
     padding = -values_pn.shape[1] % _BLOCK
     blocks_pkb = (F.pad(values_pn, (0, padding)) if padding else values_pn).view(len(values_pn), -1, _BLOCK)
     torch.div(blocks_pkb.abs().amax(2), 127, out=scales_pk)
@@ -236,13 +236,13 @@ CODECS: dict[str, Codec] = {"bf16": Half(torch.bfloat16), "fp16": Half(torch.flo
 
 
 def count_kept(length: int, density: float) -> int:
-    """Return k, the number of elements to send: the fraction ``density`` of ``length``, at least one."""
+    """Return the number of elements to send: ``density`` times ``length``, at least one."""
     return max(1, int(length * density))
 
 
 @final
 class TopKSum(Summation):
-    """Each rank sends its k largest elements with their indices (Aji and Heafield 2017; Lin et al. 2018, algorithm 1).
+    """Sum of each rank's k largest elements (Aji and Heafield 2017; Lin et al. 2018, alg. 1).
 
     An all-gather collects k float32 and k int32 from each rank, and every rank sums them in rank order. Non-finite
     values are among the largest, so all ranks receive them; they are not stored in the error.
@@ -272,9 +272,9 @@ class TopKSum(Summation):
 
 @final
 class RandomK(Summation):
-    """All ranks send the elements at the same k random indices, derived from the seed, so indices are not sent.
+    """Sum of the elements at k random indices, derived by all ranks from the same seed.
 
-    This is an all-reduce of k elements. One index is sampled from each run of n/k neighbors, so that each element is
+    This is an all-reduce of k values. One index is sampled from each run of n/k neighbors, so that each element is
     sent with probability k/n, and sampling needs k random numbers instead of n. Without ``keeps_errors``, sent values
     are divided by their probability to make the sum unbiased (Wangni et al. 2018, arXiv 1710.09854, section 2).
     """
@@ -314,6 +314,6 @@ def draw_indices(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _clear_sent(error_n: Tensor, places_k: Tensor) -> None:
-    """Remove sent and non-finite values from the error; the latter would otherwise stay in the sums forever."""
+    """Remove sent and non-finite values from the error; the latter would stay forever."""
     error_n[places_k] = 0
     error_n.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -42,7 +42,7 @@ class Staged:
         self._flights: list[_Flight] = []
 
     def add(self, buffer: Tensor, phases: Phases, *, last: bool) -> Future[Tensor]:
-        """Start to reduce ``buffer``, of shape (n,), in place, and advance all other reductions by one collective.
+        """Start to reduce ``buffer`` (n,) in place, and advance all others by one collective.
 
         With ``last``, finish all reductions.
         """
@@ -55,7 +55,7 @@ class Staged:
         return flight.future
 
     def _enter_side_stream(self) -> AbstractContextManager[object]:
-        """Switch to the side stream after the current stream's queued work; the future synchronizes them again."""
+        """Switch to the side stream, after work queued so far; the future synchronizes them again."""
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -82,7 +82,7 @@ class _Flight:
 
 
 class Summation(ABC):
-    """Approximate all-reduce. Implementations may add the compression error to the next call (error feedback)."""
+    """Approximate all-reduce. May add the compression error to the next call (error feedback)."""
 
     keeps_errors = False  # whether it needs a tensor for its compression errors (error feedback)
 

@@ -1,4 +1,4 @@
-"""Measures the time breakdown of a step: computing, waiting for other processes, and updating parameters.
+"""Measures the time breakdown of a step: computing, waiting for others, and updating.
 
 A step starts in the phase "compute". Code that updates parameters runs inside ``with measure_phase("update")``. Code
 that waits for other processes uses :mod:`worldsize.collectives.group` or runs inside ``with
@@ -56,7 +56,7 @@ class _StepTimes:
 
 @final
 class StepTimer:
-    """Measures steps on ``device``, from :meth:`start_step` to :meth:`end_step`; one timer is open per process."""
+    """Measures the phases of steps on ``device``; a process has at most one open timer."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -64,7 +64,7 @@ class StepTimer:
         self._thread = threading.get_ident()
         self._step: _StepTimes | None = None
         self._done: list[_StepTimes] = []
-        self._before: list[_StepTimes] = []  # on CUDA, the steps that ended before the last call of take()
+        self._before: list[_StepTimes] = []  # on CUDA, steps that ended before the last collect_step_times()
 
     @contextmanager
     def record_phases(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ class StepTimer:
             self._step = None
 
     def collect_step_times(self) -> Tensor:
-        """Return the seconds of waiting for data and of each of :data:`PHASES`, float64 (measured steps, 4).
+        """Return seconds waiting for data, then in each of :data:`PHASES`: float64 (steps, 4).
 
         On the CPU these are the steps since the last call. On CUDA these are the steps that ended before the last call,
         which the device has completed by now, so that this method does not wait for it.
@@ -197,5 +197,5 @@ def time_buffers(module: DistributedDataParallel) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Provide ``started`` and ``wait``, now in :mod:`worldsize.collectives.group`, for one more release."""
+    """Provide names that moved to :mod:`worldsize.collectives.group`, for one more release."""
     return resolve_renamed(__name__, name)

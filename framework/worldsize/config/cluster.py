@@ -93,7 +93,7 @@ def _build_spot(node: Mapping[str, Any]) -> Spot | None:
 
 @dataclass(frozen=True)
 class _LinkedTier(Link):
-    """A tier together with its link."""
+    """A tier: its number of nodes, and the keys of its link."""
 
     nodes: Annotated[int, Range(least=1, most=1_000_000)] = 1
 

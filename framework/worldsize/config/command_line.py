@@ -62,7 +62,7 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: worldsize does not support a given Hydra flag or key.
     """
-    if {"--help", "-h"} & {*arguments}:  # conf/hydra/help/all.yaml
+    if {"--help", "-h"} & {*arguments}:  # the word all selects conf/hydra/help/all.yaml
         arguments = ["hydra/help=all" if word == "all" else word for word in arguments]
     words = sorted(readable(arguments), key=lambda word: "=" in word and not word.startswith("--"))
     flags = get_args_parser().parse_args(words)
@@ -236,7 +236,7 @@ def register_schema() -> DictConfig:
 
 
 class _Types:
-    """The types of a configuration's keys."""
+    """Types of configuration keys, for quoting their values on the command line."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
@@ -264,7 +264,7 @@ class _Types:
                 with initialize_config_dir(str(main_conf()), version_base="1.3"):
                     self._composed = compose("config", overrides=chosen)
             except (HydraException, OmegaConfBaseException, ConfigError):
-                self._composed = OmegaConf.create()  # reported when everything is composed
+                self._composed = OmegaConf.create()  # the error is reported when everything is composed
         return self._composed
 
 

@@ -75,7 +75,7 @@ def build_settings(
     Args:
         cfg: The composed configuration.
         purpose: The purpose of the run; it implies some values.
-        samples_per_logical_rank: Determines the batch size, so that it divides evenly under every strategy.
+        samples_per_logical_rank: If given, replaces ``batch_size``, to divide evenly under every strategy.
 
     Raises:
         ConfigError: a value is missing or invalid, or the length of the run is given twice.
@@ -177,7 +177,7 @@ def _scale_learning_rate(cfg: DictConfig, shape: RunShape) -> dict[str, object]:
 
 def _complete_config(cfg: DictConfig) -> dict[str, Any]:
     config = resolve_config(cfg)
-    kind = config["cluster"]["device"] or "cpu"  # null depends on the number of GPUs on other machines
+    kind = config["cluster"]["device"] or "cpu"  # null: resolved from the GPUs of other machines
     gpus = device_count(kind) if kind != "cpu" else 0
     group = config["run"]["group"] or (sweep_folder() if is_sweep() else read_group_choices().get("experiment"))
     places = {

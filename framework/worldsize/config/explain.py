@@ -69,7 +69,7 @@ def _rewrite_message(text: str) -> str:
 
 
 def _explain_interpolation(error: OmegaConfBaseException) -> str:
-    """Explain an interpolation without a value."""
+    """Explain why an interpolation cannot be resolved."""
     text, key = _first_line(error), f"{error.full_key}: " if error.full_key else ""
     if "GrammarParseError" in text or isinstance(error, GrammarParseError):
         return f"{key}invalid interpolation ${{...}}. Write e.g. ${{seed}} or ${{oc.env:NAME}}, or remove ${{."
@@ -209,7 +209,7 @@ def _first_unknown(key: str, node: Any) -> tuple[str, str, list[str]]:
 
 
 def _compose_choices(overrides: Sequence[str]) -> Any:
-    """Return the configuration composed only from group choices, with and without ``@package``."""
+    """Compose only the group choices among ``overrides``, including those with ``@package``."""
     GlobalHydra.instance().clear()
     groups = {group.name for conf in (main_conf(), *config_folders()) for group in conf.iterdir() if group.is_dir()}
     chosen = [
@@ -278,7 +278,7 @@ def describe_key_source(key: str) -> str:
 
 
 def find_key_file(key: str) -> Path | None:
-    """Return the last file read that sets ``key``."""
+    """Return the file that sets ``key``, the last one read if there are several; None if there is none."""
     for file, (package, config) in reversed(_READ.items()):
         inner = key if not package else key.removeprefix(f"{package}.")
         if (inner != key or not package) and _has_key_path(OmegaConf.to_container(config), inner.split(".")):

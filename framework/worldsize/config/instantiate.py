@@ -76,7 +76,7 @@ class Allowed:
 
 
 def get_object_path(located: Any) -> str:
-    """Return the dotted path at which ``located`` is defined."""
+    """Return the dotted path where ``located`` is defined."""
     return f"{getattr(located, '__module__', '')}.{getattr(located, '__qualname__', '')}"
 
 

@@ -45,14 +45,14 @@ def build_config_schema() -> JsonSchema:
 
 
 def _describe_section(kind: type, more: JsonSchema | None = None) -> JsonSchema:
-    """Describe the keys of a section, and ``more`` keys; only ``cluster`` has others, those of its launcher."""
+    """Describe the keys of a section and ``more`` keys; only ``cluster`` also accepts others, its launcher's."""
     hints, meanings = read_annotations(kind), _read_meanings(kind)
     keys = {each.name: _describe_key(each, hints[each.name], meanings.get(each.name)) for each in fields(kind)}
     return {"properties": {**(more or {}), **keys}, "additionalProperties": kind is ClusterSchema}
 
 
 def _describe_key(key: Field[Any], hint: Any, meaning: str | None) -> JsonSchema:
-    """Describe a key by its meaning, or that of its section, its type and limits, and its default."""
+    """Describe a key: its meaning (or else its section's), type, limits and default."""
     if meaning is None and is_dataclass(hint):
         meaning = _format_meaning(str(hint.__doc__).partition("\n")[0])
     described = {"description": meaning} if meaning else {}
@@ -62,7 +62,7 @@ def _describe_key(key: Field[Any], hint: Any, meaning: str | None) -> JsonSchema
 
 
 def _describe_type(hint: Any) -> JsonSchema:
-    """Describe the values of a type, and interpolations."""
+    """Describe the valid values of a type; interpolations are always valid."""
     limits = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Limit)]
     bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     options = get_args(bare) if get_origin(bare) in (Union, UnionType) else (bare,)
@@ -75,13 +75,13 @@ def _describe_type(hint: Any) -> JsonSchema:
         keywords["pattern"] = f"{pattern}|{_INTERPOLATION}" if pattern else _INTERPOLATION
     names = [_TYPES.get(get_origin(option) or option, "object") for option in options if option is not str]
     if str in options and not words:
-        names.append("number")  # read as text
+        names.append("number")  # a number is read as text
     described: JsonSchema = {"type": [*names, "string"], **keywords}
     return {"anyOf": [{"enum": words}, described]} if words else described
 
 
 def _describe_option(option: Any) -> JsonSchema:
-    """Describe what a mapping, a list or a section contains."""
+    """Describe the content of a mapping, a list or a section."""
     if get_origin(option) is dict:
         return {"additionalProperties": _describe_type(get_args(option)[1])}
     if get_origin(option) is list:

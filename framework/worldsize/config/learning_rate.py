@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def rate_factor(rule: str, *, samples: float, base: float) -> float:
-    """Return the factor by which to scale a learning rate tuned for updates of ``base`` samples.
+    """Return the scaling factor for a learning rate tuned for updates of ``base`` samples.
 
     Args:
         rule: "linear": proportional (Goyal et al. 2017, arXiv 1706.02677, section 2.1), for SGD; "sqrt": square root
             (Krizhevsky 2014, arXiv 1404.5997, section 5; Hoffer et al. 2017, arXiv 1705.08741, section 4); "none".
         samples: Samples per update.
-        base: Samples per update for which the rate was tuned.
+        base: Samples per update when the rate was tuned.
     """
     return {"none": 1.0, "linear": samples / base, "sqrt": math.sqrt(samples / base)}[rule]
 

@@ -45,7 +45,7 @@ class TrialFailedError(Exception):
 
 @final
 class SweepEnded(BaseException):  # a sweeper would catch and count an Exception
-    """Ends a sweep immediately, since Hydra and its plugins catch every Exception; ``error`` is shown unless None."""
+    """Ends a sweep immediately, since Hydra and its plugins do not catch it; ``error`` is shown unless None."""
 
     def __init__(self, error: WorldsizeError | None = None) -> None:
         super().__init__(error)

@@ -26,7 +26,7 @@ _WITHOUT_TRAINING: Mapping[str, object] = {  # turns off features that only trai
 
 @dataclass(frozen=True)
 class Train:
-    """Train the recipe, from the weights in ``initial`` (a run, a folder or a file) if given."""
+    """Training of the recipe, from the weights in ``initial`` (a run, a folder or a file) if given."""
 
     initial: Path | None = None
 
@@ -37,7 +37,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Evaluate the checkpoint on ``split``, or on the run's splits."""
+    """Evaluation of the checkpoint on ``split``, or by default on the run's splits."""
 
     checkpoint: Path
     split: str | None = None
@@ -49,7 +49,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Examine:
-    """Examine the hosts, and measure links per tier or between all ``pairs`` of nodes.
+    """Examination of the hosts, and of links per tier or between all ``pairs`` of nodes.
 
     ``patience``: seconds to wait for a host's answer. ``nodes``: cluster settings that include spare nodes.
     """

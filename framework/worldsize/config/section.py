@@ -80,7 +80,7 @@ def _list_literals(hint: Any) -> Sequence[str]:
 
 
 def _build_default(option: Field[Any], hint: Any) -> Any:
-    """Return the default of a field's key as new plain containers."""
+    """Return a dataclass field with the default of the key for ``option``, as new plain containers."""
     if (section := _find_section_type(hint)) is not None:
         return field(default_factory=build_section_schema(section))
     key = _find_key_annotation(hint)
@@ -146,7 +146,7 @@ def build_dataclass(kind: type[T], section: Mapping[str, Any], **computed: Any) 
     Args:
         kind: The dataclass.
         section: Plain values by key.
-        computed: Field values that replace those of the section.
+        computed: Field values that override the section's.
     """
     names = [each.name for each in fields(cast("Any", kind)) if each.name in section]
     hints = read_annotations(cast("Any", kind), limits=False)

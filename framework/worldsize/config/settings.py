@@ -1,4 +1,4 @@
-"""Builds typed settings from the resolved configuration, which only this module reads as a mapping."""
+"""Builds the typed settings of a run, and the objects they contain, from the resolved configuration."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def load_settings(objects: Objects) -> Settings:
     keep = objects.build_cached_object("checkpoint.keep", config["checkpoint"]["keep"], Retention)
     checkpoint = build_dataclass(CheckpointConfig, config["checkpoint"], keep=keep)
     observe = _build_observe_config(config, _listeners(objects), cluster)
-    for group in ("optimizer", "schedule", "data"):  # errors name these keys, as users know them
+    for group in ("optimizer", "schedule", "data"):  # errors then mention these keys, which users know
         if (node := config[group]) and any(node == value for value in config["recipe"].values()):
             check_node(node, allowed=objects.allowed, key=group)
     shape.check_batch(training.batch_size)
@@ -275,7 +275,7 @@ def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> E
 
 
 def load_recipe(objects: Objects) -> tuple[Recipe, InitialWeights | None]:
-    """Build the recipe to train, and return the path of its initial weights if they are in files.
+    """Build the recipe to train; return it with its initial weights (None: initialized by the recipe).
 
     Raises:
         ConfigError: the object is not a recipe, cannot be built, or is outside the allow-list.

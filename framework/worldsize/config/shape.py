@@ -1,4 +1,4 @@
-"""The processes of a run, derived from the configuration and the machine, and checks of what they can train."""
+"""The processes of a run, derived from the configuration and the machine, and checks of their settings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunShape:
         return self.logical_ranks // self.strategy.data_parallel(self.cluster)
 
     def check_batch(self, size: int) -> None:
-        """Raise ConfigError unless workers divide the logical ranks, and logical ranks divide ``size``, the batch."""
+        """Raise ConfigError unless workers divide the logical ranks, and these divide the batch size, ``size``."""
         if self.trains:
             check_divisible(self.logical_ranks, workers=self.strategy.data_parallel(self.cluster), batch=size)
             self.strategy.check_micro_batches(self.micro_batches)

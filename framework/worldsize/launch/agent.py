@@ -56,7 +56,7 @@ def agent(run: RunDirectory) -> int:
     except Exception as error:  # imported plugins and recipes may raise anything
         _record_failed_start(run, _format_cause(error), secrets)
         raise
-    launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # started by hand
+    launcher = settings.launcher if isinstance(settings.launcher, NodeLauncher) else Lead()  # agent started by hand
     if settings.run.examine:
         return examine_cluster(settings.recipe, launcher, plan, run, place, port=_get_port(settings.agents, run))
     if lack := few_cpus(settings.cluster, len(os.sched_getaffinity(0))):
@@ -84,7 +84,7 @@ def _read_settings(run: RunDirectory) -> tuple[Settings, Node]:
 
 
 def _record_failed_start(run: RunDirectory, cause: str, secrets: Mapping[str, str]) -> None:
-    """Record on the first host that no process was started; other hosts leave this to the first."""
+    """Record in the run folder that no process was started; only the first host does so."""
     place = None
     with suppress(ConfigError):
         place = read_node(os.environ)
@@ -114,7 +114,7 @@ def _run_follower(settings: Settings, launcher: NodeLauncher, plan: Plan, run: R
             return follower.follow_leader()
         except FirstHostLostError as error:
             connection.close()  # so that a first host that was only suspended notices the loss
-            may_wait = settings.heals and launcher.requeues and not follower.is_asked  # otherwise killed soon
+            may_wait = settings.heals and launcher.requeues and not follower.is_asked  # not if about to be killed
             if not (may_wait and is_left_behind(connection, run, silence)):
                 if may_wait and is_over(run):  # the first host returned and ended the run in the meantime
                     return 0
@@ -170,7 +170,7 @@ def _create_absent_agents(place: Node, others: Sequence[RemoteAgent]) -> list[Re
 
 
 def _wait_for_lock(run: RunDirectory, patience: float) -> None:
-    """Wait until a lost host's lock is released, which takes a while on some file systems."""
+    """Wait up to ``patience`` seconds for a lost host's lock; some file systems release it late."""
     deadline = time.monotonic() + patience
     while is_locked(run.path) and time.monotonic() < deadline:
         time.sleep(_POLL)

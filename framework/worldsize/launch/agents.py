@@ -81,7 +81,7 @@ class Lead(NodeLauncher, Launcher):
 @final
 @dataclass
 class _Joint(Job):
-    """A job with the processes of all hosts."""
+    """A job with the processes of all hosts, one gang per host."""
 
     attempt: int
     gang: Gang  # this host's processes
@@ -175,7 +175,7 @@ def _build_network_variables(plan: Plan, address: str) -> dict[str, str]:
 
 
 def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvous:
-    """Return a rendezvous in which all ranks use the store of the first host's agent."""
+    """Return this host's rendezvous, with the store of the first host's agent for all ranks."""
     store = {
         "MASTER_ADDR": first,
         "MASTER_PORT": str(port),

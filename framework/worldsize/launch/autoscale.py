@@ -54,7 +54,7 @@ class AutoscaleProcess:
 def _run_policy(plan: Plan, parent: int) -> None:
     """Query the policy repeatedly, until this process is killed."""
     die_with_parent(parent)
-    for number in (*SIGNALS, signal.SIGINT):  # the launching process ends this one
+    for number in (*SIGNALS, signal.SIGINT):  # only the launching process ends this one, with SIGKILL
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     assert plan.autoscaler is not None
@@ -68,7 +68,7 @@ def _run_policy(plan: Plan, parent: int) -> None:
 
 
 def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
-    """Query the policy ``seconds`` into the attempt, and resize; return the error, or ""."""
+    """Resize the gang as ``policy`` requests ``seconds`` into the attempt; return the error, or ""."""
     sign = RunDirectory(plan.run_dir).control
     block = get_block_size(plan.roles)
     least, most = get_min_processes(plan.roles), policy.max_processes or plan.logical_ranks * block

@@ -66,7 +66,7 @@ class _Request:
 
 @final
 class Control:
-    """Context manager for a socket on which the launching process answers requests.
+    """Context manager for the socket where the launching process answers requests.
 
     The launching process's event loop must wait for the sockets from :meth:`collect_sockets`, and pass readable ones to
     :meth:`serve_socket`.
@@ -94,7 +94,7 @@ class Control:
             connection.close()
 
     def collect_sockets(self) -> tuple[Sequence[socket.socket], float | None]:
-        """Drop requests past their deadline.
+        """Drop requests past their deadline; list the sockets to wait for.
 
         Returns:
             The sockets to wait for, and the seconds until the next deadline (None if there is none).
@@ -106,7 +106,7 @@ class Control:
         return [self._listener, *self._requests], seconds
 
     def serve_socket(self, ready: socket.socket) -> None:
-        """Read from a readable socket; execute and answer its request once that is complete."""
+        """Read from a readable socket; once its request is complete, execute and answer it."""
         if ready is self._listener:
             self._accept_client()
         elif ready in self._requests:
@@ -136,7 +136,7 @@ class Control:
             self._close_request(request)
 
     def _send_reply(self, request: _Request, answer: dict[str, Any]) -> None:
-        with suppress(OSError):  # must not block if the client does not read
+        with suppress(OSError):  # BlockingIOError if the client does not read
             request.connection.sendall(json.dumps(answer).encode() + b"\n")
         self._close_request(request)
 

@@ -39,7 +39,7 @@ from worldsize.world.topology import address_towards, find_interface, interfaces
 _logger = logging.getLogger(__name__)
 
 _CLOCK_REQUESTS = 5  # number of requests per clock measurement
-_VISIBLE = 3.0  # seconds after which a file written by one host must be visible on the others
+_VISIBLE = 3.0  # seconds until a file written by one host must be visible on the others
 _POLL = 0.05  # seconds between two reads of a file
 _COLUMNS = 160  # width of a table in a log
 
@@ -49,7 +49,7 @@ class Meeting(TypedDict, total=False):
 
     Attributes:
         hosts: Facts of each connected host, in rank order.
-        clocks: Seconds by which each other host's clock is ahead of the first host's, by node rank.
+        clocks: Clock offset of each other host from the first in seconds (positive: ahead), by node rank.
         unreached: Unreachable nodes with the reasons, by the node rank of the host that tried.
         unseen: Reason why a host and the first host do not see each other's files, by the host's node rank.
         skipped: Reason why the measuring processes were not started; None if they were.
@@ -124,7 +124,7 @@ def _describe_first_host(place: Node, port: int) -> dict[str, Any] | None:
 
 
 def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
-    """Describe the collectives' interface, and the one to the first host; None on one host."""
+    """Describe the network interfaces for collectives and to the first host; None with one host."""
     if place.count == 1:
         return None
     try:
@@ -216,7 +216,7 @@ def _meet_hosts(
 
 
 def _query_hosts(run: RunDirectory, others: Sequence[RemoteAgent], everyone: Sequence[Message], met: Meeting) -> None:
-    """Query the hosts' clocks, and the ports and files that they cannot access."""
+    """Add each host's clock offset, unreachable ports and invisible files to ``met``."""
     probes = [
         {"node": facts["node"], "address": facts["interface"]["address"], "port": facts["interface"]["probe"]}
         for facts in everyone
@@ -281,7 +281,7 @@ def checkpoint_bytes(recipe: Recipe) -> float:
 
 
 def _run_measurements(lead: Lead, plan: Plan, run: RunDirectory, meeting: Meeting) -> int:
-    """Start the measuring processes on all hosts, unless there is an obstacle."""
+    """Start the measuring processes on all hosts, unless there is an obstacle; return the exit code."""
     try:
         write_facts(run.findings, "meeting", meeting)  # written before the processes, which may fail
         if not meeting.get("skipped"):

@@ -59,7 +59,7 @@ def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path],
 
     Args:
         cfg: The composed configuration.
-        sweep: List to which runs are appended that :func:`submit_sweep` submits together.
+        sweep: Receives the runs that :func:`submit_sweep` submits together.
         recorded: Callback with the run folder, called once the run has a record.
 
     Raises:
@@ -256,13 +256,13 @@ def submit_sweep(sweep: Sequence[Launch]) -> int:
 
 
 def _get_job_key(launch: Launch) -> tuple[object, ...]:
-    """Collect the properties that must match for runs to share a job."""
+    """Return the properties that must match for runs to share a job."""
     plan, launcher = launch.plan, launch.settings.launcher
     return launcher, plan.cluster, dict(plan.environment), dict(plan.secrets), can_heal(plan.roles)
 
 
 def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
-    """Submit each batch as one job; return the exit code. Raises if the first job is refused."""
+    """Submit each batch as one job; return the exit code. Raises WorldsizeError if the first is refused."""
     submitted, logged, waited = list[RunDirectory](), list[RunDirectory](), list[RunDirectory]()
     waits, refused = list[Callable[[], None]](), 0
     for batch in batches:
@@ -300,7 +300,7 @@ def _submit_batches(batches: Sequence[Sequence[Launch]]) -> int:
 
 
 def _note_jobs(jobs: Sequence[str | None], batch: Sequence[Launch]) -> None:
-    """Record the job of each submitted run; describe runs that were only written."""
+    """Record the job of each submitted run; print the start commands of runs that were only written."""
     for job, launch in zip(jobs, batch, strict=True):
         if job is None:
             assert isinstance(launch.settings.launcher, BatchLauncher)

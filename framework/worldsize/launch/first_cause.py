@@ -28,19 +28,19 @@ class ProcessError(TypedDict):
 @final
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: exit code, error and last progress."""
+    """A process's exit code, error and last progress."""
 
     role: str
     rank: int
     exit_code: int  # negative for the signal that killed it
     error: ProcessError | None
-    beat: Beat | None  # last progress
+    beat: Beat | None
     log: Path
     host: str = ""
 
     @property
     def time_ns(self) -> int:
-        """Time of the failure in ns; 0 for a killed process, which causes its peers' errors."""
+        """Time of the failure in ns; 0 for a killed process, so that it precedes its peers' errors."""
         return self.error["time_ns"] if self.error else 0
 
     @property
@@ -50,7 +50,7 @@ class Ending:
 
     @property
     def cause(self) -> str:
-        """Cause of the failure: the process's own error if there is one."""
+        """Cause of the failure: the traceback, or else the signal or exit code."""
         if self.error:
             return self.error["traceback"]
         if self.exit_code < 0:

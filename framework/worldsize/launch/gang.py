@@ -62,7 +62,7 @@ class Gang(Job):
         self._abort = Abort()
 
     def wait(self) -> Outcome:
-        """Wait until all exit; a first signal asks them to save and exit, a second kills them.
+        """Wait until all processes exit; a first signal asks them to save and exit, a second kills them.
 
         They are killed at once if the run's folder is deleted, since their results could not be saved.
         """
@@ -113,7 +113,7 @@ class Gang(Job):
     def _wait_for_exit(
         self, signals: Signals, control: Control | None, *, asked: int = 0, deadline: float | None = None
     ) -> None:
-        """Wait until all exit, ``deadline``, more than ``asked`` signals, or a deleted folder.
+        """Wait until all exit, ``deadline`` passes, more than ``asked`` signals arrive, or the run folder is deleted.
 
         The first failure sets the deadline if it is None.
         """

@@ -45,7 +45,7 @@ def collect_host_facts(recipe: Recipe, place: Node) -> dict[str, Any]:
 
 
 def lock_digest() -> str | None:
-    """Digest the lock file of the working directory or of worldsize's clone, if any."""
+    """Return the digest of uv.lock in the working directory, or else in worldsize's clone; None without one."""
     locks = (folder / "uv.lock" for folder in (Path.cwd(), get_bundle_folder()))
     return next((hashlib.sha256(lock.read_bytes()).hexdigest()[:12] for lock in locks if lock.exists()), None)
 
@@ -71,7 +71,7 @@ def _describe_data(recipe: Recipe) -> str:
 
 
 def data_digest(files: Mapping[str, Path]) -> str:
-    """Digest names and sizes, or name missing files; the launching host hashes contents."""
+    """Return a digest of names and sizes, or name a missing file; only the launching host hashes the contents."""
     if missing := [name for name in sorted(files) if not files[name].exists()]:
         return f"without {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
     return _compute_digest(f"{name} {files[name].stat().st_size}" for name in sorted(files))

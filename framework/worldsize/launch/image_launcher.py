@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ImageLauncher(LaunchMethod):
-    """Base of launchers that start processes in an image; the manifest has its digest."""
+    """Base of launchers that start processes in a container image; the run's record has its digest."""
 
     image: str | None = cluster_option(None)  # preferably with a digest: IMAGE@sha256:...
     image_digest: Annotated[str, OneOf("optional", "required")] = cluster_option("optional")  # required: reject tags

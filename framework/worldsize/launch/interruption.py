@@ -21,7 +21,7 @@ class Signals:
 
     Signals are recorded instead of raised as exceptions, so that none is lost if two arrive together. Each makes
     ``arrival`` readable, even if the kernel delivers it to a thread other than the main thread. A signal repeated
-    within ``repeats`` counts once, since ``timeout`` and some schedulers send it to both a process and its group.
+    within ``repeats`` seconds counts once, since ``timeout`` and some schedulers send it to a process and to its group.
     SIGHUP combined with any other signal counts once, since a shutdown may send both.
     """
 

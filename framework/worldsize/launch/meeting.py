@@ -84,7 +84,7 @@ def arrivals(
 class Door:
     """Context manager that admits returning hosts in a thread during a run.
 
-    ``check`` gets a host's facts, and raises WorldsizeError to refuse it. For the others see :func:`gather_agents`.
+    ``check`` gets a host's facts, and raises WorldsizeError to refuse it. Other arguments: see :func:`gather_agents`.
     """
 
     def __init__(self, node: Node, port: int, key: RunKey, check: Callable[[Message], None], *, silence: float) -> None:
@@ -232,7 +232,7 @@ def probe_port(address: str, port: int, node: int) -> str | None:
 
 
 def probe_all(probes: Sequence[Mapping[str, int | str]], own: int) -> dict[int, str]:
-    """Map the nodes unreachable from node ``own``, which is this host, to the reasons."""
+    """Probe the other nodes from this one, node ``own``; map unreachable nodes to the reasons."""
     others = [(str(each["address"]), int(each["port"]), int(each["node"])) for each in probes if each["node"] != own]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         refusals = pool.map(lambda other: probe_port(*other), others)

@@ -110,7 +110,7 @@ class Member:
 
 
 class LostHostError(OSError):
-    """The host on which to start a process is lost."""
+    """The host that should start a process is lost."""
 
 
 @final
@@ -133,9 +133,9 @@ class Members:
         node_of: Callable[[str, int], int] = lambda role, rank: 0,
     ) -> None:
         self.roles = roles
-        self.current: list[Member] = []  # all but lost members
+        self.current: list[Member] = []  # started members, without lost ones and those that left
         self.ended: list[Member] = []  # exited members of self.current
-        self.lost: list[Member] = []  # failed members without which the run continued
+        self.lost: list[Member] = []  # failed members that were restarted or given up
         self.leaving: list[Member] = []  # members that were asked to leave a healing gang
         self.terminal = terminal  # shows the members' output
         self._start, self._max_restarts, self._node_of = start, max_restarts, node_of
@@ -254,7 +254,7 @@ def _get_step(beat: Beat | None) -> int | None:
 
 
 def _count_starts(lost: Sequence[Member], role: str, rank: int) -> int:
-    """Return how often a process with this role and rank died and was lost."""
+    """Return how often the process with this role and rank has failed, and so how often it was started before."""
     return sum((each.role, each.rank) == (role, rank) for each in lost)
 
 

@@ -24,9 +24,9 @@ _logger = logging.getLogger(__name__)
 class MembershipServer:
     """The roster of a healing gang, with the pipes to its processes.
 
-    ``members`` are the started processes, the last ``spares`` of which wait until others die. A process that does not
-    stop within ``patience`` seconds is killed as hung. ``most`` is the number of logical ranks, at least one per block
-    of processes. ``others`` are the other hosts, which may return after a loss.
+    ``members`` are the started processes; the last ``spares`` of them wait until others die. A process that does not
+    stop within ``patience`` seconds is killed as hung. ``most`` is the number of logical ranks; each block of
+    processes needs at least one. ``others`` are the other hosts, which may return after a loss.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MembershipServer:
         return [{**each, "hosts": [*map(others.find_host_name, each["members"])]} for each in self._roster.records]
 
     def collect_pipes(self) -> tuple[Sequence[Pipe], float | None]:
-        """Kill hung members; return the pipes and the seconds to wait for others."""
+        """Kill hung members; return the pipes to wait for, and the timeout in seconds (None: no timeout)."""
         seconds = self._roster.seconds_left
         for rank in self._roster.find_late_members():
             member = self._find_member(rank)
@@ -67,7 +67,7 @@ class MembershipServer:
                 self._killed.append(member)
         pipes = [member.pipe for member in self._members.current if member.pipe is not None and not member.pipe.closed]
         returns = self._others.returns if self._others and not self._members.ended else []
-        return [*pipes, *returns], seconds or None  # 0 if already killed; sentinels report the exits
+        return [*pipes, *returns], seconds or None  # 0: late members are killed, and sentinels report their exits
 
     def serve_pipe(self, ready: Pipe) -> None:
         """Read and handle a message from a readable pipe."""
@@ -91,7 +91,7 @@ class MembershipServer:
             self._roster.has_ended(self._compute_rank(member))
 
     def make_room(self, count: int, training: Sequence[Member]) -> None:
-        """Set the target ``count`` above ``training``; raise ConfigError if logical ranks run out."""
+        """Allow ``count`` processes more than ``training``; raise ConfigError if logical ranks run out."""
         wanted = len(training)
         if wanted + count > self._most:
             ranks = self._most // self._block

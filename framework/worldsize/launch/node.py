@@ -102,13 +102,13 @@ class NodeLauncher(LaunchMethod):
 
 @dataclass(frozen=True)
 class NodeRendezvous:
-    """How a node's processes find the run's other processes."""
+    """The folder and the store that connect a node's processes to the run's other processes."""
 
     folder: Path  # private folder for this node's heartbeats and sockets; removed after the attempt
     local_size: int
     store: str  # a torch.distributed init method
     variables: Mapping[str, str]
-    address: str = "127.0.0.1"  # address at which other nodes reach this one
+    address: str = "127.0.0.1"  # address of this node for the other nodes
 
     @staticmethod
     def from_plan(plan: Plan) -> NodeRendezvous:
@@ -190,7 +190,7 @@ def _run_worker(
 
     try:
         code = run_role(run, placement, MembershipChannel.from_pipe(pipe, cluster.timeout) if pipe else None)
-    except BaseException:  # the launcher shows the error written by play
+    except BaseException:  # the launcher shows the error that run_role has written
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a thread may be waiting for a peer that will never connect

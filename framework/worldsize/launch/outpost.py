@@ -22,7 +22,7 @@ _LONGEST = 100_000  # maximum characters of a reported error
 
 @final
 class Outpost:
-    """Starts and signals processes as the first host requests; reports messages and exits.
+    """Starts and signals processes as the first host requests, and reports their messages and exits to it.
 
     Args:
         start: Starts a process, given its role, its rank in the role, and the number of previous starts.
@@ -44,7 +44,7 @@ class Outpost:
         self.is_asked = False  # whether a signal has requested to save and end
 
     def run(self) -> bool:
-        """Serve until the first host ends the attempt (True) or is lost (False); kill the rest."""
+        """Serve until the first host ends the attempt (True) or is lost (False); then kill all processes."""
         asked = False
         with Signals() as signals:
             try:
@@ -65,7 +65,7 @@ class Outpost:
                             self._report_end(members[ready])
                         else:
                             self._pass_on(pipes[ready])
-                    if signals.seen and not asked:  # processes of all hosts agree on the step to save
+                    if signals.seen and not asked:  # this host's suffice, since all agree on the step to save
                         asked = True
                         self._send_signal([*self._members], signal.SIGTERM)
                     self._report_beats()

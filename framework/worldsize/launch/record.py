@@ -58,7 +58,7 @@ _logger = logging.getLogger(__name__)
 
 
 def create_scrubber(cfg: DictConfig, config: Mapping[str, Any]) -> Scrubber:
-    """Return a scrubber that removes the secrets in ``cfg``, resolved in ``config``, from texts."""
+    """Return a scrubber for the secrets in ``cfg``, whose values are in ``config``, the resolved ``cfg``."""
     return scrubber(config, os.environ, Path.home() / ".netrc", interpolated=find_env_variables(cfg))
 
 
@@ -72,7 +72,7 @@ def write_record(settings: Settings, plan: Plan, run: RunDirectory, clean: Scrub
     """Write the run's record, with all facts available before the start, to the run folder.
 
     Raises:
-        ConfigError: a re-created run has different data, or a lower reproducibility level than --strict requires.
+        ConfigError: a re-created run has different data, or cannot be re-created exactly although --strict is set.
     """
     config = clean.scrub_tree(settings.config)
     code = _describe_code(settings.run, clean)
@@ -136,7 +136,7 @@ def amend_record(settings: Settings, plan: Plan, record: RunRecord, clean: Scrub
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """Render ``config.yaml``, which the processes read; ``config`` must not have secrets."""
+    """Render ``config.yaml``, which the processes read; ``config`` must not contain secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(config)))
 
 
@@ -206,7 +206,7 @@ def _other_weights(path: object) -> str:
 
 
 def _describe_code(run: RunConfig, clean: Scrubber) -> dict[str, Any]:
-    """Describe the checkout with its patch; ``framework`` is worldsize's, if separate."""
+    """Describe the project's commit and patch; ``framework`` is worldsize's commit if that is a separate clone."""
     code = capture_code(Path.cwd(), exclude=run.root.resolve(), include=run.include)
     patch = clean.scrub_text(code.patch.decode(errors="surrogateescape")).encode(errors="surrogateescape")
     scrubbed = patch != code.patch

@@ -63,7 +63,7 @@ def enter_project(record: RunRecord | RunView, overrides: Sequence[str], *, yes:
         project = run.project
     os.chdir(project)
     if has_plugins:
-        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # use the code with which the run started
+        os.environ["WORLDSIZE_PLUGINS"] = str(run.plugins.resolve())  # the code that the run started with
     return [*_not_replaced(recorded, overrides), *overrides]
 
 
@@ -194,7 +194,7 @@ def target_names(config: Mapping[str, Any]) -> list[str]:
 
 
 def find_project(manifest: Mapping[str, Any], run: RunDirectory, *, own: bool) -> Path:
-    """Return the folder in which the run was launched, or a fallback if that is inaccessible.
+    """Return the folder where the run was launched, or a fallback if that is inaccessible.
 
     The fallback is the working directory. A foreign record (not ``own``) first falls back to the run's copy of the
     project; :func:`take_code` compares its code with the record.

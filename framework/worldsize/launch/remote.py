@@ -37,7 +37,7 @@ _LAST = 10.0  # seconds for an agent to report the exit of a process; a silent a
 class RemoteProcess:
     """Proxy for a process on a remote host.
 
-    ``order`` sends an order to the agent of this host.
+    ``order`` sends an order to that host's agent.
     """
 
     def __init__(self, order: Callable[..., None]) -> None:
@@ -104,7 +104,7 @@ class RemoteHost:
         agent: The host's agent.
         attempt: Number of the attempt.
         run: The run folder, shared by all hosts.
-        folder: Private folder of the gang, to which received heartbeats and errors are written.
+        folder: Private folder of the gang, for received heartbeats and errors.
         patience: Seconds of silence after which the host is lost.
         may_go_on: Returns whether the run may continue without this host.
     """
@@ -121,7 +121,7 @@ class RemoteHost:
         self.agent, self._attempt, self._may_go_on = agent, attempt, may_go_on
         self._run, self._folder, self._patience = run, folder, patience
         self._processes: dict[int, tuple[Member, RemoteProcess, RemotePipe]] = {}  # by global rank
-        self.is_heard = agent.is_there  # neither heard nor lost while the decision on its loss is pending
+        self.is_heard = agent.is_there  # False before is_lost is True, while its loss is being decided
         self.lost_at = math.inf  # monotonic time
         self._listener = threading.Thread(target=self._receive_reports, daemon=True, name=f"node {agent.rank}")
 
@@ -245,7 +245,7 @@ class RemoteHosts:
 
     @property
     def returns(self) -> Sequence[Any]:
-        """File that is readable when a host has returned, for :meth:`admit_host`; empty if none can."""
+        """The file that becomes readable when a host has returned (see :meth:`admit_host`), or empty."""
         return [self._door.arrivals.arrival] if self._door else []
 
     def admit_host(self, present: Set[int]) -> Sequence[int]:
@@ -282,7 +282,7 @@ class RemoteHosts:
         if self._is_over:
             return True
         heard = sum(host.is_heard for host in self._hosts.values())
-        since = time.monotonic() - 2 * self._losses.patience  # earlier losses are not evidence of that
+        since = time.monotonic() - 2 * self._losses.patience  # only recent losses suggest a disconnection
         is_alone = heard == 0 and sum(host.lost_at > since for host in self._hosts.values()) > 1
         return not is_alone and (1 + heard) * self._plan.cluster.processes_per_node >= get_min_processes(
             self._plan.roles

@@ -107,7 +107,7 @@ class SkyPilot(ImageLauncher, NodeLauncher, BatchLauncher):
         how = ["jobs", "launch", "--name", name] if self.managed else ["launch", "--cluster", name]
         secrets = [word for key in plan.secrets for word in ("--secret", key)]
         command = [*self.sky, *how, "--yes", "--detach-run", *secrets, str(task)]
-        if subprocess.run(command, env={**os.environ, **plan.secrets}, check=False).returncode:  # shows the cost
+        if subprocess.run(command, env={**os.environ, **plan.secrets}, check=False).returncode:  # prints the cost
             raise ConfigError(f"SkyPilot rejected the task {task}; see its output above.")
         return name
 

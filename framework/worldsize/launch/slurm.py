@@ -33,14 +33,14 @@ _PATIENCE = 60.0  # timeout of Slurm's commands in seconds
 _RETRY = 1.0  # seconds between two queries
 SCRIPT = "slurm.sh"
 _QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED")  # states of a job that waits to start
-_OF_CPUS = re.compile("CPU|node configuration")  # in Slurm's error if nodes lack CPUs
+_OF_CPUS = re.compile("CPU|node configuration")  # matches Slurm's error if nodes lack CPUs
 _UNREACHABLE = re.compile("slurm controller|configuration source|[Mm]unge encode|Protocol authentication")
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 _TIME = Form(
     r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
     hint="is not a Slurm time limit. Use minutes, hours:minutes:seconds or days-hours, e.g. cluster.time=02:00:00",
 )
-_KEYS = {  # sbatch's options, and their short forms, that have a key
+_KEYS = {  # sbatch options, long and short, and the key that sets them
     "job-name J": "cluster.job_name",
     "nodes N": "cluster.nodes",
     "ntasks n": "cluster.processes",
@@ -77,7 +77,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     orders_hosts: ClassVar[bool] = True
 
     job_name: str = cluster_option("worldsize")
-    time: Annotated[str | None, _TIME] = cluster_option(None)  # limit; the run saves in time and is requeued
+    time: Annotated[str | None, _TIME] = cluster_option(None)  # time limit; the run saves and is requeued before it
     partition: str | None = cluster_option(None)
     account: str | None = cluster_option(None)
     qos: str | None = cluster_option(None)
@@ -186,7 +186,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
         return job is not None and job.get("requeues", self.max_requeues) < self.max_requeues
 
     def is_current(self) -> bool:
-        """Return whether Slurm confirms in ``node_timeout`` seconds that this start still runs.
+        """Return whether Slurm confirms within ``node_timeout`` seconds that this start still runs.
 
         When other nodes lose the first node, they requeue the job. A first node that cannot reach Slurm either must not
         continue.
@@ -203,7 +203,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_RETRY)
-        return True  # started by hand
+        return True  # not in a Slurm job
 
     def cancel(self, job: str) -> None:
         _run_command(["scancel", job])

@@ -42,7 +42,7 @@ class Lineup:
     lost: str | None = None
 
     def replace_first(self, answering: set[str]) -> Lineup:
-        """Return a lineup with ``answering`` hosts first, and the lost host last of its kind."""
+        """Return a lineup of the ``answering`` hosts, then the absent ones; the lost host is the last of its part."""
         first, *others = self.hosts
         there = [host for host in (*others, first) if host in answering]
         absent = [host for host in (*others, first) if host not in answering]
@@ -84,7 +84,7 @@ class SshAgent:
             self.last = line.strip() or self.last
 
     def wait_for_exit(self, deadline: float) -> int:
-        """Wait for the exit, kill at ``deadline`` (monotonic seconds); return the exit code."""
+        """Wait for the agent to exit, or kill it at ``deadline`` (monotonic seconds); return its exit code."""
         try:
             code = self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -107,7 +107,7 @@ class Revival:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run has started; before, all hosts are needed."""
+        """Whether the run has started; until then, all hosts are needed."""
         self._has_begun = self._has_begun or bool(refresh_run(self.run).attempts)
         return self._has_begun
 
@@ -159,7 +159,7 @@ class HostSuccession:
             first.send_message({"within": self.silence / 2})
 
     def choose_next_lineup(self, lineup: Lineup, code: int, seen: Sequence[int]) -> Lineup | None:
-        """Return the hosts on which to continue after the first host's agent exited with ``code``.
+        """Return the hosts to continue on after the first host's agent exited with ``code``.
 
         Returns None if the run has ended. ``seen`` collects received signals; the first one ends the search.
         """

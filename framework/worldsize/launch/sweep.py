@@ -117,9 +117,9 @@ def _idle_children_ended() -> Iterator[None]:
 
 @final
 class _Sweep:
-    """Calls ``task`` here or in other processes; with ``side_by_side``, in several concurrently.
+    """Runs the configurations of a sweep with ``task``; with ``side_by_side``, in several concurrent processes.
 
-    ``typed`` are the command's arguments; a run's overrides that are not among them are those the sweep varies.
+    ``typed`` are the command's arguments; the sweep varies a run's other overrides.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class _Sweep:
         """Run the next configuration unless signaled; return the value for the sweeper.
 
         Raises:
-            SweepEnded: a signal ended the run, and other processes do not run parts of the sweep.
+            SweepEnded: a signal ended a run in the launching process.
             TrialFailedError: a run of a search failed, so it does not have a value.
         """
         is_here = os.getpid() == self._launching
@@ -271,7 +271,7 @@ def ends_sweep(code: int) -> bool:
 
 
 def show_ends(console: Console, ends: Sequence[RunEnd]) -> None:
-    """Show a table of the runs and the best, reasons for failures, and the report command."""
+    """Show a table of the runs with the best marked, the reasons for failures, and the report command."""
     completed = [end for end in ends if not end.exit_code]
     lines = [
         f"sweep    {len(completed)} of {len(ends)} runs completed",

@@ -1,4 +1,4 @@
-"""Writes events except steps to ``events.jsonl``, one per line, and selects alerts."""
+"""Log of notable events (``events.jsonl``, one per line), and the alerts sent for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NAMES: Mapping[type, str] = {
     MembershipChanged: "membership",
     TransportFellBack: "transport",
 }
-GOOD_NEWS = (OVERFLOW, "data_workers", "save_interval")  # events that do not indicate a problem
+GOOD_NEWS = (OVERFLOW, "data_workers", "save_interval")  # events without a problem
 _LOGGED = (OVERFLOW, "transport")  # already logged where they are detected
 _OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # a full disk may prevent writing these; they are then only logged
 
@@ -71,7 +71,7 @@ def event_rows(path: Path) -> JsonRows:
 
 @final
 class EventLog:
-    """Appends notable events to ``path``, and logs them."""
+    """Listener that appends notable events to ``path`` and logs them; it ignores others, such as steps."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -139,7 +139,7 @@ def _format_event(event: Event) -> str:
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
-    """Describe a line of ``events.jsonl``, which may have unexpected contents."""
+    """Describe an event from ``events.jsonl`` in one line, even if its kind or fields are unknown."""
     if event.get("event") == NODE_ALERT:
         return describe_alert(event)
     if event.get("event") == OVERFLOW:
@@ -173,7 +173,7 @@ _CAUSES = {"data": "slow data loading", "compute": "slow compute"}
 
 
 def describe_straggler(event: Straggling) -> str:
-    """Describe the event in one line."""
+    """Describe a slow rank or link in one sentence, with its cause."""
     if event.cause == "network":
         return (
             f"the network link of {event.host} (rank {event.rank}) has {1 / event.slower:.0%} of the typical "

@@ -19,8 +19,8 @@ from worldsize.messages import format_ranks, printable
 from worldsize.record.flight import collectives_file, read_collectives
 from worldsize.record.run_directory import RunDirectory
 
-# newer versions start warnings with the time in brackets, and add the location in NCCL's source; since 2.30, followed
-# by a name in parentheses
+# newer versions prefix warnings with the time in brackets and the location in NCCL's source; since 2.30, a name in
+# parentheses follows the location
 _LINE = re.compile(
     r"(?:\[[^\]]*\] )?(?P<host>[^\s:\[\]]+):\d+:\d+ \[-?\d+\] "
     r"(?:(?P<place>\S+:\d+) (?:\([^)]*\) )?)?NCCL (?P<text>.*)"
@@ -170,7 +170,7 @@ def _describe_gloo(transport: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
-    """Yield facts from ``logs``, the readable ones of all ``written``."""
+    """Yield a summary of NCCL's ranks and networks; ``written``: number of logs, read or not."""
     size = max(log.size for log in logs)
     connected = {log.rank for log in logs if log.is_connected and log.rank is not None}
     versions = sorted({log.version for log in logs if log.version})
@@ -209,7 +209,7 @@ def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
 
 
 def _summarize_warnings(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield distinct warnings, ignoring numbers, most frequent first, with their processes."""
+    """Yield each distinct warning with its processes, most frequent first; numbers in it do not count."""
     texts: dict[str, str] = {}
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for process, text in warnings:

@@ -57,7 +57,7 @@ class Progress:
 
 @final
 class ProgressListener:
-    """Shows progress from the start of a run to its end, for processes without a launching process."""
+    """Listener that shows progress in a training process that was not launched by worldsize."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._shown = progress, ExitStack()
@@ -137,7 +137,7 @@ class Plain:
 
 
 def remaining(row: StepRow, steps: int) -> str:
-    """Format the remaining time of ``steps`` steps at the speed of a row of ``metrics.jsonl``."""
+    """Format the time left until step ``steps``, at the speed in ``row``."""
     samples, speed = (steps - row["step"]) * row["samples"] / row["step"], row["samples_per_second"]
     seconds = samples / speed if speed else math.inf
     return f"ETA {duration(round(seconds)) if math.isfinite(seconds) else 'unknown'}"

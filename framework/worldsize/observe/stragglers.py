@@ -52,7 +52,7 @@ class Straggler:
 class Stragglers:
     """Reports ranks that are slow twice in a row, and again only after they have recovered.
 
-    ``peers``: groups of ranks with equal work; ``first``: number of steps completed before.
+    ``peers``: groups of ranks with equal work; ``first``: last step before this attempt.
 
     Recent steps are split into blocks, and a rank is judged by the median of each block, so that short slowdowns do not
     count. The rank must be slower than the median of its peers in every block, and by a margin that grows with the
@@ -95,7 +95,7 @@ class Stragglers:
         return new
 
     def _is_time(self) -> bool:
-        """Return whether there are enough new steps to judge; that takes under a millisecond."""
+        """Return whether enough steps were added since the last judgment for another one."""
         steps = sum(map(len, self._fresh))
         return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
 

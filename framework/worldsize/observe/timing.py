@@ -68,7 +68,7 @@ _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
 
 @final
 class UnitTimes:
-    """Writes times of a process that computes units of steps, in :class:`Timing`'s format.
+    """Writes times of a process that computes parts of steps, called units, like :class:`Timing`.
 
     Every ``every`` steps, it writes the means since the last line. Time outside data loading and compute counts as
     waiting for weights or tasks.

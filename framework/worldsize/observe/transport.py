@@ -90,7 +90,7 @@ def _count_ranks(transports: Collection[str], world: World) -> dict[str, int]:
 
 
 def _all_reduce(values: Tensor, world: World) -> None:
-    """All-reduce ``values`` in place; the wait ends if the gang does."""
+    """All-reduce ``values`` in place; raises if the gang ends meanwhile."""
     if dist.is_initialized():
         start_collective(dist.all_reduce, values, group=world.group).wait()
 
@@ -105,8 +105,8 @@ def extract_connections(log: NcclLog) -> NcclConnections:
 def transport_warning(transport: Transport, cluster: Cluster) -> str | None:
     """Compose a warning if any process uses a slower transport than the cluster declares.
 
-    A cluster declares a fast fabric by its adapters (``cluster.hca``), or by a bandwidth between nodes, of a tier such
-    as racks or of the whole network, that exceeds that of sockets.
+    A cluster declares a fast fabric by ``cluster.hca``, or by a bandwidth above 5 GB/s between nodes, for any tier or
+    for the whole network.
     """
     ranks = transport.get("ranks", {})
     slow = max(ranks.get("socket", 0), int("socket" in transport["transports"]))

@@ -109,9 +109,9 @@ class WandbListener:
             self._run.alert(alert.title, alert.text, level="ERROR" if alert.is_error else "WARN")
 
     def _log_figures(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Log ``figures``; the summary has best values of losses and metrics with a direction.
+        """Log ``figures``. wandb's summary has the best value of each loss and objective.
 
-        Not in a wandb sweep, which reads last values from the summary by their plain names.
+        In a wandb sweep, it has last values only, since the sweep reads them by their plain names.
         """
         for name in figures.keys() - self._defined if self._run.sweep_id is None else ():
             best = "min" if name.rpartition("/")[2] == "loss" else None
@@ -134,7 +134,7 @@ class WandbListener:
 
 
 def _find_directions(config: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
-    """Return "min" or "max", whichever is best, by logged name of the run's objectives."""
+    """Return whether lower ("min") or higher ("max") is better, by logged name of an objective."""
     keep = (config.get("checkpoint") or {}).get("keep") or {}
     goals = [
         (keep.get("best"), keep.get("direction")),
@@ -152,10 +152,10 @@ def _find_directions(config: Mapping[str, Any]) -> dict[str, Literal["min", "max
 
 
 def _start_run(mode: Mode, **facts: Any) -> wandb.Run:
-    """Start a run. "auto" falls back to an offline run, for ``wandb sync``, if refused.
+    """Start a run. With "auto", fall back to an offline run if the server refuses it.
 
     Raises:
-        wandb.Error: the run could not be started; with "auto", only if that did not choose to be online.
+        wandb.Error: the run could not be started, and there is no fallback.
     """
     import wandb
 

@@ -44,11 +44,11 @@ class Watched:
         step: the last logged step
         evaluation: the last evaluation
         events: the last few events, without failures of attempts, which are in the manifest
-        new_metrics: the last step and the evaluations since the previous call of look()
-        new_events: the events since the previous call of look()
+        new_metrics: the last step and the evaluations read by the last call of :meth:`update_rows`
+        new_events: the events read by that call
         damaged: total number of unreadable lines
-        health: the latest samples of the nodes
-        times: the times of the ranks
+        health: reader of the nodes' latest samples
+        times: reader of the ranks' step times
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Watched:
     def update_rows(self) -> None:
         """Read new lines of the files, and replace ``new_metrics`` and ``new_events``."""
         last, evaluations = b"", list[EvaluationRow]()
-        # the first call reads all of a long run, so only rows that are shown are parsed
+        # the first call reads the whole file, so only rows that are shown are parsed
         for line in self._metrics.read():
             if b'"event": "evaluation"' in line:
                 evaluations += [row for row in self._parse_rows([line], is_metric) if row["event"] == "evaluation"]

@@ -97,7 +97,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def _is_counter(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return not value.requires_grad  # parameters require gradients
+        return not value.requires_grad  # not a parameter
     if isinstance(value, dict):
         return all(isinstance(each, _PLAIN) for each in value.values())
     return all(isinstance(each, _PLAIN) for each in value) if isinstance(value, list) else isinstance(value, _PLAIN)

@@ -43,7 +43,7 @@ def use_parameter_names(model: nn.Module) -> Iterator[None]:
 
 
 def create_optimizers(recipe: Recipe, model: nn.Module) -> Mapping[str, Optimizer]:
-    """Create the recipe's optimizers; their groups can match ``model``'s parameter names.
+    """Create the recipe's optimizers, with access to ``model``'s parameter names.
 
     Raises:
         ConfigError: the recipe has several updates per step, and it returned no optimizers, or one without trainable
@@ -94,14 +94,14 @@ def get_trainable_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def embedding_weights() -> set[int]:
-    """Return the ids of embedding weights within the block of :func:`use_parameter_names`, else empty."""
+    """Return the ids of the embedding weights; empty outside :func:`use_parameter_names`."""
     model = _model.get()
     modules = model.modules() if model is not None else ()
     return {id(each.weight) for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
 
 
 def normalize_groups(parameters: Iterable[Any]) -> tuple[list[Group], Mapping[int, Sequence[str]]]:
-    """Normalize ``params`` to groups; also return each parameter's names, keyed by its id.
+    """Convert ``parameters`` to groups; also return each parameter's names, keyed by its id.
 
     Args:
         parameters: Tensors, (name, tensor) pairs, or groups of either, as for torch's optimizers.

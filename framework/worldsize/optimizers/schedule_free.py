@@ -54,7 +54,7 @@ def adamw_schedule_free(
 
 
 def is_schedule_free(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is schedule-free and :func:`use_evaluation_weights` supports it."""
+    """Return whether ``optimizer`` is a supported schedule-free one."""
     kind = type(optimizer)
     return kind.__module__.partition(".")[0] == "schedulefree" and kind.__name__ in _KINDS
 
@@ -67,7 +67,7 @@ def begin_training(optimizer: Optimizer) -> None:
 
 
 def has_begun(optimizer: Optimizer) -> bool:
-    """Return whether a schedule-free optimizer has stepped; before, the average is a plain copy."""
+    """Return whether a schedule-free optimizer has stepped, so that its average differs."""
     return any(group["k"] for group in optimizer.param_groups)
 
 
@@ -122,9 +122,9 @@ def refuse_breaking(optimizer: Optimizer) -> None:
 
 
 def check_special(optimizer: Optimizer, *, strategy: str, trained: Collection[str]) -> None:
-    """Raise ConfigError if ``strategy`` does not support the kind of special optimizer that ``optimizer`` is.
+    """Raise ConfigError if ``optimizer`` needs special support that ``strategy`` lacks.
 
-    ``trained``: the kinds that the strategy supports.
+    ``trained``: the kinds of special optimizers that the strategy supports.
     """
     kind = get_special_kind(optimizer)
     if kind is None or kind in trained:

@@ -23,7 +23,7 @@ _CUDA_BYTES = 2e9  # GPU bytes unavailable to tensors: CUDA context, cuBLAS and 
 
 
 def detect_memory_bytes(cluster: Cluster) -> float | None:
-    """Return the bytes available to one process's tensors here: of a GPU, or a share of RAM.
+    """Return the bytes of GPU memory or RAM that one process here can use for tensors.
 
     RAM is limited by the container or job. One rank's share is reduced by the private memory of this process, since
     each rank needs as much for imports; call this before loading data. 0 if nothing remains. None if unknown: without a
@@ -39,7 +39,7 @@ def detect_memory_bytes(cluster: Cluster) -> float | None:
 
 
 def _gpu_bytes() -> float | None:
-    """Return tensor bytes of the first GPU, or None without one; queries CUDA in a new process."""
+    """Return the usable bytes of the first GPU, or None without one. A subprocess queries CUDA."""
     if not torch.cuda.device_count():
         return None
     program = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
@@ -149,7 +149,7 @@ def retuning_text(then: int, now: int, lr: float | None, where: str) -> str | No
 
 
 def rule_text(cluster: Mapping[str, Any]) -> str:
-    """Explain which strategies lack a base for ``cluster.scale_lr``; empty if not needed."""
+    """Explain that ``cluster.scale_lr`` requires ``cluster.base_batch``; empty if it is not needed."""
     rule, base = cluster["scale_lr"], cluster["base_batch"]
     if rule == "none" or base is not None:
         return ""

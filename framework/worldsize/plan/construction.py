@@ -43,7 +43,7 @@ def check_trainable(recipe: Recipe, strategy: Strategy) -> None:
     """Check that ``strategy`` can train this kind of recipe.
 
     Raises:
-        ConfigError: only the recipe has several updates per step, or the strategy needs information that it lacks.
+        ConfigError: ``strategy`` does not support the recipe, or the recipe overrides a reserved method.
     """
     if recipe.has_several_updates and "multi_update" not in strategy.supports:
         raise ConfigError(

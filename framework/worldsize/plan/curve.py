@@ -66,7 +66,7 @@ class Curve:
     def add_size(
         self, word: str, strategies: Iterable[tuple[str, Settings]], predictor: Predictor, reasons: dict[str, str]
     ) -> None:
-        """Predict strategies at the size in override ``word``; ``reasons``: why others fail."""
+        """Predict strategies at the size in override ``word``; add failures to ``reasons`` by strategy."""
         for name, settings in strategies:
             try:
                 forecast = predictor.forecast(settings)

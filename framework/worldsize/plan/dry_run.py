@@ -53,7 +53,7 @@ def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 
 
 def _slowdown(settings: Settings, device: torch.device) -> float:
     recipe, strategy = settings.recipe, settings.strategy
-    numerics = replace(settings.numerics, compile=False)  # hooks and copies are the same
+    numerics = replace(settings.numerics, compile=False)  # does not affect hooks and copies
     with world_seen_by(0, settings, device) as world:
         single = create_local_replica(
             recipe, recipe.model().to(device), RunContext(World.create_single(device), numerics)
@@ -72,7 +72,7 @@ _BACKEND = "fake"
 
 @contextmanager
 def world_seen_by(rank: int, shape: RunShape, device: torch.device) -> Iterator[World]:
-    """Open the world of a run as ``rank`` on ``device``; without a group for one process."""
+    """Open the world of a run as seen by ``rank``, with a fake process group if it has peers."""
     cluster = shape.cluster
     per_node = cluster.processes_per_node
     joins = cluster.processes > 1
@@ -169,7 +169,7 @@ def _run_or_abort(work: Callable[..., T], given: tuple[Any, ...]) -> T:
 
 
 def _time_action(action: Callable[[], object], device: torch.device) -> float:
-    """Run ``action`` in all processes concurrently; return the slowest's seconds to all."""
+    """Time ``action``, called by all processes at once; return the seconds of the slowest."""
     begun = _barriers[0].wait_for_last()
     action()
     synchronize(device)

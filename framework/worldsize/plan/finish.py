@@ -71,7 +71,7 @@ def interval_seconds(save_seconds: float, mtbf: float) -> float:
 
 
 def longest_seconds(save_seconds: float) -> float:
-    """Return the maximum seconds between saves: ten minutes, or until saves take only 1%."""
+    """Return the maximum seconds between saves: ten minutes, or more if saves would exceed 1%."""
     return max(LONGEST, save_seconds / _SHARE)
 
 
@@ -175,7 +175,7 @@ def earlier_runs(folder: Path) -> Iterator[RunView]:
 
 
 def newest_like(cluster: Cluster, steps: int, folder: Path) -> RunView | None:
-    """Return the newest complete run in ``folder`` of equal steps, processes and nodes, or None."""
+    """Return the newest completed run with the same steps, processes and nodes, or None."""
     for run in earlier_runs(folder):
         with suppress(WorldsizeError, KeyError):
             config = run.manifest["config"]

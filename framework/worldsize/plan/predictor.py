@@ -86,7 +86,7 @@ class Predictor:
         by_formula: str | None
         if self.given.parameter_bytes is None:
             rehearsed, by_formula = _rehearse_memory(settings)
-            # two steps may not include a synchronization of a periodic strategy, but its own estimate does
+            # two rehearsed steps may lack the synchronization of a periodic strategy; its own estimate includes it
             needed = rehearsed if cost.same and rehearsed else max(rehearsed, cost.memory_bytes)
             cost = replace(cost, memory_bytes=needed)
         else:
@@ -142,7 +142,7 @@ class Predictor:
         return self._measured[key]
 
     def _select_device(self, cluster: Cluster) -> str:
-        """Return the device for the recipe's steps; any device if their time is given."""
+        """Return the cluster's device type, or "cpu" if it is missing here and the step time is given."""
         if cluster.device == "cpu" or device_count(cluster.device):  # this process can still fork after that
             return cluster.device
         if self.given.compute_seconds is None:
@@ -209,9 +209,9 @@ class Forecast:
         return max(0.0, computed - self.compute_seconds)
 
     def compute_seconds_for(self, wanted: float) -> float:
-        """Return the compute seconds per step for efficiency ``wanted``, with unchanged lost time.
+        """Return the compute seconds per step at which efficiency is ``wanted``, all else unchanged.
 
-        Infinite if a rank is idle for a larger fraction of the time, regardless of its compute.
+        Infinite if idle time alone (``cost.idle``) makes that impossible.
         """
         busy = 1 - self.cost.idle
         if wanted >= busy:
@@ -220,7 +220,7 @@ class Forecast:
 
 
 def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forecast:
-    """Predict a step.
+    """Predict a step; ``computed``: measured compute seconds under the strategy, or None.
 
     A rank is idle for ``cost.idle`` of the time without exposed communication. Overlapped communication is free.
     """

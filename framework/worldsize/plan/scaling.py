@@ -165,7 +165,7 @@ def _strategies(points: Sequence[Point]) -> list[str]:
 
 
 def _last_worth(points: Sequence[Point], strategy: str, least: float) -> int:
-    """Return the last size before every series' marginal efficiency is below ``least``."""
+    """Return the last size before the best series' marginal efficiency falls below ``least``."""
     best: dict[int, float] = {}
     for point, share in zip(points, marginals(points), strict=True):
         if point.strategy == strategy:

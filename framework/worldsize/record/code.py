@@ -37,7 +37,7 @@ _DIFF = (
 _OTHERS = ("ls-files", "--others", "--exclude-standard", "--exclude=__pycache__/", "-z")
 _ADD = ("add", "--pathspec-from-file=-", "--pathspec-file-nul")
 
-# what a run outside of git can import from its folder
+# parts of a folder outside of git that a run can import or compose
 _OWN = ("recipes", "plugins", "conf", "train.py")
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # hash of the empty tree, known to every git
 
@@ -172,7 +172,7 @@ def _try_git(folder: Path, *arguments: str, database: Path | None = None) -> byt
 def _require_git(
     root: Path, *arguments: str, index: Path | None = None, database: Path | None = None, stdin: bytes = b""
 ) -> bytes:
-    """Return git's output; raise WorldsizeError on failure, as no output means no changes."""
+    """Return git's output; raise WorldsizeError on failure, since no output would mean no changes."""
     done = _run_git(root, *arguments, index=index, database=database, stdin=stdin)
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip()

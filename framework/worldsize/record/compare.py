@@ -1,4 +1,4 @@
-"""Comparison of two runs: first difference of metrics and tensors, its size, a verdict."""
+"""Comparison of two runs: first difference of metrics and tensors, its size, and a verdict."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _read_series(run: Path) -> dict[str, Series]:
 
 
 def _extract_figures(row: Row) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the results in a row."""
+    """Yield the names and values of the metrics in a row that are compared."""
     if row["event"] == "evaluation":
         yield from ((format_display_name(name), value) for name, value in row["metrics"].items())
     else:

@@ -108,7 +108,7 @@ class Container:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that tell a run in the container its image."""
+        """Environment variable with the image's name, for a run in the container."""
         name, digest = self.image.name, self.image.digest
         is_told = digest is None or "@" in name or is_image_file(name)
         return {"WORLDSIZE_IMAGE": name if is_told else f"{name}@{digest}"}
@@ -238,7 +238,7 @@ class Dockerfile:
 
         Raises:
             WorldsizeError: the lock file is missing, contains credentials or packages that the build cannot access, or
-                a Dockerfile of other origin exists.
+                there is a Dockerfile that worldsize did not write.
         """
         self._check_names()
         lock = next((self.folder / name for name in _LOCKS if (self.folder / name).is_file()), None)
@@ -289,7 +289,7 @@ class Dockerfile:
             )
 
     def _list_ignored(self) -> Iterator[str]:
-        """Yield ignore patterns: by name, ignored by git, and files that seem private."""
+        """Yield ignore patterns for names that are never included, files ignored by git, and private files."""
         yield from ("**/" + re.sub(r"\[.*?\]", "?", name) for name in PRIVATE_NAMES)  # engines do not support [-_]
         yield "!**/*.py"  # .py files are not private by name; the last matching pattern wins
         yield from (f"**/{name}" for name in _LEFT_OUT)

@@ -46,7 +46,7 @@ def packages() -> dict[str, str]:
 
 
 def _list_installed() -> Mapping[str, tuple[str, metadata.Distribution]]:
-    """Return version and distribution by normalized name, sorted; the first one of duplicates."""
+    """Return each package's version and distribution by normalized name, sorted; of duplicates, the first."""
     return _scan_distributions(tuple(sys.path))
 
 

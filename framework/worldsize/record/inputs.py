@@ -47,7 +47,7 @@ def recipe_fingerprint(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_data(original: Mapping[str, Any], present: Mapping[str, Any], *, remedy: str = "Restore the file") -> None:
-    """Raise WorldsizeError with the first differing file if fingerprints are not equal."""
+    """Raise WorldsizeError, naming the first file that differs, unless the fingerprints are equal."""
     then, now = original["files"], present["files"]
     for name in sorted(then.keys() | now.keys()):
         if _get_content(then.get(name)) != _get_content(now.get(name)):
@@ -107,7 +107,7 @@ def _describe(name: str, path: Path) -> dict[str, Any]:
 
 
 def list_plugin_files(folder: Path) -> Iterator[Path]:
-    """Yield a plugin's recorded files: no caches, hidden or unreadable ones, or above 1 MiB."""
+    """Yield a plugin's recorded files: readable, not hidden or in a cache, and at most 1 MiB."""
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(folder).parts)
         if not hidden and file.is_file() and os.access(file, os.R_OK) and file.stat().st_size <= LARGEST:

@@ -119,13 +119,13 @@ def find_changes(
 
 
 def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) -> list[tuple[str, Any, Any]]:
-    """Drop changes at or below a key in ``ignore``, and others with the same values."""
+    """Drop changes at or below a key in ``ignore``, and their copies: other changes with the same values."""
     accepted = [(then, now) for key, then, now in changes if _is_below(key, ignore)]
     return [each for each in changes if not _is_below(each[0], ignore) and (each[1], each[2]) not in accepted]
 
 
 def drop_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """Drop changes by interpolation: keys with the name and values of a less nested key."""
+    """Drop copies made by interpolation: changes with the last name and the values of a less nested key."""
     kept: list[tuple[str, Any, Any]] = []
     for key, then, now in sorted(changes, key=lambda change: change[0].count(".")):
         of_one_name = (other for other in kept if other[0].rpartition(".")[2] == key.rpartition(".")[2])
@@ -217,8 +217,8 @@ _DECIDES_SUMS = {"processes": ("cluster", "processes"), "strategy": ("config", "
 def orders_differ(then: int, now: int, manifest: Mapping[str, Any]) -> bool:
     """Return whether two versions of the sample order may differ for the data of ``manifest``.
 
-    Version 2 changed the order of more than 2²² samples, which have at least as many bytes. Version 3 changed the order
-    of length-balanced batches.
+    Version 2 changed the order of more than 2²² samples, which is only possible with more than 2²² bytes of data.
+    Version 3 changed the order of length-balanced batches.
     """
     recorded_bytes = sum(file["size"] for file in manifest["data"]["files"].values())
     changed = {2: recorded_bytes > 1 << 22, 3: bool(manifest["config"].get("length_balanced"))}

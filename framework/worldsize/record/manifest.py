@@ -121,7 +121,7 @@ def _parse_own_manifest(text: str) -> dict[str, Any] | None:
     if digest != _digest_of_text(text) or not _is_signature(signature, digest):
         return None
     manifest: dict[str, Any] = json.loads(text, object_hook=_Fields)
-    is_whole = (manifest.get("digest"), manifest.get("signature")) == (digest, signature)  # top level only
+    is_whole = (manifest.get("digest"), manifest.get("signature")) == (digest, signature)  # both are top-level keys
     return manifest if is_whole and manifest.get("schema_version") == SCHEMA_VERSION else None
 
 

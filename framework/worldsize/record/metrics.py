@@ -173,7 +173,7 @@ def rewind_to_checkpoint(run: RunDirectory, manifest: Mapping[str, Any]) -> int:
 
     saved, evaluated = complete(run.checkpoints), True
     if saved:
-        with suppress(CheckpointError):  # a load refuses a damaged checkpoint
+        with suppress(CheckpointError):  # loading it raises the error later
             evaluated = read_checkpoint(saved[-1]).facts.get("evaluated", True)
     step = parse_step(saved[-1]) if saved else 0
     left = rewind_metrics(run.metrics, step, evaluated=evaluated)

@@ -26,7 +26,7 @@ from worldsize.strict_json import LARGEST
 
 @dataclass(frozen=True)
 class Interpreter:
-    """How to start a Python interpreter.
+    """A command, import path and variables that start a Python interpreter.
 
     Attributes:
         command: The command that starts it.

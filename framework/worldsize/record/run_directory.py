@@ -74,11 +74,11 @@ class RunDirectory:
         return self.path / "logs" / f"hang_{attempt}"
 
     def get_lost_link_file(self, connection: str) -> Path:
-        """Return the file for a lost connection; the host that creates it first owns it."""
+        """Return the file that one of two disconnected hosts creates to claim the run."""
         return self.path / "logs" / f"lost_{connection}"
 
     def listener_lock(self, name: str) -> Path:
-        """Return the lock file for the listeners ``name``, one per attempt."""
+        """Return the lock file of the listener ``name``, so that it waits for an earlier attempt's to end."""
         return self.path / "logs" / f"{name}.lock"
 
     def nccl_logs(self, host: str) -> Path:
@@ -115,7 +115,7 @@ def create_parent_folders(file: Path, run: RunDirectory) -> None:
 
 
 def last_written(directory: RunDirectory) -> float:
-    """Return the latest modification time in Unix seconds, at most the end of the year 9999."""
+    """Return the latest modification time of the run's files, in Unix seconds, at most :data:`LATEST`."""
     last = max(file.stat().st_mtime for file in directory.path.rglob("*") if is_file(file))
     return min(max(last, 0.0), LATEST)
 
@@ -138,7 +138,7 @@ def wrap_write_errors(directory: RunDirectory) -> Iterator[None]:
         if is_missing(directory.manifest):
             text = f"the run folder {directory.path} was deleted during training, so nothing more can be saved."
             raise RunFolderError(text) from error
-        file = error.filename if isinstance(error.filename, str) else None  # unknown if a write fails
+        file = error.filename if isinstance(error.filename, str) else None  # None for an error in write()
         is_inside = file is not None and Path(file).is_relative_to(directory.path)
         if error.errno not in _STORAGE_ERRORS and not is_inside:
             raise
@@ -213,7 +213,7 @@ def _get_write_time(run: RunDirectory) -> float:
 def check_entries(directory: RunDirectory) -> None:
     """Raise WorldsizeError if an entry would make a run write elsewhere, or block.
 
-    The folder ``wandb`` is not checked: it contains links to logs, through which only wandb writes. Other loggers'
+    The folder ``wandb`` is not checked, since only wandb writes through its links to logs. Other loggers'
     folders are checked. Entries that vanish during the check are ignored.
     """
     for folder, folders, files in os.walk(directory.path):
@@ -264,7 +264,7 @@ def _existing_parent(path: Path) -> Path:
 
 
 def _remove_run_folder(path: Path, before: Path) -> None:
-    """Remove the run folder, and those of its parents below ``before`` that are empty."""
+    """Remove the run folder, and its empty parents below ``before``."""
     shutil.rmtree(path, ignore_errors=True)
     for parent in path.parents:
         if parent == before:

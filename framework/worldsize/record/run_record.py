@@ -55,7 +55,7 @@ Manifest = Mapping[str, Any]
 
 _KILLED = "killed, or its host was lost"
 _NO_DIGEST = "The run has no metrics_digest, since an incomplete log cannot match another run."
-_RESERVED_BYTES = 64 << 10  # for a new manifest and result before the old ones are replaced
+_RESERVED_BYTES = 64 << 10  # for a new manifest and result, written before the old ones are replaced
 
 
 @final
@@ -207,7 +207,7 @@ class RunRecord:
         return self._own
 
     def adopt(self) -> None:
-        """Adopt another user's record, after this user agreed to run its code, and sign it."""
+        """Sign another user's record from the next write on; call it after this user agreed to run its code."""
         self._own = True
 
     def record_resume(self, manifest: Manifest, *, config: str, overrides: str, secrets: Mapping[str, str]) -> None:
@@ -266,7 +266,7 @@ class RunRecord:
         return outcome
 
     def give_up(self, cause: str, *, unstarted: int = 0) -> None:
-        """Record, if possible, that the launching process failed the attempt, and the ``cause``.
+        """Record, if possible, that the attempt failed in the launching process because of ``cause``.
 
         If an attempt has not been recorded yet, one with ``unstarted`` processes is added. A completed run is not
         changed if nothing was started.
@@ -351,7 +351,7 @@ def _collect_results(directory: RunDirectory, outcome: Outcome) -> dict[str, Any
     for path in complete(directory.checkpoints):
         try:
             digests[path.name] = read_digest(path)
-        except CheckpointError as error:  # must not lose the results of a run that did not need it
+        except CheckpointError as error:  # a damaged checkpoint must not cost the run its results
             _logger.warning("%s The record omits this checkpoint.", error)
     if outcome.exit_code != 0 or not directory.result.exists():
         return {"exit_reason": outcome.exit_reason, "checkpoints": digests}

@@ -26,7 +26,7 @@ from worldsize.strategies.declared_buffers import BufferSlot
 @final
 @dataclass(frozen=True)
 class StepShape:
-    """The logical ranks of a step, and those computed by this process as micro-batches."""
+    """Assignment of a step's logical ranks to processes; ``batches``: number on this process."""
 
     logical_ranks: int
     batches: int
@@ -35,7 +35,7 @@ class StepShape:
 
     @staticmethod
     def from_group(group: ProcessGroup | None, dealing: Dealing, batches: int, logical_ranks: int | None) -> StepShape:
-        """Describe a step with ``batches`` micro-batches here; ``logical_ranks``: total, if uneven."""
+        """Create from this process's ``batches``; give the total ``logical_ranks`` if they differ."""
         size = dist.get_world_size(group) if group else 1
         return StepShape(logical_ranks or batches * size, batches, group, dealing)
 
@@ -51,7 +51,7 @@ class StepShape:
 
     @property
     def passes(self) -> int:
-        """Passes per process if all need the same number: the maximum of their micro-batches."""
+        """Maximum number of micro-batches per process, if all must make equally many passes."""
         return -(-self.logical_ranks // self.size)
 
     def logical_rank(self, batch: int) -> int:
@@ -70,14 +70,14 @@ class StepShape:
         return {leaf: node for node in range(tree.count_nodes(self.rank)) for leaf in tree.list_leaves(node)}
 
     def sum_nodes(self, rows: Sequence[Tensor]) -> Tensor:
-        """Sum the nodes of all processes; ``rows``: the nodes of this process, each (n,)."""
+        """Return the sum (n,) of all processes' tree nodes; ``rows``: this process's, each (n,)."""
         if self.group is None:
             return sum_level(rows)
         nodes = self.logical_ranks if self.dealing == "block" else Tree(self.logical_ranks, self.size).nodes
         return finish_reduction(reduce_ordered(rows, self.group, self.dealing, nodes=nodes))
 
     def reduce_over_ranks(self, tensor: Tensor, largest: bool = False) -> Tensor:
-        """All-reduce integers in place, to their sum or to the ``largest``; return the tensor."""
+        """All-reduce an integer tensor in place (sum, or maximum if ``largest``), and return it."""
         if self.group is not None:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             start_collective(dist.all_reduce, tensor, op, group=self.group).wait()
@@ -85,7 +85,7 @@ class StepShape:
 
 
 class Combination(ABC):
-    """Abstract base: the buffers with one rule during a step."""
+    """Abstract base: combines the buffers that share a rule, over one step."""
 
     @abstractmethod
     def record_batch(self, batch: int) -> None:
@@ -93,11 +93,11 @@ class Combination(ABC):
 
     @abstractmethod
     def write_buffers(self) -> None:
-        """Write the combined values into the buffers, which hold the step's initial values by now."""
+        """Write the combined values; the buffers have been reset to the step's initial values."""
 
 
 def create_combinations(slots: Sequence[BufferSlot], shape: StepShape) -> list[Combination]:
-    """Create the combinations of ``slots``, in the same order on all processes."""
+    """Group ``slots`` by rule into combinations, in the same order on all processes."""
     by_rule: dict[str, list[BufferSlot]] = {}
     for slot in slots:
         by_rule.setdefault(slot.rule if isinstance(slot.rule, str) else "", []).append(slot)
@@ -232,7 +232,7 @@ class _Last(Combination):
     def record_batch(self, batch: int) -> None:
         values = [
             _read_value(slot, first) for slot, first in zip(self._slots, self._first, strict=True)
-        ]  # all ranks raise
+        ]  # read on every rank, so that all raise if a shape changed
         if self._shape.logical_rank(batch) == self._shape.logical_ranks - 1:
             self._values = _concatenate_bytes(values)
 
@@ -246,7 +246,7 @@ class _Last(Combination):
 
 @final
 class _Queue(Combination):
-    """Appends the rows of all logical ranks in order, see :class:`Concatenated`."""
+    """Appends the new rows of all logical ranks to a queue, in order; see :class:`Concatenated`."""
 
     def __init__(self, slot: BufferSlot, shape: StepShape) -> None:
         assert isinstance(slot.rule, Concatenated)
@@ -290,7 +290,7 @@ class _Queue(Combination):
 
 
 def _read_value(slot: BufferSlot, first: Tensor) -> Tensor:
-    """Return the value of ``slot`` after a forward pass; refuse a new shape or dtype."""
+    """Return the current tensor of ``slot``; raise ConfigError if its shape or dtype changed."""
     now = slot.tensor
     if (now.shape, now.dtype) != (first.shape, first.dtype):
         raise ConfigError(
@@ -330,7 +330,7 @@ def _concatenate_bytes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _split_bytes(row_n: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split the bytes of all tensors (n,) by the sizes of the tensors in ``like``."""
+    """Split concatenated bytes, uint8 (n,), into one part per tensor of ``like``."""
     return torch.split(row_n, [tensor.nbytes for tensor in like])
 
 

@@ -32,7 +32,7 @@ from worldsize.strategies.ddp_reducers import BucketHook
 
 @final
 class CompressedHook(BucketHook):
-    """Sums gradients with ``summation``, or uncompressed if it is None.
+    """Averages gradients with ``summation``, or uncompressed if it is None.
 
     With ``tiers``, ``summation`` applies only to the last tier. The compression error of a message is added to the
     next one (error feedback). Random choices depend on the run's ``seed``, the step and the bucket.
@@ -100,9 +100,9 @@ class CompressedHook(BucketHook):
 class Errors:
     """This rank's compression errors, float32 (n,), with a slice for each bucket.
 
-    The errors are stored in parameter order, regardless of DDP's buckets. If the ranks of a node split each bucket
-    (``shares``: their number), they are instead in the order of the buckets' first use. Checkpoints need a fixed ``n``,
-    which then includes padding for as many buckets as there are parameters.
+    The errors are stored in parameter order, regardless of DDP's buckets. If ranks split each bucket (``shares``: their
+    number), the errors are instead in the order of the buckets' first use. Checkpoints need an ``n`` that does not
+    depend on the buckets, so it then includes one element of padding per parameter.
     """
 
     def __init__(self, module: nn.Module, shares: int) -> None:
@@ -111,7 +111,7 @@ class Errors:
         self._first = dict(zip(map(id, gradients), accumulate([0, *sizes]), strict=False))  # offsets by id
         self._is_whole, self._device = shares == 1, gradients[0].device
         self._length = sum(sizes) if self._is_whole else -(-sum(sizes) // shares) + len(gradients)
-        self._undealt: Tensor | None = torch.zeros(self._length, device=self._device)  # None: all assigned
+        self._undealt: Tensor | None = torch.zeros(self._length, device=self._device)  # not yet in slots
         self._slots: dict[int, tuple[Tensor, Sequence[tuple[int, Tensor]]]] = {}  # errors by bucket, with their offsets
 
     def copy_errors(self) -> Tensor:
@@ -128,7 +128,7 @@ class Errors:
         self._undealt, self._slots = kept_n, {}
 
     def get_errors(self, bucket: int, length: int, parameters: Sequence[Tensor]) -> Tensor:
-        """Return a bucket's errors, float32 (length,), assigned on first use; changed in place."""
+        """Return a bucket's errors, float32 (length,), to update in place; assign them on first use."""
         if bucket not in self._slots:
             self._assign_slice(bucket, length, parameters)
         return self._slots[bucket][0]
@@ -145,7 +145,7 @@ class Errors:
         if dealt + length == self._length:
             if self._undealt.is_cuda:  # a side stream may still read it
                 self._undealt.record_stream(torch.cuda.current_stream(self._device))
-            self._undealt = None  # keep a single copy
+            self._undealt = None  # the slots hold all errors now
 
 
 _WARM_UP = 2  # passes before torch's hook starts to compress; they are discarded
@@ -233,8 +233,8 @@ class Tiers:
     """Process groups of this rank for hierarchical sums.
 
     Attributes:
-        inner: The ranks of its node; then, per tier except the last, the ranks at its position in the tier below.
-        across: The ranks at its position on the last tier, which has the slowest links.
+        inner: Groups of all tiers but the last: the ranks of its node, then ranks with its index in other units.
+        across: Group of the last tier, which has the slowest links.
     """
 
     inner: Sequence[ProcessGroup]

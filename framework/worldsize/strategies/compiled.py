@@ -1,4 +1,4 @@
-"""Compilation of a model's forward and backward passes with torch.compile, with its log."""
+"""Compilation of a model with torch.compile, and statistics of the compilations."""
 
 from __future__ import annotations
 

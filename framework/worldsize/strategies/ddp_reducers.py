@@ -1,6 +1,6 @@
-"""Mean gradients of unsharded models: all-reduced, or with the same bits at any world size.
+"""Reducers for the gradients of unsharded models: all-reduce, or fixed-tree sums.
 
-The all-reduce is either torch's own or a DDP communication hook.
+The all-reduce is torch's own or a DDP communication hook. Fixed-tree sums have the same bits at any world size.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BucketHook(ABC):
 
 @final
 class GatherHook(BucketHook):
-    """Gathers buckets and sums them on every rank (:mod:`.ordered`), for small models on CPUs."""
+    """Gathers each bucket and averages it on every rank, for small models on CPUs."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -118,9 +118,9 @@ class AllReduceReducer(GradientReducer):
         self._buffers.commit()
 
     def _rebuild_buckets(self, backward: Callable[[float], LossRecord]) -> None:
-        """Let DDP rebuild its buckets now, as it does after its first pass.
+        """Make DDP rebuild its buckets now instead of after its first pass.
 
-        With three or more ranks, the order of sums depends on the buckets.
+        With three or more ranks, the order of sums depends on the buckets, so a resumed run needs the final ones.
         """
         self._is_settled = True
         discarded_pass = partial(self._run_discarded_pass, backward)
@@ -151,7 +151,7 @@ class AllReduceReducer(GradientReducer):
 class OrderedReducer(GradientReducer):
     """Fixed-tree sums (:mod:`worldsize.collectives.ordered`): same bits at every world size.
 
-    Over processes it is a communication hook, which exchanges buckets during the last backward pass. The assignment of
+    Over processes, a communication hook exchanges DDP's buckets during the last backward pass. The assignment of
     parameters to buckets does not affect results, since each element is summed separately.
 
     ``logical_ranks``: total over all processes, if their shares may differ; None if all have as many as this one.
@@ -204,9 +204,9 @@ class OrderedReducer(GradientReducer):
         self._buffers.commit()
 
     def _hold_places(self) -> None:
-        """Set gradients from earlier passes of this step to -0.0, if DDP finds unused parameters.
+        """Give parameters used earlier in the step a gradient of -0.0, if DDP finds unused ones.
 
-        DDP requires a final gradient for each parameter used in an earlier pass. Adding to -0.0 keeps the bits.
+        DDP requires a gradient in the last pass for each parameter used earlier. Adding to -0.0 keeps the bits.
         """
         if not (isinstance(self._module, DistributedDataParallel) and self._module.find_unused_parameters):
             return

@@ -25,7 +25,7 @@ _Known: TypeAlias = BufferRule | Literal["same"] | None
 @final
 @dataclass(frozen=True, eq=False)
 class BufferSlot:
-    """The slot of a saved buffer in its module; user code may assign a new tensor in each step."""
+    """A saved buffer of a module. User code may assign a new tensor to it in each step."""
 
     module: nn.Module
     own: str
@@ -75,12 +75,12 @@ _DECLARED: WeakKeyDictionary[nn.Module, _Declared] = WeakKeyDictionary()
 
 
 def declare_buffers(recipe: Recipe, model: nn.Module, *, trains_apart: bool = False) -> None:
-    """Declare the buffer rules of ``recipe`` to all reducers of ``model`` or its submodules.
+    """Register the buffer rules of ``recipe`` for all reducers of ``model`` or its submodules.
 
     ``trains_apart``: whether other processes train the model independently, without its reducers.
 
     Raises:
-        ConfigError: a rule does not match a buffer of the model, or does not suit it.
+        ConfigError: a pattern matches no saved buffer, or a rule does not suit a buffer's dtype or shape.
     """
     rules, names = recipe.buffers(model), [name for name, _ in model.named_buffers()]
     for module in model.modules():

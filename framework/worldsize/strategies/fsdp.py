@@ -152,7 +152,7 @@ class FSDP(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def _shard_size(self, processes: int, per_node: int) -> int:
-        """Return the number of shards per copy, increased after failures to divide ``processes``."""
+        """Return the number of shards per copy; a gang that heals rounds up to a divisor."""
         planned: int = {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
         if self.on_failure == "heal":
             return next((size for size in range(planned, processes) if processes % size == 0), processes)
@@ -242,7 +242,7 @@ class FSDP(Strategy):
 
     def _shard_model(self, recipe: Recipe, model: nn.Module, mesh: DeviceMesh, root: nn.Module) -> None:
         names = mesh.mesh_dim_names or ()
-        # otherwise strategies/sharded_reducer.py sums over copies
+        # without a copies axis, strategies/sharded_reducer.py sums over copies
         plain = mesh.size(0) == 1 or self.reduce == "ordered" or self.on_failure == "heal"
         policy = MixedPrecisionPolicy(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
         offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()

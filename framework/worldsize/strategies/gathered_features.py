@@ -31,11 +31,7 @@ _Repeated = Callable[[MicroBatch], AbstractContextManager[None]]
 class GatheredFeatures:
     """The features of a step, and the derivatives of its losses with respect to them.
 
-    Args:
-        recipe: The recipe.
-        model: The model of this process.
-        device: Its device.
-        call: Wraps calls that compute with the model; a sharded model gathers its parameters for them.
+    ``call`` wraps calls that compute with ``model``; a sharded model gathers its parameters for them.
     """
 
     def __init__(
@@ -43,7 +39,7 @@ class GatheredFeatures:
     ) -> None:
         self._recipe, self._model, self._device, self._call = recipe, model, device, call
         self._features: Sequence[Tensor] = ()  # of all logical ranks, in order
-        self._own: dict[int, Sequence[slice]] = {}  # rows by the id of a micro-batch
+        self._own: dict[int, Sequence[slice]] = {}  # its rows in each tensor, by the id of a micro-batch
         self._gradients: dict[int, Sequence[Tensor | None]] = {}  # by the same id
 
     def gather_features(
@@ -52,9 +48,9 @@ class GatheredFeatures:
         shape: StepShape,
         dropped: _Repeated,
     ) -> None:
-        """Prepare :meth:`compute_loss` for the micro-batches of this process; all processes must call it.
+        """Gather the features of all logical ranks, and differentiate all losses by them.
 
-        ``dropped``: context of a discarded pass, which :meth:`compute_loss` repeats.
+        All processes must call it before :meth:`compute_loss`. ``dropped``: returns the context of a discarded pass.
         """
         kept = KeptBuffers(buffer_slots(self._model))
 
@@ -81,7 +77,7 @@ class GatheredFeatures:
         self._gradients = self._derivatives(batches, shape, discard_changes)
 
     def compute_loss(self, batch: MicroBatch) -> Loss:
-        """Return the loss of ``batch``; its gradient has the terms of all losses on its features."""
+        """Return the loss of ``batch``; its gradient includes all losses that use its features."""
         features = self._recipe.features(self._model, batch.data)
         loss = self._compute_feature_loss(batch, self._features)
         return attach_gradients(loss, features, self._gradients[id(batch)])
@@ -112,7 +108,7 @@ class GatheredFeatures:
         for place, node in nodes.items():
             with repeated(batches[place]):
                 counters[node].add([self._call(partial(self._derivative, batches[place]))])
-        for _ in range(shape.passes - len(batches)):  # other ranks gather the model once more
+        for _ in range(shape.passes - len(batches)):  # keep up with other ranks, since a pass may gather parameters
             with repeated(batches[0]):
                 self._call(partial(self._derivative, batches[0]))
         with measure_phase("communication"):

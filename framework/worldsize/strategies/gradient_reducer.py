@@ -56,7 +56,7 @@ class GradientReducer(ABC):
         """
 
     def begin_updates(self) -> AbstractContextManager[None]:
-        """Enter a step of several updates, each with a call of :meth:`run`."""
+        """Return the context of a step with several updates, each a call of :meth:`run`."""
         return nullcontext()
 
     def commit(self) -> None:  # noqa: B027 - most change only gradients
@@ -65,7 +65,7 @@ class GradientReducer(ABC):
     def undo(self) -> None:  # noqa: B027 - most change only gradients
         """Undo the changes of :meth:`run` since the last :meth:`commit`, after a failed step.
 
-        Called only if the gang heals. Strategies with ``shards_state`` do not need it, since survivors then restore
+        Needed only if the gang heals. Strategies with ``shards_state`` do not need it, since survivors then restore
         their state from copies.
         """
 
@@ -83,14 +83,14 @@ class GradientReducer(ABC):
         return norm
 
     def state(self) -> StateDict:
-        """Return the state that persists between steps; it requires the same world size."""
+        """Return the state that persists between steps; it can be loaded only at this world size."""
         return {}
 
     def load(self, state: StateDict) -> None:  # noqa: B027 - most are stateless
         """Load what :meth:`state` returned, after :meth:`on_resume`."""
 
     def on_resume(self) -> None:  # noqa: B027 - most sums do not depend on earlier steps
-        """Prepare to replace a process: the next step must sum in the same order as that process."""
+        """Prepare to resume: the next step must sum in the same order as in the saved run."""
 
 
 class OrderedSums(GradientReducer):
@@ -180,7 +180,7 @@ class Presence:
 
 @final
 class PresenceExchange:
-    """Exchanges the presence of gradients in ``group``; only ranks that lack one wait."""
+    """Exchanges which gradients exist on the ranks of ``group``; only ranks that lack one wait."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

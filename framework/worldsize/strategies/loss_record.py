@@ -138,7 +138,7 @@ def _stack_pair(total: Tensor | float, count: Tensor | float, device: torch.devi
 
 
 def _convert_to_float64(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a scalar in float64 on ``device``; a CPU value does not wait for a GPU."""
+    """Return a float64 scalar on ``device``, without waiting for a GPU if it is on the CPU."""
     is_here = not isinstance(value, Tensor) or value.device.type == "cpu"
     if is_here and device.type != "cpu":
         number = float(value.detach() if isinstance(value, Tensor) else value)
@@ -212,9 +212,9 @@ class AgreedLosses:
         return self._world.group if self._world else None
 
     def check_form(self, record: LossRecord, update: Sequence[str] = ()) -> None:
-        """Refuse losses that are means on some ranks but weighted sums on others, a deadlock.
+        """Refuse losses that are means on some ranks but weighted sums on others.
 
-        All ranks compare the form in the first ``update`` of these optimizers; it must not change afterwards.
+        All ranks compare the form at the first update of the optimizers ``update``; later updates must keep it.
 
         Raises:
             ConfigError: the form differs between ranks, or from an earlier step.
@@ -237,12 +237,12 @@ class AgreedLosses:
             raise forms_differ(f"on rank {forms.index(0)}", f"on rank {forms.index(1)}")
 
     def fp16_share(self, weight: Tensor) -> Tensor:
-        """Return the scale, a scalar, of summed float16 losses until the gradient is weighed."""
+        """Return the scale (scalar) for summed float16 losses, the same until :meth:`take_share`."""
         if self._share is None:
             self._share = fp16_share(weight, self.group)
         return self._share
 
     def take_share(self) -> Tensor | None:
-        """Pop the scale, a scalar, of the gradient to be weighed, or None if it was not scaled."""
+        """Pop the scale (scalar) of the accumulated gradient, or None if it was not scaled."""
         share, self._share = self._share, None
         return share

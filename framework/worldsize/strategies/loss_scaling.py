@@ -30,7 +30,7 @@ _told: list[bool] = []  # whether this process has logged an overflow
 
 @final
 class LossScaler(torch.amp.GradScaler):
-    """Unscales DTensor gradients separately from others, since kernels cannot mix them."""
+    """A GradScaler that unscales DTensor gradients separately, since kernels cannot mix them."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -78,7 +78,7 @@ def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: b
 
 
 def _leaves_out(optimizer: Optimizer) -> bool:
-    """Return whether a fused optimizer will skip the update itself, as far as known."""
+    """Return whether a fused optimizer will skip its update; False if known only to a GPU."""
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)  # set by the scaler if the optimizer is fused
     return overflow is not None and overflow.device.type == "cpu" and bool(overflow)
 

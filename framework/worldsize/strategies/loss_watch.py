@@ -1,8 +1,8 @@
 """Checks that losses do not change parameters or communicate, for consistent results.
 
-The checks do not affect kernels: torch has a version counter for each tensor, and every collective of torch's Python
-API checks the membership in its group. torch does not count writes through ``parameter.data``; they are detected only
-in a process's first step.
+The checks do not change any computation: they read the version counters of tensors, and intercept a function that
+every collective of torch's Python API calls first. Version counters miss writes through ``parameter.data``; these are
+detected only in a process's first step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from worldsize.core import ConfigError
 
-_PASSED_ON = (
+_PASSED_ON = (  # modules to skip when looking for the caller of a collective
     __name__,  # _DataUses calls torch functions again
     "torch.overrides",
     c10d.__name__,
@@ -42,14 +42,14 @@ _PROGRAMS = "worldsize.testing."  # exception: recipes for tests
 
 @final
 class LossWatch:
-    """Watches the losses of ``model``.
+    """Detects losses that change parameters of ``model`` or communicate.
 
     Args:
         model: The model, which provides parameter names.
         processes: Number of processes that train it together.
         logical_ranks: Number of logical ranks per step.
         ordered: Whether results must not depend on the number of processes.
-        compiles: Whether parts of the model are compiled; only version counters are then checked.
+        compiles: Whether parts of the model are compiled; writes through ``parameter.data`` are then missed.
         has_group: Whether the processes form a group, so that a loss could communicate.
         passes_over: Number of processes that compute each logical rank's pass together.
     """
@@ -141,7 +141,7 @@ class LossWatch:
                 setattr(module, name, value)
 
     def _check_and_call(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-        """Call ``function``, torch's first step of a collective, unless user code called it."""
+        """Call ``function``, the first step of a collective in torch; refuse calls by user code."""
         self._check_caller()
         return function(*args, **kwargs)
 
@@ -196,7 +196,7 @@ def find_bounded_embeddings(model: nn.Module) -> Mapping[str, nn.Module]:
 def _iterate_parameters(
     model: nn.Module, root: nn.Module, *, skips_bounded: bool
 ) -> Iterator[tuple[str, Callable[[], Tensor | None]]]:
-    """Yield each parameter's name with a function that returns a tensor holding its values."""
+    """Yield parameter names with a function that returns the tensor, None if not gathered."""
     bounded = {id(module.weight) for module in find_bounded_embeddings(model).values()} if skips_bounded else set()
     places: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -267,7 +267,7 @@ class _DataUses(TorchFunctionMode):
         return returned
 
     def find_written_names(self) -> Iterator[str]:
-        """Yield the names of parameters whose ``.data`` was assigned or modified in place; names may repeat."""
+        """Yield the names of parameters whose ``.data`` was assigned or modified in place."""
         for name, data in self._uses:
             if data is None or data._version > 0:
                 yield name

@@ -212,7 +212,7 @@ def use_fp8(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
     emulates = device.type != "cuda" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY
     make = _create_converter(emulates=emulates)
     for layer in fp8_layers(recipe, model):
-        layer.forward = _Product(layer, make)  # type: ignore[assignment, method-assign]  # not a wrapper, as above
+        layer.forward = _Product(layer, make)  # type: ignore[assignment, method-assign]  # no wrapper: keeps names
 
 
 def check_fp8(recipe: Recipe, model: nn.Module) -> None:
@@ -254,7 +254,7 @@ def _create_converter(*, emulates: bool) -> Callable[[nn.Linear], nn.Module]:
 
 @final
 class _Product:
-    """The 8-bit forward pass of ``layer``, which shares the parameters of the layer."""
+    """The 8-bit forward pass of ``layer``, with the layer's own parameters."""
 
     def __init__(self, layer: nn.Linear, make: Callable[[nn.Linear], nn.Module]) -> None:
         self._layer = make(layer)

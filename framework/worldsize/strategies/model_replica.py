@@ -82,7 +82,7 @@ def collect_metrics(
 
 @final
 class CallingRoot(nn.Module):
-    """Holds a model, and calls a given function as its forward pass, within the module's hooks.
+    """Wraps a model; ``forward`` calls a given function, so that this module's hooks run.
 
     This supports recipes that call submodules of their model directly, in any order. Checkpoints are created from the
     model itself, so tensor names do not change.
@@ -94,7 +94,7 @@ class CallingRoot(nn.Module):
         self._call: Callable[[_Action], Any] | None = None
 
     def set_guard(self, call: Callable[[_Action], Any]) -> None:
-        """Call functions given to this module through ``call``."""
+        """Make :meth:`forward` pass its function to ``call`` instead of calling it directly."""
         self._call = call
 
     def forward(self, action: _Action) -> Any:
@@ -207,7 +207,7 @@ class ModelReplica(Replica):
     def _weigh_gradients(
         self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord], update: Sequence[str] = ()
     ) -> Sequence[Tensor]:
-        """Weigh gradients if losses are sums; return each record's contribution to the mean loss.
+        """Scale gradients of summed losses by their weights; return losses averaging to the step's.
 
         ``update``: names of the optimizers that step, for a recipe with several.
         """

@@ -1,7 +1,4 @@
-"""The replica for a recipe with several updates per step, which are the same on all ranks.
-
-The results of the updates are combined into the result of the step.
-"""
+"""The replica for a recipe with several updates per step, which are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -71,10 +68,10 @@ class MultiUpdateReplica(ModelReplica):
         return step_result(results, rates, returned, kind=type(self.recipe).__name__, step=micro_batches[0].step)
 
     def _run_update(self, passes: Sequence[UpdatePass], batches: Sequence[MicroBatch]) -> UpdateResult | None:
-        """Run the next update of the step; return its result, or None if there is none."""
+        """Run the next update of the step; return its result, or None if the step has ended."""
         buffers = self._buffers.begin_step(len(batches))
         first, *others = self._order_batches(len(batches))
-        self._advance_pass(passes[first])  # the first pass in every summation order determines the update
+        self._advance_pass(passes[first])  # the first pass in summation order determines the update
         if self._group is not None and self.world.device.type == "cpu":  # on a GPU, this would wait for the device
             rates = {name: _group_rates(part.optimizer) for name, part in self._parts.items()}
             passes[first].check_same_on(self.world, rates)
@@ -270,7 +267,7 @@ def _sum_losses(losses: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 def _combine_metrics(
     results: Sequence[UpdateResult], rates: Mapping[str, float | None], returned: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the metrics of updates and generators, mean losses, and additional learning rates.
+    """Return a step's metrics, losses per optimizer, and all learning rates but the first.
 
     Optimizers that did not step have a count of 0, so that all steps have the same metric names.
     """

@@ -1,4 +1,4 @@
-"""Checks for optimizers that a strategy or checkpoint does not support, by class or trial.
+"""Checks that refuse optimizers which a strategy or checkpoint does not support.
 
 Examples are optimizers whose step evaluates the loss several times through a closure, and optimizers that do not
 support sparse gradients, or keep sparse state for them, which checkpoints cannot store.
@@ -97,7 +97,7 @@ def refuse_joint_updates(recipe: Recipe, model: nn.Module, optimizer: Optimizer,
     """Refuse an optimizer whose update of a parameter depends on other parameters.
 
     Raises:
-        ConfigError: it does, for example because it uses a global norm; ``because``: the reason for the message.
+        ConfigError: it does, for example through a global norm; ``because``: why this is not supported.
     """
     if updates_apart(optimizer):
         return
@@ -190,7 +190,7 @@ def refuse_unsent(recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> Non
 
 
 def refuse_closures(optimizer: Optimizer) -> None:
-    """Raise ConfigError if ``optimizer``, which must not be used afterwards, needs a closure.
+    """Raise ConfigError if ``optimizer`` needs a closure; do not use the optimizer afterwards.
 
     With a closure, the step repeats the forward and backward pass with different weights, as in LBFGS and
     sharpness-aware minimization. LBFGS also keeps lists of tensors, which checkpoints do not support.
@@ -257,7 +257,7 @@ def _state_after_step(kind: type[Optimizer], group: Mapping[str, Any]) -> list[s
     """Return the names of sparse state tensors after one step with the options of ``group``."""
     taken = inspect.signature(kind).parameters
     with torch.device("cpu"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some create unchecked sparse tensors
+        warnings.simplefilter("ignore")  # torch warns if an optimizer creates sparse tensors unchecked
         rows = nn.Parameter(torch.zeros(2, 1))
         rows.grad = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1), (2, 1))
         try:

@@ -2,8 +2,8 @@
 
 If updates are elementwise, any rank can update any shard, with the same bits. A norm over a parameter needs the whole
 parameter, and a global norm needs all parameters. A second trial checks whether additional ``state_dict()`` entries
-are the same on ranks with different parameters. ``substituted`` replaces a model's parameters while the recipe creates
-its optimizer.
+are the same on ranks with different parameters. :func:`substitute_parameters` replaces a model's parameters while the
+recipe creates its optimizer.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class OptimizerTrial:
         """Take trial steps, and return the parameters after them, of any shapes.
 
         Args:
-            part: Returns the shard to update of a named parameter or its gradient.
+            part: Takes a name and a parameter or gradient, and returns the shard of it to update.
             own: Names of the parameters to update, as on a rank that owns only these, or None for all trial parameters.
             prepare: Prepares an optimizer for these shards.
             finish: Called with each optimizer after its last step.
@@ -305,7 +305,7 @@ def has_extra_state(trial: OptimizerTrial) -> bool:
 
 
 def divides_extra_state(trial: OptimizerTrial) -> bool:
-    """Return whether additional entries differ if only some parameters or shards are updated."""
+    """Return whether extra state differs if only some parameters or shards are updated."""
     if not has_extra_state(trial):
         return False
     names = list(trial.values)

@@ -103,7 +103,7 @@ class GradientHooks:
         """Suspend hooks within the context; they may be removed meanwhile.
 
         Raises:
-            ConfigError: a hook was registered within the context, and was called with parts of a gradient.
+            ConfigError: a hook was registered within the context; it may have been called with partial gradients.
         """
         tables = [table for parameter in self._parameters for table in _get_hook_tables(parameter) if table]
         kept = [dict(table) for table in tables]

@@ -2,7 +2,7 @@
 
 A strategy derives from ``PeriodicSyncStrategy`` and creates an ``OuterOptimizer``, which is called after every step
 and decides when workers exchange which tensors. ``Rounds`` schedules the exchange of fragments: all at once, or one
-after another in the background. It synchronizes parameters, and buffers that can be averaged.
+after another in the background. Fragments consist of parameters, and of buffers that can be averaged.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class PeriodicSyncReplica(Replica):
     def __init__(self, inner: ModelReplica, world: World, outer: OuterOptimizer) -> None:
         self._inner, self._world, self._outer = inner, world, outer
         self._exact = Exact(world)
-        self._taken = 0  # steps since training began, or resumed without worker states
+        self._taken = 0  # steps since the start, or since resuming without worker states
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(micro_batches)
@@ -216,8 +216,8 @@ OuterMomentum = Annotated[float, Range(least=0, below=1, hint="typically 0.9")]
 class Rounds(OuterOptimizer):
     """Exchanges fragments in turn, each once every ``inner_steps`` steps.
 
-    Fragment i is sent after the steps ``offsets[i] + n × inner_steps``, and its mean is applied ``delay`` steps later.
-    The second half of the exchange starts after half of the delay.
+    Fragment i is sent after the steps ``offsets[i] + n × inner_steps``, and its mean is applied ``delay`` steps later,
+    with weight ``mix`` for the worker's own values. The second half of the exchange starts after half of the delay.
     """
 
     def __init__(

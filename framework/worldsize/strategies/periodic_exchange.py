@@ -163,7 +163,7 @@ class Fragment:
             )
 
     def state(self, *, in_flight: bool) -> StateDict:
-        """Return the state, equal on all workers; ``in_flight``: await and add pending exchanges."""
+        """Return the state, equal on all workers; if ``in_flight``, with the mean of a pending send."""
         momentum = [self._optimizer.state[agreed]["momentum_buffer"] for agreed in self._agreed if self._momentum]
         state: StateDict = {"agreed": [agreed.detach() for agreed in self._agreed], "momentum": momentum}
         if not in_flight:

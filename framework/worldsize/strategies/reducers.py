@@ -82,7 +82,7 @@ def _is_small(module: nn.Module, size: int) -> bool:
 def create_compressed_reducer(
     reduce: Reduction, compression: Compression, module: DistributedDataParallel, world: World, *, seed: int
 ) -> GradientReducer:
-    """Create the reducer with compressed sums over ``world`` ("hierarchical": its last tier).
+    """Create the reducer that compresses all sums, or if hierarchical, those over the last tier.
 
     ``seed`` is the run's seed.
     """
@@ -170,7 +170,7 @@ def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _split_buckets(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
-    """Split ``tensors`` into buckets of one dtype and ``most`` bytes, or a single larger tensor."""
+    """Split into buckets of one dtype and at most ``most`` bytes, or a single larger tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

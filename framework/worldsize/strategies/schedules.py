@@ -58,7 +58,7 @@ class Schedule:
     def advance_by(self, value: float, *, step: int) -> None:
         """Advance the schedule by the metric ``value`` evaluated after ``step``, if it needs one.
 
-        A second call for a step does nothing: if a process dies during an evaluation, others may have completed it.
+        A second call for a step does nothing, since an evaluation is repeated if a process died in it.
         """
         if self.needs_metric and step > self._evaluated:
             advance: Any = self.plain.step
@@ -86,7 +86,7 @@ class Schedule:
 
 
 def _needs_metric(plain: Any) -> bool:
-    """Return whether ``plain.step`` takes a metric."""
+    """Return whether ``plain.step`` takes a metric; raise ConfigError if it is not a schedule."""
     name = type(plain).__name__
     for method in ("step", "state_dict", "load_state_dict"):
         if not callable(getattr(plain, method, None)):
@@ -110,7 +110,7 @@ def _needs_metric(plain: Any) -> bool:
 
 
 def check_metric(schedules: Sequence[Schedule], strategy: Strategy | None, metric: str | None) -> None:
-    """Raise ConfigError unless ``metric`` is given exactly if a schedule needs one.
+    """Raise ConfigError if ``metric`` is missing or unused, or the strategy does not support it.
 
     ``strategy``: the strategy of the run, or None for a plain loop.
     """

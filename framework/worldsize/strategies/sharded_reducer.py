@@ -98,7 +98,7 @@ class Units:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Enter a step; at its end, parameters unused on all ranks have no gradient."""
+        """Run a step within the context, then remove gradients of parameters that no rank used."""
         self.gradients.begin_step()
         with self.order.step():
             yield
@@ -137,7 +137,7 @@ class ReduceScatterReducer(GradientReducer):
     def run(self, batches: Sequence[MicroBatch], backward: Backward) -> list[LossRecord]:
         losses = []
         logical_ranks = self._logical_ranks or len(batches) * self._size
-        with self._buffers.step(len(batches)) as buffers, self._units.step():  # buffers are summed last
+        with self._buffers.step(len(batches)) as buffers, self._units.step():  # combines buffers last
             if _is_one_short(batches, logical_ranks, self._size):
                 self._synchronize(last=False)
                 backward(batches[0], 0.0)
@@ -169,7 +169,7 @@ class ReduceScatterReducer(GradientReducer):
 
 @final
 class OrderedShardReducer(OrderedSums):
-    """The fixed tree of :mod:`worldsize.collectives.ordered` as FSDP's reduce-scatter.
+    """Uses the fixed tree of :mod:`worldsize.collectives.ordered` for FSDP's reduce-scatter.
 
     Gradients have the same bits as with every other strategy and world size. With "cyclic" dealing, micro-batches are
     summed locally and reduced after the last one; with "block", each one is reduced, and shards are summed.
@@ -201,7 +201,7 @@ class OrderedShardReducer(OrderedSums):
         tree = summation_tree(len(batches), size, "block") if is_block else Tree(logical_ranks, size)
         nodes = tree.count_nodes(0 if is_block else self._world.rank)
         order = [leaf for node in range(nodes) for leaf in tree.list_leaves(node)]
-        with self._buffers.step(len(batches)) as buffers, self._units.step():  # buffers are summed last
+        with self._buffers.step(len(batches)) as buffers, self._units.step():  # combines buffers last
             if _is_one_short(batches, logical_ranks, size):
                 self._scatters.begin_step(nodes, 0, logical_ranks=logical_ranks)
                 backward(batches[0], 0.0)

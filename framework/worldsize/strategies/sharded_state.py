@@ -44,7 +44,7 @@ def _compute_meta_state(state_of: Callable[[nn.Module], StateDict], model: nn.Mo
 
 @final
 class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reads all values of memoryless tensors as 1; some updates read values, but not for shapes."""
+    """Reads each tensor value as 1 (bool: False); state shapes do not depend on the values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _copy_model(model: nn.Module, device: str) -> Iterator[nn.Module]:
-    """Yield a copy of ``model`` with tensors on ``device``, or the model itself if not copyable."""
+    """Yield ``model`` with empty tensors on ``device``: a copy, or itself if not copyable."""
     try:
         copied = _deep_copy(model, device)
     except Exception as error:  # any exception: objects such as locks, files and generators cannot be copied

@@ -23,7 +23,7 @@ class StepBuffers(ABC):
 
     @abstractmethod
     def add(self, batch: int) -> None:
-        """Record the changes by a micro-batch's forward pass, and restore the initial values.
+        """Record the buffer values after micro-batch ``batch``, and restore the initial values.
 
         Raises:
             ConfigError: the pass changed a buffer without a rule.
@@ -39,7 +39,7 @@ class StepBuffers(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the step's initial values, for example after a discarded pass or :meth:`finish_step`."""
+        """Restore the step's initial values, for example after a discarded pass."""
 
 
 @final
@@ -101,7 +101,7 @@ class BufferMean:
         self._open = None
 
     def undo(self) -> None:
-        """Restore the values from before a step that failed before its update, if the gang heals."""
+        """Restore the values from before an uncommitted step, if the gang heals."""
         if self._open is not None:
             self._open.restore()
             self._open = None
@@ -112,7 +112,7 @@ class BufferMean:
         if is_alone or not self._slots:
             return _UNTOUCHED if self._logical_ranks is None else KeptBuffers(self._slots)
         self._begun += 1
-        compares = self._begun & (self._begun - 1) == 0  # values in steps 1, 2, 4, ..., otherwise only versions
+        compares = self._begun & (self._begun - 1) == 0  # values in steps 1, 2, 4, ..., else only version counters
         watched = [_Watched(slot, compares=compares) for slot in self._slots if slot.rule is None]
         if shape.logical_ranks == 1:
             return _CombinedBuffers([], [], watched)

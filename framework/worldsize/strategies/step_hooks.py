@@ -54,7 +54,7 @@ def enclose_steps(optimizer: Optimizer, enter: Callable[[], None], leave: Callab
     optimizer.register_step_pre_hook(StrategyHook(enter_outermost))
     last = optimizer.register_step_post_hook(StrategyHook(leave_outermost))
     hooks = optimizer._optimizer_step_post_hooks
-    for key in [key for key in hooks if key != last.id]:  # earlier hooks run after it
+    for key in [key for key in hooks if key != last.id]:  # move earlier hooks behind it
         hooks[key] = hooks.pop(key)
 
 

@@ -134,7 +134,7 @@ class SynchronousReplica(ModelReplica):
         return record
 
     def _compute_loss(self, batch: MicroBatch) -> tuple[Tensor, LossRecord]:
-        """Return the scalar loss of a micro-batch and its record, as a tuple that DDP can search."""
+        """Return a micro-batch's scalar loss and its record, in a tuple so that DDP finds the loss."""
         if self._features is not None:
             return trainable(self._features.compute_loss(batch))
         return trainable(self.recipe.micro_batch_loss(self.model, batch))

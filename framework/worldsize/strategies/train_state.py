@@ -253,7 +253,7 @@ def _count_from_zero(states: Iterable[dict[str, Any]]) -> None:
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what :func:`collect_named_state` returned; reset the optimizer if it had not stepped.
+    """Load what :func:`collect_named_state` returned; stay empty if saved before any step.
 
     Raises:
         CheckpointError: the state lacks an entry that the optimizer adds to its ``state_dict()``.
@@ -318,7 +318,7 @@ def _take_probe_step(optimizer: Optimizer, only: Set[int] | None = None) -> None
 
 @contextmanager
 def _weights_kept(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Restore ``parameters`` afterwards; non-torch optimizers may change the rate in each step."""
+    """Restore ``parameters`` afterwards; optimizers outside torch may override a rate of 0."""
     weights = [] if type(optimizer).__module__.startswith("torch.") else list(parameters)
     copies = [each.detach().clone() for each in weights]
     yield
@@ -328,7 +328,7 @@ def _weights_kept(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterato
 
 
 def _has_not_stepped(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` has not stepped, by step counts or (SGD) momentum buffers."""
+    """Return whether ``optimizer`` has not stepped, from step counts or momentum buffers."""
     if is_schedule_free(optimizer):
         return not has_begun(optimizer)
     states = list(optimizer.state.values())

@@ -155,7 +155,7 @@ class UnitOrder:
     def _agrees_at_once(self, event: int) -> bool:
         bounds = torch.tensor([event, -event], device=self._device)
         start_collective(dist.all_reduce, bounds, op=dist.ReduceOp.MAX, group=self._group).wait()
-        return bool((bounds[0] == -bounds[1]).item())  # also true for fakes
+        return bool((bounds[0] == -bounds[1]).item())  # True for the fake tensors of a rehearsal
 
     def _wait_for_agreement(self, event: int) -> bool:
         """Wait until all ranks reach the same new event, using the store that created the groups."""

@@ -50,7 +50,7 @@ class UnitGradients:
             _complete_last(state, self._units)
 
     def begin_step(self, *, counts: bool = True) -> None:
-        """Begin a step; ``counts``: whether gradients until the next call count and are completed."""
+        """Begin a step, or with ``counts=False``, passes whose gradients are discarded."""
         for unit in self._units:
             unit.reset_unit(counts=counts)
 
@@ -112,7 +112,7 @@ class _Unit:
         """Whether the backward pass is ending, so that all gradients have arrived."""
 
     def reset_unit(self, *, counts: bool) -> None:
-        """Begin a step, or passes whose gradients do not count."""
+        """Begin a step, or with ``counts=False``, passes whose gradients are discarded."""
         self._counts = counts
         self._present = [not each.sharded_param.requires_grad for each in self._group.fsdp_params]
         self._is_held = self._is_reached = self.is_ending = False

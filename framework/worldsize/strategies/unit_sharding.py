@@ -132,7 +132,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
 @final
 class _Guard:
-    """Watches ``units`` and sharded parameters (``divided``), both keyed by name."""
+    """Refuses losses that read a parameter in ``divided`` or differentiate through ``units``."""
 
     def __init__(
         self, units: Mapping[str, nn.Module], divided: Mapping[str, nn.Parameter], *, remedy: str, names_uses: bool

@@ -12,7 +12,7 @@ from worldsize.core import ConfigError, Recipe, Reduction
 from worldsize.optimizers.muon import needs_matrices
 
 Wrap = Literal["auto", "blocks", "size", "none"]
-_READ_PARTS = (nn.MultiheadAttention,)  # use parameters of submodules without calling their forward
+_READ_PARTS = (nn.MultiheadAttention,)  # read parameters of submodules without calling their forward
 
 
 def find_units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list[nn.Module]:
@@ -36,7 +36,7 @@ def find_units(recipe: Recipe, model: nn.Module, wrap: Wrap, least: int) -> list
 
 
 def find_units_by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Return the smallest modules with at least ``least`` parameters, excluding inner units."""
+    """Return the smallest modules with at least ``least`` parameters outside of other units."""
     chosen: list[nn.Module] = []
     for child in model.children():
         _collect_units(child, least, chosen)
@@ -106,7 +106,7 @@ def refuse_complex(model: nn.Module, *, because: str) -> None:
 
 
 def refuse_scalars(model: nn.Module) -> None:
-    """Raise ConfigError for a scalar parameter, which a pipeline stage cannot shard."""
+    """Raise ConfigError for a scalar parameter; it cannot be sharded over the data axis."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """ZeRO stage 1: every rank holds the whole model, but only a shard of the optimizer state.
 
-Works with any optimizer: each rank updates its own parameters and receives the others.
+Each rank updates its own parameters and receives the others, so updates must not depend on other parameters.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class OwnedSteps:
 
 
 def assign_owners(groups: Iterable[Iterable[Tensor]], ranks: int) -> dict[int, int]:
-    """Assign parameters to the least loaded rank, group by group, largest first; return the ranks by parameter id."""
+    """Assign each parameter (by id) to the least loaded rank; within a group, largest first."""
     loads, owned = [(0, rank) for rank in range(ranks)], dict[int, int]()
     for group in groups:
         for parameter in sorted(group, key=Tensor.numel, reverse=True):

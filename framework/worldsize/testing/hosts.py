@@ -1,4 +1,4 @@
-"""Simulate hosts by network namespaces: own address, name, sshd, and links to shape or cut.
+"""Simulate hosts with network namespaces. Each has an address, a name, sshd, and a link to shape or cut.
 
     python -m worldsize.testing.hosts --rate 200mbit uv run train.py +cluster=ssh cluster.hosts=[h1,h2] ...
 

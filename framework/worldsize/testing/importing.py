@@ -33,5 +33,5 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make plugins and recipes importable if listed in a conftest's ``pytest_plugins``."""
+    """Make plugins and recipes importable if a conftest lists this plugin in ``pytest_plugins``."""
     import_plugins(config.rootpath)

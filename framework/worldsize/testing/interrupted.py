@@ -40,7 +40,7 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``hidden``, of any shape."""
+        """Return ``hidden`` unchanged."""
         self.calls += 1
         return hidden
 
@@ -138,7 +138,7 @@ REMEMBERED_STEPS, _REPEATED = 6, 4
 
 @dataclass(frozen=True)
 class Remembered(Loop):
-    """Weights each logical rank's loss by a moving average of its inputs, stored here."""
+    """Recipe with state: weights each logical rank's loss by a moving average of its inputs."""
 
     remembers: ClassVar[bool] = True
     averages: dict[int, float] = field(default_factory=dict, compare=False)

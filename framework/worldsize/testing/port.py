@@ -129,7 +129,7 @@ def compose_recipe(*overrides: str, steps: int = 20) -> tuple[Recipe, PortConfig
     A step is one micro-batch unless ``logical_ranks`` is set, regardless of the cluster's processes. A test can thus
     compare the recipe's YAML, such as its learning rate and batch size, with the program too:
 
-        recipe, config = composed("recipe=sine")
+        recipe, config = compose_recipe("recipe=sine")
 
     Args:
         overrides: Command-line arguments of ``train.py``.
@@ -190,7 +190,7 @@ def train_in_processes(recipe: Recipe, config: PortConfig, strategy: Strategy, p
 
 @final
 class _Part:
-    """Training in one process; its attributes are inherited by forking."""
+    """Trains or serves in one process, according to its role. Forked processes inherit the attributes."""
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ def average_losses(losses: Sequence[Tensor] | Sequence[float]) -> float:
 
 
 def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copy the tensors of a state_dict to the CPU, with unchanged shapes."""
+    """Return copies on the CPU of the tensors in a state_dict, omitting other values."""
     return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 

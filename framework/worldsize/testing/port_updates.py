@@ -54,7 +54,7 @@ class _Update:
 
     @property
     def decay(self) -> float | None:
-        """Fraction of the tensor that the reference additionally subtracts. None if not a multiple."""
+        """Additional weight decay of the reference, as a fraction. None if the updates differ otherwise."""
         fit = _multiple(self.ours - self.theirs, self.before)
         return fit if fit is not None and abs(fit) < 1 else None
 

@@ -19,7 +19,7 @@ from worldsize.moved import resolve_renamed
 
 @dataclass(frozen=True)
 class CompletedRun:
-    """A completed run."""
+    """The results of a completed run, read from its folder."""
 
     folder: Path
 

@@ -79,7 +79,7 @@ class _Taught(nn.Module):
 
 @dataclass(frozen=True)
 class _Teacher(Loop):
-    """Updates the teacher "in place", by "data" or "assigned", in the loss or in a hook."""
+    """Updates the teacher in place, through ``data`` or by assignment (``how``), in a hook or the loss."""
 
     how: str = "in place"
     in_loss: bool = False

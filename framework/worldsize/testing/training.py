@@ -53,7 +53,7 @@ Step = Callable[[Batch, int], float]
 
 
 def plain_step(recipe: Recipe, model: nn.Module) -> Step:
-    """Return a function that trains ``model`` for one step and returns the prior loss.
+    """Return a function that trains ``model`` for one step and returns the loss before the update.
 
     The function's arguments are a batch and the number of the step, from 1.
     """

@@ -128,7 +128,7 @@ class ByEpoch(Loop):
 @final
 class _EpochSchedule:
     def step(self, epoch: int) -> None:
-        """Set the learning rate for ``epoch``."""
+        """Accept ``epoch``, which schedules of torch do not require."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state."""
@@ -177,7 +177,7 @@ class Counting(Optimizer):
 
 @final
 class Remembering(Optimizer):
-    """Divides its rate by the step count and decays updates; both only in ``state_dict``.
+    """Optimizer whose step count and decay are saved only by its own ``state_dict``.
 
     ``by_parameter``: whether to store the sum of each parameter's gradients, too.
     """
@@ -200,7 +200,7 @@ class Remembering(Optimizer):
                     each.sub_(group["lr"] * self._decay.max().item() * each.grad / self._taken)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with these values."""
+        """Return the state, including step count, decay and sums."""
         return {**super().state_dict(), "taken": self._taken, "decay": self._decay, "sums": [*self._sums.values()]}
 
     def load_state_dict(self, state: Any) -> None:

@@ -24,7 +24,7 @@ class Checkpointing:
     """Manages the saves of one attempt; every rank calls the same methods in the same order.
 
     All ranks learn of the same failures, but possibly at different steps, so decisions between two saves do not depend
-    on the time at which a rank learns of a failure.
+    on when a rank learns of a failure.
 
     Args:
         saver: Writes the checkpoints.
@@ -51,7 +51,7 @@ class Checkpointing:
     ) -> None:
         """Wait for the previous save and start the next one, see :meth:`Saver.save`.
 
-        ``streams``: tensors uint8 (bytes,) by name.
+        ``streams``: uint8 tensors of shape (bytes,), by name.
 
         Raises:
             CheckpointError: the previous save failed, and so would the next one.
@@ -80,7 +80,7 @@ class Checkpointing:
         return self._interval is not None and self._interval.is_due(step)
 
     def exclude_duration(self) -> AbstractContextManager[None]:
-        """Return a context that excludes its duration from that of the step, such as for an evaluation."""
+        """Return a context for work, such as an evaluation, that does not count as step time."""
         return self._interval.exclude_step_time() if self._interval else nullcontext()
 
     def finish(self) -> None:

@@ -87,7 +87,7 @@ def _rendezvous(timeout: float, run: RunDirectory, placement: Placement) -> Rend
 
 @final
 class _RunCheckpoints(CheckpointSource):
-    """Reads checkpoints in this process alone, without communicating with peers."""
+    """Reads checkpoints without communicating with peers."""
 
     def __init__(self, settings: Settings, run: RunDirectory, alone: World) -> None:
         self._settings, self._run, self._alone = settings, run, alone
@@ -110,7 +110,7 @@ class _RunCheckpoints(CheckpointSource):
 
 @final
 class _UnitTiming(StepTiming):
-    """Opens its file at the first measurement, so that processes without data or steps do not create one."""
+    """Step timing that opens its file at the first measurement; a process without data or steps creates none."""
 
     def __init__(self, run: RunDirectory, world: World, *, every: int | None) -> None:
         self._run, self._world, self._every = run, world, every

@@ -35,7 +35,7 @@ def hangs_watched(
 ) -> Iterator[Callable[[], None]]:
     """Watch this process in the block; if its gang hangs, the process writes a file next to its ``log``.
 
-    The context yields a function to call when the process joins a different gang; it ignores earlier collectives.
+    The context yields a function to call when the process joins a different gang, to ignore earlier collectives.
 
     torch's flight recorder stores the last collectives (``TORCH_FR_BUFFER_SIZE``, set in world/). Its own dump is a
     pickle, so this module reads the JSON form.

@@ -33,7 +33,7 @@ _REPEATS, _MESSAGES = 3, 50
 
 @dataclass(frozen=True)
 class Effort:
-    """Effort for measuring one edge: maximum bytes per message, and number of messages."""
+    """The maximum bytes and the number of the messages that measure one edge."""
 
     largest: int
     repeats: int
@@ -42,7 +42,7 @@ class Effort:
 
 _THOROUGH, _SHORT = Effort(1 << 26, _REPEATS), Effort(1 << 23, 1)
 _SHARED = Effort(1 << 26, _REPEATS, statistics.fmean)  # the minimum would overestimate a link shared by several hosts
-_GATHER_SECONDS, _GATHERS = 0.1, 20  # target seconds, and repeats, of a ring
+_GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring: target seconds, and repeats with few bytes
 
 Turn = tuple[int, int] | None  # edge (source, target) that a member measures in this round; None: wait
 
@@ -51,7 +51,7 @@ Turn = tuple[int, int] | None  # edge (source, target) that a member measures in
 class Edge:
     """A measured link between two ranks: the time for ``size`` bytes, and the median time of an 8-byte message.
 
-    On tier "device", it is a copy of ``size`` / 2 bytes, which are both read and written.
+    On tier "device", it is a copy of ``size`` / 2 bytes, counted both as read and as written.
     """
 
     tier: str
@@ -161,7 +161,7 @@ def _list_uplink_tiers(tiers: Mapping[str, int]) -> list[str]:
 
 
 def plan_ring(members: int, own: int, distance: int = 1) -> list[Turn]:
-    """Return the turns of member ``own`` in a ring in which each member sends to the one ``distance`` after it."""
+    """Return the turns of member ``own`` in a ring where each member sends to the one ``distance`` after it."""
     common = math.gcd(members, distance)
     length = members // common  # the ring splits into ``common`` rings of this length
     if length < 2:
@@ -176,7 +176,7 @@ def plan_ring(members: int, own: int, distance: int = 1) -> list[Turn]:
 
 
 def tournament(members: int, own: int) -> list[Turn]:
-    """Return the turns of member ``own`` in a round-robin tournament, in which each pair sends in both directions.
+    """Return the turns of member ``own`` in a round-robin tournament; each pair sends in both directions.
 
     Rounds follow the circle method, with disjoint pairs. With an odd number of members, one pauses in each round.
     """
@@ -235,9 +235,9 @@ def _echo_messages(world: World, source: int, repeats: int) -> None:
 def _measure_rings(world: World) -> dict[str, dict[str, float]]:
     """Measure the bandwidth of a link on each tier while all rings of the tier are busy.
 
-    The tiers are the rings inside nodes, and one ring over all ranks with one edge out of each node. With intermediate
-    tiers, the rings of each tier replace the latter; they share the links of the nodes or racks that they connect. The
-    results have the names of the fields of Link, except for the latency.
+    There is a ring inside each node (tier "node"), and one over all ranks, with one edge out of each node ("network").
+    With intermediate tiers, the rings of each tier replace the latter; they share the links of the nodes or racks that
+    they connect. The results are fields of Link, except for the latency.
     """
     everyone, inside = world.groups.get("all"), world.groups.get("node")
     if everyone is None:

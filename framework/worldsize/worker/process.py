@@ -152,7 +152,7 @@ def run_role(run: RunDirectory, placement: Placement, channel: MembershipChannel
         check_size(placement, settings.roles)
         if settings.run.examine:
             return _examine_cluster(settings, run, placement)
-        if settings.run.evaluates is not None:  # signals end an evaluation
+        if settings.run.evaluates is not None:  # without handlers, so that signals end it
             return _run_in_world(
                 ProcessResources(settings, run, placement.heartbeat, [], Preemption([])), placement, None
             )
@@ -283,7 +283,7 @@ def _run_healing_member(
 
 def _examine_cluster(settings: Settings, run: RunDirectory, placement: Placement) -> int:
     """Join the run as usual, but measure instead of training."""
-    Preemption([])  # signals end the examination
+    Preemption([])  # without handlers, so that signals end the examination
     introduce(placement, settings.cluster, run.findings)
     _enable_nccl_log(settings.cluster.backend, run, placement)
     with open_world(placement, settings.cluster, settings.roles) as world:

@@ -22,7 +22,7 @@ _FIRST = 10  # steps before the first save, if the run has failed or its failure
 _NEVER = 2**62  # the same for other runs, which save once a save is overdue
 _GROWTH = 4  # maximum factor between two intervals, since the first costs and steps are not typical
 _REMEMBERED = 8  # number of newest saves in the mean cost
-_CHANGED = 1.5  # minimum factor between two intervals for an event
+_CHANGED = 1.5  # minimum change of the interval, as a factor, for an event
 
 
 @final
@@ -103,7 +103,7 @@ class SaveInterval:
         self._costs.begin_step(in_flight=in_flight)
 
     def exclude_step_time(self) -> AbstractContextManager[None]:
-        """Return a context that excludes its duration from that of the step, such as for an evaluation."""
+        """Return a context for work, such as an evaluation, that does not count as step time."""
         return self._costs.exclude_time()
 
     @contextmanager

@@ -55,7 +55,7 @@ class StepMemory:
         self.has_state = saves_state(recipe)
         """Whether the recipe has its own state."""
         self._kind = type(recipe).__name__
-        self._shared: Mapping[int, bytes] | None = None  # this process's states in the last call of share()
+        self._shared: Mapping[int, bytes] | None = None  # this process's states in the last call of share_step()
 
     def metrics_of_all(self, sums: Mapping[str, Tensor]) -> Mapping[str, list[list[float]]]:
         """Gather all processes' sums of training metrics (logical ranks, 2); every rank must call it."""
@@ -139,7 +139,7 @@ class StepMemory:
 
 
 def writes_states(strategy: Strategy, world: World) -> bool:
-    """Return whether this process writes its logical ranks' states, being the first of its data-parallel rank."""
+    """Return whether this process, as the first with its data-parallel rank, writes its logical ranks' states."""
     part = strategy.data_rank(world)
     return all(strategy.data_rank(replace(world, rank=rank)) != part for rank in range(world.rank))
 

@@ -53,7 +53,7 @@ _StreamStates = Callable[[int], dict[str, Tensor]]  # returns the states after a
 class Training:
     """One process's training, from the newest checkpoint to the end of the run.
 
-    A process whose role serves leads: other processes load the data and compute the steps.
+    A process whose role serves leads the loop, while other processes load the data and compute the steps.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Training:
 
     @property
     def state(self) -> LoopState:
-        """The state with which to continue in a different membership."""
+        """The state to continue with in the next membership."""
         return replace(self._state, saves=self._interval.export_facts() if self._interval else {})
 
     def run(self) -> int:
@@ -125,7 +125,7 @@ class Training:
         if summary := use_full(replica.state()["model"], self._world, partial(self._collect_result, last=last)) or {}:
             write_result(self._run, summary)
         if self._settings.heals and self._world.group is not None:
-            dist.barrier(group=self._world.group)  # until here, others replace a failed process
+            dist.barrier(group=self._world.group)  # a process that fails before this barrier is still replaced
         self._hooks.finish()
         self._checkpoints.close()  # not earlier, since the replacement of a failed process may save again
         self._emit_events(RunEnded(last.step, "completed", summary))
@@ -246,7 +246,7 @@ class Training:
     def _load_data(
         self, first: int, checkpoint: Checkpoint | None
     ) -> tuple[Iterable[list[MicroBatch]], _StreamStates, _Examination]:
-        """Return the batches of the steps after ``first``, their stream's states, and its checks.
+        """Return the batches after step ``first``, and functions that return and examine a stream's state.
 
         For a leading process the batches are empty.
         """

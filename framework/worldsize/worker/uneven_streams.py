@@ -1,4 +1,4 @@
-"""Warns once if uneven shards of a training stream restart before others end."""
+"""Warns once if short shards of a training stream restart before longer ones end."""
 
 from __future__ import annotations
 

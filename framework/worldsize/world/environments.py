@@ -67,9 +67,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class Node:
-    """One of ``count`` hosts; ``first`` is the address of rank 0's (None for a single host).
+    """One of ``count`` hosts; ``first``: address of rank 0's host (None for a single host).
 
-    ``absent`` has the names of the last hosts if they are missing when a healing gang continues after a loss.
+    ``absent``: names of the last hosts, lost by a healing gang that continues without them.
     """
 
     rank: int = 0
@@ -79,7 +79,7 @@ class Node:
 
     @property
     def expected(self) -> range:
-        """Node ranks of the other hosts that are present."""
+        """Node ranks of the hosts that connect to host 0, without absent ones."""
         return range(1, self.count - len(self.absent))
 
 
@@ -192,7 +192,7 @@ def read_node(
     if "WORLDSIZE_NODES" in environ:
         own = "WORLDSIZE_NODE_RANK" if "WORLDSIZE_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
         rank, count = _read_numbers(environ, (own, "WORLDSIZE_NODES"))
-        rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # for hosts in a job of their own that counts from 0
+        rank += int(environ.get("WORLDSIZE_NODE_OFFSET", "0"))  # a separate job counts its hosts from 0
         absent = tuple(filter(None, environ.get("WORLDSIZE_ABSENT", "").split(",")))
         if len(absent) >= count:
             raise ConfigError(
@@ -272,7 +272,7 @@ def host_name(environ: Environ) -> str:
 
 
 def read_lost_first(environ: Environ) -> str | None:
-    """Return the first host of the previous attempt if it was lost and replaced as the leader."""
+    """Return the previous attempt's first host if it was lost and a different host now leads."""
     return environ.get("WORLDSIZE_LOST_FIRST") or None
 
 

@@ -195,8 +195,8 @@ def few_cpus(cluster: Cluster, usable: int) -> str:
 def pin_process(cluster: Cluster, *, local_rank: int, processes: int, has_launcher: bool) -> Pin | None:
     """Pin this process according to ``cluster.pin``; return its pin, None without one.
 
-    Call this after a process has selected its GPU. If torchrun, srun or mpirun bound this process to some cores, keep
-    that binding: they may have bound the other processes to other cores.
+    Call this after a process has selected its GPU. If worldsize did not launch it (``has_launcher``), keep a
+    binding by torchrun, srun or mpirun: they may have bound the other processes to other cores.
 
     Raises:
         ConfigError: this process cannot be pinned.
@@ -242,7 +242,7 @@ def cuda_gpus(processes: int) -> list[str]:
 
 
 def apply_pin(pin: Pin) -> None:
-    """Bind this process's threads to the pin's cores, and prefer memory of its NUMA node; children inherit both."""
+    """Bind this process's threads and memory to ``pin``; child processes inherit both."""
     for thread in Path("/proc/self/task").iterdir():  # including threads that CUDA started
         with suppress(OSError):  # the thread has exited
             os.sched_setaffinity(int(thread.name), pin.cores)

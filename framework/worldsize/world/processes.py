@@ -132,7 +132,7 @@ def ask_the_driver() -> None:
 
 @contextmanager
 def ready_to_fork() -> Iterator[None]:
-    """Freeze the garbage collector, so that forked processes do not scan or copy imports."""
+    """Import slow modules and freeze the garbage collector, so that forks share their memory."""
     import torch._dynamo  # optimizers import it before their first step, which takes a second
     import torch.distributed.checkpoint.state_dict  # noqa: F401 - needed to load or transfer a state
 
@@ -196,7 +196,7 @@ def filter_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def leave_hangups() -> None:
-    """Ignore SIGHUP with an empty handler (SIG_IGN means nohup); the launcher handles it."""
+    """Ignore SIGHUP with an empty handler (SIG_IGN would mean nohup); the launcher handles it."""
     for number in filter_signals([signal.SIGHUP]):
         signal.signal(number, _ignore_signal)
 

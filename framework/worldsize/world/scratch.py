@@ -56,7 +56,7 @@ def short_folder() -> Path | None:
     """Return a folder for sockets; None if the one for temporary files is short enough.
 
     Raises:
-        ConfigError: those paths are too long, and none of the alternative folders is writable.
+        ConfigError: the temporary folder's path is too long, and no alternative folder is writable.
     """
     folder = Path(tempfile.gettempdir())
     if len(os.fsencode(folder)) <= _LONGEST - _IN_FOLDER:
@@ -68,7 +68,7 @@ def short_folder() -> Path | None:
 
 
 def full_folder(other: Path) -> str | None:
-    """Return the folder for temporary files if its disk is full and that of ``other`` is not."""
+    """Return the temporary folder's path for a message if its disk is full but not ``other``'s."""
     folder = Path(tempfile.gettempdir())
     return f"{folder} (TMPDIR)" if is_full(folder) and not is_full(other) else None
 
@@ -90,7 +90,7 @@ def temporary_folder() -> Iterator[Path]:
 
 def leftovers(parent: Path | None = None, *, prefix: str = PREFIX) -> list[Path]:
     """List this user's private folders left by processes that ran on this host and have exited."""
-    if _read_start_time(os.getpid()) is None:  # processes are invisible here
+    if _read_start_time(os.getpid()) is None:  # /proc is hidden, so any folder may be in use
         return []
     with suppress(OSError), os.scandir(parent or tempfile.gettempdir()) as entries:
         return [Path(entry.path) for entry in entries if _is_leftover(entry, prefix)]

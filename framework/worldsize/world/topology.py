@@ -63,7 +63,7 @@ class Topology:
             raise ConfigError(f"cluster.topology={path}: {error}") from error
 
     def order_hosts(self, hosts: Sequence[str]) -> list[str]:
-        """Return ``hosts`` by switch, or round-robin if ``is_spread``; the first stays first.
+        """Group ``hosts`` by switch, or interleave them if ``is_spread``; the first stays first.
 
         Raises:
             ConfigError: a host is not in the tree.
@@ -90,7 +90,7 @@ class Topology:
         return [host for turn in zip_longest(*parts) for host in turn if host is not None]
 
     def count_hosts_per_switch(self, hosts: Sequence[str]) -> list[int]:
-        """Return the ``hosts`` per switch at each level that divides them, innermost first.
+        """Return the number of ``hosts`` per switch, for each level that divides them evenly.
 
         A level is omitted if one switch has all hosts, if each switch has one host, or if the counts differ.
 

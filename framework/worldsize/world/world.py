@@ -26,7 +26,7 @@ _ALL_CONNECTED, _CONNECTS_LATE = 32, "TORCH_GLOO_LAZY_INIT"
 
 @contextmanager
 def open_world(placement: Placement, cluster: Cluster, roles: Mapping[str, Role]) -> Iterator[World]:
-    """Join the run: set device, cores, threads and process groups; leave these on exit.
+    """Join the run: set device, cores and threads, create process groups; destroy them on exit.
 
     A run with one process does not use process groups.
 
@@ -181,7 +181,7 @@ def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessG
 
 
 def _tier_groups(placement: Placement, tiers: Mapping[str, int], timeout: timedelta) -> dict[str, ProcessGroup]:
-    """Return this rank's group per tier: same unit, same index in the next smaller units."""
+    """Return this rank's group per tier: ranks with its index in each sub-unit of its unit."""
     everyone, below = range(placement.world_size), placement.local_world_size
     units = {name: nodes * placement.local_world_size for name, nodes in tiers.items()}
     groups = {}

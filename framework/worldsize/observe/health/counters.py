@@ -22,7 +22,7 @@ from worldsize.world.processes import RANK_NAME
 _logger = logging.getLogger(__name__)
 
 _INFINIBAND = Path("/sys/class/infiniband")
-# interfaces without real traffic, or whose traffic is also counted by a different interface or adapter
+# virtual interfaces, and those whose traffic is also counted by another interface or adapter
 _NOT_REAL = re.compile(
     r"lo\d*$|veth|docker|br-|br\d|virbr|cali|cilium|lxc|flannel|cni|tun|tap|bond|team|vlan|vxlan|macvlan|dummy"
     r"|ib\w|\w+\.\d+$"  # ib: IPoIB, also counted by the InfiniBand adapter; eth0.100: VLAN, also counted by eth0
@@ -133,7 +133,7 @@ def _read_number(path: Path) -> int:
 def _processes(root: int) -> tuple[dict[int, float], dict[int, int], set[int]]:
     """Return CPU seconds by process id, resident bytes by rank, and the ranks' CPUs.
 
-    A rank's process and its forked descendants are named after the rank; bytes and CPUs are of the former only.
+    Forked descendants inherit the process name of their rank; only the rank's own process counts for bytes and CPUs.
     """
     seconds, resident, ranks, cpus = dict[int, float](), dict[int, int](), dict[int, int](), set[int]()
     for process in _list_processes(root):
@@ -149,7 +149,7 @@ def _processes(root: int) -> tuple[dict[int, float], dict[int, int], set[int]]:
 
 
 def _list_processes(root: int) -> list[Any]:
-    """Return the process and its descendants, parents first, without this process."""
+    """Return process ``root`` and its descendants, parents first, excluding this process."""
     with suppress(psutil.Error):
         first = psutil.Process(root)
         return [each for each in (first, *first.children(recursive=True)) if each.pid != os.getpid()]
@@ -171,7 +171,7 @@ class GpuReading:
         utilisation: Fraction of time spent computing.
         memory: Fraction of its memory in use.
         temperature: Degrees Celsius.
-        slowed_by: Sorted causes that slow it down below the speed its load would allow.
+        slowed_by: Sorted causes of throttling, such as "temperature".
         ecc_errors: Uncorrectable memory errors since its driver was loaded.
     """
 
@@ -248,19 +248,19 @@ _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 @final
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use without reclaimable file caches, and the limit for the OOM killer."""
+    """Used and total bytes of memory or a disk; reclaimable file caches do not count as used."""
 
     used: int
     total: int
 
     @property
     def share(self) -> float:
-        """Fraction of memory in use."""
+        """Fraction in use; 0 if the total is 0."""
         return self.used / self.total if self.total else 0.0
 
 
 def find_memory_limit(node: Memory, *, cgroups: Path = _CGROUPS, own: Path = _OWN) -> Memory:
-    """Return the tightest memory limit of this process, from the node or a control group.
+    """Return usage and limit of the node or control group with the lowest limit for this process.
 
     Supports both versions of control groups (kernel documentation, admin-guide/cgroup-v2 and cgroup-v1/memory).
     """

@@ -33,7 +33,7 @@ _ALERTS = "_alerts.jsonl"
 
 @final
 class HealthFile:
-    """Appends a node's samples to its file of up to 5,000 lines; thins older samples.
+    """Sample file of a node. At 5,000 lines, every other sample is dropped.
 
     Raises:
         FileNotFoundError: the run folder was deleted.
@@ -66,7 +66,7 @@ class HealthFile:
 
 
 def _alerts_folder(run: RunDirectory) -> Path:
-    """Return the folder of alerts, separate so that a search does not traverse all samples."""
+    """Return the folder of alerts, separate from the samples so that it can be listed quickly."""
     return run.path / "health" / "alerts"
 
 

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FIRST = 5.0  # seconds before the sampler starts, and again before its first sample: short runs pay nothing
+_FIRST = 5.0  # seconds before the sampler starts, and again before its first sample; short runs have no overhead
 _COLLECT = 5.0  # seconds between checks for other nodes' alerts
-_NICENESS = 5  # ranks have priority, but the run waits for this process to end: with 19, for seconds on a busy machine
+_NICENESS = 5  # lower priority than ranks; with 19, a run on a busy machine would wait seconds for this process to exit
 _LAST = 5.0  # seconds for this process to end
 
 
 @final
 class HealthProcess:
-    """Context with a process that samples a node to its file in the run folder.
+    """Context manager that samples this node's health in a separate process.
 
     The first node's process also forwards the alerts of all nodes to ``events.jsonl``.
 
@@ -103,7 +103,7 @@ def _exit_process(*_: object) -> None:
 
 
 def _yield_ticks(every: float) -> Iterator[bool]:
-    """Wait, and yield whether a sample is due; otherwise it is time to check for alerts."""
+    """Yield at least every ``_COLLECT`` seconds: True if a sample is due, else False."""
     due, is_first = time.monotonic() + min(every, _FIRST), True
     while True:
         time.sleep(max(0.0, min(due - time.monotonic(), _COLLECT)))
@@ -185,7 +185,7 @@ class HealthAlerts:
         return [beyond[key] for key in sorted(new, key=str)]
 
     def _check_limits(self, row: HealthRow, share: float) -> Iterator[NodeAlert]:
-        """Yield an alert for each value beyond this fraction of its limit."""
+        """Yield an alert for each value above ``share`` (a fraction) of its limit."""
         limits, largest = self._limits, _describe_largest(row)
         for what, value, limit, detail in (
             ("memory", row["memory"], limits.memory, largest),
@@ -196,7 +196,7 @@ class HealthAlerts:
             if limit is not None and value > share * limit:
                 yield NodeAlert(self._node, row["host"], what, value, limit, detail=detail)
         usable, needed = row.get("cpus"), limits.cpus
-        # more processes than CPUs on the machine are intended, but processes bound to fewer CPUs may not be
+        # oversubscribing all CPUs of the machine is deliberate, but a narrower CPU affinity may be a mistake
         if usable and needed is not None and usable < min(needed, os.cpu_count() or needed):
             yield NodeAlert(self._node, row["host"], "cpus", usable, needed)
         bound = limits.process_memory

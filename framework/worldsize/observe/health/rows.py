@@ -29,7 +29,7 @@ class GpuRow(TypedDict):
     """The reported values of a :class:`~worldsize.observe.health.counters.GpuReading`.
 
     Attributes:
-        slowed_by: Causes that slow it down below the speed its load would allow.
+        slowed_by: Causes of throttling, such as "temperature".
         ecc_errors: Uncorrectable memory errors since the previous sample.
     """
 
@@ -58,7 +58,7 @@ class HealthRow(TypedDict):
         received: Bytes received per second.
         sent: Bytes sent per second.
         network_errors: Errors per minute on network interfaces.
-        resident: Resident bytes of each rank's process.
+        resident: Resident bytes of each rank's process, by rank as text.
         cpus: Number of CPUs that these processes may run on; missing in older runs.
         gpus: The GPUs.
     """
@@ -155,7 +155,7 @@ def _is_finite(value: Any) -> bool:
 def why_slow(rows: Sequence[HealthRow]) -> str:
     """Describe why a node is slow, given samples of the same time span; empty if unknown.
 
-    A cause must be present in most samples, since a slow rank is slow for a while, too.
+    A cause counts only if most samples show it, because a straggler is slow over several samples.
     """
     reasons = [
         *(f"GPU {index} is throttled ({by})" for index, by in _find_slowed_gpus(rows)),

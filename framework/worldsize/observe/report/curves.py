@@ -53,7 +53,7 @@ def metric_names(lines: Iterable[Line]) -> list[str]:
 
 
 def thin_values(values: Sequence[float]) -> Numbers:
-    """Reduce the values of one loss or metric to at most ``_POINTS`` means of neighbors."""
+    """Average neighboring values so that at most ``_POINTS`` remain."""
     array = np.asarray(values, dtype=np.float64)
     return average_rows(array[:, None], at_most=_POINTS)[:, 0] if array.size else array
 
@@ -112,7 +112,7 @@ def _create_percent_curve(rows: Sequence[Line], key: str) -> StepCurve:
 
 
 def common_curves(records: Mapping[str, Record]) -> list[Chart]:
-    """Draw the quantities common to the runs, one chart each with all runs."""
+    """Draw a chart for each loss, metric and throughput, with one line per run, by label."""
     rates = [create_curve(label, each.steps, "samples_per_second") for label, each in records.items()]
     losses = [create_curve(label, each.steps, "loss") for label, each in records.items()]
     charts = draw_lines("Training loss", losses, is_loss=True)

@@ -135,7 +135,7 @@ def _list_event_facts(events: Iterable[Line]) -> Iterator[Fact]:
     """Yield events, but only the first of many overflows, which the summary counts."""
     has_overflowed = False
     for event in events:
-        if event["event"] != FAILURE and isinstance(event.get("time"), int | float):  # part of its attempt's end
+        if event["event"] != FAILURE and isinstance(event.get("time"), int | float):  # attempts show their failures
             if event["event"] == OVERFLOW:
                 if has_overflowed:
                     continue
@@ -149,7 +149,7 @@ _SHOWN = 24  # maximum number of rows per hang
 @final
 @dataclass(frozen=True)
 class Row:
-    """Processes that were doing the same when their gang hung."""
+    """Processes in the same state when their gang hung."""
 
     who: str
     doing: str

@@ -9,7 +9,7 @@ from worldsize.plan.doctor.report import Check, Report
 
 
 def evaluate(findings: Findings, cluster: Cluster, *, needed_bytes: float) -> Report:
-    """Check ``findings``, also against ``cluster``; two checkpoints take ``needed_bytes``."""
+    """Return the report on ``findings``; ``needed_bytes``: disk space of two checkpoints."""
     checks: list[Check] = [
         *hosts.check_answers(findings),
         *hosts.check_rendezvous(findings),

@@ -93,7 +93,7 @@ def check_disk(findings: Findings, *, needed_bytes: float) -> Iterator[Check]:
 
 
 def check_clocks(findings: Findings) -> Iterator[Check]:
-    """Compare each host's clock with the first one's, by its answer or its file's time."""
+    """Compare each host's clock with the first host's, by its reply or else its file's timestamp."""
     asked = {int(node): ahead for node, ahead in findings.meeting.get("clocks", {}).items()}
     reference = findings.hosts.get(0, {}).get("ahead")
     for node, facts in findings.hosts.items():
@@ -216,7 +216,7 @@ def _parse_unreached(findings: Findings) -> dict[int, dict[int, str]]:
 
 
 def _suggest_interface(facts: Facts) -> str:
-    """Suggest a suitable interface."""
+    """Suggest the interface that routes to the first host, or else what to check."""
     leads, own = facts["interface"]["leads"], facts["interface"]["name"]
     if leads and leads != own:
         return (

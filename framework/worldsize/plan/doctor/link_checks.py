@@ -154,7 +154,7 @@ def _format_links(links: Sequence[Link], promised: str) -> str:
 
 
 def _interface(findings: Findings, node: int) -> str | None:
-    """Return the interface reported by a node's ranks."""
+    """Return the interface reported by a node's ranks, or None."""
     ranks = [rank for rank in findings.ranks if rank["node"] == node and rank.get("transport")]
     return next((str(rank["transport"]["interface"]) for rank in ranks if rank["transport"]["interface"]), None)
 

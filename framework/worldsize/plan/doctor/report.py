@@ -44,7 +44,7 @@ class Pair:
     link: Link
 
 
-_MARK = "worldsize doctor found: "  # before a report in a log, in which lines may start with a pod or node name
+_MARK = "worldsize doctor found: "  # precedes a report in a log, after the pod or node name that some launchers prepend
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
 _LINK = {"type": "object", "additionalProperties": _NUMBER}

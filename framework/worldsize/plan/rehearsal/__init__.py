@@ -1,1 +1,1 @@
-"""Rehearses a run here: its real code, as any rank of a world of any size, without peers."""
+"""Rehearses a run on this machine: its real code, as any rank of any world size, without peers."""

@@ -1,4 +1,4 @@
-"""Records one rank's communication: collectives with members, tensors and line of code."""
+"""Records one rank's collectives and messages, with their group, tensors and line of code."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 @final
 class PendingCalls:
-    """A rank's calls by the object to wait for: torch's Work, or a functional's tensor."""
+    """Maps the object that a rank waits for (a Work, or a functional collective's tensor) to its call."""
 
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[Work, int] = weakref.WeakKeyDictionary()
@@ -228,7 +228,7 @@ class PendingCalls:
         return self._numbers.get(work)
 
     def pop_number(self, tensor: Tensor) -> int | None:
-        """Return the number of the pending call that fills ``tensor``, of any shape, or None."""
+        """Return and forget the number of the pending call that fills ``tensor``, or None."""
         return self._made.pop(tensor.untyped_storage()._cdata, None)
 
     def get_source(self, work: Work) -> int:

@@ -58,8 +58,8 @@ class Message(NamedTuple):
     """The small tensors sent by one rank in one call.
 
     Attributes:
-        call: The call.
-        tensors: Their bytes.
+        call: Description of the call, equal at both ends of a message.
+        tensors: The bytes of each tensor.
         is_news: Whether they may affect later calls on other ranks.
         is_integral: Whether all are integers or objects, and thus reproducible given the same received messages.
     """
@@ -76,7 +76,7 @@ def readable(tensors: Sequence[Tensor]) -> bool:
 
 
 def create_message(call: str, site: str, tensors: Sequence[Tensor], *, is_object: bool) -> Message | None:
-    """Return the message of objects or small tensors of any shapes; None if large or fake."""
+    """Return the message of pickled objects or small tensors; None if they are large or fake."""
     if not readable(tensors):
         return None
     is_integral = not any(each.is_floating_point() or each.is_complex() for each in tensors)
@@ -124,7 +124,7 @@ class SentMessages:
 
     @property
     def integers(self) -> Mapping[tuple[CallIndex, int], Message]:
-        """Integer messages relevant to other ranks, stable once all ranks know all decisions."""
+        """Integer messages that may affect other ranks; they stop changing once all ranks agree."""
         return {
             (place, rank): message
             for place, known in self.messages.items()
@@ -148,9 +148,9 @@ def _decode_message(message: Message | None, call: str, like: Sequence[Tensor]) 
 
 
 def combine_tensors(operation: str, reduction: str, received: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
-    """Return a call's result: per tensor, the reduction, of its shape, or concatenation.
+    """Return the result of a gather or reduction: one tensor per position in ``received``.
 
-    Return None if the reduction is unknown.
+    ``received``: each member's tensors. Gathered ones are flattened and joined. None if the reduction is unknown.
     """
     columns = list(zip(*received, strict=True))
     if operation in ("all_gather", "gather"):
@@ -182,7 +182,7 @@ class CallResult:
     source: int | None
 
     def write_answers(self, outputs: Sequence[Tensor]) -> None:
-        """Write the answers to the ``outputs`` of the call, tensors of any shapes."""
+        """Copy the answers, if known, to the ``outputs`` of the call."""
         if not self.answers or not outputs or not readable(outputs):
             return
         each = len(outputs) // len(self.answers)
@@ -275,7 +275,7 @@ def _normalize_call(call: str) -> str:
 
 
 def _fill_outputs(outputs: Sequence[Tensor], answer: Tensor) -> None:
-    """Copy consecutive parts of ``answer`` to ``outputs``, tensors of any shapes."""
+    """Split the flattened ``answer`` over ``outputs``, in order."""
     parts = torch.split(answer.flatten(), [each.numel() for each in outputs])
     for output, part in zip(outputs, parts, strict=True):
         output.detach().copy_(part.view(output.shape))

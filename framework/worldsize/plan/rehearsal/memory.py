@@ -29,7 +29,7 @@ from worldsize.optimizers.groups import all_parameters
 
 @final
 class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports storages of tensors created in :meth:`recording`, and their purpose, to ``log``."""
+    """Records the storages created in :meth:`recording`, and their purpose, in ``log``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self, owns: Callable[[FakeTensor], bool] | None = None) -> Iterator[None]:
-        """Track tensors of any shape created within; ``owns``: whether a fake is the rank's."""
+        """Track tensors created in the context; ``owns``: whether a fake tensor is the rank's."""
         self._owns = owns
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._label_gradients).remove)

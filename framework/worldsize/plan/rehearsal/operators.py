@@ -114,17 +114,17 @@ class Operator:
         return int(self.given.get("tag", 0)) if self.name in MESSAGES else 0
 
     def get_inputs(self) -> list[Tensor]:
-        """Return this rank's inputs, in their shapes."""
+        """Return this rank's input tensors; none for a barrier."""
         if self.name in ("barrier", "monitored_barrier"):
             return []
         return _collect_tensors(self.args[1 if self.func.namespace == "c10d" and self.name in _SECOND else 0])
 
     def get_outputs(self, result: Any) -> list[Tensor]:
-        """Return the outputs filled by the call, in their shapes."""
+        """Return the call's output tensors; ``result``: what a functional operator returned."""
         return _collect_tensors(self.args[0] if self.func.namespace == "c10d" else result)
 
     def get_compared_tensors(self) -> list[Tensor]:
-        """Return the tensors with shapes to compare: inputs, or outputs for a scatter."""
+        """Return the tensors whose shapes must match on all members: outputs of a scatter, else inputs."""
         return self.get_outputs(None) if self.name == "scatter" else self.get_inputs()
 
     def count_elements(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

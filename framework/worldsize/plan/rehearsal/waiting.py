@@ -251,7 +251,7 @@ def _group_by_call(there: Mapping[int, Call], gone: Sequence[int]) -> list[tuple
 
 
 def _compute_sort_key(difference: Difference, ranks: Sequence[Rehearsed]) -> tuple[int, int]:
-    """Return a sort key: the number of calls by a rank before the difference, in any group."""
+    """Return a sort key: the fewest calls, in any group, that a rank makes before the difference."""
     befores = []
     for each in ranks:
         places = [place for place, call in enumerate(each.calls) if _is_group_call(call, difference.group)]

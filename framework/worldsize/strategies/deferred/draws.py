@@ -15,7 +15,7 @@ from worldsize.strategies.deferred.tape import Tape
 
 _HOST = torch.device("cpu")
 _STATE_BYTES = torch.default_generator.get_state().nbytes
-_AWAY = 997  # random numbers to skip after a pending draw: gives a unique, unlikely state
+_AWAY = 997  # numbers to skip after a pending draw, for a state that occurs nowhere else
 
 
 @final

@@ -197,7 +197,7 @@ class DeferredModel:
             value = self.tape.create_tensor(described) if fakes is None else _create_fake(described, fakes)
             _place_value(value, places[described], devices)
         for described, slots in scratch.items():
-            divided = all(isinstance(slot.tensor, DTensor) for slot in slots)  # otherwise the full size is needed
+            divided = all(isinstance(slot.tensor, DTensor) for slot in slots)  # others need memory of their full size
             value = _no_numbers(described)
             _place_value(value if divided else described.create_scratch().copy_(value), slots, devices)
         if fakes is None and not follow:
@@ -205,7 +205,7 @@ class DeferredModel:
 
 
 def _no_numbers(described: Deferred) -> Tensor:
-    """Return NaN (0 for integers) expanded to the shape without memory, to reveal uses of it."""
+    """Return NaN (0 for integers), expanded without memory, so that an unloaded value shows."""
     value = math.nan if described.dtype.is_floating_point or described.dtype.is_complex else 0
     return torch.full((), value, dtype=described.dtype).expand(described.size)
 
@@ -256,7 +256,7 @@ def _create_fake(described: Deferred, mode: FakeTensorMode) -> Tensor:
 
 
 def describe(make: Callable[[], nn.Module]) -> None:
-    """Describe the model from ``make`` in advance, to trigger torch's one-time initialization.
+    """Trace the model of ``make`` and discard it, to trigger torch's one-time initialization.
 
     The states of the process's random generators do not change.
     """

@@ -103,7 +103,7 @@ def neighbours(pipeline: int, *, is_ring: bool) -> Iterator[tuple[int, int]]:
 @final
 @dataclass(frozen=True)
 class Edges:
-    """Messages of pipeline rank ``rank``, as broadcasts in groups of two.
+    """Messages of pipeline rank ``rank``, sent as broadcasts in groups of two ranks.
 
     ``groups``: keyed by (sender, receiver). Both ranks must start the messages of a group in the same order.
     """

@@ -130,7 +130,7 @@ def keep_held(optimizer: Optimizer) -> None:
 
 @final
 class InterruptibleColumn(ColwiseParallel):
-    """Shards linear layers by output features; interruptible sums of input gradients."""
+    """Shards linear layers by output features, with interruptible sums of input gradients."""
 
     @staticmethod
     def _prepare_input_fn(
@@ -142,7 +142,7 @@ class InterruptibleColumn(ColwiseParallel):
 
 @final
 class InterruptibleRow(RowwiseParallel):
-    """Shards linear layers by input features; interruptible sums of outputs (..., features)."""
+    """Shards linear layers by input features, with interruptible sums of the outputs."""
 
     @staticmethod
     def _prepare_output_fn(

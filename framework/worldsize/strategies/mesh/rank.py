@@ -155,7 +155,7 @@ class MeshRank:
     def _pipeline(self, mine: Sequence[Stage], owned: Ownership, mesh: DeviceMesh) -> Pipeline:
         """Connect this rank's stages to other ranks; all ranks of the mesh must call it."""
         is_ring = len(mine) > 1
-        equal_passes = is_ring or self.sharding.reshard_after_forward  # else a step gathers each stage once
+        equal_passes = is_ring or self.sharding.reshard_after_forward  # otherwise each stage is gathered once per step
         parts = DataParts(get_submesh(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
         for stage in mine:
             stage.sums, stage.at = parts.create_sums(stage), self.context.faults.report_point

@@ -67,16 +67,17 @@ class Mesh(Strategy):
 
     ``data``: number of data-parallel parts, over which the model is sharded as in FSDP (None: as many as possible).
     ``tensor``: number of ranks on a node that split each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053).
-    ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank. ``schedule``: "gpipe" (Huang et al.
-    2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved" (arXiv 2104.04473), which has
-    ``stages_per_rank`` stages per rank (None: 2). ``split``: index of the first layer of each stage after the first
-    (None: balanced by parameter count). ``order``: the axes from innermost (adjacent ranks) to outermost (slowest
-    links), like ``order`` in Megatron's ``initialize_model_parallel``; it does not affect results with
-    ``reduce="ordered"``. ``micro_batches``: default number of logical ranks per data-parallel part (None: 2 × pipeline,
-    or 1 without a pipeline). ``reshard_after_forward``: as in FSDP (None: true if ``pipeline`` is 1; otherwise each
-    micro-batch would gather again). ``reduce="ordered"`` gives the same bits for any number of data-parallel parts at a
-    fixed ``tensor``. ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards
-    in the memory of peers. They form as many data-parallel parts as possible, at first ``data``; excess processes wait.
+    ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank.
+    ``schedule``: "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved"
+    (arXiv 2104.04473), with ``stages_per_rank`` stages per rank (None: 2).
+    ``split``: index of the first layer of each stage after the first (None: balanced by parameter count).
+    ``order``: the axes from innermost (adjacent ranks) to outermost (slowest links), as in Megatron's
+    ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which gives the same bits for
+    any number of data-parallel parts at a fixed ``tensor``.
+    ``micro_batches``: default number of logical ranks per data-parallel part (None: 2 × pipeline, or 1 without one).
+    ``reshard_after_forward``: as in FSDP (None: only if ``pipeline`` is 1, since each micro-batch would gather again).
+    ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards in the memory of
+    peers. They form as many data-parallel parts as possible, at first ``data``; excess processes wait.
     """
 
     supports = frozenset({"state_metrics", "ema", "compile", "activation_checkpointing", "features"})

@@ -1,7 +1,7 @@
 """Gradient accumulation over a pipeline's micro-batches, and gradient norms over a mesh.
 
 Gradients are summed in torch's order, or in the fixed tree over logical ranks. If all data-parallel parts gather
-parameters for every pass, they need the same number of passes per step. A part with one micro-batch less then starts
+parameters for every pass, they need the same number of passes per step. A part with one micro-batch fewer then starts
 with an idle pass: it computes its first micro-batch an extra time, without effect. In the norm of a gradient sharded
 over a mesh, every shard counts once.
 """
