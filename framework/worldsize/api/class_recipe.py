@@ -22,15 +22,12 @@ FACTORIES = {"make_optimizer": "${optimizer}", "make_schedule": "${schedule}"}  
 
 
 def train_class(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> NoReturn:
-    """Run ``worldsize train`` in this forked process, and exit with its code.
-
-    ``result_fd``: file descriptor to which the path of the run folder is written.
-    """
+    """Run ``worldsize train`` in this forked process, write the run folder's path to ``result_fd``, and exit."""
     code = 1
     try:
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))  # notebooks replace them
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        vars(builtins).pop("get_ipython", None)  # with it, rich sends output to the notebook, lost in a fork
+        vars(builtins).pop("get_ipython", None)  # otherwise rich would print to the notebook, not to the pipe
         code = _train_here(recipe, words, result_fd)
     except WorldsizeError as error:
         code = report_error(error)

@@ -152,13 +152,15 @@ def sample_batches(
     workers: int = 0,
     collate: Collate = default_collate,
 ) -> Iterator[list[MicroBatch]]:
-    """Yield this process's input of ``Replica.step`` for each step after ``first``, endlessly, in the order of a run.
+    """Yield this process's input of ``Replica.step`` for each step after ``first``, endlessly.
+
+    Samples have the same order as in a run with the same seed and batch size, and default shuffling.
 
     Args:
         dataset: A map-style dataset, shuffled in each epoch by the context's seed, or a stream of samples,
             which is read again up to ``first``.
         replica: The replica to train.
-        context: Its context.
+        context: The context that created the replica.
         batch_size: Samples per step, over all logical ranks.
         first: Number of the last completed step.
         workers: Number of processes that load ahead; 0 loads in this process.
@@ -239,7 +241,7 @@ def save(replica: Replica, folder: str | Path, context: RunContext, *, step: int
 def restore(replica: Replica, folder: str | Path, context: RunContext) -> int:
     """Load the newest checkpoint in ``folder``, saved at any world size. Every rank must call it.
 
-    Warns if the number of logical ranks has changed, or the presence of a schedule.
+    Warns if the number of logical ranks differs, or if only one of the two loops has a schedule.
 
     Returns:
         The step of the checkpoint; 0 if there is none.

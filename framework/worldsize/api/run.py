@@ -74,7 +74,7 @@ class Run:
 
     @property
     def failure(self) -> str | None:
-        """Cause of the last attempt's failure; None if it did not fail."""
+        """Cause of failure of the last attempt; None if it did not fail."""
         return self._view.failure
 
     @property
@@ -189,9 +189,9 @@ class Run:
         return write_report([self.folder], Path(output) if output else None)
 
     def resume(self, *words: str, trust: bool = False, **values: Any) -> Run:
-        """Resume from the newest checkpoint with overrides such as "steps=2000" or ``steps=2000``; return this run.
+        """Resume from the newest checkpoint, with overrides as words ("steps=2000") or keyword arguments.
 
-        ``trust``: Whether to allow running the code of another user's run.
+        With ``trust``, another user's run may be resumed, and its code runs. Returns this run.
 
         Raises:
             WorldsizeError: The resume is refused or fails.
@@ -213,7 +213,7 @@ class Run:
 
         self._check_consent(trust=trust)
         words = enter_project(view, [], yes=True)
-        sys.path[:0] = [str(view.directory.plugins), str(Path.cwd())]  # copies already compared with the record
+        sys.path[:0] = [str(view.directory.plugins), str(Path.cwd())]  # plugins: already compared with the record
         cfg = compose_only([*words, *build_run_options(view)])
         check_before_start(view.manifest, resolve_config(cfg), [], yes=True)
         return build_settings(cfg).recipe

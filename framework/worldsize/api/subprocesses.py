@@ -43,7 +43,7 @@ class Ended:
 
 
 def call_command(*words: str, has_result: bool = False) -> Ended:
-    """Run ``worldsize WORDS``. ``has_result``: whether the command reports the path of a result."""
+    """Run ``worldsize WORDS`` in a new interpreter; with ``has_result``, receive the path of its result."""
 
     def start_interpreter(pipes: _Pipes) -> _Process:
         result_fd = pipes.result if has_result else None
@@ -92,7 +92,7 @@ def call_in_fork(recipe: type[Recipe], words: Sequence[str]) -> Ended:
             _print_plain()
             os.dup2(pipes.out, 1)
             os.dup2(pipes.errors, 2)
-            for each in (pipes.out, pipes.errors, *pipes.sources):  # a pipe breaks once all its readers have closed it
+            for each in (pipes.out, pipes.errors, *pipes.sources):  # an open copy would keep a pipe alive
                 os.close(each)
             train_class(recipe, words, pipes.result)  # ends the process
         return _Fork(child)
@@ -112,7 +112,7 @@ class _Pipes:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Request SIGHUP when the parent dies; each of its threads may send one, and a run treats several as one."""
+    """Request SIGHUP when the parent dies. It may arrive once per thread of the parent; a run treats these as one."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored, e.g. under nohup
     die_with_parent(parent, signal.SIGHUP)
 

@@ -38,22 +38,22 @@ HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay etc. of the 
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")
 _LARGEST = 1 << 30  # maximum size of a manifest in bytes
-_SLACK = 8  # maximum length of a wrong header to parse for the error message, relative to the expected length
+_SLACK = 8  # a wrong header is parsed, for the error message, if at most this many times as long as expected
 _DEEPEST = 400  # maximum nesting of a manifest; one level of the state takes up to four (checkpoint/manifest_tree.py)
 _PIECE = 8 << 20  # bytes hashed per read
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint; ``facts`` holds plain values of the caller, such as metrics."""
+    """A complete checkpoint, as described by its manifest."""
 
     path: Path
     step: int
     world_size: int
-    facts: Mapping[str, Any]
-    files: Mapping[str, Any]
-    tensors: Mapping[str, Any]
-    values: Any
+    facts: Mapping[str, Any]  # plain values of the caller, such as metrics
+    files: Mapping[str, Any]  # size and SHA-256 of each file
+    tensors: Mapping[str, Any]  # dtype, shape and chunks of each tensor, by its path in the state
+    values: Any  # the state with references to its tensors, see manifest_tree.split_tensors
 
 
 def folder_name(step: int) -> str:
@@ -152,9 +152,8 @@ def _verify_file(path: Path, expected: Mapping[str, Any]) -> None:
 
 def _verify_header(path: Path, expected: Mapping[str, Entry], told: Mapping[str, str]) -> None:
     try:
-        right = encode_header(
-            list(expected.values()), told
-        )  # only its length is used; tensors may be in a different order
+        # only its length is used; tensors may be in a different order
+        right = encode_header(list(expected.values()), told)
         actual, metadata = read_header(path, at_most=_SLACK * len(right))
     except CheckpointError as error:
         raise CheckpointError(f"the checkpoint is damaged: {error}") from None
@@ -231,9 +230,9 @@ _DELETING = ".deleting_"
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention policy: the ``last``, every ``every``-th step (0: none), and the ``best``.
+    """Retention policy: the newest ``last`` checkpoints, multiples of ``every`` steps (0: none), and the best.
 
-    ``best`` names a metric from the last evaluation before the save: ``accuracy`` on the test data, or
+    The best is judged by the metric ``best`` of the last evaluation before the save: ``accuracy`` on the test data, or
     ``validation/accuracy`` on a different split. ``direction`` is "max" if higher values are better, "min" if lower.
     """
 
@@ -276,7 +275,7 @@ def apply_retention(retention: Retention, written: Path, at: Callable[[str], Non
     root = written.parent
     folders = [path for path in complete(root) if parse_step(path) <= parse_step(written)]
     for path in set(folders) - retention.select_kept(folders):
-        path.rename(root / f"{_DELETING}{path.name}")  # no longer counts as a checkpoint
+        path.rename(root / f"{_DELETING}{path.name}")  # so that a partly deleted folder is not taken for a checkpoint
     sync_folder(root)
     for path in sorted(root.glob(f"{_DELETING}*")):
         _delete_checkpoint(path, at)

@@ -17,7 +17,7 @@ DIFFERENT = "tensor names, dtypes or shapes differ between ranks; pass the same 
 
 
 def partly_held(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return the holders of each tensor that is on the meta device on some ranks: bool (ranks,).
+    """Return the ranks that hold each tensor, bool (ranks,) by name, for tensors that some ranks have on meta.
 
     The tensors may have any shapes. This is a collective: every rank must call it.
 

@@ -99,11 +99,8 @@ def load_checkpoint(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequ
     Raises:
         CheckpointError: names, shapes or dtypes differ; no tensor has been changed in that case.
     """
-    ignore = [
-        *ignore,
-        *ALONE,
-        *_find_unfit_parts(checkpoint, template),
-    ]  # the parts in ALONE are loaded separately, on demand
+    # the parts in ALONE are loaded on demand, by read_tensors
+    ignore = [*ignore, *ALONE, *_find_unfit_parts(checkpoint, template)]
     tensors, _ = split_tensors({part: child for part, child in template.items() if part not in ignore})
     saved = {name: facts for name, facts in checkpoint.tensors.items() if name.split("/")[0] not in ignore}
     tensors = {name: _resize_empty(tensor, saved.get(name)) for name, tensor in tensors.items()}
@@ -145,7 +142,7 @@ def _apply_hyperparameters(saved: StateDict, now: StateDict, *, anew: bool) -> S
 
 
 def _compute_learning_rate(then: Mapping[str, Any], now: Mapping[str, Any], anew: bool) -> Mapping[str, Any]:
-    """Return the learning rate to resume with as ``{"lr": rate}``; ``{}`` without a rate.
+    """Return the learning rate to resume with, as ``{"lr": rate}``; ``{}`` if the group has none.
 
     A scheduled rate keeps its position in the schedule, i.e. its ratio to the initial rate.
     """
@@ -157,7 +154,7 @@ def _compute_learning_rate(then: Mapping[str, Any], now: Mapping[str, Any], anew
 
 
 def _rebase_schedule(then: Any, now: Any) -> Any:
-    """Return a schedule's state ``then`` with the initial rates of ``now``; handles chains."""
+    """Return a schedule's saved state ``then`` with the initial rates of ``now``, also for chained schedules."""
     if isinstance(then, list):
         return [_rebase_schedule(*pair) for pair in zip(then, now, strict=True)]
     if not isinstance(then, Mapping):
@@ -166,7 +163,7 @@ def _rebase_schedule(then: Any, now: Any) -> Any:
 
 
 def _find_unfit_parts(checkpoint: Checkpoint, template: StateDict) -> list[str]:
-    """Return ``["strategy"]`` if that saved part does not fit the template, else ``[]``."""
+    """Return ``["strategy"]`` if the saved part of that name does not fit the template, otherwise ``[]``."""
     now, _ = split_tensors({part: child for part, child in template.items() if part == "strategy"})
     then = {name: facts for name, facts in checkpoint.tensors.items() if name.startswith("strategy/")}
     fits = ("strategy" in template) == ("strategy" in checkpoint.values)

@@ -33,7 +33,7 @@ def split_tensors(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def join_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild a tree from the result of :func:`split`; the tensors may have any shapes."""
+    """Rebuild a tree: the inverse of :func:`split_tensors`, possibly with other tensors of any shapes."""
     if isinstance(value, list):
         return [join_tensors(child, tensors) for child in value]
     if not isinstance(value, dict):
@@ -78,7 +78,7 @@ def _references(node: Any, path: str, depth: int) -> Iterator[str]:
 
 
 def _children(node: Any, path: str) -> list[tuple[Any, Any]]:
-    """Return a node's keys and children; raise ValueError if :func:`split` cannot write it."""
+    """Return a node's keys and children; raise ValueError if :func:`split_tensors` never returns such a node."""
     match node:
         case None | bool() | int() | str():
             return []
@@ -170,7 +170,7 @@ _MOST_SPLIT = 8  # maximum sharded dimensions per tensor; meshes have three or f
 
 
 def check_manifest(manifest: Mapping[str, Any], itemsizes: Mapping[str, int]) -> None:
-    """Check a manifest except its schema version; ``itemsizes``: bytes per element, by dtype."""
+    """Check a manifest, except its schema version. ``itemsizes`` has the bytes per element by dtype name."""
     check_count(manifest["step"], "step")
     if check_count(manifest["world_size"], "world_size") == 0:
         raise ValueError("world_size is 0, expected at least 1")

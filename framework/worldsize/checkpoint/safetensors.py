@@ -49,14 +49,7 @@ _ALIGNMENT = 16  # bytes; the tensor data starts at a multiple of this, so that 
 @final
 @dataclass(frozen=True)
 class Entry:
-    """Description of one tensor in a file.
-
-    Attributes:
-        name: Name of the tensor.
-        dtype: Its dtype.
-        shape: Its shape.
-        offset: Offset of its first byte in the file; 0 if not yet known.
-    """
+    """Description of a tensor in a file; ``offset`` is the position of its first byte (0 if not yet known)."""
 
     name: str
     dtype: torch.dtype
@@ -182,13 +175,13 @@ def build_entry(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box, *
 
     Args:
         name: Path of the tensor in the state.
-        dtype: Its dtype.
+        dtype: Dtype of the tensor; one outside the format is stored as uint8.
         shape: Shape of the full tensor.
         box: (begin, end) of the shard in each dimension.
         offset: Offset of the shard's first byte in the file; 0 if not yet known.
     """
     sizes = tuple(end - begin for begin, end in box)
-    if is_cut(shape, box) or name.endswith("]") or name == _RESERVED:  # avoids name collisions
+    if is_cut(shape, box) or name.endswith("]") or name == _RESERVED:  # otherwise two entries could have the same name
         name += f"[{','.join(f'{begin}:{end}' for begin, end in box)}]"
     if dtype not in CODES:
         return Entry(name, torch.uint8, (*sizes, dtype.itemsize), offset)

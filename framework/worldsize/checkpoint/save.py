@@ -1,4 +1,4 @@
-"""Background saves: training waits for the copy to host memory, on a GPU not even for that."""
+"""Write checkpoints in the background. Training waits only for copies of CPU tensors; GPU copies are asynchronous."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Saver:
         return other
 
     def close(self) -> None:
-        """Wait for the save in flight, if any."""
+        """Wait for the save in flight, if any, and ignore its result."""
         if self._pending is not None:
             wait([self._pending])
 
@@ -263,7 +263,7 @@ def _give_way() -> None:
 
 
 def _is_valid(path: Path) -> bool:
-    """Return whether a folder holds a valid checkpoint; raise OtherSchemaError if unsupported."""
+    """Return whether a folder holds a valid checkpoint. Raises OtherSchemaError, see :func:`read_checkpoint`."""
     try:
         verify_checkpoint(read_checkpoint(path))
     except OtherSchemaError:
@@ -282,7 +282,7 @@ def _discard_draft(folder: Path) -> int | None:
 def _newest_step(root: Path) -> int | None:
     try:
         return max(map(parse_step, complete(root)), default=None)
-    except OSError:  # the folder cannot be read either
+    except OSError:  # the storage error also affects reading
         return None
 
 
@@ -307,7 +307,7 @@ def _detach_local(tensor: Tensor) -> Tensor:
 
 
 def _get_layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties that must be equal to copy tensors without conversion."""
+    """Return the properties that two tensors must share to be copied without conversion."""
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     return tensor.dtype, tensor.shape, placements, _detach_local(tensor).shape
 

@@ -1,4 +1,4 @@
-"""Storage backend for torch.distributed.checkpoint (DCP), which deduplicates and reshards."""
+"""Storage backend for torch.distributed.checkpoint (DCP), which itself deduplicates and reshards tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,16 @@ class _TensorPart:
 
 @final
 class Writer(StorageWriter):
-    """Storage writer: one safetensors file per rank; rank 0 then seals the checkpoint."""
+    """Storage writer: one safetensors file per rank; rank 0 then seals the checkpoint.
+
+    Args:
+        folder: The draft folder.
+        rank: This rank.
+        head: The manifest without the keys ``files`` and ``tensors``.
+        tensors_digest: Digest of all tensors' names, dtypes and shapes, which must be equal on all ranks.
+        finite: Whether to refuse a model with NaN or infinity.
+        at: Called at named points, for fault injection in tests.
+    """
 
     def __init__(
         self, folder: Path, rank: int, *, head: Mapping[str, Any], tensors_digest: str, finite: bool, at: Point
@@ -106,7 +115,7 @@ class Writer(StorageWriter):
         parts = [_resolve_item(item, planner) for item in plan.items]
         if self._finite:
             _check_finite(parts)
-        parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # aligns all tensors
+        parts.sort(key=lambda part: -part.tensor.dtype.itemsize)  # so that all tensors are aligned
         pieces = [memoryview(self._encode_header(parts)), *(_view_bytes(part.tensor) for part in parts)]
         ends = list(accumulate(len(piece) for piece in pieces))
         facts = (ends[-1], self._stream_to_file(pieces, ends[-1]))

@@ -91,9 +91,7 @@ class CheckpointWeights(Weights):
         stepped = self._steps.get(f"{name}/z")
         if stepped is None or name not in self._shares:
             return weight
-        return weight.lerp(
-            self._assemble_slice(stepped, place), self._shares[name]
-        )  # the same as the optimizer's eval()
+        return weight.lerp(self._assemble_slice(stepped, place), self._shares[name])  # like the optimizer's eval()
 
     def _assemble_slice(self, facts: Mapping[str, Any], place: tuple[slice, ...]) -> Tensor:
         dtype = DTYPES[facts["dtype"]]
@@ -119,7 +117,7 @@ def model_weights(checkpoint: Checkpoint, *, averaged: bool = False) -> Checkpoi
     """Return a checkpoint's model weights; with ``averaged``, the averages (``ema.decay``).
 
     Raises:
-        WorldsizeError: The checkpoint lacks averaged weights, or only holds the touched rows of a table.
+        WorldsizeError: The checkpoint lacks averaged weights, or holds only the used rows of an embedding table.
     """
     if averaged and not any(name.startswith("ema/weights/") for name in checkpoint.tensors):
         raise WorldsizeError("the checkpoint lacks averaged weights: the run was trained without ema.decay.")
@@ -212,7 +210,7 @@ class TorchWeights(Weights):
 
 
 def resolve_source(path: Path) -> Path:
-    """Resolve ``path`` to a checkpoint, folder or file; a run to its newest checkpoint.
+    """Return the absolute path of a source of weights; for a run, the path of its newest checkpoint.
 
     Raises:
         WorldsizeError: ``path`` does not contain weights.
@@ -296,7 +294,9 @@ def _names_in(index: Path) -> list[str]:
 
 
 def compute_lerp_factors(optimizer: Any) -> dict[str, float]:
-    """Return the factors to lerp from trained weights to state ``z`` for evaluation, by name.
+    """Return the ``lerp`` weights that yield a schedule-free optimizer's evaluation weights, by parameter name.
+
+    They interpolate from the trained weights to the state ``z``. Parameters of other optimizers are omitted.
 
     Args:
         optimizer: The part ``optimizer`` of a checkpoint's values (:mod:`worldsize.checkpoint.manifest_tree`).

@@ -165,10 +165,10 @@ class World:
         local_rank: Rank among the processes of this node, from 0.
         node_rank: Index of this node, from 0.
         device: This process's training device.
-        groups: Process groups by name: all training processes ("all"); each role, and on accelerators the same
-            processes with gloo ("host/worker"); this node. If all processes train, also the processes with the same
-            local rank on all nodes ("across") and, per tier ("tier/rack", ..., "tier/network"), the processes with the
-            same index within the units of the tier below.
+        groups: Process groups by name. "all": all training processes; "worker": the processes of the role "worker".
+            This role also has "checkpoint/worker" and, on accelerators, "host/worker" for CPU tensors. If all processes
+            train on several nodes, also "node": this node; "across": the processes with this local rank on all nodes;
+            per tier ("tier/rack", ..., "tier/network"): the processes with this index in the units of the tier below.
     """
 
     role: str

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # importing torch takes seconds
 
 
 class DataSource(Protocol):
-    """Loads data for any step or evaluation, in processes that the training loop does not supply."""
+    """Loads the data of any step or evaluation, for processes that do not run the training loop."""
 
     def micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
         """Load the data of ``logical_rank`` (from 0) for ``step`` (from 1), injecting the step's faults first."""
@@ -49,14 +49,14 @@ class FaultPoints(Protocol):
 
 
 class StopFlag(Protocol):
-    """Tells whether this process was asked to stop."""
+    """Flag that is set once this process is requested to stop."""
 
     def is_wanted(self) -> bool:
         """Return whether a stop signal has arrived."""
 
 
 class StepTiming(Protocol):
-    """Records the time breakdown of steps in a process that the training loop does not time."""
+    """Records the time breakdown of steps in a process that does not run the training loop."""
 
     def measured(self, step: int) -> AbstractContextManager[None]:
         """Time the computation of ``step`` in this block, which must exclude data loading."""

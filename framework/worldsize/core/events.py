@@ -27,7 +27,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """A logged step.
+    """The measurements of a logged step.
 
     Times are means over the steps since the previous logged step, in seconds per step; None if not measured.
 

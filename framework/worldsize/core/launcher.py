@@ -73,7 +73,7 @@ class Failure:
     cause: str
     exit_code: int
     step: int | None = None  # the step in progress, if known
-    time_ns: int = 0  # Unix time on its host's clock; 0 if a signal or a lost host ended it before its peers noticed
+    time_ns: int = 0  # Unix time in ns on its host's clock; 0, i.e. earliest, if it was killed or its host was lost
     host: str = ""  # host name; empty if unknown
 
 
@@ -136,13 +136,13 @@ class Job(ABC):
 
 
 class LaunchMethod(ABC):
-    """Common base of all launchers. Derive from one of its three subclasses below."""
+    """Common base of all launchers. New launchers derive from one of its three subclasses below."""
 
     max_restarts: int = 0  # maximum number of restarts of a failed gang from its last checkpoint
     save_grace: float = 30.0  # seconds between asking a run to save and stop, and killing it
     image: str | None = None  # container image for the processes
-    heals: ClassVar[bool] = False  # whether it reports to the processes on one host which of them are alive
-    heals_over_hosts: ClassVar[bool] = False  # the same across several hosts
+    heals: ClassVar[bool] = False  # whether it supports healing gangs on one host, by reporting deaths to the survivors
+    heals_over_hosts: ClassVar[bool] = False  # whether it supports healing gangs across several hosts
     orders_hosts: ClassVar[bool] = False  # whether it numbers hosts in the order of ``cluster.topology``
 
     def check(self, cluster: Cluster) -> None:  # noqa: B027 - not every cluster has something to check
@@ -185,9 +185,8 @@ class AgentLauncher(LaunchMethod):
 class BatchLauncher(LaunchMethod):
     """Submits a run to a scheduler as a job, or prints instructions for submitting it by hand.
 
-    The job's agents record the run's attempts.
-
-    A launcher offers ``wait``, ``exclude_slow`` and ``agents`` by declaring them as fields.
+    The job's agents record the run's attempts. Users can set ``wait``, ``exclude_slow`` and ``agents`` only if a
+    subclass declares them as fields.
     """
 
     wait: bool = False  # return only when the job has ended
@@ -225,7 +224,7 @@ class BatchLauncher(LaunchMethod):
 
     @abstractmethod
     def cancel(self, job: str) -> None:
-        """End a job."""
+        """Cancel a pending or running job."""
 
     def writes_logs(self, plan: Plan) -> bool:
         """Return whether the output of the processes is in log files, not only in their terminal."""

@@ -33,7 +33,7 @@ class Limit(ABC):
         """Return the rest of an error message that begins with ``value``; None if the value is allowed."""
 
     def build_json_schema(self) -> JsonSchema:
-        """Return the keywords of JSON Schema for this limit; none by default, so that editors do not check it."""
+        """Return this limit as JSON Schema keywords, for checks in editors; empty by default."""
         return {}
 
 
@@ -173,11 +173,11 @@ class FilePath(Limit):
 
 @final
 class ReservedNames(Limit):
-    """A mapping without names that the program sets itself, in any spelling with ``_`` or ``-``, or abbreviated.
+    """A mapping without reserved names, with ``_`` or ``-``, or abbreviated to at least 3 letters.
 
     Args:
-        remedies: what to do instead of each name, as an imperative.
-        setter: what has its own values of these names, e.g. "the job script".
+        remedies: the reserved names, each with an imperative for the error message, e.g. "Set cluster.nodes".
+        setter: owner of the conflicting settings, for the error message, e.g. "the job script".
     """
 
     def __init__(self, remedies: Mapping[str, str], *, setter: str) -> None:
@@ -248,8 +248,8 @@ def check_limits(target: Any, values: Mapping[str, Any], *, key: str) -> None:
 def read_annotations(target: Any, *, limits: bool = True) -> Mapping[str, Any]:
     """Read the annotations of a dataclass's fields, or of the arguments of a class or function.
 
-    An annotation is omitted if it has no limits and refers to a name that is imported only for type checkers. This
-    includes aliases of limits that are themselves imported only for type checkers.
+    An annotation without limits is omitted if it refers to a name that is imported only for type checkers. An alias
+    of an annotation with limits must not be imported in that way, since its limits would be ignored.
 
     Args:
         target: a class or function.

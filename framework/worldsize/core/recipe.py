@@ -260,7 +260,7 @@ class PretrainedWeights:
     Attributes:
         path: A path accepted by ``init_from``, such as a folder of safetensors files. It contains exactly the weights
             of the model, under the model's own names.
-        recipe: The same recipe, except that its model's weights may have arbitrary values.
+        recipe: The same recipe without the pretrained weights: its model's initial weights may have any values.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Configuration sections of modules that import torch, kept here so that composing does not have to import it."""
+"""Configuration sections of modules that import torch, kept here so that composing does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worldsize.errors import ConfigError
 
 @dataclass(frozen=True)
 class ShuffleConfig:
-    """Options of shuffling in :class:`worldsize.data.permutation.Shuffle`.
+    """Options of :class:`worldsize.data.permutation.Shuffle`.
 
     Attributes:
         enabled: Whether to shuffle samples; otherwise they keep the order of the data.

@@ -119,6 +119,7 @@ class StepResult:
         overflowed: Whether an update was skipped because its scaled gradient overflowed float16. Weight averaging still
             counts such a step, as in a plain training loop.
         metrics: Training metrics by name: float64 (local micro-batches, 2), each row a sum and its count.
+        occasional: Whether the names of ``metrics`` may differ from step to step, in the same way on all ranks.
     """
 
     losses: Sequence[Tensor]
@@ -188,7 +189,7 @@ class Replica(ABC):
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """Describes how replicas synchronize. It is immutable and does not use a device or process group.
+    """Describes how replicas synchronize. Strategies are immutable and do not use a device or process group.
 
     Subclasses are frozen dataclasses too; their fields are the keys under ``strategy`` in their YAML. Settings of the
     run, such as its numerics, reach the replica through the context instead.
@@ -201,14 +202,14 @@ class Strategy(ABC):
     serves_rows: ClassVar[bool] = False
     """Whether servers store the rows of embeddings with ``sparse=True`` and update them with their own optimizers."""
     divides_lr: ClassVar[bool] = False
-    """Whether the updates of a step share one learning rate if ``update_parts`` returns more than one."""
+    """Whether each update uses only its part of the learning rate if ``update_parts`` returns more than one."""
     shards_state: ClassVar[bool] = False
     """Whether each process holds unique state, so that a healing gang needs copies of it."""
     reduce: Reduction = "flat"
     """How gradients are reduced over logical ranks."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Translate class variables that ``supports`` replaced, with a warning."""
+        """Convert deprecated class variables to ``supports``, with a warning."""
         super().__init_subclass__(**keywords)
         for name, capability in _EARLIER.items():
             if name not in vars(cls):
@@ -307,11 +308,11 @@ class Strategy(ABC):
         return None
 
     def prepare(self, folder: Path) -> None:  # noqa: B027 - most strategies need nothing
-        """Write secrets for the processes, such as keys, into ``folder``, the later ``Rendezvous.folder``.
+        """Write secrets for the processes, such as keys, into ``folder``, which becomes ``Rendezvous.folder``.
 
         Called in the launching process before each attempt.
         """
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        """Run a serving process until the run ends; return a replica if this process is to lead the run."""
+        """Run a serving process until the run ends; return a replica only if it also runs the training loop."""
         raise ConfigError(f"{type(self).__name__} has no serving role {context.world.role!r}.")

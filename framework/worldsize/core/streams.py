@@ -1,6 +1,7 @@
 """Optional protocols of a stream of training samples: sharding among readers, and resuming.
 
-:meth:`Recipe.data` returns a stream if the data cannot be indexed. Each protocol saves reads; neither is required.
+:meth:`Recipe.data` returns a stream if the data cannot be indexed. Without these protocols, every process reads the
+whole stream, and resuming reads it again from the start.
 """
 
 from __future__ import annotations

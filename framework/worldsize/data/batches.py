@@ -28,11 +28,7 @@ Collate = Callable[[list[Any]], Batch]
 
 
 def get_collate_fn(recipe: Recipe) -> Collate:
-    """Return the collate function of ``recipe``.
-
-    Unless the recipe overrides ``collate``, this is torch's ``default_collate`` itself, for which :func:`fetch_batch`
-    has a fast path.
-    """
+    """Return ``recipe.collate`` if overridden, else ``default_collate`` for the fast path of :func:`fetch_batch`."""
     return default_collate if type(recipe).collate is Recipe.collate else recipe.collate
 
 
@@ -64,7 +60,7 @@ def _load_samples(dataset: Any, indices: list[int]) -> list[Any]:
 
 
 def find_current_sample(frame: FrameType | None) -> int | None:
-    """Return the index of the sample being loaded on the stack of ``frame``; None if unknown."""
+    """Find the index of the sample being loaded in the stack of ``frame``; None if samples are loaded in batches."""
     while frame is not None:
         if frame.f_code is _load_samples.__code__:
             index: int | None = frame.f_locals.get("index")
@@ -192,7 +188,10 @@ class SideStream:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, step: list[MicroBatch]) -> Callable[[], list[MicroBatch]]:
-        """Start copying a step; return a function that makes the current stream wait for it."""
+        """Start copying a step's micro-batches from the host.
+
+        The returned function makes the current stream wait for the copies, without blocking the CPU, and returns them.
+        """
         with torch.cuda.stream(self._side):  # allocations here belong to the side stream
             copies = [replace(each, data=_copy_batch(each.data, self._device)) for each in step]
             copied = self._side.record_event()
@@ -208,11 +207,10 @@ class SideStream:
 
 
 def _copy_batch(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch asynchronously, except objects that do not support ``record_stream``.
+    """Start copying a batch to ``device``; objects without ``record_stream`` stay on the host.
 
-    The pinned memory stays allocated until the copy has completed.
+    torch does not reuse the pinned memory until the copy has completed.
     """
-
     return map_tensors(
         batch,
         lambda tensor: move_to_device(tensor, device),
@@ -225,7 +223,7 @@ def _is_recorded(own: object) -> bool:
 
 
 def _use_on(batch: Batch, stream: torch.cuda.Stream) -> None:
-    """Prevent the side stream from reusing a batch's memory before ``stream`` is done."""
+    """Prevent the side stream from reusing a batch's memory before ``stream`` has used it."""
 
     def record_tensor_use(tensor: Tensor) -> Tensor:
         if tensor.is_cuda:

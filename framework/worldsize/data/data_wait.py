@@ -1,4 +1,4 @@
-"""Watchdog for waits for data: first a warning, then an optional stop, finally an error."""
+"""Watchdog that warns about long waits for data, and ends them if the run stops or a time limit is exceeded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worldsize.errors import WorldsizeError
 _logger = logging.getLogger(__name__)
 
 _WARNED = 10.0  # seconds of waiting before a warning
-_LOOK = 1.0  # seconds between two checks
+_LOOK = 1.0  # seconds between two checks of the current wait
 _FRAMES = 6  # innermost stack frames to show
 _WAKE = signal.SIGRTMIN + 4  # interrupts the main thread's system call
 _REMEDY = (
@@ -40,7 +40,7 @@ class StopBetweenSteps(BaseException):
 @final
 @dataclass(frozen=True)
 class Patience:
-    """Limits for waits for data.
+    """Limits on waits for data.
 
     Attributes:
         seconds: Maximum wait; None disables the watchdog.
@@ -87,7 +87,7 @@ class DataWait:
         finally:
             self._closed.set()
             self._open = None
-            with self._judging:  # a signal after this would kill the process
+            with self._judging:  # no signal may follow: once the old handler is restored, it would kill the process
                 signal.signal(_WAKE, before)
 
     @contextmanager
@@ -109,7 +109,7 @@ class DataWait:
             yield
         finally:
             self._open = None
-        with self._judging:  # if data arrived during a vote, honor its result: the other ranks may stop
+        with self._judging:  # if the data arrived during a vote, obey its result, as the other ranks do
             if wait.error is not None and not isinstance(wait.error, DataWaitError):
                 raise wait.error
 
@@ -144,12 +144,12 @@ class DataWait:
             _logger.warning("%s", _format_wait(wait, waited))
 
     def _vote_on_stop(self, wait: _Wait) -> None:
-        """Vote on stopping; set the wait's error if all ranks stop. A vote delays the wait's end."""
+        """Vote on stopping; set the wait's error if all ranks stop. :meth:`monitor_step` waits for the vote to end."""
         with self._judging:
             try:
                 if self._open is wait and self._patience.stops(wait.step):
                     wait.error = StopBetweenSteps()
-            except Exception as error:  # any store error; other ranks may have counted this rank's vote
+            except Exception as error:  # end the run: the other ranks may have counted this rank's vote
                 wait.error = error
 
 
@@ -162,7 +162,7 @@ def _format_wait(wait: _Wait, seconds: float) -> str:
 
 
 def own_place() -> str:
-    """Describe the main thread's position in the code, for data that are loaded in this process."""
+    """Describe where the main thread is in the code, if this process loads the data itself."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:])) if frame else ""
     return f"This process loads the data. Stack (most recent call last):\n{stack.rstrip()}"

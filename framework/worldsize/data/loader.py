@@ -131,7 +131,7 @@ def _create_micro_batches(
 def load_micro_batch(
     dataset: Any, order: Order, device: torch.device, step: int, logical_rank: int, collate: Collate = default_collate
 ) -> MicroBatch:
-    """Load the micro-batch of any one step and logical rank from a map-style data set."""
+    """Load a single micro-batch, of any step (from 1) and logical rank, from a map-style data set."""
     batch = _Fetcher(dataset, order, collate).__getitems__((step, logical_rank))
     return MicroBatch(to_device(batch, device), order.step_seed(step, logical_rank), step, logical_rank)
 
@@ -155,12 +155,15 @@ def evaluation_batches(
     """Yield this rank's share of the evaluation batches, which are the same at every world size.
 
     Batch b goes to rank b mod size. All ranks yield the same number of batches: a rank that is one batch short repeats
-    its last batch, or else uses the first batch of the set, with ``counted=False``. With ``drawn``, the evaluation
-    consists of that many batches sampled with replacement, instead of the full set. The samples and the random numbers
-    for their evaluation depend only on ``seed`` and the batch index.
+    its last batch, or the first batch of the set if it has none, with ``counted=False``. With ``drawn``, the evaluation
+    consists of that many batches of samples drawn with replacement, instead of the full set. Drawn samples and the
+    random numbers for their evaluation depend only on ``seed`` and the batch index.
 
-    Unreadable samples are omitted if the source skips them. A batch without any readable samples is replaced by
-    stand-ins, with ``counted=False``.
+    Unreadable samples are omitted if the source skips them. A batch with only unreadable samples contains readable
+    ones instead, with ``counted=False``.
+
+    Raises:
+        ConfigError: the set is empty, or a stream cannot be drawn from.
     """
     if drawn is not None:
         numbered = _draw_random_batches(dataset, batch_size, collate, drawn, seed)

@@ -35,7 +35,7 @@ class Part:
     Args:
         source: the source.
         weight: share of the samples, relative to the weights of the other parts.
-        epochs: alternative to ``weight``: how often each sample occurs in one epoch of the mixture.
+        epochs: alternative to ``weight``: number of times that each sample occurs in one epoch of the mixture.
     """
 
     source: Source
@@ -85,9 +85,8 @@ class Mixture(Source, OwnOrder):
                 "all sources of the mixture have a share of 0. Increase weight or epochs for at least one source."
             )
         if all(by_weight):
-            _compute_quotas(
-                tuple(self.shares.items())
-            )  # with epochs, fingerprint() checks this: it needs each source's length
+            # raises if a share is too small; with epochs, fingerprint() does, since shares depend on the lengths
+            _compute_quotas(tuple(self.shares.items()))
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -199,7 +198,7 @@ def mixture(sources: Mapping[str, Mapping[str, Any]]) -> Mixture:
 
 @lru_cache(16)
 def _compute_quotas(shares: tuple[tuple[str, float], ...]) -> tuple[int, ...]:
-    """Return the positions per source in a block, rounded by the largest-remainder method.
+    """Return the number of positions per source in a block, rounded by the largest-remainder method.
 
     Raises:
         ConfigError: a positive share rounds to 0 positions.
@@ -230,7 +229,7 @@ def _gather_lengths(lengths: Sequence[Any], bounds: Numbers, indices: Numbers) -
 
 @lru_cache(4)
 def _assign_sources(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDArray[numpy.uint16], Numbers]:
-    """Return the source of each position, and the position's rank in its source: [positions]."""
+    """Return the source index of each position in a block, and the number of earlier positions with that source."""
     slots = encipher_numbers(derive_seed(seed, "mixture", block), _BLOCK, numpy.arange(_BLOCK, dtype=numpy.uint64))
     owners = numpy.searchsorted(numpy.cumsum(quotas), slots, side="right").astype(numpy.uint16)
     turns = numpy.empty(_BLOCK, dtype=numpy.int64)
@@ -239,7 +238,7 @@ def _assign_sources(seed: int, block: int, quotas: tuple[int, ...]) -> tuple[NDA
 
 
 def _own_order(seed: int, part: int, length: int, drawn: Numbers, shuffle: Shuffle) -> Numbers:
-    """Return the ``drawn``-th samples of a source, over all of its epochs: int64 [drawn]."""
+    """Return sample indices of a source, int64 [drawn], at positions ``drawn`` of the source's endless sequence."""
     epochs, places = drawn // length, drawn % length
     order = numpy.empty_like(drawn)
     for epoch in numpy.unique(epochs).tolist():

@@ -39,7 +39,7 @@ class OwnOrder(ABC):
         Args:
             seed: the run's seed.
             places: consecutive positions, counted from 0 over all epochs.
-            shuffle: how to permute samples where the data set does not prescribe their order.
+            shuffle: how to permute the samples, except where the data set itself defines their order.
         """
 
 
@@ -82,7 +82,7 @@ class Order:
         return self.compute_indices(step, logical_rank, len(dataset))
 
     def compute_indices(self, step: int, logical_rank: int, length: int) -> Tensor:
-        """Return one logical rank's indices below ``length`` in ``step``: int64 [micro_batch_size].
+        """Return one logical rank's indices in ``step``, from ``length`` samples: int64 [micro_batch_size].
 
         Raises:
             ConfigError: ``length`` is 0.
@@ -126,7 +126,10 @@ def step_seed(seed: int, step: int, logical_rank: int) -> int:
 
 
 def assign_logical_ranks(rank: int, size: int, total: int, dealing: Dealing = "cyclic") -> tuple[int, ...]:
-    """Return the logical ranks (out of ``total``) of process ``rank`` among ``size`` processes."""
+    """Return the logical ranks, out of ``total``, of process ``rank`` among ``size`` processes.
+
+    With "cyclic" dealing, these are every ``size``-th logical rank; with "block", a contiguous range.
+    """
     if dealing == "block":
         return tuple(range(rank * total // size, (rank + 1) * total // size))
     return tuple(range(rank, total, size))
@@ -138,7 +141,7 @@ def count_epoch_steps(epochs: float, length: int, batch_size: int) -> int:
 
 
 Lengths = Any  # tensor or array [samples], or an object that returns lengths when indexed with sample indices
-_POOL = 32  # steps with samples that are sorted together
+_POOL = 32  # number of steps whose samples are sorted together
 
 
 @final
@@ -183,7 +186,7 @@ class Balanced:
         return samples[order_sb.gather(1, lengths[order_sb].argsort(dim=1, descending=True, stable=True))]
 
     def _split_epochs(self, pool: int, size: int) -> list[range]:
-        """Split the positions of a pool into ranges of the same epoch, in order."""
+        """Split the positions of a pool at the ends of epochs."""
         epoch = self._epoch or (pool + 1) * size
         ends = range(epoch - pool * size % epoch, size, epoch)
         return [range(first, last) for first, last in pairwise([0, *ends, size])]

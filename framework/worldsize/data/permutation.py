@@ -24,16 +24,16 @@ from worldsize.core.sections import ShuffleConfig
 from worldsize.seeds import derive_seed
 
 ORDER = 3
-"""The version of the order of samples, which a seed alone decides; another one draws other samples."""
+"""Version of the sample order, recorded with each run: under a new version, a seed yields a different order."""
 
-_WHOLE = 1 << 22  # maximum number of samples for torch.randperm
-_SMALL = 1 << 12
+_WHOLE = 1 << 22  # maximum number of samples for torch.randperm in permute_range
+_SMALL = 1 << 12  # maximum number of samples for torch.randperm in permute_positions
 _ROUNDS = 8
 _Words = NDArray[numpy.uint64]
 
 
 def permute_range(seed: int, length: int, places: range) -> Tensor:
-    """Return values, int64 [places], at ``places`` of a permutation of ``range(length)``.
+    """Return the values at ``places`` of a permutation of ``range(length)``: int64 [places].
 
     Memory is proportional to ``places`` if ``length`` is above 2²².
 
@@ -50,10 +50,10 @@ def permute_range(seed: int, length: int, places: range) -> Tensor:
 
 
 def permute_positions(seed: int, length: int, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
-    """Return values, int64 [places], at any positions of a permutation of ``range(length)``.
+    """Return the values at arbitrary positions of a permutation of ``range(length)``: int64 [places].
 
-    Memory is proportional to ``places`` if ``length`` is above 4,096; the permutation then differs from
-    :func:`permute_range`. Smaller ranges use ``torch.randperm``, since the cipher is biased on them.
+    Memory is proportional to ``places`` if ``length`` is above 4,096. For lengths from there to 2²², the permutation
+    differs from :func:`permute_range`. Smaller ranges use ``torch.randperm``, since the cipher is biased on them.
     """
     if length <= _SMALL:
         return _small(seed, length).numpy()[places]
@@ -69,7 +69,7 @@ _small, _whole = lru_cache(maxsize=256)(create_permutation), lru_cache(maxsize=2
 
 
 def encipher_numbers(seed: int, length: int, numbers: _Words) -> NDArray[numpy.int64]:
-    """Return values of a cipher-based permutation of ``range(length)`` at ``numbers``."""
+    """Return the values at positions ``numbers`` of a cipher-based permutation of ``range(length)``."""
     bits = max(2, (length - 1).bit_length())
     keys = _derive_keys(seed)
     indices = _apply_cipher(numbers, keys, bits)
@@ -140,7 +140,7 @@ class Shuffle(ShuffleConfig):
         return self._permute_blocks(seed, length, places)
 
     def _permute_blocks(self, seed: int, length: int, places: Numbers) -> Numbers:
-        """Permute blocks and windows, rotated by a random offset; an incomplete block is last."""
+        """Permute blocks, and samples within windows; rotate by a random offset. An incomplete block stays last."""
         blocks, size = length // self.block, self.window * self.block
         order = numpy.empty_like(places)
         for window in numpy.unique(places // size).tolist():

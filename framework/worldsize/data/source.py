@@ -64,7 +64,7 @@ class Source(Dataset[Any], ABC):
         return self.__getitems__(indices)
 
     def find_bad_range(self, index: int) -> range:
-        """Return the samples, including ``index``, that are probably bad if sample ``index`` is."""
+        """Return the range of samples, e.g. a row group, that is probably unreadable if sample ``index`` is."""
         return range(index, index + 1)
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,7 +82,7 @@ class Source(Dataset[Any], ABC):
 
     @abstractmethod
     def fingerprint(self) -> Mapping[str, Any]:
-        """Identify the data: their ``size`` in bytes, and a ``sha256`` of their content."""
+        """Return the ``size`` of the data in bytes and a ``sha256`` of their content, to recognize changed data."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class FileSource(Source):
     cache: Cache = field(default_factory=Cache)
 
     endings: ClassVar[Sequence[str]] = ("",)
-    """How the names of files end that count in a folder."""
+    """File name endings to include when ``path`` is a folder."""
 
     @abstractmethod
     def sample(self, index: int) -> Any:
@@ -150,7 +150,7 @@ def check_paths(owner: Any) -> None:
             if isinstance(each, FileSource):
                 paths = [each.path] if isinstance(each.path, str) else each.path
                 if not any(map(is_url, paths)):
-                    each.files  # noqa: B018 - raises if there are none
+                    each.files  # noqa: B018 - raises an error if there are none
             elif is_dataclass(each):
                 check_paths(each)
 
@@ -196,11 +196,10 @@ class Transformed(Source):
 def read_with_replacements(source: Source, indices: Sequence[int]) -> list[Any]:
     """Read several samples, replacing unreadable ones by other samples of ``source``.
 
-    The stand-in follows the range of samples that are probably bad (``find_bad_range``). A hash
-    of the bad sample's index
-    chooses it among the next 1,024 samples, or as many as the range has if that is more, so that bad neighbors get
-    different stand-ins. If the stand-in is bad, too, the search continues from it with twice the reach. The choice
-    therefore depends only on the sample's index and the data.
+    A stand-in is chosen by a hash of the bad sample's index, so that bad neighbors get different ones. The candidates
+    are the 1,024 samples after the range of probably bad samples (``find_bad_range``), or as many as that range has if
+    it is longer. If the stand-in is bad, too, the search continues from it, among twice as many samples. The choice
+    depends only on the sample's index and the data.
 
     Raises:
         SampleError: none of 1,000 candidates was readable.
@@ -267,7 +266,7 @@ class IndexedSource(FileSource):
         return None if sizes is None else LookedUpLengths(lambda indices: sizes[indices])
 
     def get_row_file(self, row: int) -> ByteFile:
-        """Return the file that a row of the index refers to."""
+        """Return the file that contains the samples of a row of the index."""
         return self.files[int(self.index["file"][row])]
 
 

@@ -52,8 +52,8 @@ _GROUP = 1000  # samples per group; the same share of each group is held out
 class HeldOut(Source):
     """One side of a split that chooses held-out samples by hash in each group of 1,000.
 
-    A sample's side depends only on its index and the share, not on the run's seed or, except in the last, incomplete
-    group, on the number of samples. It therefore stays the same when data are appended.
+    A sample's side depends only on its index and the share, not on the run's seed. It stays the same when data are
+    appended, except for samples in the last, incomplete group.
 
     Args:
         source: the source to split.
@@ -92,7 +92,7 @@ class HeldOut(Source):
         return group * _GROUP + int(chosen[place])
 
     def _first_from(self, number: int) -> int:
-        """Return this side's index of its first sample from index ``number`` of ``source`` on."""
+        """Return the index, on this side, of its first sample at or after index ``number`` of ``source``."""
         groups, rest = divmod(len(self.source), _GROUP)
         group, place = divmod(number, _GROUP)
         chosen = _select_offsets(group, rest if group == groups else _GROUP, self.share, self.held_out)

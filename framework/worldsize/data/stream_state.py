@@ -35,7 +35,7 @@ class _StatefulIterator(Protocol):
 
 @final
 class EndlessReader:
-    """Reader of an iterable that restarts at its end.
+    """Reader of an iterable that starts a new pass whenever one ends.
 
     Args:
         begin: Takes the number of a pass, from 0, and returns the iterable for it. It also seeds the random generators,

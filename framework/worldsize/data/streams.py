@@ -1,6 +1,6 @@
 """Training streams: data that can only be iterated over, without an index.
 
-If a stream can be sharded (:class:`ShardedStream`), each process reads it with one reader per logical rank of its own.
+If a stream can be sharded (:class:`ShardedStream`), each process reads one shard for each of its logical ranks.
 Otherwise every process reads the full stream and uses only its own samples. In both cases, the samples of a step
 and the state of each reader after the step depend only on the step and the logical rank.
 """
@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _WHOLE = "whole"  # name of the single reader of an unsharded stream
-_REMEMBERED = 64  # steps to remember states for; bounds how far reading may be ahead of a save
+_REMEMBERED = 64  # steps to keep states for; limits how far reading may be ahead of a save
 _PROGRESS = 10.0  # seconds between progress messages while samples are read again
 
 States = Mapping[str, bytes]  # reader states by reader name
@@ -52,7 +52,7 @@ States = Mapping[str, bytes]  # reader states by reader name
 class _Step(NamedTuple):
     number: int
     batches: list[Batch]  # one per logical rank of this process
-    states: States | None  # after the step; None: fetched on demand, before the next step is read
+    states: States | None  # after the step; None: ask the readers before they read the next step
     passes: tuple[int, int] | None = None  # fewest and most completed passes of a reader; None if unsharded
 
 
@@ -139,7 +139,7 @@ def _convert_to_tensor(state: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class _Beginning:
-    """Starting point of reading.
+    """The last completed step before reading starts, and the reader states to start from.
 
     Attributes:
         first: The last completed step.
@@ -161,11 +161,10 @@ class _Reading:
         self._dataset, self._order, self._collate, self._speaks = dataset, order, collate, speaks
         total = order.logical_ranks
         self._divided = total > 1 and _num_shards(dataset) >= total
-        # even one reader calls shard(): some streams would otherwise restart passes at the resumed position
+        # even a single reader calls shard(): after a resume, some streams would otherwise start each pass in the middle
         parts = {str(rank): (total, rank) for rank in order.mine} if self._divided else {_WHOLE: (1, 0)}
-        begin = partial(
-            _start_pass, dataset, order.seed
-        )  # a bound method (reference cycle) would delay the workers' exit
+        # not a bound method, since a reference cycle would delay the workers' exit
+        begin = partial(_start_pass, dataset, order.seed)
         self._readers = {name: EndlessReader(partial(begin, *part)) for name, part in parts.items()}
 
     def load_beginning(self, first: int, checkpoint: Checkpoint | None) -> _Beginning:
@@ -187,7 +186,7 @@ class _Reading:
         return _Beginning(first, checkpoint.step, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()})
 
     def read_steps(self, begin: _Beginning, *, with_states: bool = False) -> Iterator[_Step]:
-        """Yield steps endlessly.
+        """Yield the steps after ``begin.first``, endlessly.
 
         Args:
             begin: The starting point.
@@ -252,7 +251,7 @@ class _Reading:
                 _logger.info("re-read %s of %s samples of the training stream", f"{count:,}", f"{total:,}")
 
     def _log_reading_cost(self, step: int) -> None:
-        """Log the cost of reading; raise ConfigError early if a state cannot be saved."""
+        """Warn if resuming or sharding is inefficient; raise ConfigError early if a state cannot be saved."""
         stateful = bool(self.collect_reader_states())
         if not self._speaks:
             return
@@ -282,7 +281,7 @@ class _Reading:
 
 
 def _start_pass(dataset: Iterable[Any], seed: int, count: int, index: int, number: int) -> Iterable[Any]:
-    """Seed the random generators and return shard ``index`` of ``count`` for pass ``number``."""
+    """Seed the random generators for pass ``number``, and return shard ``index`` of ``count``."""
     seed_generators(derive_seed(seed, "pass", number, index), _CPU)
     if isinstance(dataset, ShardedStream) and _num_shards(dataset):
         return dataset.shard(num_shards=count, index=index)
@@ -316,7 +315,7 @@ def _check_alone(dataset: Iterable[Any]) -> None:
 
 @final
 class _Ahead(IterableDataset[Any]):
-    """Yields steps in a separate process, and a WorldsizeError as an item, unchanged."""
+    """Data set for a DataLoader worker: yields steps, and at the end a WorldsizeError if there is one."""
 
     def __init__(self, reading: _Reading, begin: _Beginning) -> None:
         self._reading, self._begin = reading, begin
@@ -324,7 +323,7 @@ class _Ahead(IterableDataset[Any]):
     def __iter__(self) -> Iterator[_Step | WorldsizeError]:
         try:
             yield from self._reading.read_steps(self._begin, with_states=True)
-        except WorldsizeError as error:  # raised here, its message would follow a traceback
+        except WorldsizeError as error:  # if raised here, the DataLoader would wrap it in a traceback
             yield error
 
 

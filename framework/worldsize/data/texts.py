@@ -1,6 +1,6 @@
 """Read documents from text, JSON-lines and Parquet files in parts, and tokenize them.
 
-Tokens are raw bytes or come from a Hugging Face tokenizer. Does not import torch.
+Tokens are raw bytes or come from a Hugging Face tokenizer. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TextFormat:
 
     Attributes:
         field: Field with the text in JSON lines, or column in Parquet files.
-        documents: What counts as one document in a text file: "file" or "line".
+        documents: Whether a document is a whole text file ("file") or each of its lines ("line").
     """
 
     field: str = "text"
@@ -41,7 +41,10 @@ class TextFormat:
 @final
 @dataclass(frozen=True)
 class Span:
-    """A byte range or row groups of an input file; a line belongs to the span it begins in."""
+    """A byte range of an input file, or a range of its Parquet row groups.
+
+    A line belongs to the span that it begins in.
+    """
 
     path: Path
     begin: int
@@ -90,7 +93,7 @@ def input_files(inputs: Sequence[Path]) -> dict[str, Path]:
 
 
 def split_into_spans(path: Path, form: TextFormat, *, size: int) -> Iterator[Span]:
-    """Divide a file into spans of about ``size`` bytes, row groups, or a single document."""
+    """Divide a file into spans: one per row group or whole-file document, otherwise about ``size`` bytes each."""
     total = path.stat().st_size
     if path.suffix in _PARQUET:
         groups = _open_parquet(path).metadata
@@ -230,7 +233,7 @@ def choose_token_dtype(vocabulary: int) -> numpy.dtype[Any]:
 @final
 @dataclass(frozen=True)
 class Tokenizer:
-    """Choice of a tokenizer.
+    """Name of a tokenizer, and the token that ends a document.
 
     Attributes:
         name: "bytes" (UTF-8, 256 token IDs), a tokenizer.json, a folder with a transformers tokenizer, or its name on

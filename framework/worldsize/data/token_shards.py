@@ -1,6 +1,6 @@
 """Token shards for ``worldsize prepare``: create them from pieces, and read manifests.
 
-A piece yields the same shard in any process. Does not import torch.
+A piece yields the same shard in any process. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -31,18 +31,18 @@ from worldsize.data.worker_process import (
 )
 
 Request = tuple[int, int]
-"""A step, counted from 1, and the logical rank whose batch is wanted: a plain tuple, which is pickled the fastest."""
+"""Step (from 1) and logical rank of a batch to load. A plain tuple, since it is the fastest to pickle."""
 
 
 class Fetcher(Protocol):
-    """Interface for loading a request's batch, with the method name that DataLoader calls."""
+    """Loads the batch for a request, in the method that a DataLoader calls with a list of indices."""
 
     def __getitems__(self, request: Request) -> Batch: ...
 
 
 @final
 class _Requests:
-    """Iterable of the requests for steps after ``first``; an end can be set while iterating."""
+    """Iterable of the requests for steps after ``first``; endless until ``last`` is set."""
 
     def __init__(self, first: int, logical_ranks: Sequence[int]) -> None:
         self._first, self._logical_ranks = first, logical_ranks
@@ -58,7 +58,7 @@ class _Requests:
 
 @final
 class WorkerLoader:
-    """Loader of the batches after step ``first`` in worker processes (0: in this process)."""
+    """Loads the batches after step ``first``, in worker processes or, if ``processes`` is 0, in this process."""
 
     def __init__(
         self, fetcher: Fetcher, first: int, logical_ranks: Sequence[int], device: torch.device, processes: int
@@ -90,7 +90,7 @@ class WorkerLoader:
         return own_place() if self._loader is None else describe_worker(self._loader, self._taken, self._stacks)
 
     def set_last_step(self, last: int) -> None:
-        """Set the last step to load; no later batches may have been requested from workers yet."""
+        """Set the last step to load. Call this before any later batch is requested from the workers."""
         self._requests.last = last
 
     def is_at_end(self, step: int) -> bool:

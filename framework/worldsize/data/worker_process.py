@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def worker_context() -> str:
-    """Return the start method of data workers, set in ``multiprocessing``; by default fork.
+    """Return the start method of data workers: the one set in ``multiprocessing``, or fork.
 
     Raises:
         ConfigError: the start method is forkserver, whose workers would outlive the training process.
@@ -76,7 +76,7 @@ def describe_worker(batches: Iterator[Any], number: int, stacks: WorkerStacks | 
 
 
 def kill_workers(batches: Iterator[Any]) -> None:
-    """Kill the workers of an iterator, which may hang; torch would wait seconds for each."""
+    """Kill an iterator's workers, which may be stuck; torch's own shutdown waits seconds for each."""
     if batches._worker_pids_set:  # type: ignore[attr-defined]  # otherwise torch's signal handler reports a failure
         _utils.signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False  # type: ignore[attr-defined]
@@ -110,17 +110,17 @@ def monitor_steps(
 
 
 def begin_worker(parent: int, stacks: WorkerStacks | None, _: int) -> None:
-    """Set up a data worker: exit with ``parent``, ignore signals, and reset read statistics."""
+    """Set up a data worker: exit when process ``parent`` dies, ignore signals, and reset read statistics."""
     COUNTS.reset()
     if stacks is not None:
         stacks.install_signal_handler(find_current_sample)
     die_with_parent(parent)
-    for number in SIGNALS:  # all processes may receive them; workers are needed until training ends
+    for number in SIGNALS:  # a stop signal may be sent to all processes, but workers are needed until training ends
         signal.signal(number, signal.SIG_IGN)
 
 
 def begin_reader(parent: int, stacks: WorkerStacks | None, worker: int) -> None:
-    """Set up a stream's reader process, hiding from the stream that it is a DataLoader worker.
+    """Set up a stream's reader process, and hide from the stream that it is a DataLoader worker.
 
     In a DataLoader worker, even a single one, ``datasets`` shuffles in a different order.
     """

@@ -71,7 +71,7 @@ class ShardCopies:
         self._flight: tuple[Generation, _Buffers, Collective | None] | None = None
         self._layout = layout
         self.is_unused = True
-        """Whether nothing has been taken in this membership."""
+        """Whether no copy has been started in this membership."""
         self._free: list[_Buffers] = []
 
     @property
@@ -81,7 +81,7 @@ class ShardCopies:
         return newest[0] if newest else None
 
     def start_copy(self, state: StateDict, *, step: int, skipped: int, shared: Any = None) -> None:
-        """Copy this rank's shards of the state after ``step``; start sending those it alone holds.
+        """Copy this rank's shards of the state after ``step``; start sending those that no other rank holds.
 
         First waits until the previous generation is complete on all ranks.
         """
@@ -116,9 +116,8 @@ class ShardCopies:
         generation, buffers, work = self._flight
         if work is not None:
             work.wait()
-            start_collective(
-                dist.all_reduce, torch.zeros(1), group=self._group
-            ).wait()  # a barrier: all ranks have their copies
+            # a barrier: afterwards, all ranks have their copies
+            start_collective(dist.all_reduce, torch.zeros(1), group=self._group).wait()
         generation.parts = buffers.all
         before, self._complete, self._flight = self._complete, (generation, buffers), None
         if before is not None and before[1] is not None:
@@ -183,7 +182,7 @@ class ShardRecovery:
         return max((each.step for each in (*self._left, *([newest] if newest else ()))), default=NEWCOMER)
 
     def leave_membership(self) -> None:
-        """Take over the copies of the ended membership, whose groups must still exist.
+        """Keep the copies of the ended membership, whose groups must still exist.
 
         Does not wait for copies in flight. Earlier copies remain if the membership has not made any.
         """
@@ -233,7 +232,7 @@ class ShardRecovery:
             layout=recovery.layout,
             at=self._settings.faults.report_point,
         )
-        self._left = []  # only now, since the next membership needs it if this is interrupted
+        self._left = []  # not earlier: if the recovery is interrupted, the next membership needs these copies
         self._replica = replica
         return replica, replace(state, progress=progress, log=log, saves={})
 
@@ -254,7 +253,7 @@ class ShardRecovery:
     def _progress(self, newest: Recovered, evaluation: int, saved: int | None) -> TrainingProgress:
         """Return the progress after a recovery, given the last evaluated and the last saved step."""
         step, loop = newest.step, self._settings.loop
-        # with a schedule on a metric, repeat the evaluation: the copy was taken before it advanced the schedule
+        # with a schedule on a metric, repeat the evaluation, since the state was copied before the schedule advanced
         is_evaluated = evaluation >= step and self._settings.training.schedule_metric is None
         return TrainingProgress(
             step,
@@ -324,7 +323,7 @@ def receive_state(
 
 
 def _messages(forms: Sequence[_Form]) -> Iterator[list[str]]:
-    """Yield the names of tensors to send in one message; these have the same dtype."""
+    """Group tensors of the same dtype into messages of up to 16 MiB, or of one larger tensor; yield their names."""
     for dtype, same in groupby(sorted(forms, key=lambda form: str(form[1])), key=lambda form: form[1]):
         names, size = list[str](), 0
         for name, _, shape in same:

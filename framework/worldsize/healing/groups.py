@@ -36,7 +36,7 @@ from worldsize.devices import backend_names
 
 @final
 class Meetings:
-    """Creates a store per membership and keeps the newest alive; process groups do not.
+    """Creates a store per membership and keeps the newest alive, since process groups do not keep theirs.
 
     Args:
         place: URL of a folder (on one host), or of a server's address and port.
@@ -112,18 +112,15 @@ class FolderStore(_InterruptibleStore):
         folder.mkdir(exist_ok=True)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write the value of a key."""
         draft = self._folder / f".{os.getpid()}"
         draft.write_bytes(value.encode() if isinstance(value, str) else value)
         draft.replace(self._get_key_path(key))
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
         self.wait([key])
         return self._get_key_path(key).read_bytes()
 
     def add(self, key: str, value: int) -> int:
-        """Add ``value`` to a counter, initially 0; return the sum."""
         with (self._folder / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # also released if this process dies
             total = value + (int(self.get(key)) if self.check([key]) else 0)
@@ -131,7 +128,6 @@ class FolderStore(_InterruptibleStore):
         return total
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ``keys`` have values."""
         return all(self._get_key_path(key).exists() for key in keys)
 
     def _get_key_path(self, key: str) -> Path:
@@ -152,20 +148,16 @@ class PatientStore(_InterruptibleStore):
         self._store = store
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write the value of a key."""
         self._store.set(key, value)  # type: ignore[arg-type] # torch accepts bytes, too
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
         self.wait([key])
         return self._store.get(key)
 
     def add(self, key: str, value: int) -> int:
-        """Add ``value`` to a counter, initially 0; return the sum."""
         return self._store.add(key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ``keys`` have values."""
         return self._store.check([*keys])
 
 
@@ -177,7 +169,7 @@ def rebuild_groups(
     Args:
         world: This process's current World.
         members: Global ranks of the new members.
-        cluster: The cluster.
+        cluster: Its backend and timeout are used.
         store: Rendezvous used only by these members; the caller must keep it alive.
         copies: Whether to create the role's group "copies/", for sending copies of shards between members.
 
@@ -214,7 +206,7 @@ def _forget_meshes() -> None:
     with suppress(ImportError, AttributeError):  # the caches depend on torch's version
         from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, _sharding_prop
 
-        # as torch.distributed.tensor.debug does, whose import is slow
+        # the same calls as in torch.distributed.tensor.debug; importing that module is slow
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
         torch._C._clear_DTensor_sharding_propagator_cache()
         _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
@@ -250,7 +242,7 @@ class Connections:
     def __exit__(self, *_: object) -> None:
         self._own = self._collect_sockets()
         self._before = None
-        if self._is_cut:  # cut in this context, possibly before some sockets existed
+        if self._is_cut:  # cut while in this context: some sockets may have been opened later
             self._is_cut = False
             self.cut_sockets()
 
@@ -350,4 +342,4 @@ def _go_on(works: list[Work]) -> bool:
     return not all(map(Work.is_completed, works))
 
 
-LEFT_GROUPS = LeftGroups()  # exists until this process exits, even after the last membership
+LEFT_GROUPS = LeftGroups()  # global, so that groups of the last membership are kept until this process exits

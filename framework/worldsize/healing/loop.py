@@ -60,7 +60,7 @@ class HealingMember:
         self._run, self._placement, self._channel = run, placement, channel
         self._make_replica, self._begin_training, self._emit = make_replica, begin_training, emit
         self._state = LoopState()
-        self._replica: Replica | None = None  # state after the last step that this process completed
+        self._replica: Replica | None = None  # has the state after the last step that this process completed
         self._meetings = Meetings(
             placement.store, channel.check_membership, timedelta(seconds=settings.cluster.timeout)
         )
@@ -150,7 +150,7 @@ class HealingMember:
     def _join_groups(self, world: World, membership: Membership, connections: Connections) -> tuple[Settings, World]:
         """Join a membership's groups; return its settings and this process's World.
 
-        Excess processes only transfer their shards, and do not belong to any group afterwards.
+        A process in ``membership.waiting`` only sends its shards, and does not belong to any group afterwards.
         """
         if self._shards:
             self._shards.leave_membership()
@@ -212,7 +212,7 @@ def _agree_on_log(log: LogState, world: World) -> LogState:
     last = log.last
     if world.group is not None:
         step = last.step if last else 0
-        # the first element also encodes the rank with the newest step
+        # the first element encodes the newest step and a rank that has it
         ends = torch.tensor([step * world.size + world.rank, -step], device=world.device)
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=world.group)
         newest, oldest = int(ends[0]), -int(ends[1])
@@ -224,8 +224,8 @@ def _agree_on_log(log: LogState, world: World) -> LogState:
 def agree_on_ends(step: int, world: World, progress: TrainingProgress | None, *, has_logged: bool) -> tuple[bool, bool]:
     """Return whether evaluation and save after ``step`` are complete; all ranks must call this.
 
-    Rank 0 must have completed and logged both (``has_logged``). In addition, every rank at this step must have
-    completed the evaluation; it is repeated if an error interrupted it on one rank while others completed it.
+    Each is complete only if rank 0 has completed and logged it (``has_logged``). The evaluation must also be complete
+    on all other ranks that have completed ``step``, since an error may have interrupted it on some of them.
     """
     known = progress if progress is not None and progress.step == step else None
     if world.rank == 0:

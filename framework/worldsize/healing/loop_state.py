@@ -23,7 +23,7 @@ class LogState:
 
     Attributes:
         last: The last logged step.
-        missing: A step that may be missing from the log.
+        missing: On rank 0, a logged step that the log may lack because its writer died; rank 0 then logs it again.
         step: The last step logged in an earlier membership.
         evaluation: The last step with an evaluation logged in an earlier membership.
     """

@@ -56,9 +56,10 @@ class LossPolicy:
     patience: float = 0.0
 
     def may_lose(self, connection: AgentConnection, run: RunDirectory, suffices: Callable[[], bool]) -> bool:
-        """Return whether this host may continue without the connection's host; if not, others do.
+        """Return whether this host may continue without the connection's host; if not, the other hosts take over.
 
-        While ``suffices`` returns False, give the others time to take over, since this host may be disconnected itself.
+        While ``suffices`` returns False, too few hosts respond, so this host may itself be disconnected. It then gives
+        the others time to take over.
         """
         if not self.is_current():
             return False
@@ -73,18 +74,18 @@ class LossPolicy:
 
 
 def is_left_behind(connection: AgentConnection, run: RunDirectory, patience: float) -> bool:
-    """Wait until the first host continues without this one (True), or claim that it is lost.
+    """Return whether the first host continues without this one.
 
-    ``patience`` is the number of seconds of silence after which a host is lost.
+    If the first host does not decide in time, this host claims the first host is lost, and the result is False. After
+    ``patience`` seconds of silence, a host is lost.
     """
     file, deadline = run.get_lost_link_file(connection.name), time.monotonic() + _WAIT * patience
     answers = True
     while True:
         try:
             if file.exists() or time.monotonic() > deadline:
-                return not claim_decision(
-                    file
-                )  # unlike exists(), creation does not depend on an outdated view of the folder
+                # unlike exists(), creation does not depend on an outdated view of the folder
+                return not claim_decision(file)
         except OSError as error:  # retry, since the first host may have decided
             if error.errno in _NO_FILE:
                 return False
@@ -109,7 +110,7 @@ def come_back(run: RunDirectory, join: Callable[[], AgentConnection], patience: 
     Raises:
         FirstHostLostError: the first host died: it has not held the run's lock for ``patience`` seconds.
     """
-    deadline = float("inf")  # starts when the lock is seen; some file systems show a lock only to its own host
+    deadline = float("inf")  # none until the lock is seen: some file systems show a lock only on the host that holds it
     while True:
         if is_over(run):
             return None

@@ -28,7 +28,7 @@ _STARTING = 60.0  # maximum seconds from the fork of a process until it is ready
 _LONGEST = 1 << 20  # maximum bytes per message
 _SETTLED = 3  # at the start of this step of a membership, one-time setup such as DDP's buckets is complete
 _STUCK = 2.0  # seconds without CPU use after which a stopping process counts as stuck
-_BUSY = 0.01  # seconds of CPU time that show that it is not stuck
+_BUSY = 0.01  # seconds of CPU time after which it does not count as stuck
 _WAITS_FOR_PEERS = re.compile(r"(torch|worldsize)\.(?!utils\.data|loop|data|world\.|healing\.groups)")  # module names
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket", re.IGNORECASE
@@ -42,7 +42,7 @@ Message = Mapping[str, Any]
 
 
 class Pipe(Protocol):
-    """A multiprocessing connection, or a similar connection to a process on a remote host."""
+    """Interface of a multiprocessing connection, also implemented by connections to remote hosts."""
 
     @property
     def closed(self) -> bool: ...
@@ -247,7 +247,7 @@ class MembershipChannel:
 
 
 def _waits_for_peers() -> bool:
-    """Return whether the main thread is in torch, or a module here that calls collectives."""
+    """Return whether the main thread is executing torch, or a module of worldsize that calls collectives."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and _WAITS_FOR_PEERS.match(str(frame.f_globals.get("__name__"))) is not None
 
@@ -255,7 +255,8 @@ def _waits_for_peers() -> bool:
 def is_from_gone_peer(error: BaseException) -> bool:
     """Return whether a torch collective raised ``error`` because a peer was lost or silent.
 
-    The launching process does not confirm this, so errors from the program's own connections must not match.
+    Unlike in :meth:`MembershipChannel.has_caused`, the launching process does not confirm this. The pattern is
+    therefore narrower, so that errors from the program's own connections do not match.
     """
     return isinstance(error, RuntimeError) and _GONE_PEER.search(str(error)) is not None
 

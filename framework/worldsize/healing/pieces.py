@@ -24,7 +24,7 @@ _SMALL = 4096  # bytes up to which all holders of a shard copy it, such as an op
 @final
 @dataclass(frozen=True)
 class Place:
-    """A rank's host and data-parallel rank (``part``; None if unique to each rank)."""
+    """A rank's host, and its data-parallel rank ``part`` (None: every rank has its own)."""
 
     host: str
     part: int | None = None
@@ -99,7 +99,7 @@ def _compute_box(tensor: Tensor) -> Box:
 
 
 def slice_box(tensor: Tensor, within: Box, part: Box) -> Tensor:
-    """Return a view of box ``part`` in ``tensor``, which has box ``within`` of the whole."""
+    """Return a view of box ``part`` of a full tensor, where ``tensor`` is its shard with box ``within``."""
     slices = slices_in(part, [begin for begin, _ in within])
     return tensor[slices] if slices else tensor
 
@@ -108,9 +108,9 @@ def slice_box(tensor: Tensor, within: Box, part: Box) -> Tensor:
 class PieceLayout:
     """Assigns shards of the state to the ranks that store them; identical on all ranks.
 
-    Two ranks store each shard, if possible on different hosts and with different data-parallel ranks. If several such
-    ranks hold a shard, two of them, chosen in turn, store it, and nothing is sent; a small shard is stored by all of
-    them. Otherwise, one holder stores the shard and sends a copy to its peer.
+    A rank holds the shards that it trains, and stores copies. Two ranks store each shard, if possible on different
+    hosts and with different data-parallel ranks. If several such ranks hold a shard, two of them store it (chosen in
+    turn; all of them if it is small), and nothing is sent. Otherwise, one holder stores it and sends a copy to a peer.
 
     Args:
         held: The shards that each rank holds.
@@ -119,9 +119,9 @@ class PieceLayout:
 
     def __init__(self, held: Sequence[Held], dtypes: Mapping[str, torch.dtype]) -> None:
         self.dtypes = {name: dtypes[name] for name in sorted(dtypes)}
-        """Those of all tensors of the state, by name."""
+        """Dtypes of all tensors of the state, by name in sorted order."""
         self.placements = build_placements([each.inventory for each in held])
-        """Who holds which parts, the largest first."""
+        """The ranks that hold each shard, largest shards first."""
         self.placements.sort(key=lambda each: (-max(map(elements_in, each.ranks)), each.tensors))
         self._hosts = [each.place.host for each in held]
         self._parts = [rank if each.place.part is None else each.place.part for rank, each in enumerate(held)]
@@ -129,7 +129,7 @@ class PieceLayout:
         self._distance = self._best_distance()
 
     def list_sole(self, rank: int) -> list[Piece]:
-        """Return the shards that ``rank`` alone of their holders stores, and sends to its peer."""
+        """Return the shards that, of their holders, only ``rank`` stores; it sends copies to its peer."""
         return [piece for piece, keepers in self._assign_keepers(rank) if len(keepers) == 1]
 
     def list_shared(self, rank: int) -> list[Piece]:
@@ -179,7 +179,7 @@ class PieceLayout:
             turns += len(placement.tensors)
 
     def _choose_keepers(self, piece: Piece, ranks: Sequence[int], turn: int) -> Sequence[int]:
-        """Return the ranks, of several that hold a shard, that store it."""
+        """Return which of the ``ranks`` that hold a shard store it; ``turn`` spreads the shards over the ranks."""
         if self.count_bytes(piece) <= _SMALL:
             return ranks
         first, following = (ranks[(turn + step) % len(ranks)] for step in (0, 1))
@@ -203,13 +203,13 @@ class PieceLayout:
         return best
 
     def _die_apart(self, ranks: Sequence[int]) -> bool:
-        """Return whether several ranks hold a shard, in different data-parallel ranks if any differ."""
+        """Return whether several ranks hold a shard, and not all in one data-parallel replica if there are several."""
         is_one_part = not self._has_one_part and len({self._parts[rank] for rank in ranks}) == 1
         return len(ranks) > 1 and not is_one_part
 
 
 def _count_shared(distance: int, values_r: Tensor) -> int:
-    """Return the number of ranks with the same value as the rank at ``distance``."""
+    """Return the number of ranks r with the same value as rank (r + ``distance``) mod size."""
     return int(torch.count_nonzero(values_r == values_r.roll(-distance)))
 
 

@@ -1,9 +1,8 @@
 """The distribution of a state's shards over ranks, and the transfers that change it.
 
-The description's size does not grow with (number of tensors) × (number of ranks), since most tensors are placed alike:
-each rank holds the same range of indices (box) of all of them. A rank therefore sends one table per box: one byte per
-tensor, compressed. Tensors that are in the same tables on all ranks form one placement, and the ranks' boxes are listed
-once per placement.
+The description is much smaller than (number of tensors) × (number of ranks), since a rank usually holds the same range
+of indices (box) of most tensors. A rank therefore sends one table per box: one byte per tensor, compressed. Tensors in
+the same tables on all ranks form one placement, and the ranks' boxes are listed once per placement.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Inventory:
 @final
 @dataclass
 class TensorPlacement:
-    """Tensors with the same boxes on the same ranks, as indices of the sorted names."""
+    """Tensors (indices into the sorted names) that have the same boxes on the same ranks."""
 
     tensors: list[int] = field(default_factory=list)
     ranks: dict[Box, list[int]] = field(default_factory=dict)
@@ -79,7 +78,7 @@ def build_inventory(pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype]) 
     places = {name: place for place, name in enumerate(names)}
     tables: dict[tuple[Box, str], bytearray] = {}
     for piece in pieces:
-        # a table per kind, so that few tables differ: with ZeRO, all ranks have all weights but only some moments
+        # a table per part of the state, so that more ranks' tables are equal: ZeRO shards the optimizer, not the model
         kind, _, _ = piece.name.partition("/")
         tables.setdefault((piece.box, kind), bytearray(len(names)))[places[piece.name]] = 1
     state = zlib.crc32("\n".join(f"{name} {dtypes[name]}" for name in names).encode())
@@ -175,7 +174,7 @@ def plan_transfers(
 
 
 def plan_handover(ranks: int, rank: int, kept: Sequence[TensorPlacement], names: Sequence[str]) -> list[Transfer]:
-    """Return ``rank``'s transfers of shards stored on none of the first ``ranks`` ranks."""
+    """Return ``rank``'s transfers to the first ``ranks`` ranks, of shards that none of these stores."""
     transfers = []
     for placement in kept:
         by_turn = _group_by_turn(placement.tensors, ranks)
@@ -194,7 +193,7 @@ def plan_handover(ranks: int, rank: int, kept: Sequence[TensorPlacement], names:
 def _match_placements(
     kept: Sequence[TensorPlacement], needed: Sequence[TensorPlacement]
 ) -> Iterator[tuple[TensorPlacement, int, list[int]]]:
-    """Yield placements in ``kept`` and indices in ``needed``, with the tensors of both."""
+    """Yield (placement in ``kept``, index in ``needed``, common tensors), where there are common tensors."""
     place_of = {tensor: place for place, holders in enumerate(needed) for tensor in holders.tensors}
     for keepers in kept:
         by_place: dict[int, list[int]] = {}

@@ -68,13 +68,13 @@ class Recovered:
     shared: Any
     state: StateDict
     kept: Generation | None
-    """What this rank itself keeps of it."""
+    """The recovered generation as stored by this rank; None if it did not store any of it."""
 
 
 @final
 @dataclass(frozen=True)
 class _Account:
-    """One rank's stored and needed shards; ``facts`` are further values for the others."""
+    """One rank's stored shards (``offers``) and needed shards (``held``), and its values for the other ranks."""
 
     offers: Sequence[_Offer]
     held: Held
@@ -188,7 +188,7 @@ def _create_offers(own: Sequence[Generation]) -> list[_Offer]:
 
 
 def _broadcast_from_first(value: Any, keepers: Sequence[TensorPlacement], group: ProcessGroup | None) -> Any:
-    """Return the plain value from the first rank that stores a shard."""
+    """Return the plain ``value`` of the first rank that stores a shard; all ranks must call this."""
     source = min(min(ranks) for placement in keepers for ranks in placement.ranks.values())
     return broadcast(value, source, group)
 
@@ -226,7 +226,7 @@ def _split_transfer(transfer: Transfer, most: int) -> Iterator[Transfer]:
 
 @final
 class _PieceExchange:
-    """Copies and sends shards from ``parts`` (stored here) to ``targets`` (needed here)."""
+    """Transfers shards between ranks: from ``parts``, which this rank stores, and into ``targets``, which it needs."""
 
     def __init__(
         self, group: ProcessGroup | None, targets: Mapping[Piece, Tensor], parts: Mapping[Piece, Tensor]

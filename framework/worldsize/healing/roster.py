@@ -10,7 +10,7 @@ from typing import final
 from worldsize.core import MembershipRecord
 from worldsize.healing.membership import NEWCOMER, Membership, Message
 
-_MOST_REPEATS = 3  # equal memberships (members and first step) after which the program itself must be failing
+_MOST_REPEATS = 3  # after this many equal memberships (members and first step), the program itself must be failing
 
 
 @final
@@ -42,17 +42,17 @@ class Roster:
     together: int = 1
     node_of: Callable[[int], int] = lambda rank: 0
     number: int = 0
-    """Number of the present membership, or of the last one; 0: none has begun."""
+    """Number of the current or last membership; 0: none has begun."""
     records: list[MembershipRecord] = field(default_factory=list)
     target: int = 0
-    """Number of processes that are to train."""
+    """Desired number of training processes."""
     asked: dict[int, str] = field(default_factory=dict)
-    """Who has asked for each process that is to join or to leave on request."""
+    """Source of the request, "workers" or "autoscale", for each process requested to join or leave."""
     _stopped: dict[int, int] = field(default_factory=dict)  # steps of the processes that wait for a membership
     _leaving: set[int] = field(default_factory=set)
     _running: list[int] = field(default_factory=list)  # processes that must stop before the next membership
     _begun: dict[int, bool] = field(default_factory=dict)  # members that train: whether they trained a few steps
-    _lost: dict[int, str] = field(default_factory=dict)  # reasons of deaths since the membership started
+    _lost: dict[int, str] = field(default_factory=dict)  # causes of death since the membership started
     _is_complete: bool = False  # whether a member has finished, so that all have completed all steps
     _ended: float = 0.0  # monotonic time at which the last membership was stopped
     _since: float | None = field(default_factory=time.monotonic)  # time of a pending stop; None while training
@@ -62,7 +62,7 @@ class Roster:
         self._running = list(self.members)
 
     def apply_message(self, rank: int, message: Message) -> None:
-        """Handle a message from a process."""
+        """Handle a message from process ``rank``, as sent by its :class:`MembershipChannel`."""
         match message:
             case {"stopped": int()} if rank not in self.members and (self._is_complete or rank in self._leaving):
                 self._send_off(rank)
@@ -77,7 +77,7 @@ class Roster:
                 self._stop_membership()
             case {"began": int(number), "first": int(first)} if number == self.number:
                 self._begun[rank] = False
-                self.records[-1]["first"] = first  # before all members' own steps if shards of these were lost
+                self.records[-1]["first"] = first  # may precede the members' last steps, if shards of these were lost
                 if self.records[-1]["began"] is None and self._begun.keys() >= set(self.members):
                     self.records[-1]["began"] = self.records[-1]["ended"] + time.monotonic() - self._ended
             case {"trained": int(number)} if number == self.number:
@@ -96,7 +96,7 @@ class Roster:
         self._start_membership()
 
     def remove_rank(self, rank: int) -> None:
-        """Continue without a process, which exits when it learns that it is no longer a member."""
+        """Continue without a process, as requested; it exits when the next membership does not include it."""
         self.target -= 1
         self._leaving.add(rank)
         if rank in self._stopped and rank not in self.members:
@@ -184,7 +184,7 @@ class Roster:
         if members:
             self.records.append(_create_record(membership, self._leaving.intersection(self._stopped), ended))
         spares = set() if self._is_complete else self._stopped.keys() - {*self.members, *members, *waiting}
-        for rank in self._stopped.keys() - spares:  # leaving processes find themselves missing
+        for rank in self._stopped.keys() - spares:  # a leaving process exits, since it is not among the members
             self.tell(rank, membership.to_message())
         self._leaving.difference_update(self._stopped)
         self._stopped = {rank: step for rank, step in self._stopped.items() if rank in spares}
@@ -193,7 +193,7 @@ class Roster:
 
 
 def _split_groups(ranks: Sequence[int], size: int, node_of: Callable[[int], int]) -> list[list[int]]:
-    """Split ranks into full groups of ``size`` on one host, in the order of completion."""
+    """Split ranks into groups of ``size`` on one host, omitting incomplete ones, in the order of completion."""
     full, begun = list[list[int]](), dict[int, list[int]]()
     for rank in ranks:
         group = begun.setdefault(node_of(rank), [])

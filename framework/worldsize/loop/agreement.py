@@ -23,10 +23,10 @@ class Wishes(NamedTuple):
 
 @final
 class Agreement:
-    """All-reduces the ranks' requests to stop or save in the background of a step.
+    """All-reduces the ranks' requests to stop or save, in the background of a step.
 
-    It does so about twice a second, and at least 20 times in a run of ``steps``. The number of steps between two
-    exchanges is derived from values that all ranks share, so that all ranks exchange at the same steps.
+    The ranks exchange requests about twice a second, and at least 20 times in a run of ``steps``. They compute the
+    number of steps between two exchanges from shared values, so that they exchange at the same steps.
     """
 
     def __init__(self, world: World, wishes: Callable[[], Wishes], *, steps: int) -> None:

@@ -19,13 +19,12 @@ from worldsize.core.sections import WeightAverage
 class AveragedReplica(Replica):
     """Trains ``inner``, and averages this rank's shard of the weights after each step, without communication.
 
-    Like ``update_parameters`` of torch's AveragedModel at the end of a training step, it averages all weights,
-    including those that the step did not change. A step whose updates were all skipped does not count.
+    Like torch.optim.swa_utils.AveragedModel, it averages all weights, including those that the step did not change,
+    and the first averaging copies the weights. A step whose updates were all skipped does not count.
 
-    The average has float32 precision, or the weights' precision if higher. The first averaging copies the weights,
-    like torch.optim.swa_utils.AveragedModel. Buffers and frozen parameters are not averaged. In addition to the keys
-    of ``inner``, the state has a key ``ema`` with the averaged ``weights``, by the model's names, and the number of
-    ``updates``.
+    The average has float32 precision, or the weights' precision if higher. Buffers and frozen parameters are not
+    averaged. In addition to the keys of ``inner``, the state has a key ``ema`` with the averaged ``weights``, by the
+    model's names, and the number of ``updates``.
     """
 
     def __init__(self, inner: Replica, average: WeightAverage) -> None:

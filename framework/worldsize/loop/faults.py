@@ -1,6 +1,6 @@
 """Injects configured faults, so that users can rehearse failures on their own cluster.
 
-train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
+    train.py 'faults=[{action: kill, rank: 1, step: 7}, {action: raise, point: "checkpoint:after-shards", step: 20}]'
 
 Points: checkpoint:begin, checkpoint:in-shard, checkpoint:after-shard, checkpoint:after-shards,
 checkpoint:after-manifest, checkpoint:after-complete, checkpoint:after-rename, retention:begin,
@@ -118,17 +118,16 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
 class Fault:
     """One fault: what happens, in which process, and when.
 
-    Without ``point`` it happens at the start of ``step``; with ``point``, the first time that the point is reached in
-    or after ``step``. Action "slow" repeats; its default point is "step:compute".
+    Without ``point``, it happens at the start of ``step``. With ``point``, it happens when the process first reaches
+    that point in or after ``step``. Action "slow" repeats; its default point is "step:compute".
     """
 
     action: str
     rank: Annotated[int | None, Range(least=0)] = 0  # None: every rank
     step: Annotated[int | None, Range(least=0)] = None  # None: every step
     point: str | None = None
-    attempt: Annotated[int | None, Range(least=1)] = (
-        1  # attempt of the run, or of a process that restarts individually; None: all attempts
-    )
+    # attempt of the run, or of a process that restarts individually; None: all attempts
+    attempt: Annotated[int | None, Range(least=1)] = 1
     seconds: Annotated[float, GRACE] = 3600.0  # duration of the actions "sleep" and "slow"
 
 

@@ -45,8 +45,8 @@ class LoopConfig:
     save_every: int = 0  # 0: never, except as set by save_at_end
     save_at_end: bool = False
     keeps_best: bool = False  # whether the best checkpoint is kept, judged by the metrics of its step
-    logical_ranks: int | None = None  # total number, if some ranks have one less than others
-    parts: Sequence[int] | None = None  # with logical_ranks: one rank per data-parallel replica, in order; None: all
+    logical_ranks: int | None = None  # total number, if some ranks have one less than others; None: equal
+    parts: Sequence[int] | None = None  # one rank per data-parallel replica, in order; None: each rank is a replica
     logs_first: bool = False  # whether ranks exchange a step's log before its update, so that no process can lose it
     stop_on_nonfinite: bool = True  # whether a NaN or infinite loss ends the run with an error
 
@@ -81,13 +81,13 @@ class LoopConfig:
 @final
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The progress of training."""
+    """The number of completed steps, and whether the work due after the last one is done."""
 
     step: int = 0  # number of completed steps
     skipped: int = 0  # number of completed steps with a skipped update (nonfinite=skip)
     evaluated: bool = True  # whether the evaluation due after the last step is done
     saved: bool = True  # whether the save due after the last step is done
-    stopped_early: str | None = None  # why the run was complete before its last step
+    stopped_early: str | None = None  # why training ended before its last step; None if it did not
     # this process's sums of training metrics since the last logged step, by name: float64 (logical ranks, 2)
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     shared: Any = None  # result of LoopCallbacks.share in the last completed step
@@ -193,7 +193,7 @@ class _Loop:
                 reason = self._callbacks.ends_early() if step < config.steps else None
             agreed = self._agreement.exchange_wishes(step)
             stops = agreed.stop and step < config.steps
-            overdue = agreed.save and saved < step - 1  # otherwise the request predates that save
+            overdue = agreed.save and saved < step - 1  # otherwise the ranks requested it before the last save
             if reason is not None:
                 return self._end_early(step, reason)
             if stops:

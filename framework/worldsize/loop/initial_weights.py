@@ -122,7 +122,7 @@ def build_empty_model(recipe: Recipe) -> nn.Module:
     try:
         with keep_generators(), torch.device("meta"):
             return recipe.model()
-    except Exception:  # any exception, since recipes are user code, which may e.g. read values of its weights
+    except Exception:  # any exception: recipes are user code, which may e.g. read values of its weights
         # imports half of torch.distributed, which a launching process does not need
         from worldsize.strategies.deferred.model import DeferredModel
 

@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 class TrainingMetrics:
     """Accumulates metrics per logical rank, so that the sums are the same at any world size.
 
-    Restored sums are dropped, with a warning, if the first added step has metrics with different names. If names may
-    differ from step to step, the sums are kept and include the names of every step since the last logged step.
+    Restored sums are dropped, with a warning, if the metrics of the first added step have different names. If names may
+    differ from step to step, restored sums are kept, and new names are added to them.
 
     Attributes:
         sums: Sums and counts since the last logged step, by name: float64 (local micro-batches, 2).
@@ -113,9 +113,12 @@ def compute_means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
 
 
 def count_missing_ranks(own: int, parts: int, logical_ranks: int | None) -> int:
-    """Return the difference between ``own`` and the maximum number of logical ranks per data-parallel replica.
+    """Return how many fewer logical ranks than others a replica has, to pad its values: 0 or 1.
 
-    ``parts``: number of data-parallel replicas. ``logical_ranks``: total number; None: all replicas have equally many.
+    Args:
+        own: Number of its logical ranks.
+        parts: Number of data-parallel replicas.
+        logical_ranks: Total number of logical ranks; None: all replicas have equally many.
     """
     return 0 if logical_ranks is None else -(-logical_ranks // parts) - own
 
@@ -128,7 +131,7 @@ def gather_by_logical_rank(
     logical_ranks: int | None = None,
     parts: int | None = None,
 ) -> dict[str, list[list[float]]]:
-    """Gather the sums and counts of all logical ranks, in order; every rank must call it.
+    """Gather each metric's [sum, count] of all logical ranks, in order of rank; every rank must call this.
 
     Args:
         sums: Sums and counts of this process by name: (local logical ranks, 2).

@@ -32,7 +32,7 @@ class LogWindow:
     batch_size: int
     timer: StepTimer | None
     metrics: TrainingMetrics
-    logical_ranks: int | None = None  # total number, if some ranks have one less than others; None: all equally many
+    logical_ranks: int | None = None  # total number, if some ranks have one less than others; None: equal
     parts: Sequence[int] | None = None  # one rank per data-parallel replica, in order; None: each rank is a replica
     _losses: list[Sequence[Tensor]] = field(default_factory=list)
     _waited: float = 0.0  # seconds spent waiting for data
@@ -51,7 +51,7 @@ class LogWindow:
             self.timer.start_step(data=seconds)
 
     def add_losses(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False) -> None:
-        """Add the losses (scalars) and metrics (micro-batches, 2) of the step; its update may follow."""
+        """Add the step's losses (scalars) and metrics (micro-batches, 2), before or after its update."""
         self._losses.append(losses)
         self.metrics.add(metrics, occasional=occasional)
 
@@ -75,7 +75,7 @@ class LogWindow:
     def close(self, step: int, facts: Mapping[str, Any]) -> LoggedStep:
         """Start to gather the window's measurements from all ranks, and open the next window.
 
-        If the update of the current step is still to come, its time breakdown is not included.
+        Before the update of the current step, the time breakdown of this step is not included.
         """
         elapsed = time.perf_counter() - self._opened
         steps = len(self._losses)
@@ -164,7 +164,7 @@ class LoggedStep:
         return StepDone(
             step=self.step,
             samples=self.step * self.batch_size,
-            # logical ranks are dealt to replicas in rounds, the last of which may be incomplete
+            # logical ranks are dealt to replicas in rounds; the last round may be incomplete
             loss=_compute_logged_loss(
                 nonfinite_p2.tolist(), losses_pb[parts].T.flatten()[: self.logical_ranks].tolist()
             ),
@@ -185,7 +185,7 @@ class LoggedStep:
 
 
 def _first_nonfinite(losses_sb: Tensor) -> Tensor:
-    """Return the loss sum and the index of the first step with a NaN or infinite sum, or of step 0 if there is none."""
+    """Return (loss sum, index) of the window's first step with a NaN or infinite sum; of step 0 if all are finite."""
     sums_s = losses_sb.sum(1)
     first = sums_s.isfinite().logical_not_().byte().argmax(0, keepdim=True)
     return torch.cat([sums_s.gather(0, first), first])

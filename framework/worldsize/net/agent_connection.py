@@ -1,8 +1,8 @@
 """Admits host agents at a port open to the network, and connects them.
 
 Connections of authenticated agents carry heartbeats. Reads from untrusted peers are limited in bytes and time, and the
-log of refusals is sampled. :class:`Mailbox` is a queue between threads that an event loop can wait for
-together with files. This module does not import torch.
+log of refusals is sampled. :class:`Mailbox` is a queue between threads with a file descriptor, so that an event loop
+can wait for it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Candidate:
         self._received = bytearray()
 
     def advance_handshake(self) -> Admitted | None:
-        """Process received bytes; return the agent once authenticated. Raises OSError."""
+        """Process received bytes; return the agent once authenticated. Raises OSError if it is refused or lost."""
         with suppress(BlockingIOError):
             data = self.connection.recv(self._turn.receive - len(self._received))
             if not data:
@@ -173,12 +173,12 @@ class AgentConnection:
         return self._seal.name
 
     def send(self, **message: Any) -> None:
-        """Send one message; an empty one is a heartbeat. Raises OSError."""
+        """Send one message; without arguments, a heartbeat. Raises OSError if the connection is lost."""
         with self._sending:
             self._connection.sendall(self._seal.seal_message(message))
 
     def receive(self) -> Message:
-        """Return the next message, skipping heartbeats. Raises OSError."""
+        """Return the next message, skipping heartbeats. Raises OSError if the connection is lost or silent."""
         while True:
             deadline = time.monotonic() + self._patience
             head = receive_exactly(self._connection, LENGTH.size, deadline=deadline)
@@ -252,7 +252,7 @@ def receive_exactly(connection: socket.socket, count: int, *, deadline: float) -
 
 
 def receive_line(connection: socket.socket, *, at_most: int, deadline: float) -> bytes:
-    """Receive a line before ``deadline`` (monotonic seconds); further bytes may be lost.
+    """Receive a line before ``deadline`` (monotonic seconds); bytes after it may be received and dropped.
 
     Raises:
         OSError: the line did not arrive in time or is longer than ``at_most`` bytes, or the peer disconnected.

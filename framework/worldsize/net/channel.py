@@ -37,7 +37,7 @@ from worldsize.net.frames import (
 )
 
 _BUFFERS = 512  # buffers per system call; the kernel accepts at most 1024
-_JOINED = 1 << 14  # bytes; smaller buffers are joined for TLS, since each record needs a call
+_JOINED = 1 << 14  # bytes; smaller buffers are joined for TLS, since each send is a separate record
 
 
 class LostError(ConnectionError):
@@ -156,9 +156,8 @@ class Channel:
     def receive_into(self, parts: Sequence[memoryview], *, deadline: float = math.inf) -> None:
         """Receive a payload into the buffers ``parts`` of the same total size. Raises LostError.
 
-        The payload must be complete by about ``deadline``, in seconds of ``time.perf_counter()``.
-
         Check the header first (:meth:`Header.require_payload`), so that a peer cannot choose the size of the payload.
+        The payload must be complete by about ``deadline``, in seconds of ``time.perf_counter()``.
         """
         rest = [part for part in parts if part.nbytes]
         try:

@@ -51,7 +51,7 @@ class Credentials:
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # connect() compares the process's name instead
+        context.check_hostname = False  # connect_channel compares the process's name instead
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(self._authority)
         context.load_cert_chain(self._certificate, self._key)

@@ -42,7 +42,7 @@ LAYOUT = Struct("<4sBBBx7QQ4Q")  # magic, operation, dtype, dimensions, fields, 
 HEADER_BYTES = LAYOUT.size
 DTYPES = (torch.uint8, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 MAX_DIMENSIONS = 4
-MAX_PAYLOAD_BYTES = 1 << 42  # a larger size must be an error
+MAX_PAYLOAD_BYTES = 1 << 42  # a frame that announces more is refused
 MAX_MESSAGE_BYTES = 1 << 24
 NO_FIELDS = (0,) * 7
 FIRST_OWN_OPERATION = 32
@@ -50,7 +50,7 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class RefusedError(WorldsizeError):
-    """The receiver refused a peer, or refused a frame without any effect."""
+    """A peer, or one of its frames, was refused; a refused frame has had no effect."""
 
 
 class CommonOperation(IntEnum):

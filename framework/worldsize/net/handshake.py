@@ -4,7 +4,7 @@
     leader to follower:  the leader's nonce, the leader's proof
     follower to leader:  the follower's proof
     follower to leader:  a message with its host's facts
-    leader to follower:  a message that confirms admission; a follower that is turned away before may try again
+    leader to follower:  a message that confirms admission; until it arrives, the follower may try again
 
 A proof is an HMAC-SHA256 with the run's key over the proving role, the run's ID, the follower's node rank and both
 nonces. A proof for one role, node or connection is therefore invalid for any other. Later messages carry tags made with
@@ -78,7 +78,7 @@ class MessageSeal:
         return sealed
 
     def bytes_after(self, head: bytes) -> int:
-        """Return the number of bytes after the length ``head``. Raises NotOfThisRunError."""
+        """Return the number of bytes that follow the length prefix ``head``. Raises NotOfThisRunError if too large."""
         (length,) = LENGTH.unpack(head)
         if length > LONGEST:
             raise NotOfThisRunError(f"a message of {length} bytes is too long (maximum {LONGEST})")

@@ -25,7 +25,7 @@ def sign_authority(folder: Path, name: str) -> None:
 
 
 def sign_process(folder: Path, name: str, *, authority: str) -> None:
-    """Write a process's key, and its certificate signed by ``authority``. Raises ConfigError."""
+    """Write a process's key, and its certificate signed by ``authority``. Raises ConfigError without its key."""
     authority_key = _read_key(folder / f"{authority}.key")
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
@@ -36,14 +36,13 @@ def sign_process(folder: Path, name: str, *, authority: str) -> None:
 
 
 def get_signing_time() -> datetime:
-    """Return the signing time for a certificate."""
+    """Return the current time; a function, so that tests can shift the validity of certificates."""
     return datetime.now(UTC)
 
 
 def _build_certificate(
     name: str, issuer: str, key: ec.EllipticCurvePublicKey, *, is_authority: bool
 ) -> x509.CertificateBuilder:
-    """Build an unsigned certificate."""
     begins = get_signing_time() - EARLIER
     return (
         x509.CertificateBuilder()

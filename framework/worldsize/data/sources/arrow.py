@@ -30,8 +30,8 @@ from worldsize.errors import neighbours
 from worldsize.strict_json import LARGEST, parse_strict_json
 
 _OPEN = 64  # maximum number of open files per process
-_FOOTED = b"ARROW1"  # magic bytes of the file format: a stream from byte 8 on, followed by a footer
-_FIRST = 8
+_FOOTED = b"ARROW1"  # magic bytes of the file format: a stream with a footer
+_FIRST = 8  # first byte of the stream in the file format
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,6 @@ class _Messages:
 
 
 def _map_file(file: LocalFile) -> tuple[Opened, Any]:
-    """Open and memory-map a file."""
     try:
         opened = file.open_descriptor()
         _check_size(opened, file)

@@ -1,4 +1,4 @@
-"""Tokenized documents from ``worldsize prepare``, in windows or packed.
+"""Tokenized documents from ``worldsize prepare``, cut into windows or packed into samples.
 
 A sample is a mapping with ``tokens`` and ``documents`` (the document index of each token), both int64 [length + 1].
 Documents are counted from 0 within a sample, and padding has index -1. :func:`next_tokens` converts a batch to inputs
@@ -216,7 +216,7 @@ def _read_blocks(bounds: Vector) -> Iterator[Numbers]:
 
 
 IGNORED = -100
-"""The target that ``cross_entropy`` leaves out."""
+"""Target that the loss ignores: the default ``ignore_index`` of torch's ``cross_entropy``."""
 
 Int64Array = NDArray[numpy.int64]
 

@@ -26,7 +26,7 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "pgm", "tif", "tiff
 
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""The formats of images that are decoded. Pillow has decoders of many more, which few data need and few people test."""
+"""Image formats to decode by default. Pillow's other decoders are rarely needed and less well tested."""
 
 
 def decode_image(data: bytes, formats: Sequence[str] = FORMATS) -> Image.Image:

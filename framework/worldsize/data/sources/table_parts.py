@@ -14,13 +14,13 @@ from worldsize.errors import require
 Array = NDArray[Any]
 Table = Any  # pyarrow's Table or RecordBatch
 FEW = 16
-"""So many rows of one part are taken one by one, in less time than it takes to gather them."""
+"""Number of rows of a part from which gathering them is faster than taking them one by one."""
 
 _KEPT = 1024  # maximum number of cached parts per process, even if they are memory-mapped
 
 
 def import_arrow() -> Any:
-    """Import pyarrow lazily, since it is an extra and slow to import."""
+    """Import pyarrow on first use, since it is an optional dependency and slow to import."""
     try:
         import pyarrow
         import pyarrow.ipc

@@ -68,7 +68,7 @@ class TableSource(IndexedSource):
 
     @property
     def kind(self) -> str:
-        kind = f"{type(self).__name__}-1 columns={self.columns}"  # indexing checks that they exist
+        kind = f"{type(self).__name__}-1 columns={self.columns}"  # indexing checks that the columns exist
         if self.length_column is None:
             return kind
         return f"{kind} length_column={self.length_column} on_error={self.on_error}"
@@ -136,7 +136,7 @@ class TableSource(IndexedSource):
         return TableReader(self.index, self.keep, lambda row, *place: self.read_part(self.get_row_file(row), *place))
 
     def record_access(self, file: ByteFile, size: int) -> None:
-        """Hook before about ``size`` bytes of rows are extracted from read or mapped parts.
+        """Hook that is called before about ``size`` bytes of rows are taken from parts of ``file``.
 
         Raises:
             SampleError: the file has changed.

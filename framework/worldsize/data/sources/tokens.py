@@ -99,7 +99,7 @@ class TokenFiles(FileSource):
 
     @cached_property
     def files(self) -> Sequence[ByteFile]:
-        """The token files."""
+        """The token files, without files of document boundaries."""
         files = [file for file in self.listed if not file_name(file).startswith("documents_")]
         if not files:
             raise ConfigError(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _WHOLE = 4 << 20  # bytes; the digest of a larger file covers only its size and samples of its content
-_PARTS, _PART = 16, 16 << 10
+_PARTS, _PART = 16, 16 << 10  # number of these samples, and bytes of each
 _SECRETS = re.compile(r"://[^/@\s]*@|\?\S*")
 _OPEN = 128  # maximum number of open files per process
 _THREADS = 16  # must be less than _OPEN
@@ -59,7 +59,7 @@ class ByteFile(ABC):
     def _read_bytes(self, start: int, stop: int) -> bytes: ...
 
     def _read_once(self, start: int, stop: int) -> bytes:
-        """Read bytes for isolated access, without reading ahead."""
+        """Read bytes like :meth:`_read_bytes`, but without fetching the bytes around them."""
         return self._read_bytes(start, stop)
 
     def read(self, start: int, stop: int) -> bytes:
@@ -249,4 +249,4 @@ class ReadCounts:
 
 
 COUNTS = ReadCounts()
-"""Counts of this process and its data workers since it began."""
+"""Counts of this process and its data workers since the process started."""

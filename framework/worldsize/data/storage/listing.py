@@ -55,7 +55,7 @@ def local_path(path: str) -> Path:
         raise ConfigError("data.path is empty. Set it to a file, folder or pattern.")
     try:
         return Path(plain).expanduser().absolute()
-    except RuntimeError as error:  # ~USER
+    except RuntimeError as error:  # unknown user
         raise create_open_error(path, str(error)) from None
 
 
