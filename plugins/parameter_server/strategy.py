@@ -194,7 +194,7 @@ class ParameterServer(Strategy):
         model, tables = build_linked_model(recipe, _row_rule(self), cache_rows=self.cache_rows)
         plan = planner.create_plans(recipe, TrainState.from_recipe(recipe, model))[ONE_UPDATE]
         dialer = self._group.create_dialer(f"worker-{context.world.rank}", context)
-        options = WorkerOptions(self.bound == 0, staleness=self.staleness)
+        options = WorkerOptions(self.bound == 0, staleness=self.staleness, ordered=self.reduce == "ordered")
         Worker(recipe, context, dialer, plan, options, model=model, tables=tables).run(self.lease)
         return None
 

@@ -20,6 +20,7 @@ from worldsize.core import ConfigError, Recipe, RunContext, StopFlag
 from worldsize.net.channel import Channel, LostError
 from worldsize.net.frames import CommonOperation, Header, RefusedError
 from worldsize.net.registry import Dialer, EndedError
+from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.loss_watch import LossWatch
 from worldsize.strategies.model_replica import autocast, collect_metrics
 
@@ -127,7 +128,9 @@ class WorkerHeartbeat:
         self._ended.set()
 
 
-def evaluate_part(recipe: Recipe, model: nn.Module, context: RunContext, task: Mapping[str, Any]) -> dict[str, Any]:
+def evaluate_part(
+    recipe: Recipe, model: nn.Module, context: RunContext, task: Mapping[str, Any], streams: LayerStreams
+) -> dict[str, Any]:
     """Evaluate the split's part assigned by ``task``; return the fields of the message TICK.
 
     Args:
@@ -135,11 +138,11 @@ def evaluate_part(recipe: Recipe, model: nn.Module, context: RunContext, task: M
         model: The recipe's model, with the weights to evaluate.
         context: The context of the run.
         task: The fields of the message TASK.
+        streams: The random streams of this worker.
     """
-    device = context.world.device
     batches = context.data.evaluation(task["split"], task["step"], task["part"], task["parts"])
-    with autocast(device, context.numerics.precision):
-        collector = collect_metrics(recipe, model, batches, device=device)
+    with autocast(streams.device, context.numerics.precision):
+        collector = collect_metrics(recipe, model, batches, streams=streams)
     sums_by_index = {
         i: {name: [float(a), float(b)] for name, (a, b) in each.items()} for i, each in collector.sums.items()
     }

@@ -21,6 +21,7 @@ from worldsize.core import ConfigError, Recipe, RunContext
 from worldsize.net.registry import Dialer
 from worldsize.optimizers.groups import get_trainable_parameters
 from worldsize.strategies.gradient_reducer import Presence, pop_gradients
+from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.model_replica import ModelFlags, autocast
@@ -55,6 +56,7 @@ class UpdateWorker:
         self._recipe, self._context, self._dialer = recipe, context, dialer
         self._model, self._parts = train_state.model, train_state.parts
         prepare_passes(recipe, self._model, context.numerics, context.world.device)
+        self._streams = LayerStreams(recipe, self._model, context.world.device, by_layer=False)
         self._parameters = parameters_by_optimizer(train_state)
         self._unowned = UnownedWeights(self._model)
         self._watch = create_worker_watch(self._model, context)
@@ -97,7 +99,7 @@ class UpdateWorker:
         self._pulled.clear()
         for dense in self._dense.values():
             dense.pull_weights(0)
-        return evaluate_part(self._recipe, self._model, self._context, task)
+        return evaluate_part(self._recipe, self._model, self._context, task, self._streams)
 
     def _run_unit(self, task: Task) -> Generator[dict[str, Any], None, None]:
         """Compute a unit; yield the TICK fields of each update, and finally of the unit."""

@@ -24,8 +24,8 @@ from worldsize.collectives.ordered import PartialSums
 from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import LossOutput, Recipe, RunContext
 from worldsize.net.registry import Dialer
-from worldsize.seeds import seed_generators
 from worldsize.strategies.gradient_reducer import Presence, clip_factor, pop_gradients
+from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.loss_record import LossRecord, mean_loss, trainable
 from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.model_replica import autocast
@@ -42,10 +42,12 @@ class WorkerOptions:
     Attributes:
         synchronous: Whether the gradients of a step are combined into one update.
         staleness: Number of steps that the worker's weights may be behind.
+        ordered: Whether sums over logical ranks have a fixed order.
     """
 
     synchronous: bool
     staleness: int = 0
+    ordered: bool = False
 
 
 @final
@@ -77,6 +79,7 @@ class Worker:
         self._recipe, self._context, self._dialer, self._options = recipe, context, dialer, options
         self._model = model.to(context.world.device)
         prepare_passes(recipe, self._model, context.numerics, context.world.device)
+        self._streams = LayerStreams(recipe, self._model, context.world.device, by_layer=options.ordered)
         self._remotes = list(find_remote_tables(self._model))
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._unowned = UnownedWeights(self._model)
@@ -152,7 +155,7 @@ class Worker:
 
     def _backward(self, batch: Any) -> LossRecord:
         device = self._context.world.device
-        seed_generators(batch.seed, device)
+        self._streams.begin(batch.seed)
         with autocast(device, self._context.numerics.precision), self._watch.watching():
             output = LossOutput.from_loss(self._recipe.micro_batch_loss(self._model, batch))
         total, record = trainable(output)
@@ -177,7 +180,7 @@ class Worker:
     def _evaluate(self, task: Mapping[str, Any]) -> dict[str, Any]:
         self._pull_weights(0)
         self._tables.oldest = None
-        return evaluate_part(self._recipe, self._model, self._context, task)
+        return evaluate_part(self._recipe, self._model, self._context, task, self._streams)
 
 
 Push = Callable[[BucketKey, Mapping[str, Tensor | None]], None]  # a bucket, and its gradients by parameter name

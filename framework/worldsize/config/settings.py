@@ -37,6 +37,7 @@ from worldsize.config.shape import (
     check_precision,
     check_reduce,
     check_remembers,
+    check_slices,
 )
 from worldsize.core import (
     Autoscaler,
@@ -250,6 +251,7 @@ def _numerics(objects: Objects, strategy: Strategy, cluster: Cluster, *, exact: 
     strategy.check_numerics(numerics)
     check_precision(numerics, strategy)
     check_compiles(numerics, strategy, exact=exact)
+    check_slices(numerics, exact=exact)
     check_device(numerics, cluster, exact=exact)
     check_activations(numerics, strategy, cluster)
     return numerics

@@ -172,6 +172,25 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
         )
 
 
+def check_slices(numerics: Numerics, *, exact: str | None) -> None:
+    """Raise ConfigError for logical slices in a mode that does not need them, or with compiled passes.
+
+    ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
+    """
+    if numerics.logical_tensor == 1:
+        return
+    if exact != "elastic":
+        raise ConfigError(
+            f"logical_tensor={numerics.logical_tensor} requires reproducibility=elastic: other modes do not keep the "
+            "same bits at each strategy.tensor. Set reproducibility=elastic, or logical_tensor=1."
+        )
+    if numerics.compile:
+        raise ConfigError(
+            f"compile=true is not supported with logical_tensor={numerics.logical_tensor}: compiled code may round the "
+            "features of a slice differently at each strategy.tensor. Set compile=false, or logical_tensor=1."
+        )
+
+
 def check_precision(numerics: Numerics, strategy: Strategy) -> None:
     """Raise ConfigError if the precision needs loss scaling, but ``strategy`` does not support it."""
     if numerics.policy.scales_loss and "loss_scale" not in strategy.supports:

@@ -57,6 +57,8 @@ class Numerics:
         activation_checkpointing: Activations of a block that are recomputed in the backward pass instead of stored:
             all ("full"), or all except the results of matrix products and attention ("selective").
         activation_offload: Whether to keep activations in host memory until the backward pass.
+        logical_tensor: Number of slices, a power of two, in which layers of the recipe's tensor plan are computed; the
+            same bits at each ``strategy.tensor`` that divides it. 1: whole layers.
     """
 
     precision: PrecisionName = "fp32"
@@ -66,6 +68,7 @@ class Numerics:
     compile_mode: CompileMode = "default"
     activation_checkpointing: ActivationCheckpointing = "none"
     activation_offload: bool = False
+    logical_tensor: Annotated[int, Range(least=1, most=4096)] = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -76,6 +79,17 @@ class Numerics:
             raise ConfigError(
                 "activation_offload=true is not supported with activation_checkpointing=selective. "
                 "Set activation_checkpointing=full or none."
+            )
+        if self.logical_tensor & (self.logical_tensor - 1):
+            power = 1 << self.logical_tensor.bit_length()
+            raise ConfigError(
+                f"logical_tensor={self.logical_tensor} must be a power of two, so that slices are summed in pairs. Set "
+                f"{power // 2} or {power}."
+            )
+        if self.logical_tensor > 1 and self.policy.has_8_bits:
+            raise ConfigError(
+                f"precision={self.precision} is not supported with logical_tensor={self.logical_tensor}: each slice "
+                "would have a different scale. Set logical_tensor=1, or precision=bf16."
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive. Set null to disable clipping.")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Batch = Any
 Metrics: TypeAlias = "Mapping[str, tuple[Tensor, Tensor]]"  # each as (sum, count), two scalars
 StateDict = dict[str, Any]
-TensorStyle = Literal["column", "row"]
+TensorStyle = Literal["column", "row", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,10 @@ class Recipe(ABC):
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
         """Return how tensor parallelism shards modules, by their names in ``model``.
 
-        A linear layer is sharded along its output features ("column") or input features ("row", after "column").
+        A linear layer is sharded along its output features ("column") or input features ("row", after "column"). With
+        "gathered", it is sharded like "column", and each rank gets the outputs of all, for example in a head. In an
+        embedding, "row" shards the vocabulary. With ``logical_tensor``, layers are computed in slices along the same
+        features.
         """
         return {}
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from worldsize.core import ConfigError, Numerics, Recipe
 from worldsize.errors import require
 from worldsize.strategies.compiled import compile_passes
+from worldsize.strategies.tensor_layers import get_tensor_plan, slice_layers
 from worldsize.strategies.wrapping import sparse_embeddings
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -42,6 +43,8 @@ def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, device:
     Parameters, buffers and hooks still belong to ``model``, so wrappers, checkpoints and shards are unaffected.
     """
     modules = list(recipe.blocks(model)) or [model]
+    if numerics.logical_tensor > 1:
+        slice_layers(recipe, model, numerics.logical_tensor)
     if numerics.policy.has_8_bits:
         use_fp8(recipe, model, device)
     if numerics.activation_checkpointing == "selective":  # before compiling, since the compiler plans the recomputation
@@ -61,6 +64,8 @@ def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves
     """
     if numerics.policy.has_8_bits:
         check_fp8(recipe, model)
+    if numerics.logical_tensor > 1:
+        get_tensor_plan(recipe, model, slices=numerics.logical_tensor, key="logical_tensor")
     chosen = numerics.activation_checkpointing
     if chosen == "none":
         return

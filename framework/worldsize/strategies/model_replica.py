@@ -28,10 +28,11 @@ from worldsize.core import (
 )
 from worldsize.metrics import MetricCollector
 from worldsize.optimizers.schedule_free import use_evaluation_weights
-from worldsize.seeds import keep_generators, seed_generators
+from worldsize.seeds import keep_generators
 from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import GradientReducer
+from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.loss_record import AgreedLosses, LossRecord, check_same_form
 from worldsize.strategies.loss_scaling import LossScaler, step_scaled, weight_factor
 from worldsize.strategies.loss_watch import LossWatch
@@ -59,7 +60,7 @@ def collect_metrics(
     model: nn.Module,
     batches: Iterable[EvaluationBatch],
     *,
-    device: torch.device,
+    streams: LayerStreams,
     call: Callable[[Callable[[], _Metrics]], _Metrics] | None = None,
 ) -> MetricCollector:
     """Evaluate ``batches`` without gradients, each with its own random stream.
@@ -68,13 +69,13 @@ def collect_metrics(
         recipe: The recipe that evaluates batches.
         model: The model, or this process's shard of it.
         batches: Evaluation batches of this process.
-        device: Device of this process. Its random generator states are restored afterwards.
+        streams: Random streams of this process. Its generators are restored afterwards.
         call: Wraps each call that computes with the model.
     """
     collector = MetricCollector(recipe)
-    with torch.no_grad(), evaluating([model]), keep_generators(device):
+    with torch.no_grad(), evaluating([model]), keep_generators(streams.device):
         for batch in batches:
-            seed_generators(batch.seed, device)
+            streams.begin(batch.seed)
             evaluated = partial(recipe.evaluate, model, batch.data)
             collector.add(batch, evaluated() if call is None else call(evaluated))
     return collector
@@ -143,6 +144,7 @@ class ModelReplica(Replica):
             passes_over=passes_over,
         )
         prepare_passes(recipe, self.model, self.numerics, self.world.device)
+        self.streams = LayerStreams(recipe, self.model, self.world.device, by_layer=reducer.is_ordered)
         self._steps_begun = 0
         self._agreed = AgreedLosses(None if sums_alone or self.world.size == 1 else self.world)
         self._module, self._root = module, module if isinstance(module, CallingRoot) else None
@@ -157,9 +159,7 @@ class ModelReplica(Replica):
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         with use_evaluation_weights(self.train_state.optimizers, self.model), self._autocast():
-            collector = collect_metrics(
-                self.recipe, self.model, batches, device=self.world.device, call=self._run_action
-            )
+            collector = collect_metrics(self.recipe, self.model, batches, streams=self.streams, call=self._run_action)
         return collector.reduce(self.world)
 
     def _check_saves(self) -> None:

@@ -29,7 +29,6 @@ from worldsize.core import (
     World,
     saves_state,
 )
-from worldsize.seeds import seed_generators
 from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.gathered_features import GatheredFeatures
 from worldsize.strategies.gradient_reducer import GradientReducer
@@ -119,7 +118,7 @@ class SynchronousReplica(ModelReplica):
 
     def _run_pass(self, batch: MicroBatch, scale: float) -> LossRecord:
         self._context.faults.report_point("step:forward")
-        seed_generators(batch.seed, self.world.device)
+        self.streams.begin(batch.seed)
         with self._autocast():
             compute = partial(self._compute_loss, batch)
             loss, record = compute() if self._module is None else self._module(compute)

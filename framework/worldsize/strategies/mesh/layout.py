@@ -6,6 +6,7 @@ Tensors are identified by name, since sharding a module replaces them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,6 +168,7 @@ class Ownership:
         self._parameters = {name for name, _ in model.named_parameters()}
         self.stages: dict[str, list[int]] = {name: [] for name in self._aliases.values()}
         self._places: dict[str, Place] = {}
+        self._uses: Counter[tuple[str, int]] = Counter()  # layers with a parameter, by its name and stage
         for index, layers in enumerate(stages):
             self._add_stage(index, layers, mine=index % pipeline == p)
         self.ranks = {
@@ -177,6 +179,9 @@ class Ownership:
         }
 
     def _add_stage(self, stage: int, layers: Sequence[nn.Module], *, mine: bool) -> None:
+        for layer in layers:
+            for own in {id(each) for each in layer.parameters()} & self._first.keys():
+                self._uses[self._first[own], stage] += 1
         for module in {module for layer in layers for module in layer.modules()}:
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None:
@@ -199,16 +204,31 @@ class Ownership:
                 raise ConfigError(
                     f"the parameter {name} is shared by two stages of one rank, but can be sharded only once. Set "
                     "strategy.schedule=1f1b, a different strategy.split, or strategy.data=1 with "
-                    "strategy.on_failure=restart."
+                    "strategy.on_failure=restart, without reproducibility=elastic."
                 )
 
     def find_tied_parameters(self) -> dict[tuple[int, ...], list[str]]:
-        """Return the names of parameters on several pipeline ranks, keyed by these ranks, in order."""
-        names_by_ranks: dict[tuple[int, ...], list[str]] = {}
+        """Return the names of parameters on several pipeline ranks, keyed by their stages, in order."""
+        names_by_stages: dict[tuple[int, ...], list[str]] = {}
         for name in sorted(self._parameters):
             if len(self.ranks[name]) > 1:
-                names_by_ranks.setdefault(tuple(self.ranks[name]), []).append(name)
-        return names_by_ranks
+                names_by_stages.setdefault(tuple(self.stages[name]), []).append(name)
+        return names_by_stages
+
+    def check_tied_order(self) -> None:
+        """Raise ConfigError for a shared parameter whose gradients would be added in another order than by autograd.
+
+        Autograd adds the gradients of all uses in a micro-batch, the last one first. A stage adds those of its own uses
+        before it gets others.
+        """
+        for name in self._parameters:
+            stages = self.stages[name]
+            if len(stages) > 1 and any(self._uses[name, stage] > 1 for stage in stages[:-1]):
+                raise ConfigError(
+                    f"the parameter {name} is used by several layers of one stage, and by a later stage. The order in "
+                    "which their gradients are added would depend on strategy.pipeline. Set a different "
+                    "strategy.split, or strategy.pipeline=1."
+                )
 
     def parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """Return those parameters in ``names`` that this rank holds, after sharding."""

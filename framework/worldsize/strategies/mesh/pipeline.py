@@ -18,13 +18,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from worldsize.collectives.group import start_collective
-from worldsize.collectives.ordered import reduce_ordered
 from worldsize.collectives.per_rank import get_local_shard
-from worldsize.collectives.staged import finish_reduction
 from worldsize.collectives.step_timer import measure_phase
-from worldsize.core import Batch, EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
+from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.metrics import MetricCollector
-from worldsize.seeds import keep_generators, seed_generators
+from worldsize.seeds import keep_generators
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
@@ -32,6 +30,7 @@ from worldsize.strategies.mesh.groups import Edges, Passing
 from worldsize.strategies.mesh.schedule import Kind, create_interleaved_schedule
 from worldsize.strategies.mesh.stage import KnownOutput, Stage, TimedStage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
+from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import autocast, evaluating
 from worldsize.strategies.synchronous import SynchronousReplica
 
@@ -40,14 +39,6 @@ _SCHEDULES: Mapping[str, Any] = {
     "1f1b": Schedule1F1B,  # Narayanan et al. 2019 (PipeDream), arXiv 1806.03377
     "interleaved": create_interleaved_schedule,  # Narayanan et al. 2021, arXiv 2104.04473
 }
-
-
-@dataclass(frozen=True)
-class Tied:
-    """Parameters shared by several stages; ``group``: the ranks that hold the same shard."""
-
-    parameters: Sequence[nn.Parameter]
-    group: ProcessGroup
 
 
 @final
@@ -73,7 +64,7 @@ class Pipeline(GradientReducer):
     edges: Edges | None = None
     _schedules: dict[int, Any] = field(default_factory=dict)
     _records: dict[int, LossRecord] = field(default_factory=dict)
-    _form: tuple[bool, list[str]] | None = None
+    _form: tuple[bool, list[str], torch.dtype] | None = None
 
     @property
     def is_last(self) -> bool:
@@ -133,18 +124,14 @@ class Pipeline(GradientReducer):
             for parameter in tied.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self._all_reduce_gradient(get_local_shard(parameter.grad), tied.group)
+                gradient = get_local_shard(parameter.grad)
+                if self.is_ordered:  # the first stage has summed each micro-batch
+                    start_collective(dist.broadcast, gradient, group=tied.group, group_src=tied.owners[0]).wait()
+                else:
+                    start_collective(dist.all_reduce, gradient, group=tied.group).wait()
         for buffer in self._statistics():
             start_collective(dist.all_reduce, buffer, group=self.parts.group).wait()
             buffer /= self.parts.group.size()
-
-    def _all_reduce_gradient(self, gradient: Tensor, group: ProcessGroup) -> None:
-        """Replace ``gradient``, of any shape, with its sum over ``group``."""
-        if self.parts.reduce != "ordered":
-            start_collective(dist.all_reduce, gradient, group=group).wait()
-        elif gradient.numel() > 0:  # a shard of a small parameter may be empty
-            # the summation order of an all-reduce depends on an element's index, and so on the sharding
-            gradient.copy_(finish_reduction(reduce_ordered([gradient.flatten()], group)).view_as(gradient))
 
     def _statistics(self) -> list[Tensor]:
         if self.parts.group.size() == 1 or self.parts.reduce == "ordered":  # ordered sums also average buffers
@@ -156,7 +143,7 @@ class Pipeline(GradientReducer):
         """Return the last stage's loss records of the passes ``numbers``, on every rank."""
         records = [self._records[number] for number in numbers] if self.is_last else []
         check_same_form(records)
-        is_weighted, names = self._form = self._form or self._broadcast_form(records)
+        is_weighted, names, dtype = self._form = self._form or self._broadcast_form(records)
         table_bkm = torch.zeros(len(numbers), 2, 1 + len(names), dtype=torch.float64, device=self.device)
         if self.is_last:
             metrics = step_metrics(records, names)
@@ -165,17 +152,18 @@ class Pipeline(GradientReducer):
             for column, name in enumerate(names, start=1):
                 table_bkm[:, :, column] = metrics[name]
         start_collective(dist.broadcast, table_bkm, group=self.group, group_src=self._last).wait()
-        losses = table_bkm[:, :, 0] if is_weighted else table_bkm[:, 0, 0].float()
+        losses = table_bkm[:, :, 0] if is_weighted else table_bkm[:, 0, 0].to(dtype)
         return [
             LossRecord(loss, dict(zip(names, pairs_2m[:, 1:].unbind(1), strict=True)))
             for loss, pairs_2m in zip(losses, table_bkm, strict=True)
         ]
 
-    def _broadcast_form(self, records: Sequence[LossRecord]) -> tuple[bool, list[str]]:
-        """Return whether losses are weighted, and the metric names, as agreed for all steps."""
-        form: list[Any] = [(records[0].is_weighted, sorted(records[0].metrics)) if records else None]
+    def _broadcast_form(self, records: Sequence[LossRecord]) -> tuple[bool, list[str], torch.dtype]:
+        """Return whether losses are weighted, the metric names and the dtype of losses, as agreed for all steps."""
+        first = records[0] if records else None
+        form: list[Any] = [first and (first.is_weighted, sorted(first.metrics), first.loss.dtype)]
         dist.broadcast_object_list(form, group=self.group, group_src=self._last)
-        agreed: tuple[bool, list[str]] = form[0]
+        agreed: tuple[bool, list[str], torch.dtype] = form[0]
         return agreed
 
     @property
@@ -183,13 +171,14 @@ class Pipeline(GradientReducer):
         """The rank in ``group`` that holds the last stage."""
         return (self.total - 1) % self.group.size()
 
-    def forward_batch(self, batch: Batch) -> Tensor | None:
+    def forward_batch(self, batch: EvaluationBatch) -> Tensor | None:
         """Return the output for ``batch``, in the model's shape, on the last stage, else None."""
         rank, size, passing = self.group.rank(), self.group.size(), Passing(self.group, self.edges, self.device)
         output: Tensor | None = None
         for stage in self.stages:
+            stage.begin_stream(batch.seed)
             if stage.index == 0:
-                stage.feed_batch(batch)
+                stage.feed_batch(batch.data)
                 output = stage()
             else:
                 output = stage(passing.receive((rank - 1) % size))
@@ -208,6 +197,8 @@ class PipelineReplica(Replica):
 
     def __init__(self, recipe: Recipe, data: World, inner: SynchronousReplica, pipeline: Pipeline) -> None:
         self._recipe, self._data, self._inner, self._pipeline = recipe, data, inner, pipeline
+        for stage in pipeline.stages:
+            stage.streams = inner.streams
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         return self._inner.step(micro_batches)
@@ -230,10 +221,11 @@ class PipelineReplica(Replica):
             autocast(self._data.device, self._inner.numerics.precision),
         ):
             for batch in batches:
-                seed_generators(batch.seed, self._data.device)
-                output = self._pipeline.forward_batch(batch.data)
+                output = self._pipeline.forward_batch(batch)
                 if output is not None:
-                    collector.add(batch, self._recipe.evaluate(KnownOutput(output), batch.data))
+                    streams = self._inner.streams
+                    streams.begin(batch.seed)
+                    collector.add(batch, self._recipe.evaluate(KnownOutput(output, streams), batch.data))
         return collector
 
     def facts(self) -> Mapping[str, Any]:

@@ -20,10 +20,11 @@ from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
 from worldsize.strategies.mesh.layout import Layout, Ownership, get_submesh
 from worldsize.strategies.mesh.parallel import Sharding, keep_held, shard_model
-from worldsize.strategies.mesh.pipeline import Pipeline, PipelineReplica, Tied
+from worldsize.strategies.mesh.pipeline import Pipeline, PipelineReplica
 from worldsize.strategies.mesh.schedule import PipelineSchedule, split_stages
 from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
+from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import CallingRoot
 from worldsize.strategies.sharded_reducer import create_sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_states
@@ -128,12 +129,21 @@ class MeshRank:
         full_state, data = self._full_state(model), self._build_data_world(mesh)
         chain = split_stages(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout["pipeline"], p=self._p)
+        if self.reduce == "ordered":
+            owned.check_tied_order()
         if self.layout["data"] > 1 or self.sharding.interruptible:  # more data-parallel parts may join later
             owned.check_sharded_once()
             refuse_scalars(model)
         precision = self.context.numerics.precision
         mine = [
-            Stage(self.recipe, chain[index], index=index, device=device, precision=precision)
+            Stage(
+                self.recipe,
+                chain[index],
+                index=index,
+                first=sum(map(len, chain[:index])),
+                device=device,
+                precision=precision,
+            )
             for index in range(self._p, self.schedule.stages, self.layout["pipeline"])
         ]
         shard_model(self.recipe, model, mine, mesh, self.sharding)
@@ -157,8 +167,9 @@ class MeshRank:
         is_ring = len(mine) > 1
         equal_passes = is_ring or self.sharding.reshard_after_forward  # otherwise each stage is gathered once per step
         parts = DataParts(get_submesh(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
+        tied = self._group_tied_parameters(owned)
         for stage in mine:
-            stage.sums, stage.at = parts.create_sums(stage), self.context.faults.report_point
+            stage.sums, stage.at = parts.create_sums(stage, tied), self.context.faults.report_point
         return Pipeline(
             stages=mine,
             total=self.schedule.stages,
@@ -166,7 +177,7 @@ class MeshRank:
             parts=parts,
             device=self.context.world.device,
             kind=self.schedule.kind,
-            tied=self._group_tied_parameters(owned),
+            tied=tied,
             norm=self._create_norm(mesh, owned.find_spare_parameters()),
             edges=self._groups.create_edges(is_ring=is_ring),
         )
@@ -177,12 +188,13 @@ class MeshRank:
 
     def _group_tied_parameters(self, owned: Ownership) -> list[Tied]:
         """Group parameters shared by pipeline ranks; all ranks of the mesh must call it."""
-        groups = {ranks: self._groups.create_group(ranks) for ranks in owned.find_tied_parameters()}
-        return [
-            Tied(owned.parameters(owned.find_tied_parameters()[ranks]), group)
-            for ranks, group in groups.items()
-            if group is not None
-        ]
+        found = []
+        for stages, names in owned.find_tied_parameters().items():
+            owners = [stage % self.layout["pipeline"] for stage in stages]
+            ranks = sorted(set(owners))
+            if group := self._groups.create_group(ranks):
+                found.append(Tied(owned.parameters(names), group, [ranks.index(owner) for owner in owners]))
+        return found
 
 
 def _prepare_optimizer(optimizer: Optimizer) -> None:

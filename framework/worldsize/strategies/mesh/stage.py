@@ -1,7 +1,4 @@
-"""One pipeline stage, for recipes written without stages, and timing of sharded layers.
-
-The timed waits are inside PyTorch's tensor and pipeline parallelism.
-"""
+"""One pipeline stage, for recipes written without stages, with timing of its passes."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage
 
-from worldsize.collectives.step_timer import mark_phase, measure_phase
+from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, Recipe
 from worldsize.errors import WorldsizeError
 from worldsize.seeds import derive_seed, seed_generators
+from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
@@ -34,9 +31,10 @@ class KnownOutput(nn.Module):
     over an empty list of parameters would silently be zero.
     """
 
-    def __init__(self, output: Tensor) -> None:
+    def __init__(self, output: Tensor, streams: LayerStreams) -> None:
         super().__init__()
         self._output: Tensor | None = output
+        self._streams = streams
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._output is None:
@@ -44,6 +42,7 @@ class KnownOutput(nn.Module):
                 "the recipe calls its model twice per batch, but a pipeline supports one call. Set strategy.pipeline=1."
             )
         output, self._output = self._output, None
+        self._streams.enter_loss()
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -82,18 +81,27 @@ class Stage(nn.Module):
     """Consecutive layers of the model; the input of the first stage is ``Recipe.model_inputs``.
 
     The first stage uses the random stream of the micro-batch, so that code before the model generates the same random
-    numbers as without a pipeline. Each other stage has its own stream, so that dropout masks differ between stages.
+    numbers as without a pipeline. Other stages begin at the stream of their first layer; without streams of layers,
+    each has its own.
     """
 
     def __init__(
-        self, recipe: Recipe, layers: Sequence[nn.Module], *, index: int, device: torch.device, precision: PrecisionName
+        self,
+        recipe: Recipe,
+        layers: Sequence[nn.Module],
+        *,
+        index: int,
+        first: int,
+        device: torch.device,
+        precision: PrecisionName,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.index = index
+        self.index, self._first = index, first
         self._recipe, self._device, self._precision = recipe, device, precision
         self.at: Callable[[str], None] = lambda point: None  # called where a fault may be injected
-        self.sums: StageSums | None = None  # set after sharding
+        self.sums: StageSums | None = None  # set after sharding, as are the streams
+        self.streams: LayerStreams | None = None
         self._batches: Sequence[MicroBatch] = ()
         self._inputs: tuple[Any, ...] | None = None
 
@@ -112,11 +120,22 @@ class Stage(nn.Module):
         if "number" not in kwargs:
             return None
         batch = self._batches[int(kwargs["number"])]
-        seed_generators(derive_seed(batch.seed, "stage", self.index) if self.index else batch.seed, self._device)
+        self.begin_stream(batch.seed)
         if self.index > 0:
             return args, {}
         self.feed_batch(batch.data)
         return (), {}
+
+    def begin_stream(self, seed: int) -> None:
+        """Begin the random stream of this stage for a batch with ``seed``."""
+        assert self.streams is not None
+        self.streams.begin(seed)
+        if self.index == 0:
+            return
+        if self.streams.by_layer:
+            self.streams.enter(self._first)
+        else:
+            seed_generators(derive_seed(seed, "stage", self.index), self._device)
 
     def feed_batch(self, batch: Batch) -> None:
         """Set the input for the first stage's next pass."""
@@ -126,49 +145,38 @@ class Stage(nn.Module):
         args = hidden if self._inputs is None else self._inputs
         self._inputs = None
         with autocast(self._device, self._precision):
-            first, *others = self.layers
-            output: Tensor = first(*args)
-            for layer in others:
-                output = layer(output)
+            for place, layer in enumerate(self.layers, self._first):
+                args = (self._run_layer(place, layer, args),)
+        (output,) = args
         return output.contiguous()
+
+    def _run_layer(self, place: int, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
+        """Run the layer at ``place``.
+
+        Raises:
+            ConfigError: it draws random numbers, but has no random stream of its own.
+        """
+        assert self.streams is not None
+        if place not in self.streams.unseen:
+            output: Tensor = layer(*args)
+            return output
+        before = torch.default_generator.get_state()
+        output = layer(*args)
+        if not torch.equal(before, torch.default_generator.get_state()):
+            raise ConfigError(
+                f"layer {place} in Recipe.layers, {type(layer).__name__}, draws random numbers, but neither it nor the "
+                "layer before it is a module of the model, so the numbers would depend on strategy.pipeline. Make it a "
+                "module of the model, or set strategy.pipeline=1."
+            )
+        return output
 
     def compute_loss(self, output: Tensor, number: Tensor) -> Loss:
         """Return the loss of micro-batch ``number``, a scalar, from the last stage's ``output``."""
         batch = self._batches[int(number)]
-        seed_generators(batch.seed, self._device)  # the same random stream as on the first stage
+        assert self.streams is not None
+        self.streams.begin(batch.seed)  # as before the first stage, then as after the model
         with autocast(self._device, self._precision):
-            return self._recipe.micro_batch_loss(KnownOutput(output), batch)
-
-
-def time_column(layer: nn.Module) -> None:
-    """Time the all-reduce of input gradients in a layer sharded by output features.
-
-    Call it after ``parallelize_module``, whose own hook must run before this one.
-    """
-    layer.register_forward_pre_hook(_time_gradient)
-
-
-def _time_gradient(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    """Hook the backward pass that sums the gradients of the inputs, which are DTensors here."""
-    for tensor in args:
-        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(lambda _: mark_phase("communication"))
-            tensor.grad_fn.register_hook(lambda *_: mark_phase("compute"))
-
-
-def time_row(layer: nn.Module) -> None:
-    """Time the all-reduce of the output in a layer sharded by input features.
-
-    Call it after ``parallelize_module``, whose own hook must run before this one.
-    """
-    layer.register_forward_hook(_wait_for_output)
-
-
-def _wait_for_output(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Wait for the output here, not in the next operation (usually the residual connection)."""
-    if isinstance(output, AsyncCollectiveTensor):
-        with measure_phase("communication"):
-            output.trigger_wait()  # type: ignore[no-untyped-call]
+            return self._recipe.micro_batch_loss(KnownOutput(output, self.streams), batch)
 
 
 @final

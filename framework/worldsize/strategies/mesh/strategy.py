@@ -34,7 +34,7 @@ from worldsize.devices import backend_for
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.mesh.layout import ORDER, Layout, Ownership, check_heals, check_order, check_tensor
-from worldsize.strategies.mesh.parallel import Sharding, check_divides, get_tensor_plan
+from worldsize.strategies.mesh.parallel import Sharding
 from worldsize.strategies.mesh.rank import MeshRank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule, check_pipelines, split_stages
 from worldsize.strategies.optimizer_checks import (
@@ -46,6 +46,7 @@ from worldsize.strategies.optimizer_checks import (
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
 from worldsize.strategies.step_hooks import recipe_hooks, refuse_mixing_hooks
 from worldsize.strategies.synchronous import create_local_replica
+from worldsize.strategies.tensor_layers import check_divides, get_tensor_plan
 from worldsize.strategies.wrapping import (
     Wrap,
     refuse_divided_matrices,
@@ -116,6 +117,12 @@ class Mesh(Strategy):
                 f"precision={numerics.precision} is not supported with strategy.tensor={self.tensor}: each shard of a "
                 "layer would have a different scale. Set strategy.tensor=1, or precision=bf16."
             )
+        if self.reduce == "ordered" and numerics.logical_tensor % self.tensor:
+            raise ConfigError(
+                f"strategy.tensor={self.tensor} requires logical_tensor to be a multiple of {self.tensor}, so that the "
+                f"results have the same bits at each strategy.tensor; got {numerics.logical_tensor}. Set "
+                f"logical_tensor={self.tensor}, or the largest strategy.tensor that you will use."
+            )
 
     @property
     def default_micro_batches(self) -> int:
@@ -126,7 +133,7 @@ class Mesh(Strategy):
 
     def check_recipe(self, recipe: Recipe) -> None:
         if self.tensor > 1:
-            check_divides(recipe)
+            check_divides(recipe, key="strategy.tensor")
         if self.pipeline > 1:
             check_pipelines(recipe)
 
@@ -148,12 +155,17 @@ class Mesh(Strategy):
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
         if self.tensor > 1:
-            get_tensor_plan(recipe, model, ranks=self.tensor)
+            get_tensor_plan(recipe, model, slices=self.tensor, key="strategy.tensor")
         if self.pipeline > 1:
             stages = split_stages(recipe, model, self._pipeline.stages, self.split)
-            if self.on_failure == "heal" or (self.data or 1) > 1:
-                Ownership(model, stages, pipeline=self.pipeline, p=0).check_sharded_once()
+            owned = Ownership(model, stages, pipeline=self.pipeline, p=0)
+            shards = self.on_failure == "heal" or (self.data or 1) > 1
+            if shards or self.reduce == "ordered":
+                owned.check_sharded_once()
+            if shards:
                 refuse_scalars(model)
+            if self.reduce == "ordered":
+                owned.check_tied_order()
 
     def healing(self) -> Strategy:
         return replace(self, data=None)
@@ -204,7 +216,8 @@ class Mesh(Strategy):
         if world.size == 1:
             return create_local_replica(recipe, recipe.model().to(world.device), context, self.reduce)
         reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
-        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal")
+        slices = context.numerics.logical_tensor
+        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal", slices)
         return MeshRank(
             recipe, context, self.create_layout(world.size), self._pipeline, sharding, self.reduce
         ).build_replica()

@@ -28,6 +28,7 @@ from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import Reduction, World
 from worldsize.strategies.gradient_reducer import Presence, clip_factor, compute_aligned_norm, pop_gradients
 from worldsize.strategies.mesh.layout import parse_axis
+from worldsize.strategies.mesh.tied import Tied, TiedGradients
 from worldsize.strategies.step_buffers import BufferMean, StepBuffers
 from worldsize.strategies.unit_collectives import OrderedScatters
 from worldsize.strategies.unit_gradients import UnitGradients
@@ -78,9 +79,14 @@ class DataParts:
         """
         return 1.0 if self.reduce == "ordered" else self.build_tree(count).logical_ranks / self.group.size()
 
-    def create_sums(self, stage: nn.Module) -> StageSums:
-        """Create the sums of one stage, after its parameters have been sharded."""
-        return TreeSums(stage, self) if self.reduce == "ordered" else FlatSums(stage, self)
+    def create_sums(self, stage: nn.Module, tied: Sequence[Tied]) -> StageSums:
+        """Create the sums of one stage, after its parameters have been sharded.
+
+        ``tied``: parameters of this rank that other stages hold, too.
+        """
+        if self.reduce != "ordered":
+            return FlatSums(stage, self)
+        return TreeSums(stage, self, TiedGradients(stage, tied))
 
 
 class StageSums(ABC):
@@ -160,8 +166,8 @@ class TreeSums(StageSums):
     part, and the gradients of each micro-batch are moved from the parameters to the tree.
     """
 
-    def __init__(self, stage: nn.Module, parts: DataParts) -> None:
-        self._stage, self._parts = stage, parts
+    def __init__(self, stage: nn.Module, parts: DataParts, tied: TiedGradients) -> None:
+        self._stage, self._parts, self._tied = stage, parts, tied
         is_sharded = isinstance(stage, FSDPModule)
         self._scatters = OrderedScatters(stage, parts.group) if is_sharded else None
         self._gradients = UnitGradients(stage, parts.group)
@@ -184,6 +190,7 @@ class TreeSums(StageSums):
         self._presence = Presence(self._get_trainable_parameters() if self._scatters is None else ())
         with self._buffers.step(count) as self._step:
             yield
+        self._tied.finish()
         self._gradients.remove_missing()
         if self._scatters is None:
             self._finish_alone(tree.logical_ranks)
@@ -204,6 +211,7 @@ class TreeSums(StageSums):
     def record_backward(self) -> None:
         self._taken += 1
         done, count = self._taken - self._idle, len(self._order)
+        self._tied.exchange()
         if self._scatters is None:  # a single part, without idle passes
             self._presence.record_gradients()
             self._counters[(done - 1) // (count // len(self._counters))].add(
@@ -232,9 +240,7 @@ class TreeSums(StageSums):
         for index, (parameter, *nodes) in enumerate(zip(self._get_trainable_parameters(), *sums, strict=True)):
             if index in self._presence.absent:
                 continue
-            total = sum_level(nodes) / logical_ranks
-            # an existing gradient is from a different stage of this rank with the same parameter
-            parameter.grad = total if parameter.grad is None else parameter.grad + total
+            parameter.grad = sum_level(nodes) / logical_ranks
 
     def _get_trainable_parameters(self) -> list[nn.Parameter]:
         return [each for each in self._stage.parameters() if each.requires_grad]
