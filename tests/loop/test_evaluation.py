@@ -11,7 +11,15 @@ import torch
 
 from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import complete, read_checkpoint
-from worldsize.core import ConfigError, World, format_display_name, format_logger_name, metric_key, parse_metric_key
+from worldsize.core import (
+    ConfigError,
+    World,
+    format_display_name,
+    format_logger_name,
+    is_loss,
+    metric_key,
+    parse_metric_key,
+)
 from worldsize.data.loader import evaluation_batches
 
 RECIPE = """
@@ -186,3 +194,14 @@ def test_a_metric_is_named_by_its_split(split: str, name: str, key: str, logged:
     assert parse_metric_key(key) == (split, name)
     assert format_logger_name(key) == logged
     assert format_display_name(key) == spoken
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(("loss", True), ("validation/loss", True), ("ema/loss", True), ("evaluation/train/loss", True)),
+        *(("accuracy", False), ("val_loss", False), ("loss/accuracy", False), ("sum of loss", False)),
+    ],
+)
+def test_a_metric_named_loss_in_any_split_is_a_loss(name: str, expected: bool) -> None:
+    assert is_loss(name) is expected
