@@ -55,6 +55,10 @@ class Split(Recipe):
     def evaluate(self, model, batch):
         error = (model(batch[0]) - batch[1]).abs().double().sum()
         return {"error": (error, torch.tensor(len(batch[1]))), "noise": (torch.randn(()), torch.tensor(1))}
+
+
+class Validated(Split):
+    evaluation_split = "validation"
 """
 YAML = """# @package _global_
 # A recipe with three splits
@@ -67,6 +71,7 @@ evaluation:
 recipe:
   _target_: recipes.split.recipe.Split
 """
+OWN_SPLIT = "recipe._target_=recipes.split.recipe.Validated"  # a recipe whose own split is "validation"
 WORDS = ("recipe=split", "cluster.threads=1", "reproducibility=elastic", "logical_ranks=4", "evaluate_every=2")
 
 
@@ -158,15 +163,28 @@ def test_a_stream_cannot_be_drawn_from() -> None:
         list(evaluation_batches(iter([1, 2]), world, batch_size=1, drawn=1))
 
 
+@pytest.mark.usefixtures("project")
+def test_a_recipe_names_the_split_that_it_evaluates(train: Any) -> None:
+    best = ("checkpoint.every=2", "checkpoint.keep.best=validation/error", "checkpoint.keep.direction=min")
+    own = train(*WORDS, OWN_SPLIT, "evaluation.splits=[]", *best, "cluster.processes=1")
+    assert own.code == 0, own.error
+    assert own.json("result.json")["metrics"].keys() == {"validation/error", "validation/noise"}
+    assert "step 8  validation: error " in own.output
+    assert "validation error" in own.output
+    assert "test" not in own.output.replace("pytest", "").replace("test_", "")
+    named = train(*WORDS, "evaluation.splits=[validation]", "cluster.processes=1")
+    assert named.json("result.json")["metrics"] == own.json("result.json")["metrics"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("evaluation.splits=[test,validatoin]",), "no split 'validatoin'; did you mean 'validation'?"),
-        (("evaluation.splits=[]",), "must have at least one split, without duplicates"),
-        (("evaluation.splits=[test,test]",), "must have at least one split, without duplicates"),
+        (("evaluation.splits=[test,test]",), "must not have duplicates"),
         (("evaluation.splits=[a/b]",), "invalid split name"),
         (("evaluation.batches=0",), "evaluation.batches"),
         (("evaluation.splits=[validation]", "checkpoint.keep.best=error"), "checkpoint.keep.best=validation/error"),
+        ((OWN_SPLIT, "evaluation.splits=[]", "early_stopping.metric=error"), "early_stopping.metric=validation/error"),
     ],
     ids=str,
 )
