@@ -44,6 +44,8 @@ class HFTrainer(Recipe):
     run: RunValues
     run_decides: bool = False
 
+    evaluation_split = "eval"
+
     def __post_init__(self) -> None:
         for package in ("transformers", "accelerate"):
             require("recipe=hf_trainer", package, extra="recipes")
@@ -105,7 +107,7 @@ class HFTrainer(Recipe):
     def data(self, split: str) -> Any:
         """Return the Trainer's data without the columns unused by its model.
 
-        Without an ``eval_dataset``, the "test" split is the first batch of the training data.
+        Without an ``eval_dataset``, the "eval" split is the first batch of the training data.
         """
         trainer = self._built
         chosen = trainer.train_dataset if split == "train" else trainer.eval_dataset

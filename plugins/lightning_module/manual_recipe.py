@@ -31,6 +31,7 @@ class ManualLightningRecipe(MultiUpdateRecipe):
 
     def __init__(self, program: LightningProgram) -> None:
         self._program = program
+        self.evaluation_split = program.evaluation_split
         self._made: WeakKeyDictionary[nn.Module, ManualOptimizers] = WeakKeyDictionary()
 
     def model(self) -> nn.Module:

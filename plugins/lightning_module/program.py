@@ -109,6 +109,11 @@ class LightningProgram:
         return StepModule(module.train(), facts, _transfers(self._sources[1], module))
 
     @property
+    def evaluation_split(self) -> str:
+        """The name of the evaluated split: "val" or "test"."""
+        return "val" if self.evaluates == "validation" else "test"
+
+    @property
     def evaluation_step(self) -> str | None:
         """Name of the evaluation step. None if the module has none, or lacks data for it."""
         return f"{self.evaluates}_step" if self._evaluated is not None else None
@@ -137,7 +142,7 @@ class LightningProgram:
         return None
 
     def get_split(self, split: str) -> Any:
-        """Return the data of a split, "train" or "test"; "test" is the evaluated split."""
+        """Return the training data for the split "train", otherwise the data of the evaluation step."""
         if split == "train":
             return get_loader_data(self._train)
         if self._evaluated is None:

@@ -40,6 +40,7 @@ class LightningRecipe(Recipe):
 
     def __init__(self, program: LightningProgram) -> None:
         self._program = program
+        self.evaluation_split = program.evaluation_split
         self._scheduled: Scheduled | None = None  # from the latest call of configure_optimizers
 
     def model(self) -> nn.Module:
@@ -67,7 +68,7 @@ class LightningRecipe(Recipe):
         return None if own is None else PositionSchedule(own, optimizer, self._program.positions)
 
     def data(self, split: str) -> Any:
-        """Return the DataLoaders' data sets; "test" is validation unless configured otherwise."""
+        """Return the DataLoaders' data sets."""
         return self._program.get_split(split)
 
     def collate(self, samples: list[Any]) -> Batch:

@@ -54,6 +54,7 @@ class Coordinator(Replica):
     ) -> None:
         self._shards, self._scheduler, self._registry = shards, scheduler, registry
         self._train_state, self._world, self._numerics = train_state, context.world, context.numerics
+        self._logs_norm = context.logs_norm
         self._rows = rows
         self._shard = shards.own.master.shard
         self._synchronous = self._shard.rule.synchronous
@@ -85,23 +86,30 @@ class Coordinator(Replica):
 
     def _commit_update(self, step: int) -> tuple[Tensor | None, bool]:
         """Commit ``step``, clipped by the norm over all shards; return the norm and whether it was skipped."""
-        norm, factor = self._compute_clipping() if self._numerics.needs_norm else (None, 1.0)
+        norm: Tensor | None = None
+        factor: float | None = 1.0
+        if self._numerics.needs_norm:
+            norm, factor = self._compute_clipping()
+        elif self._logs_norm() and not self._shard.parameters.tables:
+            norm = self._compute_norm()
         self._shards.commit_all_shards(step, factor)
         return norm, factor is None
 
     def _compute_clipping(self) -> tuple[Tensor, float | None]:
         """Return the norm of the mean gradient and its clipping factor, or None to skip the step."""
-        norm = torch.linalg.vector_norm(torch.stack(self._compute_norms()))
+        norm = self._compute_norm()
         if self._numerics.should_skip_update(norm):
             return norm, None
         return norm, float(clip_factor(norm, self._numerics.norm_limit))
 
-    def _compute_norms(self) -> list[Tensor]:
-        """Return the norm of each parameter's gradient, in model order."""
+    def _compute_norm(self) -> Tensor:
+        """Return the norm of the mean gradient, a scalar, from each parameter's in model order."""
         pieces = self._shards.collect_norms()
         names = [name for name, _ in self._train_state.model.named_parameters() if name in pieces]
         norms = [torch.tensor(pieces[name]) for name in names]
-        return [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
+        own = [torch.linalg.vector_norm(each) if each.numel() > 1 else each[0] for each in norms]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(own))
+        return norm
 
     def evaluate(self, batches: EvaluationBatches) -> Mapping[str, float]:
         """Let the workers evaluate the split, whose batches they load themselves; return metrics by name."""

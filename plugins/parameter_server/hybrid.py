@@ -155,6 +155,9 @@ class RowGradientCapture(GradientReducer):
             for _, values_nd in gradients:
                 values_nd.mul_(factor)
 
+    def compute_norm(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Return None: without clipping, the servers do not wait for the norm of all rows."""
+
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         """Clip by the norm of all gradients, including rows; return it like ``clip_grad_norm_``."""
         dense = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -40,7 +40,6 @@ from worldsize.core import (
     Cluster,
     ConfigError,
     Cost,
-    Numerics,
     Range,
     Recipe,
     Replica,
@@ -181,7 +180,7 @@ class ParameterServer(Strategy):
         raise ConfigError("parameter server processes do not have a replica. Call serve instead.")
 
     def serve(self, recipe: Recipe, context: RunContext) -> Replica | None:
-        planner = self._create_planner(context.numerics)
+        planner = self._create_planner()
         if recipe.has_several_updates:
             return run_updates(recipe, context, self._group, planner)
         if context.world.role == "server":
@@ -216,11 +215,11 @@ class ParameterServer(Strategy):
         if recipe.has_several_updates:
             check_no_tables(recipe, model)
 
-    def _create_planner(self, numerics: Numerics) -> ShardPlanner:
+    def _create_planner(self) -> ShardPlanner:
         return ShardPlanner(
             self.servers,
             bucket_bytes=int(self.bucket_mb * 2**20),
-            keeps_whole=self.reduce == "ordered" and numerics.clip_norm is not None,  # for norms of whole parameters
+            keeps_whole=self.reduce == "ordered",  # for norms of whole parameters
             rows=_row_rule(self),
             codec=create_codec(self.compression, share=self.top_share),
         )

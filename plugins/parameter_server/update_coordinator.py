@@ -60,6 +60,7 @@ class UpdateCoordinator(Replica):
     ) -> None:
         self._shards, self._rounds, self._scheduler, self._registry = shards, rounds, rounds.scheduler, registry
         self._train_state, self._world, self._numerics = train_state, context.world, context.numerics
+        self._logs_norm = context.logs_norm
         self.step_reached: int = step_reached
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -111,9 +112,10 @@ class UpdateCoordinator(Replica):
             for name, count in counts.items():
                 self._shards[name].scale_gradients(count, factor)
         skipped, clipping, norm = False, 1.0, None
-        if self._numerics.needs_norm:
+        if self._numerics.needs_norm or self._logs_norm():
             norms = [each for name in reported.names for each in self._compute_part_norms(name)]
             norm = torch.linalg.vector_norm(torch.stack(norms))
+        if norm is not None and self._numerics.needs_norm:
             skipped = self._numerics.should_skip_update(norm)
             clipping = float(clip_factor(norm, self._numerics.norm_limit))
         for name, count in counts.items():

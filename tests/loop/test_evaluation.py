@@ -11,7 +11,15 @@ import torch
 
 from tests.support.own_recipe import write_recipe
 from worldsize.checkpoint.format import complete, read_checkpoint
-from worldsize.core import ConfigError, World, format_display_name, format_logger_name, metric_key, parse_metric_key
+from worldsize.core import (
+    ConfigError,
+    World,
+    format_display_name,
+    format_logger_name,
+    is_loss,
+    metric_key,
+    parse_metric_key,
+)
 from worldsize.data.loader import evaluation_batches
 
 RECIPE = """
@@ -47,6 +55,10 @@ class Split(Recipe):
     def evaluate(self, model, batch):
         error = (model(batch[0]) - batch[1]).abs().double().sum()
         return {"error": (error, torch.tensor(len(batch[1]))), "noise": (torch.randn(()), torch.tensor(1))}
+
+
+class Validated(Split):
+    evaluation_split = "validation"
 """
 YAML = """# @package _global_
 # A recipe with three splits
@@ -59,6 +71,7 @@ evaluation:
 recipe:
   _target_: recipes.split.recipe.Split
 """
+OWN_SPLIT = "recipe._target_=recipes.split.recipe.Validated"  # a recipe whose own split is "validation"
 WORDS = ("recipe=split", "cluster.threads=1", "reproducibility=elastic", "logical_ranks=4", "evaluate_every=2")
 
 
@@ -150,15 +163,28 @@ def test_a_stream_cannot_be_drawn_from() -> None:
         list(evaluation_batches(iter([1, 2]), world, batch_size=1, drawn=1))
 
 
+@pytest.mark.usefixtures("project")
+def test_a_recipe_names_the_split_that_it_evaluates(train: Any) -> None:
+    best = ("checkpoint.every=2", "checkpoint.keep.best=validation/error", "checkpoint.keep.direction=min")
+    own = train(*WORDS, OWN_SPLIT, "evaluation.splits=[]", *best, "cluster.processes=1")
+    assert own.code == 0, own.error
+    assert own.json("result.json")["metrics"].keys() == {"validation/error", "validation/noise"}
+    assert "step 8  validation: error " in own.output
+    assert "validation error" in own.output
+    assert "test" not in own.output.replace("pytest", "").replace("test_", "")
+    named = train(*WORDS, "evaluation.splits=[validation]", "cluster.processes=1")
+    assert named.json("result.json")["metrics"] == own.json("result.json")["metrics"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("evaluation.splits=[test,validatoin]",), "no split 'validatoin'; did you mean 'validation'?"),
-        (("evaluation.splits=[]",), "must have at least one split, without duplicates"),
-        (("evaluation.splits=[test,test]",), "must have at least one split, without duplicates"),
+        (("evaluation.splits=[test,test]",), "must not have duplicates"),
         (("evaluation.splits=[a/b]",), "invalid split name"),
         (("evaluation.batches=0",), "evaluation.batches"),
         (("evaluation.splits=[validation]", "checkpoint.keep.best=error"), "checkpoint.keep.best=validation/error"),
+        ((OWN_SPLIT, "evaluation.splits=[]", "early_stopping.metric=error"), "early_stopping.metric=validation/error"),
     ],
     ids=str,
 )
@@ -186,3 +212,14 @@ def test_a_metric_is_named_by_its_split(split: str, name: str, key: str, logged:
     assert parse_metric_key(key) == (split, name)
     assert format_logger_name(key) == logged
     assert format_display_name(key) == spoken
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(("loss", True), ("validation/loss", True), ("ema/loss", True), ("evaluation/train/loss", True)),
+        *(("accuracy", False), ("val_loss", False), ("loss/accuracy", False), ("sum of loss", False)),
+    ],
+)
+def test_a_metric_named_loss_in_any_split_is_a_loss(name: str, expected: bool) -> None:
+    assert is_loss(name) is expected

@@ -321,7 +321,7 @@ def test_the_pointer_shows_the_values_of_all_runs_at_its_place() -> None:
 @pytest.mark.parametrize(("last", "is_log"), [(0.011, False), (0.009, True), (0.0, False), (-1.0, False)])
 def test_a_loss_over_two_decades_has_a_logarithmic_axis(last: float, is_log: bool) -> None:
     losses = [1.0, math.sqrt(abs(last)) or 0.3, last]
-    (chart,) = lines_chart("loss", [StepCurve("", [1, 2, 3], losses)], is_loss=True)
+    (chart,) = lines_chart("loss", [StepCurve("", [1, 2, 3], losses)], has_loss_axis=True)
     assert ("Log scale" in chart.note) == is_log
     (path,) = (each.get("d", "") for each in ElementTree.fromstring(chart.svg).iter("path") if each.get("fill"))
     first, second, third = (float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path))

@@ -104,7 +104,7 @@ def test_runs_keep_the_checkpoint_that_the_programs_own_metric_calls_best(progra
     best = (
         "checkpoint.every=5",
         "checkpoint.keep.last=1",
-        "checkpoint.keep.best=accuracy",
+        "checkpoint.keep.best=eval/accuracy",
         "checkpoint.keep.direction=max",
     )
     options = (
@@ -120,12 +120,13 @@ def test_runs_keep_the_checkpoint_that_the_programs_own_metric_calls_best(progra
         assert run.code == 0, run.error
         metrics.append(run.json("result.json")["metrics"])
         lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-        measured = {line["step"]: line["metrics"]["accuracy"] for line in lines if line["event"] == "evaluation"}
+        measured = {line["step"]: line["metrics"]["eval/accuracy"] for line in lines if line["event"] == "evaluation"}
         best = max(measured, key=lambda step: (measured[step], step))
         assert sorted(measured) == [5, 10, 15, 20]
         assert {read_checkpoint(path).step for path in complete(run.folder / "checkpoints")} == {best, 20}
     assert metrics[0] == metrics[1]
-    assert metrics[0]["accuracy"] * 13 == pytest.approx(round(metrics[0]["accuracy"] * 13))  # of 13 samples
+    right = 13 * metrics[0]["eval/accuracy"]  # of 13 samples
+    assert right == pytest.approx(round(right))
 
 
 def test_servers_hold_the_parameters_and_the_losses_are_those_of_one_process(program: None, train: Any) -> None:

@@ -109,17 +109,16 @@ class EvaluationConfig:
 
     Attributes:
         splits: Splits of the recipe; metrics of "test" keep their names, those of other splits are ``split/name``.
+            Empty: the recipe's ``evaluation_split``.
         batches: Number of batches, sampled anew for each evaluation; None: all data.
     """
 
-    splits: Sequence[str] = ("test",)
+    splits: Sequence[str] = ()
     batches: Annotated[int | None, COUNT, LARGEST] = None
 
     def __post_init__(self) -> None:
-        if not self.splits or len({*self.splits}) < len(self.splits):
-            raise ConfigError(
-                f"evaluation.splits={list(self.splits)} must have at least one split, without duplicates."
-            )
+        if len({*self.splits}) < len(self.splits):
+            raise ConfigError(f"evaluation.splits={list(self.splits)} must not have duplicates.")
 
     def check_known(self, known: Sequence[str]) -> None:
         """Raise ConfigError unless all splits are among ``known``, the recipe's splits."""

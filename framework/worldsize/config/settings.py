@@ -268,6 +268,8 @@ def _autoscaler(objects: Objects, shape: RunShape) -> Autoscaler | None:
 
 def _evaluation(config: Mapping[str, Any], recipe: Recipe, keep: Retention) -> EvaluationConfig:
     evaluation = build_dataclass(EvaluationConfig, config["evaluation"])
+    if not evaluation.splits:
+        evaluation = replace(evaluation, splits=(recipe.evaluation_split,))
     evaluation.check_known(recipe.splits())
     evaluation.check_metric(keep.best, key="checkpoint.keep.best")
     evaluation.check_metric(config.get("schedule_metric"), key="schedule_metric")

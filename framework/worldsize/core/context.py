@@ -96,6 +96,10 @@ class _Untimed(StepTiming):
         return nullcontext()
 
 
+def _skip_norms() -> bool:
+    return False
+
+
 def _ignore_results(losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
     pass
 
@@ -151,6 +155,9 @@ class RunContext:
     )
     """Called by healing replicas in each step, before the update, with the losses and metrics of the step's StepResult.
     It may communicate with all workers, and raises if one of them is gone."""
+    logs_norm: Callable[[], bool] = field(default_factory=lambda: _skip_norms)
+    """Whether replicas compute the norm of the current step's gradient even without clipping, because the step is
+    logged; the same on all ranks."""
     making_groups: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered by healing replicas while they create their own process groups. The connections of these groups are
     closed as soon as a peer is lost."""

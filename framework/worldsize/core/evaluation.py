@@ -49,6 +49,11 @@ def parse_metric_key(key: str) -> tuple[str, str]:
     return (split, average + name) if name and is_split(split) else (TEST, key)
 
 
+def is_loss(name: str) -> bool:
+    """Return whether ``name``, a metric's key or name in loggers, is that of a loss, so that lower is better."""
+    return name.rpartition("/")[2] == "loss"
+
+
 def _split_average_prefix(name: str) -> tuple[str, str]:
     """Split a name into its ``ema/`` prefix (empty if absent) and the rest."""
     return (_AVERAGE, name.removeprefix(_AVERAGE)) if name.startswith(_AVERAGE) else ("", name)

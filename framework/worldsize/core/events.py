@@ -36,7 +36,7 @@ class StepDone:
         samples: Samples trained since the start of the run.
         loss: Mean loss over all logical ranks.
         lr: Learning rate of the update; None if the optimizer has none.
-        grad_norm: Norm of the whole gradient before clipping; None if not computed.
+        grad_norm: Norm of the whole gradient before clipping; None if the strategy cannot compute it.
         skipped: Number of updates skipped since the start of the run.
         data_seconds: Time this rank spends waiting for data.
         step_seconds: Step time of each rank, excluding the wait for data.

@@ -61,6 +61,10 @@ class Recipe(ABC):
     has_several_updates: ClassVar[bool] = False
     """Whether a step is a sequence of updates, as in a :class:`~worldsize.core.MultiUpdateRecipe`."""
 
+    evaluation_split: str = "test"
+    """The split to evaluate unless ``evaluation.splits`` selects others; it names the metrics, as in ``val/loss``.
+    Metrics of "test" have no prefix."""
+
     def state(self, logical_rank: int) -> Any:
         """Return the state that this object keeps between steps for a logical rank, counted from 0.
 
@@ -121,7 +125,7 @@ class Recipe(ABC):
 
     def splits(self) -> Sequence[str]:
         """Return the split names that :meth:`data` accepts; ``evaluation.splits`` selects among them."""
-        return ("train", "test")
+        return ("train", self.evaluation_split)
 
     def tokens_per_sample(self) -> int | None:
         """Return the number of tokens per sample, for schedules in tokens; None if it varies."""

@@ -113,7 +113,8 @@ class StepResult:
     Attributes:
         losses: Loss of each local micro-batch: scalars, detached.
         lr: Learning rate of the update; None if the optimizer has none.
-        grad_norm: Norm of the whole gradient before clipping, a scalar; None if not computed.
+        grad_norm: Norm of the whole gradient before clipping, a scalar; None if not computed, see
+            ``RunContext.logs_norm``.
         skipped: Whether the update, or at least one of several, was skipped because the gradient was not finite.
         partly: Whether only some of several updates were skipped.
         overflowed: Whether an update was skipped because its scaled gradient overflowed float16. Weight averaging still

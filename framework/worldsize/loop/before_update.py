@@ -1,4 +1,7 @@
-"""Lets the training loop run code inside a replica's step, after the losses are known and before the update."""
+"""Lets the training loop run code inside a replica's step, after the losses are known and before the update.
+
+It also tells the replica whether the step may be logged.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,14 @@ from torch import Tensor
 
 @final
 class BeforeUpdate:
-    """Passes a step's losses and metrics from the replica to the loop, which is created later."""
+    """Passes a step's losses and metrics from the replica to the loop, which is created later.
+
+    Attributes:
+        may_log: Whether the current step may be logged, set by the loop.
+    """
 
     def __init__(self) -> None:
+        self.may_log = False
         self._call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] | None = None
 
     @contextmanager

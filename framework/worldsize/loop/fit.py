@@ -54,6 +54,10 @@ class LoopConfig:
         """Return whether ``step`` is logged; the first and the last step always are."""
         return step % self.log_every == 0 or step in (1, self.steps)
 
+    def may_log(self, step: int) -> bool:
+        """Return whether ``step`` is logged, or may be because its evaluation can end the run."""
+        return self.logs(step) or self.evaluates(step)
+
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation follows ``step``, as it always does after the last step."""
         return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
@@ -232,6 +236,7 @@ class _Loop:
         window.stepping(measured=self._config.measures(step, window.world.size))
         self._callbacks.at("step:compute")
         self._begun = step
+        self._callbacks.before_update.may_log = self._config.may_log(step)
         self._result = result = self._replica.step(micro_batches)
         self._skipped += result.skipped
         if result.overflowed:

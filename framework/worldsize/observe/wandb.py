@@ -19,6 +19,7 @@ from worldsize.core import (
     RunFailed,
     StepDone,
     format_logger_name,
+    is_loss,
     metric_key,
     parse_metric_key,
 )
@@ -114,7 +115,7 @@ class WandbListener:
         In a wandb sweep, it has last values only, since the sweep reads them by their plain names.
         """
         for name in figures.keys() - self._defined if self._run.sweep_id is None else ():
-            best = "min" if name.rpartition("/")[2] == "loss" else None
+            best = "min" if is_loss(name) else None
             if best := self._best.get(name, best):
                 self._run.define_metric(name, summary=f"{best},last")
             self._defined.add(name)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -73,13 +74,24 @@ class GradientReducer(ABC):
         """Multiply the gradients computed by :meth:`run` by ``factor``, a scalar tensor."""
         scale_gradients(parameters, factor)
 
-    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Clip the gradients to a total norm of at most ``limit``; return the norm before clipping."""
+    def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """Return the L2 norm of the whole gradient, a scalar equal on all ranks that share the gradient.
+
+        None: servers hold a part of the gradient, and only :meth:`clip` lets them wait for the norm.
+        """
         gradients = [each.grad for each in parameters if each.grad is not None]
         if not (self.is_ordered and any(is_accelerator(gradient.device) for gradient in gradients)):
-            return nn.utils.clip_grad_norm_(parameters, limit)
+            return nn.utils.get_total_norm(gradients)
         norm: Tensor = torch.linalg.vector_norm(torch.stack([compute_aligned_norm(gradient) for gradient in gradients]))
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+        """Clip the gradients to a total norm of at most ``limit``; return the norm before clipping."""
+        norm = self.compute_norm(parameters)
+        assert norm is not None  # otherwise the subclass overrides this method
+        for is_sharded in (True, False):  # torch operations do not mix DTensors and plain tensors
+            own = [parameter for parameter in parameters if isinstance(parameter.grad, DTensor) is is_sharded]
+            nn.utils.clip_grads_with_norm_(own, limit, norm)
         return norm
 
     def state(self) -> StateDict:

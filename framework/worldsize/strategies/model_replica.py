@@ -27,6 +27,7 @@ from worldsize.core import (
     StateDict,
 )
 from worldsize.metrics import MetricCollector
+from worldsize.optimizers.groups import all_parameters
 from worldsize.optimizers.schedule_free import use_evaluation_weights
 from worldsize.seeds import keep_generators
 from worldsize.strategies.compiled import COMPILATIONS
@@ -224,13 +225,13 @@ class ModelReplica(Replica):
     def _step_optimizers(
         self, parts: Sequence[OptimizerPart], parameters: Sequence[nn.Parameter]
     ) -> tuple[Tensor | None, bool, bool]:
-        """Clip the gradient, which is equal on all ranks, and step the optimizers and schedules.
+        """Clip the gradient, and step the optimizers and schedules.
 
         The caller must update ``scaler`` at the end of the step, as with any ``torch.amp.GradScaler``.
 
         Returns:
-            The norm before clipping (None if not needed), whether the update was skipped, and whether that was due to
-            a gradient overflow in float16.
+            The norm before clipping (None if neither needed nor logged), whether the update was skipped, and whether
+            that was due to a gradient overflow in float16.
         """
         self._context.faults.report_point("step:update")
         norm, skipped, overflowed = None, False, False
@@ -239,6 +240,8 @@ class ModelReplica(Replica):
                 self.scaler.unscale_(part.optimizer)
             norm = self.reducer.clip(parameters, self.numerics.norm_limit)
             skipped = self.numerics.should_skip_update(norm)
+        elif self._context.logs_norm():
+            norm = self._compute_logged_norm(parts, parameters)
         for part in parts:
             if not skipped:
                 overflowed |= not step_scaled(self.scaler, part.optimizer, speaks=self.world.rank == 0)
@@ -246,6 +249,20 @@ class ModelReplica(Replica):
                 part.schedule.step()
         self._context.faults.report_point("step:updated")
         return norm, skipped or overflowed, overflowed
+
+    def _compute_logged_norm(self, parts: Sequence[OptimizerPart], parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """Return the unscaled norm of the gradient of the parameters that the optimizers of ``parts`` update.
+
+        Gradients of other parameters are never reset, and include earlier steps.
+        """
+        own = {id(parameter) for part in parts for parameter in all_parameters(part.optimizer)}
+        others = [(each, each.grad) for each in parameters if each.grad is not None and id(each) not in own]
+        for parameter, _ in others:
+            parameter.grad = None
+        norm = self.reducer.compute_norm(parameters)
+        for parameter, gradient in others:
+            parameter.grad = gradient
+        return None if norm is None else norm / self.scaler.scale(torch.ones_like(norm))
 
 
 @final

@@ -155,7 +155,7 @@ class ReduceScatterReducer(GradientReducer):
         self._model.set_requires_all_reduce(last)
         self._model.set_is_last_backward(last)
 
-    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm([gradient for gradient in gradients if isinstance(gradient, DTensor)])
         if isinstance(norm, DTensor):
@@ -164,7 +164,7 @@ class ReduceScatterReducer(GradientReducer):
         if scalars := [gradient for gradient in gradients if not isinstance(gradient, DTensor)]:
             others = nn.utils.get_total_norm(scalars)
             norm = torch.linalg.vector_norm(torch.stack([norm.to(others), others]))
-        return _clip_gradients(parameters, limit, norm)
+        return norm
 
 
 @final
@@ -219,24 +219,14 @@ class OrderedShardReducer(OrderedSums):
         self._scalars.set_means()
         return [losses[leaf] for leaf in range(len(batches))]
 
-    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Clip by the norm of full gradients, gathered one at a time; return the norm, a scalar.
-
-        The norm has the same bits as for an unsharded model.
-        """
+    def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the norm of full gradients, gathered one at a time, with the same bits as for an unsharded model."""
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         full = (gather_full_tensor(each) if isinstance(each, DTensor) else each for each in gradients)
-        norms = [compute_aligned_norm(gradient) for gradient in full]
-        return _clip_gradients(parameters, limit, torch.linalg.vector_norm(torch.stack(norms)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([compute_aligned_norm(gradient) for gradient in full]))
+        return norm
 
 
 def _is_one_short(batches: Sequence[MicroBatch], logical_ranks: int, ranks: int) -> bool:
     """Return whether other ranks have one more logical rank than this one."""
     return len(batches) < -(-logical_ranks // ranks)
-
-
-def _clip_gradients(parameters: Sequence[nn.Parameter], limit: float, norm: Tensor) -> Tensor:
-    for is_sharded in (True, False):  # torch operations do not mix DTensors and plain tensors
-        own = [parameter for parameter in parameters if isinstance(parameter.grad, DTensor) is is_sharded]
-        nn.utils.clip_grads_with_norm_(own, limit, norm)
-    return norm

@@ -31,7 +31,6 @@ from worldsize.core import (
     RunStarted,
     StateDict,
     StepTiming,
-    StopFlag,
     World,
 )
 from worldsize.data.batches import get_collate_fn, is_iterable
@@ -56,9 +55,10 @@ from worldsize.world.world import list_gang_ranks
 
 
 def create_run_context(
-    settings: Settings, run: RunDirectory, world: World, placement: Placement, stop: StopFlag
+    resources: ProcessResources, settings: Settings, world: World, placement: Placement
 ) -> RunContext:
     """Return the context of the process described by ``world``."""
+    run = resources.run
     breakdown = settings.observe.step_breakdown
     times = _UnitTiming(run, world, every=settings.training.log_every if breakdown else None)
     serves = any(role.serves for role in settings.roles.values())
@@ -73,8 +73,9 @@ def create_run_context(
         data=_RunData(settings, world, placement.heartbeat, times),
         checkpoints=_RunCheckpoints(settings, run, replace(world, rank=0, size=1, groups={})),
         faults=settings.faults,
-        stop=stop,
+        stop=resources.preemption,
         timing=times,
+        logs_norm=lambda: resources.before_update.may_log,
     )
 
 

@@ -218,9 +218,7 @@ def _run_in_world(resources: ProcessResources, placement: Placement, channel: Me
         stack.enter_context(_hangs_watched(settings, run, placement))
         state, context = _beginning(settings, run, world)
         with context:
-            replica = _create_replica(
-                settings, create_run_context(settings, run, world, placement, resources.preemption)
-            )
+            replica = _create_replica(settings, create_run_context(resources, settings, world, placement))
         if replica is None:
             return 0
         if settings.run.evaluates is not None:
@@ -268,7 +266,7 @@ def _run_healing_member(
             resources.log_run()
         _audit_transport(settings, run, world, placement, resources.listeners)
         seed_generators(derive_seed(settings.training.seed, "init"), world.device)
-        context = create_run_context(settings, run, world, placement, resources.preemption)
+        context = create_run_context(resources, settings, world, placement)
         context = replace(context, before_update=resources.before_update, making_groups=lambda: connections)
         replica = _create_replica(settings, context)
         assert replica is not None

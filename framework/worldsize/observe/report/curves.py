@@ -11,7 +11,7 @@ from warnings import catch_warnings, simplefilter
 import numpy as np
 
 from worldsize.config.arguments import parse_override_key
-from worldsize.core import format_display_name, metric_key, parse_metric_key
+from worldsize.core import format_display_name, is_loss, metric_key, parse_metric_key
 from worldsize.errors import WorldsizeError
 from worldsize.observe.report.read import Line, Record, extract_column, parse_number, read_run
 from worldsize.observe.report.svg import SERIES, Axis, Chart, Numbers, Plot, series_colour, shorten_text
@@ -69,7 +69,7 @@ def average_rows(values_nk: Numbers, *, at_most: int) -> Numbers:
     return reduced_mk
 
 
-def draw_lines(title: str, curves: Sequence[StepCurve], *, unit: str = "", is_loss: bool = False) -> list[Chart]:
+def draw_lines(title: str, curves: Sequence[StepCurve], *, unit: str = "", has_loss_axis: bool = False) -> list[Chart]:
     """Draw the curves in one chart, or none if no curve has two points.
 
     An axis with a unit starts at zero. A loss axis is logarithmic if its values span more than two decades.
@@ -77,7 +77,7 @@ def draw_lines(title: str, curves: Sequence[StepCurve], *, unit: str = "", is_lo
     shown = [each for each in curves if not each.is_point]
     if not shown:
         return []
-    is_log = is_loss and is_wide(np.concatenate([each.values for each in shown]))
+    is_log = has_loss_axis and is_wide(np.concatenate([each.values for each in shown]))
     y = Axis(unit.strip(), is_log=is_log, low=0.0 if unit else None)
     plot = Plot(Axis("step"), y)
     for index, each in enumerate(shown):
@@ -103,7 +103,7 @@ def run_curves(record: Record) -> list[Chart]:
         *common_curves({"": record}),
         *draw_lines("Learning rate", [create_curve("", record.steps, "lr")]),
         *draw_lines("Model FLOP utilisation", [_create_percent_curve(record.steps, "mfu")], unit=" %"),
-        *draw_lines("Gradient norm", [create_curve("", record.steps, "grad_norm")], is_loss=True),
+        *draw_lines("Gradient norm", [create_curve("", record.steps, "grad_norm")], has_loss_axis=True),
     ]
 
 
@@ -115,7 +115,7 @@ def common_curves(records: Mapping[str, Record]) -> list[Chart]:
     """Draw a chart for each loss, metric and throughput, with one line per run, by label."""
     rates = [create_curve(label, each.steps, "samples_per_second") for label, each in records.items()]
     losses = [create_curve(label, each.steps, "loss") for label, each in records.items()]
-    charts = draw_lines("Training loss", losses, is_loss=True)
+    charts = draw_lines("Training loss", losses, has_loss_axis=True)
     for name in metric_names(row for record in records.values() for row in record.steps):
         charts += draw_lines(
             f"Training {shorten_text(name)}",
@@ -124,7 +124,7 @@ def common_curves(records: Mapping[str, Record]) -> list[Chart]:
     for name in metric_names(row for record in records.values() for row in record.evaluations):
         curves = [create_metric_curve(label, each.evaluations, name) for label, each in records.items()]
         title = shorten_text(format_display_name(name))
-        charts += draw_lines(title[:1].upper() + title[1:], curves, is_loss=title.rpartition(" ")[2] == "loss")
+        charts += draw_lines(title[:1].upper() + title[1:], curves, has_loss_axis=is_loss(name))
     tokens = [create_curve(label, each.steps, "tokens_per_second") for label, each in records.items()]
     return [
         *charts,
@@ -146,7 +146,7 @@ def search_charts(sweep: Sweep) -> list[Chart]:
             heights = np.array([parse_number(each.metrics.get(name)) for each in sweep.runs.values()])
             if np.isfinite(values + heights).sum() < 3:
                 continue
-            y = Axis(is_log=name.rpartition("/")[2] == "loss" and is_wide(heights), margin=0.06)
+            y = Axis(is_log=is_loss(name) and is_wide(heights), margin=0.06)
             plot = Plot(Axis(shorten_text(key), is_log=is_wide(values), margin=0.06), y)
             tips = [f"{label}: {height:.6g}" for label, height in zip(sweep.runs, heights, strict=True)]
             plot.add_points(values, heights, series_colour(0), tips=tips)

@@ -97,6 +97,9 @@ class Pipeline(GradientReducer):
             losses = dict(zip(order, self._broadcast_losses(range(idle, idle + count)), strict=True))
         return [losses[place] for place in range(count)]
 
+    def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        return self.norm.compute_norm(parameters)
+
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         return self.norm.clip(parameters, limit)
 

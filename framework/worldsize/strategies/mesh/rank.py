@@ -109,7 +109,7 @@ class MeshRank:
         model.to(self.context.world.device)
         guard_units(root, remedy=_format_remedy(self.layout), names_uses=not self.context.numerics.compile)
         ranks = self._logical_ranks
-        sums = _Clipping(
+        sums = _WithMeshNorm(
             create_sharded_reducer(self.reduce, root, data, logical_ranks=ranks), self._create_norm(mesh, ())
         )
         state, context = self._train_state(model, full_state), replace(self.context, world=data)
@@ -218,8 +218,8 @@ def _check_blocks(recipe: Recipe, model: nn.Module, numerics: Numerics) -> None:
 
 @final
 @dataclass(frozen=True)
-class _Clipping(GradientReducer):
-    """Wraps the reducer ``inner``, but clips by the norm over the whole mesh."""
+class _WithMeshNorm(GradientReducer):
+    """Wraps the reducer ``inner``, but computes the norm over the whole mesh."""
 
     divides_gradients = True
 
@@ -235,6 +235,9 @@ class _Clipping(GradientReducer):
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
         self.inner.scale(parameters, factor)
+
+    def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        return self.norm.compute_norm(parameters)
 
     def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
         return self.norm.clip(parameters, limit)

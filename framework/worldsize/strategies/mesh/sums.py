@@ -269,7 +269,7 @@ def find_sharded_axes(tensor: Tensor) -> set[str]:
 
 @final
 class MeshNorm:
-    """Clips by the norm over all ranks of ``world``.
+    """The norm over all ranks of ``world``, and clipping by it.
 
     ``coordinate``: this rank's coordinate on each axis over which parameters may be sharded; only the first rank with
     a shard counts it. ``spare``: parameters that an earlier stage also holds, and counts.
@@ -279,12 +279,21 @@ class MeshNorm:
         self._world, self._coordinate = world, coordinate
         self._spare = {id(parameter) for parameter in spare}
 
+    def compute_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradients of ``parameters``, a scalar equal on all ranks."""
+        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        gradients = [
+            get_local_shard(own.grad) for own in parameters if own.grad is not None and self._should_count(own)
+        ]
+        if gradients:
+            squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        start_collective(dist.all_reduce, squares, group=self._world.group).wait()
+        return squares.sqrt().float()
+
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         """Clip the norm to ``limit``; return the norm before clipping, a scalar equal on all ranks."""
         trained = [own for own in parameters if own.grad is not None]
-        norm = self._compute_norm(
-            [get_local_shard(own.grad) for own in trained if own.grad is not None and self._should_count(own)]
-        )
+        norm = self.compute_norm(trained)
         if limit < float("inf") and trained:
             torch._foreach_mul_(
                 [get_local_shard(own.grad) for own in trained if own.grad is not None], clip_factor(norm, limit)
@@ -295,18 +304,11 @@ class MeshNorm:
         shared = self._coordinate.keys() - find_sharded_axes(parameter)
         return id(parameter) not in self._spare and all(self._coordinate[axis] == 0 for axis in shared)
 
-    def _compute_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        squares = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        if gradients:
-            squares += torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
-        start_collective(dist.all_reduce, squares, group=self._world.group).wait()
-        return squares.sqrt().float()
-
 
 @final
 @dataclass(frozen=True)
 class WholeNorm:
-    """Clips by the norm of full gradients, whose bits do not depend on data-parallel sharding.
+    """The norm of full gradients, with bits that do not depend on data-parallel sharding, and clipping by it.
 
     ``pipeline``: the ranks that hold the other stages, or None if there are none. ``spare``: parameters that an
     earlier stage also holds, and counts.
@@ -316,10 +318,15 @@ class WholeNorm:
     pipeline: ProcessGroup | None = None
     spare: Collection[Tensor] = ()
 
+    def compute_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradients of ``parameters``, a scalar equal on all ranks."""
+        norm: Tensor = torch.linalg.vector_norm(self._compute_norms(list(parameters)))
+        return norm
+
     def clip(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         """Clip the norm to ``limit``; return the norm before clipping, a scalar equal on all ranks."""
         trained = list(parameters)
-        norm: Tensor = torch.linalg.vector_norm(self._compute_norms(trained))
+        norm = self.compute_norm(trained)
         gradients = [get_local_shard(own.grad) for own in trained if own.grad is not None]
         if limit < float("inf") and gradients:
             torch._foreach_mul_(gradients, clip_factor(norm, limit))
