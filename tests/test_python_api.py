@@ -18,6 +18,7 @@ from torch import nn
 import worldsize as ws
 from tests.support.runs import environment
 from tests.support.waiting import wait_until
+from worldsize.api.class_recipe import _allow_target
 from worldsize.record.run_record import RunView
 
 FEW = ("steps=20", "logger=none", "checkpoint.every=10", "evaluate_every=10", "cluster.threads=1")
@@ -47,7 +48,9 @@ try:
 except ws.WorldsizeError as error:
     assert "is defined in __main__" in str(error), error
 assert isinstance(run.model(), nn.Linear)
-for word, why in (("recipe.hiden=3", "did you mean 'hidden'"), ("cluster=slurm", "worldsize new recipe NAME")):
+wrong = {"allow_targets=foo": "must be a list", "allow_targets=[foo": "failed to parse 'allow_targets=[foo'"}
+wrong |= {"recipe.hiden=3": "did you mean 'hidden'", "cluster=slurm": "worldsize new recipe NAME"}
+for word, why in wrong.items():
     try:
         ws.train(*words, word, recipe=Line, steps=2)
     except ws.ConfigError as error:
@@ -131,6 +134,22 @@ def test_a_run_has_its_record_and_its_model_the_accuracy_that_was_logged(trained
         assert not model.training
         right = _right_by_hand(model)
         assert right == evaluated(trained)[step]["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["allow_targets=[m.Line]"]),
+        (["allow_targets=[]"], ["allow_targets=[m.Line]"]),
+        (["lr=1", "allow_targets=[a, 'b,c']"], ["lr=1", "allow_targets=[a, 'b,c',m.Line]"]),
+        (["+allow_targets=[a]"], ["allow_targets=[a,m.Line]"]),
+        (["allow_targets=[a"], ["allow_targets=[a"]),  # Hydra reports these three
+        (["allow_targets=a"], ["allow_targets=a"]),
+        (["~allow_targets"], ["~allow_targets"]),
+    ],
+)
+def test_the_class_joins_the_targets_that_the_user_allows(words: list[str], expected: list[str]) -> None:
+    assert _allow_target(words, "m.Line") == expected
 
 
 def evaluated(run: ws.Run) -> dict[int, dict[str, float]]:
