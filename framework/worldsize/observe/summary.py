@@ -13,11 +13,12 @@ from rich.text import Text
 
 from worldsize.core import format_display_name
 from worldsize.messages import printable
+from worldsize.observe.wandb import format_upload_command
 from worldsize.record.compare import Comparison, Divergence
 
 
 def show_summary(console: Console, result: Mapping[str, Any], folder: Path) -> None:
-    """Show a completed run's metrics, remarks, size, speed, digest and folder, one per line.
+    """Show a completed run's metrics, remarks, size, speed, digest, upload command and folder, one per line.
 
     Lines are not wrapped on narrow consoles, so that the folder can be copied.
     """
@@ -40,6 +41,8 @@ def _collect_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
         yield "failed saves", f"{len(failed)}, last at step {failed[-1]['step']}"
     yield "time", f"{result['seconds']:.1f} s, {result['samples_per_second']:,.0f} samples/s"
     yield "state", result["state_digest"][:16]
+    if upload := format_upload_command(folder):
+        yield "wandb", printable(f"offline; {upload}")
     yield "run", printable(str(folder))
 
 
