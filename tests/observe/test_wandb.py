@@ -164,7 +164,7 @@ def test_auto_with_a_key_and_no_server_keeps_an_offline_run(train: Any, home: Pa
     assert run.code == 0, run.error
     assert "warning: wandb is offline for this run" in run.output
     (row,) = [line for line in run.output.splitlines() if "wandb sync" in line]
-    command = format_upload_command(run.folder)
+    command = f"wandb sync runs/digits/{run.folder.name}/wandb/offline-run-*"
     assert row.split(maxsplit=1) == ["wandb", f"offline; {command}"]
     assert "step 3/3" in run.output.partition(row)[0]
     assert history(run.folder)[3]["train/loss"] == pytest.approx(run.steps()[-1]["loss"], rel=1e-12)
