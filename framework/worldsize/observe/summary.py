@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -47,7 +49,28 @@ def _collect_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
 
 
 _COLOURS = {"bitwise identical": "bold green", "within tolerance": "bold yellow", "different": "bold red"}
+_WIDTH = 160  # columns of a table outside of a terminal
 _SHOWN = 20  # maximum number of tensors shown, the most divergent first
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class ShownComparison(Comparison):
+    """A comparison that scripts and notebooks show as the table of ``worldsize compare``."""
+
+    def __repr__(self) -> str:
+        console = _create_recorder()
+        console.print(comparison_table(self))
+        return console.export_text().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        console = _create_recorder()
+        console.print(comparison_table(self))
+        return console.export_html(inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>')
+
+
+def _create_recorder() -> Console:
+    return Console(record=True, file=StringIO(), width=_WIDTH, force_jupyter=False, _environ={})
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
