@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import html
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +21,8 @@ from torch import nn
 import worldsize as ws
 from tests.support.runs import environment
 from tests.support.waiting import wait_until
+from worldsize.api.class_recipe import _allow_target
+from worldsize.cli import compare
 from worldsize.record.run_record import RunView
 
 FEW = ("steps=20", "logger=none", "checkpoint.every=10", "evaluate_every=10", "cluster.threads=1")
@@ -47,7 +52,9 @@ try:
 except ws.WorldsizeError as error:
     assert "is defined in __main__" in str(error), error
 assert isinstance(run.model(), nn.Linear)
-for word, why in (("recipe.hiden=3", "did you mean 'hidden'"), ("cluster=slurm", "worldsize new recipe NAME")):
+wrong = {"allow_targets=foo": "must be a list", "allow_targets=[foo": "failed to parse 'allow_targets=[foo'"}
+wrong |= {"recipe.hiden=3": "did you mean 'hidden'", "cluster=slurm": "worldsize new recipe NAME"}
+for word, why in wrong.items():
     try:
         ws.train(*words, word, recipe=Line, steps=2)
     except ws.ConfigError as error:
@@ -133,6 +140,22 @@ def test_a_run_has_its_record_and_its_model_the_accuracy_that_was_logged(trained
         assert right == evaluated(trained)[step]["accuracy"]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["allow_targets=[m.Line]"]),
+        (["allow_targets=[]"], ["allow_targets=[m.Line]"]),
+        (["lr=1", "allow_targets=[a, 'b,c']"], ["lr=1", "allow_targets=[a, 'b,c',m.Line]"]),
+        (["+allow_targets=[a]"], ["allow_targets=[a,m.Line]"]),
+        (["allow_targets=[a"], ["allow_targets=[a"]),  # Hydra reports these three
+        (["allow_targets=a"], ["allow_targets=a"]),
+        (["~allow_targets"], ["~allow_targets"]),
+    ],
+)
+def test_the_class_joins_the_targets_that_the_user_allows(words: list[str], expected: list[str]) -> None:
+    assert _allow_target(words, "m.Line") == expected
+
+
 def evaluated(run: ws.Run) -> dict[int, dict[str, float]]:
     """Return the metrics of each evaluation, by step."""
     return {row["step"]: row["metrics"] for row in run.rows() if row["event"] == "evaluation"}
@@ -160,6 +183,50 @@ def test_a_run_is_evaluated_exported_reported_and_resumed(trained: ws.Run) -> No
     assert trained.resume("steps=22").results["steps"] == 22
     with pytest.raises(ws.RunFailedError, match="not found; available"):
         trained.evaluate(checkpoint=3)
+
+
+@pytest.mark.heavy
+def test_a_run_lists_its_checkpoints_with_their_metrics(trained: ws.Run) -> None:
+    saved = {each.step: each for each in trained.checkpoints}
+    assert {10, 20} <= saved.keys()
+    assert all(each.path.name == f"step_{step:07d}" for step, each in saved.items())
+    assert {step: dict(each.metrics) for step, each in saved.items() if each.metrics} == evaluated(trained)
+    assert [each.is_last for each in trained.checkpoints] == [False] * (len(saved) - 1) + [True]
+    assert not any(each.is_best for each in trained.checkpoints), "the run has no checkpoint.keep.best"
+    words = ("recipe=digits", "recipe.width=4", "checkpoint.keep.best=accuracy", "checkpoint.keep.last=9", *FEW)
+    run = ws.train(*words, lr=0.02)
+    (best,) = [each for each in run.checkpoints if each.is_best]
+    assert best.metrics["accuracy"] == max(metrics["accuracy"] for metrics in evaluated(run).values())
+
+
+@pytest.mark.heavy
+def test_runs_are_compared_and_reported_as_on_the_command_line(
+    trained: ws.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ws.train("recipe=digits", "recipe.width=4", "cluster.processes=1", "strategy=ddp", *FEW, lr=0.02)
+    assert trained.compare(trained).verdict == "bitwise identical"
+    comparison = trained.compare(other.folder)
+    assert comparison.verdict == "different"
+    (lr,) = [each for each in comparison.metrics if each.name == "lr"]
+    assert (lr.first_step, lr.relative) == (1, 0.75)
+    assert inspect.signature(ws.Run.compare).parameters["tolerance"].default == compare.TOLERANCE
+    with pytest.raises(ws.WorldsizeError, match="must be at least 0"):
+        trained.compare(other, tolerance=-1)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "argv", ["worldsize compare", str(trained.folder), str(other.folder)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert repr(comparison).split() == capsys.readouterr().out.split()
+    shown = comparison._repr_html_()
+    assert "font-weight: bold" in shown
+    assert html.unescape(re.sub("<.*?>", "", shown)).split() == repr(comparison).split()
+
+    page = ws.report([trained, other.folder], tmp_path / "both.html")
+    assert page == tmp_path / "both.html"
+    assert all(run.folder.name in page.read_text() for run in (trained, other))
+    with pytest.raises(ws.WorldsizeError, match="at least one run"):
+        ws.report([])
 
 
 @pytest.mark.heavy

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         sample_batches,
         save,
     )
-    from worldsize.api.run import Run, load
+    from worldsize.api.run import Run, load, report
     from worldsize.api.train import compose, train
     from worldsize.core import (
         Cluster,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _NAMES = {  # public names by the module that defines them
     "worldsize.api.custom_loop": "LoopRecipe average_loss compute_digest evaluate local_logical_ranks micro_batches "
     "open_world restore sample_batches save",
-    "worldsize.api.run": "Run load",
+    "worldsize.api.run": "Run load report",
     "worldsize.api.train": "compose train",
     "worldsize.core": "Cluster Event FeatureRecipe Features Launcher Listener MultiUpdateRecipe Numerics Recipe "
     "Replica RunContext Strategy Update World",
@@ -99,6 +99,7 @@ __all__ = [
     "local_logical_ranks",
     "micro_batches",
     "open_world",
+    "report",
     "restore",
     "sample_batches",
     "save",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from plugins.lightning_module.module_metrics import is_metric
 from worldsize.core import ConfigError
+from worldsize.errors import neighbours
 
 # called by the recipe
 _CARRIED = {
@@ -70,19 +71,45 @@ _REMEDIES = {
 }
 
 
-def check_hooks(module: Any, datamodule: Any) -> None:
-    """Raise ConfigError, with remedies, if overridden hooks would not be called."""
-    refused = [
-        *_overridden(module, "LightningModule", manual=not module.automatic_optimization),
-        *_signatures(module),
-        *_find_joined_metrics(module),
-    ]
-    if not module.automatic_optimization:
-        refused += _find_clipping_calls(module)
+_HOOK_PREFIXES = ("on_", "configure_", "optimizer_", "lr_scheduler_")
+_OTHER_HOOKS = {"backward", "transfer_batch_to_device"}
+_NO_HOOKS = {"on_gpu"}  # a property
+
+
+def check_hooks(module: Any, datamodule: Any, ignored: Sequence[str] = ()) -> None:
+    """Raise ConfigError, with remedies, if overridden hooks would not be called, except ``ignored`` ones.
+
+    A name in ``ignored`` that is not such a hook is an error, too.
+    """
+    is_manual = not module.automatic_optimization
+    owners = [(module, "LightningModule", _CARRIED | _CARRIED_BY_MANUAL if is_manual else _CARRIED)]
     if datamodule is not None:
-        refused += _overridden(datamodule, "LightningDataModule")
+        owners.append((datamodule, "LightningDataModule", _CARRIED))
+    _check_ignored(ignored, owners)
+    uncalled = [(owner, name) for owner, base, carried in owners for name in _find_uncalled(owner, base, carried)]
+    uncalled = [(owner, name) for owner, name in uncalled if name not in ignored]
+    refused = [_describe_uncalled(owner, name) for owner, name in uncalled]
+    refused += [*_signatures(module), *_find_joined_metrics(module)]
+    if is_manual:
+        refused += _find_clipping_calls(module)
+    if hooks := {name for _, name in uncalled if _is_hook(name)}:
+        names = ",".join(sorted({*ignored, *hooks}))
+        refused.append(f"To train without calling them, set recipe.ignore_hooks=[{names}].")
     if refused:
         raise ConfigError("\n".join(refused))
+
+
+def _check_ignored(ignored: Sequence[str], owners: Sequence[tuple[Any, str, set[str]]]) -> None:
+    known = {name for owner, base, carried in owners for name in _list_names(owner, base) - carried if _is_hook(name)}
+    for name in ignored:
+        if any(name in carried for _, _, carried in owners):
+            raise ConfigError(f"recipe.ignore_hooks: worldsize calls {name}. Remove it from the list.")
+        if name not in known | _IRRELEVANT:
+            raise ConfigError(f"recipe.ignore_hooks: unknown hook {name!r}{neighbours(name, known)}")
+
+
+def _is_hook(name: str) -> bool:
+    return (name.startswith(_HOOK_PREFIXES) or name in _OTHER_HOOKS | _REMOVED) and name not in _NO_HOOKS
 
 
 def find_lightning_base(value: object, name: str) -> type | None:
@@ -95,16 +122,28 @@ def _is_lightning(kind: type) -> bool:
     return kind.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
 
 
-def _overridden(value: Any, base: str, *, manual: bool = False) -> Iterator[str]:
-    known = find_lightning_base(value, base)
-    assert known is not None, f"checked when it was built: {base}"
-    judged = {name for name in dir(known) if not name.startswith("_")} - set(dir(nn.Module)) | _OF_MODULES | _REMOVED
+def _find_base(value: Any, name: str) -> type:
+    base = find_lightning_base(value, name)
+    assert base is not None, f"checked when it was built: {name}"
+    return base
+
+
+def _list_names(value: Any, base: str) -> set[str]:
+    """Return names of methods, in the Lightning class ``base``, that a program may override."""
+    own = {name for name in dir(_find_base(value, base)) if not name.startswith("_")}
+    return (own - set(dir(nn.Module)) | _OF_MODULES | _REMOVED) - _IRRELEVANT
+
+
+def _find_uncalled(value: Any, base: str, carried: set[str]) -> list[str]:
+    """Return the names that ``value`` overrides, but worldsize does not call."""
+    known = _find_base(value, base)
     own = [kind for kind in type(value).__mro__ if not _is_lightning(kind) and kind not in known.__mro__]
-    names = {name for kind in own for name in vars(kind)}
-    carried = _CARRIED | _CARRIED_BY_MANUAL if manual else _CARRIED
-    for name in sorted(names & judged - carried - _IRRELEVANT):
-        remedy = "Remove it; Lightning 2 does not call it" if name in _REMOVED else _REMEDIES.get(name)
-        yield f"{type(value).__name__}.{name} is not called by worldsize. {remedy or 'Remove it'}."
+    return sorted({name for kind in own for name in vars(kind)} & _list_names(value, base) - carried)
+
+
+def _describe_uncalled(value: Any, name: str) -> str:
+    remedy = "Remove it; Lightning 2 does not call it" if name in _REMOVED else _REMEDIES.get(name, "Remove it")
+    return f"{type(value).__name__}.{name} is not called by worldsize. {remedy}."
 
 
 def _signatures(module: Any) -> Iterator[str]:
@@ -119,8 +158,7 @@ def _signatures(module: Any) -> Iterator[str]:
 
 def _find_clipping_calls(module: Any) -> Iterator[str]:
     """Yield an error for each gradient-clipping method; gradients do not exist yet."""
-    known = find_lightning_base(module, "LightningModule")
-    assert known is not None
+    known = _find_base(module, "LightningModule")
     own = [kind for kind in type(module).__mro__ if not _is_lightning(kind) and issubclass(kind, known)]
     for method in (each for kind in own for each in vars(kind).values() if inspect.isfunction(each)):
         for name in _CLIPPING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, final
@@ -40,6 +40,7 @@ class LightningProgram:
         make_datamodule: creates the LightningDataModule from ``datamodule_args``, or returns None.
         run: run settings that DataLoaders also have.
         evaluates: the step used for evaluation, "validation" or "test".
+        ignore_hooks: overridden hooks that may be left out, since worldsize does not call them.
     """
 
     make_module: Callable[..., Any]
@@ -48,11 +49,12 @@ class LightningProgram:
     module_args: Mapping[str, Any] = field(default_factory=dict)
     datamodule_args: Mapping[str, Any] = field(default_factory=dict)
     evaluates: Literal["validation", "test"] = "validation"
+    ignore_hooks: Sequence[str] = ()
 
     def check_support(self, *, run_decides: bool) -> None:
         """Raise ConfigError if the module or its data have unsupported features."""
         module, datamodule = self._sources
-        check_hooks(module, datamodule)
+        check_hooks(module, datamodule, self.ignore_hooks)
         names = ["train_dataloader", *([_LOADERS[self.evaluates]] if self._evaluated else [])]
         for name, loader in zip(names, [self._train, self._evaluated], strict=False):
             if loader is not None:
@@ -68,7 +70,7 @@ class LightningProgram:
                 self.make_datamodule, self.datamodule_args, key="recipe.datamodule", base="LightningDataModule"
             )
             module = _build_module(self)
-            check_hooks(module, datamodule)
+            check_hooks(module, datamodule, self.ignore_hooks)
             facts = RunFacts(self.run, Positions(None, self.run.batch_size))
             owners = [each for each in (datamodule, module) if each is not None]
             for owner in owners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.observe.test_health import CALM
 from worldsize.core import CheckpointSaved, Evaluated, NodeAlert, RunEnded, StepDone, Straggling
 from worldsize.observe.health.files import HealthFile
 from worldsize.observe.subprocess_listeners import SubprocessListeners
-from worldsize.observe.wandb import WandbListener
+from worldsize.observe.wandb import WandbListener, format_upload_command
 from worldsize.record.run_directory import RunDirectory
 
 pytestmark = pytest.mark.heavy
@@ -162,6 +163,30 @@ def test_auto_with_a_key_and_no_server_keeps_an_offline_run(train: Any, home: Pa
     run = train("recipe=digits", "recipe.width=4", "steps=3", logger="wandb", HOME=str(home), **closed)
     assert run.code == 0, run.error
     assert "warning: wandb is offline for this run" in run.output
-    assert "upload with: wandb sync" in run.output
+    (row,) = [line for line in run.output.splitlines() if "wandb sync" in line]
+    command = f"wandb sync runs/digits/{run.folder.name}/wandb/offline-run-*"
+    assert row.split(maxsplit=1) == ["wandb", f"offline; {command}"]
+    assert "step 3/3" in run.output.partition(row)[0]
     assert history(run.folder)[3]["train/loss"] == pytest.approx(run.steps()[-1]["loss"], rel=1e-12)
     assert CANARY not in run.output + run.error
+
+
+def test_only_offline_runs_that_are_not_uploaded_have_an_upload_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a run"
+    assert format_upload_command(folder) is None
+    (folder / "wandb" / "run-1-online").mkdir(parents=True)
+    assert format_upload_command(folder) is None
+    first, second = (folder / "wandb" / f"offline-run-{number}-x" for number in (1, 2))
+    for path in (first, second):
+        path.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert format_upload_command(folder) == "wandb sync 'a run/wandb'/offline-run-*"
+    expanded = subprocess.check_output(f"echo {format_upload_command(folder)}", shell=True, text=True)
+    assert expanded == "wandb sync a run/wandb/offline-run-1-x a run/wandb/offline-run-2-x\n"
+    monkeypatch.chdir("/usr/lib")
+    assert str(tmp_path) in str(format_upload_command(folder)), "the absolute path is shorter"
+    for path in (first, second):
+        (path / "run-x.wandb.synced").touch()
+    assert format_upload_command(folder) is None

@@ -198,6 +198,55 @@ def test_what_training_never_calls_is_no_reason_to_refuse() -> None:
     recipe(changed(predict_step=nothing, on_predict_end=nothing, teardown=nothing, my_own_method=nothing))
 
 
+def printing(self: Any) -> None:
+    print("not called")
+
+
+class PrintingPoints(Points):
+    """Prints when a batch is moved to the device."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """Print, and return the batch."""
+        print("not called")
+        return batch
+
+
+def test_hooks_that_the_user_ignores_change_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    loud = changed(on_train_start=printing, on_train_epoch_end=printing, on_validation_epoch_end=printing)
+    with pytest.raises(ConfigError) as refused:
+        recipe(loud, PrintingPoints, ignore_hooks=["on_train_start"])
+    assert "on_train_start is not called" not in str(refused.value)
+    names = ["on_train_epoch_end", "on_train_start", "on_validation_epoch_end", "transfer_batch_to_device"]
+    assert str(refused.value).endswith(f"set recipe.ignore_hooks=[{','.join(names)}].")
+    own = recipe(loud, PrintingPoints, ignore_hooks=names)
+    assert recipe_trained(own, CONFIG).losses == recipe_trained(recipe(Classifier), CONFIG).losses
+    assert "not called" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("on_train_epoch_ends", "unknown hook 'on_train_epoch_ends'; did you mean 'on_train_epoch_end'"),
+        ("state_dict", "unknown hook 'state_dict'"),
+        ("training_step", "worldsize calls training_step"),
+    ],
+)
+def test_only_hooks_that_are_not_called_can_be_ignored(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        recipe(Classifier, ignore_hooks=[name])
+
+
+def test_the_command_line_names_the_hooks_to_ignore() -> None:
+    words = (f"recipe.module={PROGRAMS}.Classifier", f"recipe.datamodule={PROGRAMS}.Points", f"batch_size={BATCH}")
+    compose_recipe("recipe=lightning_module", *words, "recipe.ignore_hooks=[on_train_start]")
+    for value, why in (
+        ("[on_start]", "unknown hook 'on_start'"),
+        ("on_train_start", "ignore_hooks='on_train_start' has the wrong type"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            compose_recipe("recipe=lightning_module", *words, f"recipe.ignore_hooks={value}")
+
+
 def iterator_step(self: Any, dataloader_iter: Any) -> None: ...
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -55,9 +57,25 @@ def _train_here(recipe: type[Recipe], words: Sequence[str], result_fd: int) -> i
     ConfigStore.instance().store(recipe.__name__, _build_config_node(recipe, path), group="recipe", package="_global_")
     show_messages()
     sys.argv = ["worldsize", "train"]
-    added = [word for word in words if word.startswith("allow_targets=[")]
-    allowed = f"{added[-1][:-1]},{path}]" if added else f"allow_targets=[{path}]"
-    return train([f"recipe={recipe.__name__}", *(word for word in words if word not in added), allowed], result_fd)
+    return train([f"recipe={recipe.__name__}", *_allow_target(words, path)], result_fd)
+
+
+def _allow_target(words: Sequence[str], path: str) -> list[str]:
+    """Add ``path`` to the list of ``allow_targets`` in ``words``, unless it is malformed, which Hydra reports."""
+    from worldsize.config.arguments import parse_override_key
+    from worldsize.config.command_line import readable
+
+    own = [word for word in words if parse_override_key(word) == "allow_targets"]
+    if not own:
+        return [*words, f"allow_targets=[{path}]"]
+    try:
+        value = OverridesParser.create().parse_override(readable(own[-1:])[0]).value()
+    except HydraException:
+        value = None
+    if not isinstance(value, list):
+        return [*words]
+    names = own[-1].partition("=")[2].strip()[1:-1].strip()
+    return [*(word for word in words if word != own[-1]), f"allow_targets=[{names and f'{names},'}{path}]"]
 
 
 def _build_config_node(recipe: type[Recipe], path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Access to recorded runs from scripts and notebooks: record, metrics, model, evaluation, export and report."""
+"""Access to recorded runs from scripts and notebooks: record, metrics, model, evaluation, comparison and report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # slow or optional imports
     from torch import nn
 
     from worldsize.core import Recipe
+    from worldsize.observe.summary import ShownComparison
 
 Checkpoint = str | int  # "best", "last" or a step
 EVENTS = ("step", "evaluation")  # in metrics.jsonl
@@ -34,6 +36,48 @@ def load(run: str | Path) -> Run:
         WorldsizeError: The run does not exist, or its manifest is damaged.
     """
     return Run(find_run(run).path)
+
+
+def report(runs: Sequence[Run | str | Path], output: str | Path | None = None) -> Path:
+    """Write one HTML report about several runs, like ``worldsize report``; return its path.
+
+    Args:
+        runs: Runs, or their folders.
+        output: The file to write; by default report.html in the common parent folder.
+
+    Raises:
+        WorldsizeError: The report cannot be written.
+    """
+    from worldsize.cli.report import write_report
+
+    if not runs:
+        raise WorldsizeError("report() requires at least one run. Pass ws.load('last').")
+    folders = [_open_run(run).folder for run in runs]
+    return write_report(folders, Path(output) if output else None)
+
+
+def _open_run(run: Run | str | Path) -> Run:
+    return run if isinstance(run, Run) else load(run)
+
+
+@final
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint of a run; ``step`` selects it in :meth:`Run.model`.
+
+    Attributes:
+        step: The last step before the checkpoint.
+        path: Its folder.
+        metrics: Metrics of the evaluation after this step; empty if there was none.
+        is_best: Whether it is the best one by ``checkpoint.keep.best``.
+        is_last: Whether it is the newest one.
+    """
+
+    step: int
+    path: Path
+    metrics: Mapping[str, float]
+    is_best: bool
+    is_last: bool
 
 
 @final
@@ -90,6 +134,20 @@ class Run:
         with wrap_read_errors(self.folder):
             return list(event_rows(self._directory.events))
 
+    @property
+    def checkpoints(self) -> Sequence[SavedCheckpoint]:
+        """The complete checkpoints of the run, oldest first."""
+        from worldsize.checkpoint.format import complete, parse_step
+        from worldsize.launch.evaluate import read_retention
+
+        folders, retention = complete(self._directory.checkpoints), read_retention(self._view)
+        best = retention.find_best(folders) if retention else None
+        metrics = {row["step"]: row["metrics"] for row in self.rows() if row["event"] == "evaluation"}
+        return [
+            SavedCheckpoint(step := parse_step(path), path, metrics.get(step, {}), path == best, path == folders[-1])
+            for path in folders
+        ]
+
     def rows(self) -> Sequence[Mapping[str, Any]]:
         """Return the logged steps and evaluations, one mapping per line of ``metrics.jsonl``."""
         from worldsize.record.metrics import metric_rows
@@ -112,6 +170,28 @@ class Run:
         import pandas
 
         return pandas.json_normalize([dict(row) for row in self.rows() if event in (None, row["event"])])
+
+    def compare(self, other: Run | str | Path, *, tolerance: float = 0.01) -> ShownComparison:
+        """Compare with another run, like ``worldsize compare``.
+
+        Args:
+            other: A run, or its folder.
+            tolerance: The largest relative difference of a value that counts as within tolerance.
+
+        Returns:
+            The comparison, shown as a table. ``verdict`` is "bitwise identical", "within tolerance" or "different";
+            ``metrics`` and ``tensors`` have ``name``, ``first_step``, ``absolute``, ``relative`` and ``ulp``.
+
+        Raises:
+            WorldsizeError: A record is damaged.
+        """
+        from worldsize.observe.summary import ShownComparison
+        from worldsize.record.compare import compare_runs
+
+        if not tolerance >= 0:
+            raise WorldsizeError(f"tolerance={tolerance} must be at least 0.")
+        comparison = compare_runs(self.folder, _open_run(other).folder, tolerance=tolerance)
+        return ShownComparison(**vars(comparison))
 
     def model(self, checkpoint: Checkpoint = "last", *, averaged: bool = False, trust: bool = False) -> nn.Module:
         """Build the run's model with the weights of a checkpoint, in evaluation mode, on the CPU.
@@ -179,14 +259,12 @@ class Run:
         return Path(written.printed.splitlines()[-1])
 
     def report(self, output: str | Path | None = None) -> Path:
-        """Write the HTML report; return its path.
+        """Write the HTML report; return its path. :func:`report` writes one about several runs.
 
         Raises:
             WorldsizeError: The report cannot be written.
         """
-        from worldsize.cli.report import write_report
-
-        return write_report([self.folder], Path(output) if output else None)
+        return report([self], output)
 
     def resume(self, *words: str, trust: bool = False, **values: Any) -> Run:
         """Resume from the newest checkpoint, with overrides as words ("steps=2000") or keyword arguments.

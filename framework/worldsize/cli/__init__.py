@@ -103,7 +103,7 @@ def _run_command(result_fd: int | None = None) -> None:
     if name in ("-h", "--help"):
         print(_format_usage())
     elif name in VERSION:
-        print(f"worldsize {__version__}")
+        print_version()
     elif name in COMMANDS:
         del sys.argv[1]
         if name != "train":  # removes leftovers itself, since train.py calls it directly
@@ -117,6 +117,10 @@ def _run_command(result_fd: int | None = None) -> None:
             sys.exit(report_error(WorldsizeError(f"failed to read or write {error.filename}: {error.strerror}.")))
     else:
         sys.exit(report_error(WorldsizeError(f"unknown command {name!r}{neighbours(name, COMMANDS)}")))
+
+
+def print_version() -> None:
+    print(f"worldsize {__version__}")
 
 
 def _format_usage() -> str:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from worldsize import __version__
 from worldsize.cli import (
     VERSION,
     call_composed,
     check_working_directory,
     exit_process,
+    print_version,
     remove_leftovers,
     write_result_path,
 )
@@ -31,7 +31,7 @@ def main(result_fd: int | None = None) -> None:
     show_messages()
     check_working_directory()
     if sys.argv[1:] in [[word] for word in VERSION]:
-        print(f"worldsize {__version__}")
+        print_version()
         return
     remove_leftovers()
     with until_output_closes():

@@ -65,17 +65,27 @@ def choose_checkpoint(record: RunView, name: str) -> Path:
 
 
 def _find_best(record: RunView, folders: Sequence[Path]) -> Path:
-    keep = record.manifest["config"]["checkpoint"].get("keep") or {}
-    metric, direction = keep.get("best"), keep.get("direction", "max")
-    if not isinstance(metric, str) or direction not in ("max", "min"):
+    retention = read_retention(record)
+    if retention is None:
         raise ConfigError(
             "checkpoint=best requires a run with checkpoint.keep.best, the metric of the best checkpoint. "
             "Pass a step number, or train with checkpoint.keep.best."
         )
-    best = Retention(best=metric, direction=direction).find_best(folders)
+    best = retention.find_best(folders)
     if best is None:
-        raise ConfigError(f"checkpoint=best: none of the checkpoints has the metric {metric!r}. Pass a step number.")
+        raise ConfigError(
+            f"checkpoint=best: none of the checkpoints has the metric {retention.best!r}. Pass a step number."
+        )
     return best
+
+
+def read_retention(record: RunView) -> Retention | None:
+    """Return which checkpoint of a recorded run is the best; None if the run has no ``checkpoint.keep.best``."""
+    keep = record.manifest["config"]["checkpoint"].get("keep") or {}
+    metric, direction = keep.get("best"), keep.get("direction", "max")
+    if not isinstance(metric, str) or direction not in ("max", "min"):
+        return None
+    return Retention(best=metric, direction=direction)
 
 
 def evaluate_checkpoint(

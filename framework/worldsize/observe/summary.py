@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -13,11 +15,12 @@ from rich.text import Text
 
 from worldsize.core import format_display_name
 from worldsize.messages import printable
+from worldsize.observe.wandb import format_upload_command
 from worldsize.record.compare import Comparison, Divergence
 
 
 def show_summary(console: Console, result: Mapping[str, Any], folder: Path) -> None:
-    """Show a completed run's metrics, remarks, size, speed, digest and folder, one per line.
+    """Show a completed run's metrics, remarks, size, speed, digest, upload command and folder, one per line.
 
     Lines are not wrapped on narrow consoles, so that the folder can be copied.
     """
@@ -40,11 +43,34 @@ def _collect_rows(result: Mapping[str, Any], folder: Path) -> Iterator[tuple[str
         yield "failed saves", f"{len(failed)}, last at step {failed[-1]['step']}"
     yield "time", f"{result['seconds']:.1f} s, {result['samples_per_second']:,.0f} samples/s"
     yield "state", result["state_digest"][:16]
+    if upload := format_upload_command(folder):
+        yield "wandb", printable(f"offline; {upload}")
     yield "run", printable(str(folder))
 
 
 _COLOURS = {"bitwise identical": "bold green", "within tolerance": "bold yellow", "different": "bold red"}
+_WIDTH = 160  # columns of a table outside of a terminal
 _SHOWN = 20  # maximum number of tensors shown, the most divergent first
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class ShownComparison(Comparison):
+    """A comparison that scripts and notebooks show as the table of ``worldsize compare``."""
+
+    def __repr__(self) -> str:
+        console = _create_recorder()
+        console.print(comparison_table(self))
+        return console.export_text().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        console = _create_recorder()
+        console.print(comparison_table(self))
+        return console.export_html(inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>')
+
+
+def _create_recorder() -> Console:
+    return Console(record=True, file=StringIO(), width=_WIDTH, force_jupyter=False, _environ={})
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:

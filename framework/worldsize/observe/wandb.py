@@ -6,6 +6,7 @@ Importing wandb takes a second, so only the logging process imports it and steps
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,8 +81,8 @@ class WandbListener:
         self._run = _start_run(
             mode, **facts, **words, config={**config, **options, "manifest": _select_metadata(manifest)}
         )
-        if self._run.settings.mode != "disabled":
-            _logger.info("wandb: %s", _describe_location(self._run))
+        if not self._run.offline and self._run.settings.mode != "disabled":
+            _logger.info("wandb: %s", self._run.url)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -199,10 +200,15 @@ def _choose_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
     return "online" if wandb.login(prompt=False, verify=False) else "offline"
 
 
-def _describe_location(run: wandb.Run) -> str:
-    if not run.offline:
-        return str(run.url)
-    return f"offline; upload with: {shlex.join(['wandb', 'sync', run.settings.sync_dir])}"
+def format_upload_command(folder: Path) -> str | None:
+    """Return the shell command that uploads a run folder's offline wandb runs, one per attempt; None without any.
+
+    The path is relative to the working directory if that is shorter.
+    """
+    root = folder / "wandb"
+    if all(any(path.glob("*.synced")) for path in root.glob("offline-run-*")):
+        return None
+    return f"wandb sync {shlex.quote(min(os.path.relpath(root), str(root), key=len))}/offline-run-*"
 
 
 def _select_metadata(manifest: Mapping[str, Any]) -> dict[str, Any]:

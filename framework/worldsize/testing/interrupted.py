@@ -26,7 +26,7 @@ _IN_PASSES = ("step:forward", "step:backward", "step:reduce")
 POINTS = (*_IN_PASSES, "step:reduced", "before the update")
 
 
-class InterruptedError(Exception):
+class StepInterruptedError(Exception):
     """Raised to interrupt a step."""
 
 
@@ -80,7 +80,7 @@ class FailurePoint(FaultPoints):
         if point == self.point and self._left > 0:
             self._left -= 1
             if self._left == 0:
-                raise InterruptedError(point)
+                raise StepInterruptedError(point)
 
     def interrupt_update(self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> None:
         self.report_point("before the update")
@@ -121,7 +121,7 @@ def _find_case_changes(strategy: Strategy, context: RunContext, recipe: Recipe, 
 def _completes(action: Callable[[], object]) -> bool:
     try:
         action()
-    except InterruptedError:
+    except StepInterruptedError:
         return False
     return True
 
@@ -237,7 +237,7 @@ class _Survivor:
         self._faults.arm_failure(len(batches))
         try:
             self._replica.step(batches)
-        except InterruptedError:
+        except StepInterruptedError:
             return
         raise AssertionError(f"{self._faults.point} was not reached")
 
