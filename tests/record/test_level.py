@@ -79,21 +79,21 @@ def test_version_3_of_the_order_is_another_where_batches_are_of_similar_length_a
     assert bool(downgrades(then, now)) == balanced
 
 
-def test_another_division_of_layers_is_another_order_of_sums_that_no_tree_makes_up_for() -> None:
-    """A strategy that shards nothing is equivalent to one that shards over a single rank."""
+def test_another_division_of_layers_lowers_the_level_unless_sums_are_ordered() -> None:
+    """Ordered runs divide layers into logical slices, whose number is a key of the experiment."""
 
-    def divided(**strategy: object) -> dict[str, Any]:
+    def divided(reduce: str, **strategy: object) -> dict[str, Any]:
         one = manifest()
-        return {**one, "config": {**one["config"], "strategy": strategy}, "resumed": [], "attempts": []}
+        determinism = {**one["determinism"], "reduce": reduce}
+        config = {**one["config"], "strategy": strategy}
+        return {**one, "determinism": determinism, "config": config, "resumed": [], "attempts": []}
 
-    alone, whole, two = divided(shard="all"), divided(tensor=1, pipeline=1), divided(tensor=2, pipeline=1)
-    assert list(_compare_machines(alone, whole)) == []
-    expected = [Downgrade("tolerance", "strategy.tensor: 1 -> 2, which affects sums")]
-    assert list(_compare_machines(alone, two)) == list(_compare_machines(whole, two)) == expected
-    changes = [["strategy.tensor", None, 2], ["strategy.pipeline", None, 1], ["strategy.shard", "all", None]]
-    two["resumed"] = [{"attempt": 2, "changes": changes}]
-    reason = "strategy.tensor: None -> 2 in attempt 2, which affects sums"
-    assert resume_downgrades(two) == [Downgrade("tolerance", reason)]
+    changes = [["strategy.tensor", None, 2], ["strategy.pipeline", None, 4]]
+    for reduce, levels in (("ordered", []), ("flat", ["tolerance"])):
+        one, other = divided(reduce, tensor=1, pipeline=1), divided(reduce, tensor=2, pipeline=4)
+        assert [each.level for each in _compare_machines(one, other)] == levels
+        other["resumed"] = [{"attempt": 2, "changes": changes}]
+        assert [each.level for each in resume_downgrades(other)] == levels * 2
 
 
 def test_a_record_without_a_version_of_the_order_has_the_first_which_small_data_keep() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from worldsize.core import EvaluationBatch
+from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.model_replica import ModelFlags, collect_metrics, evaluating
 from worldsize.testing.recipes import Chain
 
@@ -28,8 +29,9 @@ def frozen_encoder() -> nn.Module:
 def test_an_evaluation_restores_the_mode_of_each_module() -> None:
     model = frozen_encoder()
     before = modes(model)
+    streams = LayerStreams(Chain(), model, torch.device("cpu"), by_layer=True)
     inputs, targets = Chain().data("test")[:]
-    collect_metrics(Chain(), model, [EvaluationBatch(0, (inputs, targets))], device=torch.device("cpu"))
+    collect_metrics(Chain(), model, [EvaluationBatch(0, (inputs, targets))], streams=streams)
     assert modes(model) == before
     assert set(before.values()) == {False, True}
 

@@ -36,8 +36,8 @@ class Downgrade(NamedTuple):
 def get_promised_level(determinism: Determinism) -> ReproducibilityLevel:
     """Return the reproducibility level that a mode guarantees."""
     if determinism.reduce == "ordered":
-        why = "depends only on configuration and seed, for any number of processes that divides logical_ranks"
-        return ReproducibilityLevel("bitwise", f"{why}, on this CPU or GPU model and torch build")
+        why = "depends only on configuration and seed, at any number of processes and any mesh that logical_ranks and"
+        return ReproducibilityLevel("bitwise", f"{why} logical_tensor allow, on this CPU or GPU model and torch build")
     if determinism.deterministic:
         why = "deterministic kernels, pinned threads and libraries; sums depend on the number of processes"
         return ReproducibilityLevel("same-topology bitwise", why)
@@ -68,14 +68,9 @@ def resume_downgrades(manifest: Mapping[str, Any]) -> list[Downgrade]:
                 reasons.append(Downgrade("none", reason))
             elif key.startswith(_DECIDE_BITS):
                 reasons.append(Downgrade("tolerance", reason))
-            elif key.startswith(_DECIDE_SUMS) and (not is_ordered or _divides_layers_anew(key, then, now)):
+            elif key.startswith(_DECIDE_SUMS) and not is_ordered:
                 reasons.append(Downgrade("tolerance", f"{reason}, which affects sums"))
     return reasons
-
-
-def _divides_layers_anew(key: str, then: Any, now: Any) -> bool:
-    """Return whether a change affects the number of tensor-parallel or pipeline-parallel ranks."""
-    return key in ("strategy.tensor", "strategy.pipeline") and (then or 1) != (now or 1)
 
 
 def _memberships(manifest: Mapping[str, Any]) -> Iterator[Downgrade]:
@@ -171,10 +166,6 @@ def _compare_machines(original: Mapping[str, Any], present: Mapping[str, Any]) -
     then, now = (manifest["determinism"].get("order", 1) for manifest in (original, present))
     if orders_differ(then, now, original):
         yield Downgrade("tolerance", f"order of samples: {then} -> {now}")
-    for key in ("tensor", "pipeline"):  # not compensated by ordered reduction over logical ranks
-        then, now = (manifest["config"].get("strategy", {}).get(key) for manifest in (original, present))
-        if _divides_layers_anew(f"strategy.{key}", then, now):
-            yield Downgrade("tolerance", f"strategy.{key}: {then or 1} -> {now or 1}, which affects sums")
     if original["determinism"]["reduce"] == "ordered":
         return
     for what, path in _DECIDES_SUMS.items():

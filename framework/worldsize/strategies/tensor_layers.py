@@ -168,35 +168,35 @@ class _DividedLinear(_Divided):
     def __call__(self, inputs: Tensor) -> Tensor:
         layer, device = self._layer, inputs.device.type
         weight, bias = get_local(layer.weight), None if layer.bias is None else get_local(layer.bias)
-        if torch.is_autocast_enabled(device):
-            inputs = inputs.to(torch.get_autocast_dtype(device))  # once, not for each slice
-        if self._style == "row":
-            return self._compute_row(inputs, weight, bias)
-        outputs = self._compute_column(inputs, weight, bias)
-        return outputs if self._style == "column" else gather_features(outputs, self._group)
+        if torch.is_autocast_enabled(device):  # once, not for each slice
+            dtype = torch.get_autocast_dtype(device)
+            inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        inputs_nf = inputs.reshape(-1, inputs.shape[-1])
+        compute = self._compute_row if self._style == "row" else self._compute_column
+        outputs = compute(inputs_nf, weight, bias).view(*inputs.shape[:-1], -1)
+        return gather_features(outputs, self._group) if self._style == "gathered" else outputs
 
-    def _compute_column(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        shared = _Shared.apply(inputs, self)
+    def _compute_column(self, inputs_nf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        shared = _Shared.apply(inputs_nf, self)
         biases = [None] * self._held if bias is None else bias.chunk(self._held)
-        parts = [F.linear(*each) for each in zip(shared, weight.chunk(self._held), biases, strict=True)]
-        outputs = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts = [_Product.apply(*each) for each in zip(shared, weight.chunk(self._held), biases, strict=True)]
         if self._is_ordered and self._style == "column":
             self._check_size(parts[0])
             if self._layer.training and not self._is_checked:
-                self._draws.mark(inputs.device)
+                self._draws.mark(inputs_nf.device)
                 self._is_checked = True
-        return outputs
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def _compute_row(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _compute_row(self, inputs_nf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._is_ordered and self._layer.training and not self._is_checked:
-            self._draws.check(self._name, inputs.device)
+            self._draws.check(self._name, inputs_nf.device)
             self._is_checked = True
-        pairs = zip(inputs.chunk(self._held, dim=-1), weight.chunk(self._held, dim=1), strict=True)
-        total: Tensor = _Summed.apply(self, *(F.linear(*each) for each in pairs))
-        return total if bias is None else total + bias.to(total.dtype)
+        pairs = zip(inputs_nf.chunk(self._held, dim=1), weight.chunk(self._held, dim=1), strict=True)
+        total: Tensor = _Summed.apply(self, *(_Product.apply(*pair, None) for pair in pairs))
+        return total if bias is None else total + bias
 
     def _check_size(self, part: Tensor) -> None:
-        """Raise ConfigError in training if a slice's outputs (..., features) end within a vector."""
+        """Raise ConfigError in training if a slice's outputs (tokens, features) end within a vector."""
         if part.numel() % _VECTOR and torch.is_grad_enabled():
             features = part.shape[-1]
             rows = _VECTOR // math.gcd(_VECTOR, features)
@@ -275,6 +275,29 @@ def sum_pairs(nodes: Sequence[Tensor]) -> Tensor:
 
 def _widen(part: Tensor) -> Tensor:
     return part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
+
+
+class _Product(torch.autograd.Function):
+    """The product of inputs (n, in) with a weight (out, in), plus a bias (out,): outputs (n, out).
+
+    Autograd chooses the formula for a weight's gradient by its strides, and these depend on the number of slices held.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.has_bias = bias is not None
+        return inputs @ weight.t() if bias is None else torch.addmm(bias, inputs, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        return (
+            gradient @ weight if ctx.needs_input_grad[0] else None,
+            gradient.t() @ inputs if ctx.needs_input_grad[1] else None,
+            gradient.contiguous().sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None,
+        )
 
 
 class _Shared(torch.autograd.Function):

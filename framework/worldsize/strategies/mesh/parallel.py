@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from worldsize.core import Recipe
 from worldsize.strategies.mesh.layout import get_submesh
-from worldsize.strategies.tensor_layers import Draws, divide_forward, divide_parameters
+from worldsize.strategies.tensor_layers import Draws, divide_forward, divide_parameters, get_tensor_plan
 from worldsize.strategies.unit_collectives import time_sharding
 from worldsize.strategies.unit_sharding import detach_shards, shard_units
 from worldsize.strategies.wrapping import Wrap
@@ -57,7 +57,7 @@ def _divide_layers(
 ) -> None:
     """Shard layers column-wise or row-wise (Shoeybi et al. 2019, arXiv 1909.08053)."""
     group, draws = mesh.get_group(), Draws()
-    for name, style in recipe.tensor_plan(model).items():
+    for name, style in get_tensor_plan(recipe, model, slices=mesh.size(), key="strategy.tensor").items():
         layer = model.get_submodule(name)
         if layer in mine:
             divide_parameters(layer, style, mesh)

@@ -228,7 +228,7 @@ class PipelineReplica(Replica):
                 if output is not None:
                     streams = self._inner.streams
                     streams.begin(batch.seed)
-                    collector.add(batch, self._recipe.evaluate(KnownOutput(output, streams), batch.data))
+                    collector.add(batch, self._recipe.evaluate(KnownOutput(output, streams.enter_loss), batch.data))
         return collector
 
     def facts(self) -> Mapping[str, Any]:

@@ -25,16 +25,16 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @final
 class KnownOutput(nn.Module):
-    """Stands in for the model in loss and evaluation: returns the output of the stages, once.
+    """Stands in for the model in loss and evaluation: returns the output of the stages, once, after ``on_call()``.
 
     All other uses of the model are refused, since this rank has only some of its layers. For example, a weight penalty
     over an empty list of parameters would silently be zero.
     """
 
-    def __init__(self, output: Tensor, streams: LayerStreams) -> None:
+    def __init__(self, output: Tensor, on_call: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._output: Tensor | None = output
-        self._streams = streams
+        self._on_call = on_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._output is None:
@@ -42,7 +42,7 @@ class KnownOutput(nn.Module):
                 "the recipe calls its model twice per batch, but a pipeline supports one call. Set strategy.pipeline=1."
             )
         output, self._output = self._output, None
-        self._streams.enter_loss()
+        self._on_call()
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -176,7 +176,7 @@ class Stage(nn.Module):
         assert self.streams is not None
         self.streams.begin(batch.seed)  # as before the first stage, then as after the model
         with autocast(self._device, self._precision):
-            return self._recipe.micro_batch_loss(KnownOutput(output, self.streams), batch)
+            return self._recipe.micro_batch_loss(KnownOutput(output, self.streams.enter_loss), batch)
 
 
 @final

@@ -1,0 +1,281 @@
+"""With logical slices, layers divided in any way over tensor and pipeline ranks end with the bits of one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.stdlib_lm.recipe import StdlibLM
+from worldsize.collectives.gather_full import gather_full, gather_full_tensor
+from worldsize.core import (
+    Cluster,
+    ConfigError,
+    EvaluationBatch,
+    EvaluationBatches,
+    MicroBatch,
+    Numerics,
+    Recipe,
+    RunContext,
+    Strategy,
+    TensorStyle,
+    World,
+)
+from worldsize.record.determinism import state_digest, tensor_digests
+from worldsize.seeds import draw_from
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.single import Single
+from worldsize.strategies.tensor_layers import sum_slices
+from worldsize.testing.worlds import run_in_worlds
+
+pytestmark = pytest.mark.heavy
+
+LOGICAL, STEPS, CONTEXT = 8, 2, 16
+ROWS = torch.randint(256, (STEPS, 2 * LOGICAL, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+
+ALONE = World.create_single(torch.device("cpu"))
+
+
+def recipe(dropout: float = 0.1) -> StdlibLM:
+    """Return a model whose embedding is tied to its head, with eight blocks and eight heads."""
+    optimizer = partial(torch.optim.AdamW, lr=0.003)
+    return StdlibLM(64, 8, 8, CONTEXT, dropout, test_bytes=1000, make_optimizer=optimizer)
+
+
+def split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return rows[:, :-1], rows[:, 1:]
+
+
+def end(own: Recipe, strategy: Strategy, numerics: Numerics, world: World) -> tuple[str, list[float], float]:
+    """Train; return the digest of the weights (on rank 0), the norms and local losses of all steps, and a metric."""
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(5)
+    replica = strategy.replica(own, RunContext(world, numerics, logical_ranks=LOGICAL))
+    size = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
+    rank, figures = strategy.data_rank(world), []
+    for step, rows in enumerate(ROWS):
+        batches = [MicroBatch(split(each), seed=100 * step + place) for place, each in enumerate(rows.chunk(LOGICAL))]
+        result = replica.step(batches[rank::size])
+        figures += [float(result.grad_norm or 0), *(map(float, result.losses) if size == 1 else ())]
+    batches = [EvaluationBatch(place, split(rows)) for place, rows in enumerate(ROWS[0].split(3))]
+    padding = [EvaluationBatch(0, batches[0].data, counted=False)] * (-len(batches) % size)
+    metrics = replica.evaluate(EvaluationBatches(lambda: iter([*batches, *padding][rank::size])))
+    state = replica.state()
+    weights = {name: tensor.clone() for name, tensor in gather_full(state["model"], world).items()}
+    return state_digest(tensor_digests(weights)), figures, next(iter(metrics.values()))
+
+
+ORDERED = partial(Mesh, reduce="ordered")
+SHAPES = {
+    "tensor2": (ORDERED(tensor=2), 2),
+    "tensor8": (ORDERED(tensor=8), 8),
+    "pipeline2": (ORDERED(pipeline=2), 2),
+    "pipeline8": (ORDERED(pipeline=8), 8),
+    "data2-tensor4": (ORDERED(data=2, tensor=4), 8),
+    "tensor2-pipeline4": (ORDERED(tensor=2, pipeline=4), 8),
+    "data2-pipeline2-interleaved": (ORDERED(data=2, pipeline=2, schedule="interleaved"), 4),
+    "data2-tensor2-pipeline2": (ORDERED(data=2, tensor=2, pipeline=2), 8),
+    "data4-gpipe2": (ORDERED(data=4, pipeline=2, schedule="gpipe", order=["data", "pipeline", "tensor"]), 8),
+    "fsdp4": (FSDP(reduce="ordered"), 4),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bits)])
+def test_each_elastic_mesh_ends_with_the_bits_of_one_process(precision: Any) -> None:
+    numerics = Numerics(precision=precision, clip_norm=0.3, logical_tensor=LOGICAL)
+    chosen = SHAPES if precision == "bf16" else {name: SHAPES[name] for name in ("tensor8", "data2-tensor2-pipeline2")}
+    ((digest, figures, metric),) = run_in_worlds(partial(end, recipe(), Single(reduce="ordered"), numerics), 1)
+    norms = figures[:: 1 + LOGICAL]
+    for name, (strategy, size) in chosen.items():
+        ends = run_in_worlds(partial(end, recipe(), strategy, numerics), size)
+        assert ends[0][0] == digest, name
+        for _, seen, value in ends:
+            assert value == metric, name
+            assert seen == (figures if len(seen) == len(figures) else norms), name
+
+
+def test_whole_layers_have_other_bits_than_slices() -> None:
+    """Without this difference, the test above would prove nothing."""
+    runs = [Numerics(logical_tensor=slices) for slices in (1, 2, LOGICAL)]
+    ends = [run_in_worlds(partial(end, recipe(0.0), Single(reduce="ordered"), each), 1)[0] for each in runs]
+    assert len({digest for digest, _, _ in ends}) == 3
+    losses = [figures for _, figures, _ in ends]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+
+
+class Sliced(nn.Module):
+    """Covers all styles of division: a vocabulary, biases on all layers, and a head whose outputs are gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32, padding_idx=3)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 64)
+        self.noise = 0.0
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        hidden = self.table(tokens_bt)
+        inner = F.dropout(F.gelu(self.up(hidden)), self.noise, self.training)
+        logits: Tensor = self.head(hidden + self.down(inner))
+        return logits
+
+
+class SlicedRecipe(StdlibLM):
+    """Trains :class:`Sliced` on bytes below 64."""
+
+    def model(self) -> nn.Module:
+        return Sliced()
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return []
+
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [model]
+
+    def model_inputs(self, batch: Any) -> tuple[Tensor]:
+        return (batch[0] % 64,)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, (batch[0], batch[1] % 64))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        return super().evaluate(model, (batch[0], batch[1] % 64))
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        return {"table": "row", "up": "column", "down": "row", "head": "gathered"}
+
+
+def sliced_recipe() -> SlicedRecipe:
+    return SlicedRecipe(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.AdamW, lr=0.003))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_vocabularies_biases_and_heads_are_divided_with_the_same_bits(precision: Any) -> None:
+    numerics = Numerics(precision=precision, clip_norm=0.3, logical_tensor=4)
+    (alone,) = run_in_worlds(partial(end, sliced_recipe(), Single(reduce="ordered"), numerics), 1)
+    for strategy, size in ((ORDERED(tensor=4), 4), (ORDERED(tensor=2, data=2), 4)):
+        ended = run_in_worlds(partial(end, sliced_recipe(), strategy, numerics), size)[0]
+        assert (ended[0], ended[2]) == (alone[0], alone[2])
+
+
+def test_flat_sums_train_to_the_losses_of_plain_layers() -> None:
+    """Without slices, each rank computes one product, and the backend sums them."""
+    (alone,) = run_in_worlds(partial(end, sliced_recipe(), Single(), Numerics(clip_norm=0.3)), 1)
+    for _, figures, value in run_in_worlds(partial(end, sliced_recipe(), Mesh(tensor=2), Numerics(clip_norm=0.3)), 2):
+        assert figures == pytest.approx(alone[1], rel=1e-5)
+        assert value == pytest.approx(alone[2], rel=1e-5)
+
+
+def gradients(own: StdlibLM, strategy: Strategy, numerics: Numerics, world: World) -> dict[str, Tensor]:
+    """Return the gradients of one step, without the update."""
+    torch.manual_seed(5)
+    replica: Any = strategy.replica(own, RunContext(world, numerics, logical_ranks=LOGICAL))
+    rows = ROWS[0].chunk(LOGICAL)
+    size = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
+    batches = [MicroBatch(split(each), seed=place) for place, each in enumerate(rows)]
+    inner = getattr(replica, "_inner", replica)
+    inner._compute_gradient(batches[strategy.data_rank(world) :: size])
+    named = [(name, each.grad) for name, each in inner.model.named_parameters() if each.grad is not None]
+    return {
+        name: (gather_full_tensor(grad) if hasattr(grad, "full_tensor") else grad).clone().double()
+        for name, grad in named
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_of_slices_are_as_exact_as_those_of_whole_layers(precision: Any) -> None:
+    """Compared with float64, the error of each layer is at most 1.5 times that of plain training."""
+
+    def exact(_: World) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        own = recipe(0.0)
+        model = own.model().double()
+        total, count = own.loss(model, split(ROWS[0]))
+        (total / count).backward()
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    (expected,) = run_in_worlds(exact, 1)
+    plain = Numerics(precision=precision)
+    (whole,) = run_in_worlds(partial(gradients, recipe(0.0), Single(reduce="ordered"), plain), 1)
+    sliced = Numerics(precision=precision, logical_tensor=LOGICAL)
+    found = run_in_worlds(partial(gradients, recipe(0.0), ORDERED(tensor=4), sliced), 4)[0]
+    assert found.keys() == expected.keys()
+    for name, exactly in expected.items():
+        error, usual = ((each[name] - exactly).norm() for each in (found, whole))
+        assert error <= 1.5 * usual, name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_slices_are_summed_neighbor_by_neighbor(size: int) -> None:
+    """In float32 even for bfloat16, rounded once."""
+    parts = torch.randn(8, 5, 7, generator=torch.Generator().manual_seed(3)).bfloat16()
+    a, b, c, d, e, f, g, h = parts.float()
+    expected = (((a + b) + (c + d)) + ((e + f) + (g + h))).bfloat16()
+
+    def total(world: World) -> Tensor:
+        own = parts.chunk(size)[world.rank].unbind()
+        return sum_slices(own, world.group, is_ordered=True).clone()
+
+    assert all(torch.equal(each, expected) for each in run_in_worlds(total, size))
+
+
+def test_draws_between_divided_layers_are_refused() -> None:
+    class Noisy(SlicedRecipe):
+        def model(self) -> nn.Module:
+            model = Sliced()
+            model.noise = 0.1
+            return model
+
+    noisy = Noisy(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.AdamW, lr=0.003))
+    replica = Single(reduce="ordered").replica(noisy, RunContext(ALONE, Numerics(logical_tensor=2)))
+    with pytest.raises(ConfigError, match="random numbers are drawn .* before down.*Set that dropout to 0"):
+        replica.step([MicroBatch(split(ROWS[0]), seed=1)])
+
+
+def test_slices_that_end_within_a_vector_are_refused() -> None:
+    replica = Single(reduce="ordered").replica(sliced_recipe(), RunContext(ALONE, Numerics(logical_tensor=8)))
+    with pytest.raises(ConfigError, match="3 × 8 outputs, not a multiple of 64.*multiple of 8 tokens"):
+        replica.step([MicroBatch((torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.long)), seed=1)])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("strategy=mesh", "strategy.tensor=2"), "Set logical_tensor=2"),
+        (("strategy=mesh", "strategy.tensor=2", "logical_tensor=3"), "must be a power of two.*Set 2 or 4"),
+        (("logical_tensor=2", "reproducibility=seeded"), "requires reproducibility=elastic"),
+        (("logical_tensor=2", "recipe=digits"), "does not define a tensor-parallel plan.*logical_tensor=1"),
+        (("logical_tensor=2", "compile=true"), "compile=true is not supported"),
+        (("logical_tensor=1024",), "not divisible by logical_tensor=1024"),
+    ],
+)
+def test_what_slices_cannot_keep_is_refused_before_the_start(train: Any, options: Sequence[str], said: str) -> None:
+    run = train("recipe=stdlib_lm", "reproducibility=elastic", "cluster.processes=2", *options)
+    assert run.code == 2
+    assert run.folder is None
+    assert re.search(said, run.error.replace("\n", " ")), run.error
+
+
+def test_a_layer_draws_the_same_numbers_whatever_was_drawn_before() -> None:
+    """The stream of a layer is that of its place, so a stage need not know what earlier stages drew."""
+    own = recipe(0.5)
+    torch.manual_seed(5)
+    replica: Any = Single(reduce="ordered").replica(own, RunContext(ALONE, logical_ranks=LOGICAL))
+    drawn: list[Tensor] = []
+    replica.model.blocks[3].register_forward_hook(lambda *_: drawn.append(torch.rand(1)))
+    batch = MicroBatch(split(ROWS[0][:2]), seed=7)
+    replica.step([batch])
+    replica.model.blocks[1].dropout = 0.0
+    replica.step([batch])
+    assert drawn[0] == drawn[1]
+    with draw_from("test"):
+        replica.step([MicroBatch(batch.data, seed=8)])
+    assert drawn[2] != drawn[0]
