@@ -47,7 +47,7 @@ STRATEGIES = {
     "fsdp": ("strategy=fsdp", "strategy.wrap=size", "strategy.wrap_parameters=1000"),
     "hsdp": ("strategy=hsdp", "strategy.shard=2"),
     "pipeline": ("strategy=mesh", "strategy.pipeline=2"),
-    "tensor": ("strategy=mesh", "strategy.tensor=2"),
+    "tensor": ("strategy=mesh", "strategy.tensor=2"),  # in elastic: refused without logical_tensor
     "parameter_server": ("strategy=parameter_server",),
     "hybrid": ("strategy=hybrid_parameter_server",),
     "local_sgd": ("strategy=local_sgd",),

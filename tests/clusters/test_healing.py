@@ -20,7 +20,8 @@ pytestmark = pytest.mark.heavy
 REPOSITORY = Path(__file__).parents[2]
 DIGITS = ("recipe=digits", "recipe.width=4", "log_every=1", "checkpoint.every=0", "checkpoint.at_end=true")
 LAYERS = ("recipe=stdlib_lm", "recipe.width=16", "recipe.depth=1", "recipe.heads=2", "recipe.context=16")
-SHARED = (*LAYERS, "recipe.test_bytes=2000", "log_every=1", "checkpoint.every=0", "strategy=mesh", "strategy.tensor=2")
+SHARED = (*LAYERS, "recipe.test_bytes=2000", "log_every=1", "checkpoint.every=0", "logical_tensor=2")
+MESH = (*SHARED, "strategy=mesh", "strategy.tensor=2")
 ELASTIC = ("reproducibility=elastic", "logical_ranks=8", "cluster.threads=1", "logger=none", "evaluate_every=50")
 SLOW = "{action: sleep, rank: null, step: null, seconds: 0.05, attempt: null}"
 SLOWER = SLOW.replace("0.05", "0.2")  # the same time then takes a quarter of the steps, and of their processor time
@@ -262,7 +263,7 @@ def test_a_host_that_is_cut_off_while_it_logs_writes_no_more(
 @pytest.mark.slow
 def test_ranks_that_share_layers_stay_on_one_host(launch: Any, reference_run: Any, tmp_path: Path) -> None:
     """Rank 1 has lost its only partner on the host: it waits instead of training with a rank of the other host."""
-    process = launch("steps=20", "faults=[{action: kill, rank: 0, step: 5}]", model=SHARED, each=2)
+    process = launch("steps=20", "faults=[{action: kill, rank: 0, step: 5}]", model=MESH, each=2)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     (path,) = tmp_path.rglob("run_manifest.json")
@@ -270,7 +271,7 @@ def test_ranks_that_share_layers_stay_on_one_host(launch: Any, reference_run: An
     assert [each["members"] for each in attempt["memberships"]] == [[0, 1, 2, 3], [2, 3]], output
     assert attempt["memberships"][0]["hosts"] == ["h1", "h1", "h2", "h2"]
     digest = json.loads((path.parent / "result.json").read_text())["state_digest"]
-    alone = reference_run(*SHARED, *ELASTIC, "cluster.processes=2", "steps=20")
+    alone = reference_run(*SHARED, *ELASTIC, "strategy=single", "cluster.processes=1", "steps=20")
     assert digest == alone.json("result.json")["state_digest"]
 
 
@@ -311,7 +312,7 @@ def test_a_spare_host_gives_a_mesh_the_ranks_of_a_lost_one(
 ) -> None:
     """The two ranks of the spare host share layers, as the two on the lost host did."""
     hosts = ("cluster.hosts=[h1,h2,h3]", "cluster.spare_nodes=1", "launcher.node_timeout=6")
-    process = launch("steps=60", *hosts, f"faults=[{SLOW}]", model=SHARED, each=2)
+    process = launch("steps=60", *hosts, f"faults=[{SLOW}]", model=MESH, each=2)
     folder = begun(tmp_path / "project", after=8)
     four.set_link(2, "down")
     try:
@@ -323,7 +324,7 @@ def test_a_spare_host_gives_a_mesh_the_ranks_of_a_lost_one(
     assert [each["members"] for each in attempt["memberships"]] == [[0, 1, 2, 3], [0, 1, 4, 5]], output
     assert [each["hosts"] for each in attempt["memberships"]] == [["h1", "h1", other, other] for other in ("h2", "h3")]
     digest = json.loads((folder / "result.json").read_text())["state_digest"]
-    alone = reference_run(*SHARED, *ELASTIC, "cluster.processes=2", "steps=60")
+    alone = reference_run(*SHARED, *ELASTIC, "strategy=single", "cluster.processes=1", "steps=60")
     assert digest == alone.json("result.json")["state_digest"]
 
 

@@ -25,10 +25,8 @@ SAME = ("state_digest", "metrics_digest", "metrics", "samples")
 
 
 def undisturbed(strategy: str) -> list[str]:
-    """Return the options of a one-process run; a mesh has two, since each stage draws its own random numbers."""
-    if strategy == "mesh":
-        return [*OPTIONS, *STRATEGIES[strategy], "cluster.processes=2"]
-    return [*OPTIONS, "recipe=remembering", "strategy=single", "cluster.processes=1"]
+    """Return the options of a run of one process."""
+    return [*OPTIONS, STRATEGIES[strategy][0], "strategy=single", "cluster.processes=1"]
 
 
 def disturbed(strategy: str, kills: Sequence[str], *, restarts: int = 0) -> list[str]:

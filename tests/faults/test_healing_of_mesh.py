@@ -14,17 +14,20 @@ pytestmark = pytest.mark.heavy
 
 SIZES = ("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.context=32", "recipe.test_bytes=2000")
 PACE = ("steps=12", "batch_size=16", "log_every=3", "evaluate_every=6", "cluster.threads=1")
-ELASTIC = ("recipe=stdlib_lm", *SIZES, *PACE, "reproducibility=elastic", "strategy=mesh")
-HEAL = ("strategy.on_failure=heal", *NO_FILE)
+ELASTIC = ("recipe=stdlib_lm", *SIZES, *PACE, "recipe.dropout=0.1", "reproducibility=elastic", "logical_tensor=2")
+MESH = (*ELASTIC, "strategy=mesh", "strategy.on_failure=heal")
+HEAL = (*MESH, *NO_FILE)
 TENSOR, PIPELINE = "strategy.tensor=2", "strategy.pipeline=2"
 
 
 @pytest.fixture
 def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
-    """``undisturbed(*options)`` is the result of one block of processes that are never killed."""
+    """``undisturbed(*options)`` is the result of one process that is never killed."""
 
     def run(*options: str) -> dict[str, Any]:
-        result = reference_run(*ELASTIC, *NO_FILE, *options).json("result.json")
+        result = reference_run(*ELASTIC, *NO_FILE, "strategy=single", "cluster.processes=1", *options).json(
+            "result.json"
+        )
         return {key: result[key] for key in EQUAL}
 
     return run
@@ -34,8 +37,8 @@ def test_one_of_the_survivors_waits_until_another_joins(train: Any, undisturbed:
     """2 × 2, then 1 × 2 with one rank waiting, then 2 × 2 with it again; then the logging process dies, too."""
     planted = faults(kill(1, 5), kill(0, 18, attempt=None), SLOW)
     options = ("steps=26", "launcher.max_restarts=1", "cluster.processes=4", "recipe.depth=1")
-    run = train(*ELASTIC, TENSOR, *HEAL, *options, planted)
-    assert result_of(run) == undisturbed(TENSOR, "cluster.processes=2", "steps=26", "recipe.depth=1")
+    run = train(*HEAL, TENSOR, *options, planted)
+    assert result_of(run) == undisturbed("steps=26", "recipe.depth=1")
     sizes = [len(members) for members in memberships(run.folder)]
     assert memberships(run.folder)[0] == [0, 1, 2, 3]
     assert sizes[:3] == [4, 2, 4]
@@ -47,8 +50,8 @@ def test_a_stage_that_waits_for_a_dead_one_or_for_one_that_hangs_goes_on(train: 
     hang = {"action": "stop", "rank": 0, "step": 9}
     ranks = ("logical_ranks=9", "batch_size=18")
     options = (*ranks, "cluster.processes=6", "cluster.timeout=6")
-    run = train(*ELASTIC, PIPELINE, *HEAL, *options, faults(kill(4, 5), hang))
-    assert result_of(run) == undisturbed(PIPELINE, *ranks, "cluster.processes=2")
+    run = train(*HEAL, PIPELINE, *options, faults(kill(4, 5), hang))
+    assert result_of(run) == undisturbed(*ranks)
     assert [len(members) for members in memberships(run.folder)] == [6, 4, 4]
     assert run.error.count("worker 0 is not responding; continuing without it") == 1
 
@@ -57,9 +60,10 @@ def test_ranks_with_several_stages_go_on_in_another_number_of_parts_than_they_be
     train: Any, undisturbed: Any
 ) -> None:
     """2 parts with 5 and 4 logical ranks: neither is a whole number of rounds, and the second has an idle pass."""
-    interleaved = (PIPELINE, "strategy.schedule=interleaved", "logical_ranks=9", "batch_size=18", "steps=8")
-    run = train(*ELASTIC, *interleaved, *HEAL, "strategy.data=3", "cluster.processes=6", faults(kill(3, 5)))
-    assert result_of(run) == undisturbed(*interleaved, "cluster.processes=2")
+    interleaved = (PIPELINE, "strategy.schedule=interleaved")
+    ranks = ("logical_ranks=9", "batch_size=18", "steps=8")
+    run = train(*HEAL, *interleaved, *ranks, "strategy.data=3", "cluster.processes=6", faults(kill(3, 5)))
+    assert result_of(run) == undisturbed(*ranks)
     assert [len(members) for members in memberships(run.folder)] == [6, 4]
     assert "Full Schedule" not in run.error + run.output
 
@@ -68,17 +72,17 @@ def test_ranks_with_several_stages_go_on_in_another_number_of_parts_than_they_be
 def test_all_that_train_one_part_of_the_data_may_die_at_once(train: Any, undisturbed: Any) -> None:
     """2 data-parallel parts of 2 × 2 ranks: each keeps its copies in the other's memory."""
     options = ("cluster.processes=8", "steps=8")
-    run = train(*ELASTIC, TENSOR, PIPELINE, *HEAL, *options, faults(*(kill(rank, 5) for rank in (0, 1, 4, 5))))
-    assert result_of(run) == undisturbed(TENSOR, PIPELINE, "cluster.processes=4", "steps=8")
+    run = train(*HEAL, TENSOR, PIPELINE, *options, faults(*(kill(rank, 5) for rank in (0, 1, 4, 5))))
+    assert result_of(run) == undisturbed("steps=8")
     assert sorted(memberships(run.folder)[-1]) == [2, 3, 6, 7]
 
 
 @pytest.mark.slow
 def test_less_than_a_block_starts_again_from_the_checkpoint(train: Any, undisturbed: Any) -> None:
     options = ("checkpoint.every=4", "launcher.max_restarts=1", "cluster.processes=2")
-    run = train(*ELASTIC, TENSOR, "strategy.on_failure=heal", *options, faults(kill(1, 7)))
+    run = train(*MESH, TENSOR, *options, faults(kill(1, 7)))
     assert run.code == 0, run.error
     attempts = run.json("run_manifest.json")["attempts"]
     assert [attempt["exit_reason"] for attempt in attempts] == ["failed", "completed"]
     result = run.json("result.json")
-    assert {key: result[key] for key in EQUAL} == undisturbed(TENSOR, "cluster.processes=2")
+    assert {key: result[key] for key in EQUAL} == undisturbed()
