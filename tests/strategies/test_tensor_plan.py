@@ -31,6 +31,7 @@ class Tiny(nn.Module):
 @dataclass(frozen=True)
 class Planned(Recipe):
     plan: Mapping[str, TensorStyle] = field(default_factory=dict)
+    heads: int = 4
 
     def model(self) -> nn.Module:
         return Tiny()
@@ -49,6 +50,9 @@ class Planned(Recipe):
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
         return self.plan
+
+    def tensor_units(self, model: nn.Module) -> Mapping[str, int]:
+        return {"heads": self.heads}
 
 
 PLAN: dict[str, TensorStyle] = {"inner": "column", "outer": "row"}
@@ -74,3 +78,8 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(
     with pytest.raises(ConfigError, match=message):
         get_tensor_plan(Planned(plan), model, slices=slices, key="logical_tensor")
     assert get_tensor_plan(Planned(PLAN), model, slices=4, key="logical_tensor") == PLAN
+
+
+def test_slices_that_would_cut_a_head_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has 6 heads, not divisible by strategy.tensor=4. Set strategy.tensor to a"):
+        get_tensor_plan(Planned(PLAN, heads=6), Tiny(), slices=4, key="strategy.tensor")

@@ -36,8 +36,8 @@ def get_tensor_plan(recipe: Recipe, model: nn.Module, *, slices: int, key: str) 
     ``key``: the configuration's name for the number of slices, such as "strategy.tensor".
 
     Raises:
-        ConfigError: the recipe lacks a plan; or a layer is not divisible by ``slices``, of an unsupported kind, or
-            shares a parameter with another module.
+        ConfigError: the recipe lacks a plan; or a layer or a unit of the model is not divisible by ``slices``; or a
+            layer is of an unsupported kind, or shares a parameter with another module.
     """
     check_divides(recipe, key=key)
     plan = recipe.tensor_plan(model)
@@ -45,6 +45,11 @@ def get_tensor_plan(recipe: Recipe, model: nn.Module, *, slices: int, key: str) 
         raise _create_plan_error(recipe, key)
     for name, style in plan.items():
         _check_features(name, model.get_submodule(name), style, slices, key)
+    for name, count in recipe.tensor_units(model).items():
+        if count % slices:
+            raise ConfigError(
+                f"the model has {count} {name}, not divisible by {key}={slices}. Set {key} to a divisor of {count}."
+            )
     _check_unshared(model, plan)
     return plan
 
