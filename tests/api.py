@@ -48,6 +48,7 @@ BLOCKS = {  # building blocks of strategies
     "worldsize.seeds": ("keep_generators", "seed_generators"),
     "worldsize.metrics": ("TorchMetric", "WholeSplit"),
     "worldsize.strategies.gradient_reducer": ("GradientReducer", "Backward"),
+    "worldsize.strategies.layer_streams": ("AdaptedLayer",),
     "worldsize.strategies.loss_record": ("LossRecord", "differentiable", "mean_loss", "step_metrics"),
     "worldsize.strategies.periodic": (
         "find_averaged_buffers",

@@ -15,10 +15,18 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recipes.hf_causal_lm.samples import LanguageBatch, check_source, find_vocabulary_size, language_batch, source_split
+from recipes.hf_causal_lm.division import count_heads, list_layers, plan_tensors
+from recipes.hf_causal_lm.samples import (
+    LanguageBatch,
+    check_source,
+    find_vocabulary_size,
+    has_documents,
+    language_batch,
+    source_split,
+)
 from recipes.hf_causal_lm.text import Bytes, Tokenizer, find_text_files, read_tokens
 from recipes.stdlib_lm.corpus import Windows
-from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe
+from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Recipe, TensorStyle
 from worldsize.data.source import Source
 from worldsize.data.sources.documents import IGNORED
 from worldsize.errors import require
@@ -193,6 +201,24 @@ class HFCausalLM(Recipe):
         names = getattr(model, "_no_split_modules", None) or ()
         return [module for module in model.modules() if type(module).__name__ in names]
 
+    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the layers of a Llama-like model; without documents, whose positions stages do not pass on."""
+        if self.source is not None and has_documents(self.source):
+            raise ConfigError(
+                "data with documents is not supported in a pipeline: its stages do not pass positions in documents. "
+                "Set data=tokens, or strategy.pipeline=1."
+            )
+        return list_layers(model, context=self.context)
+
+    def model_inputs(self, batch: Any) -> tuple[Tensor]:
+        return (language_batch(batch).inputs_bt,)
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        return plan_tensors(model)
+
+    def tensor_units(self, model: nn.Module) -> Mapping[str, int]:
+        return count_heads(model)
+
     def save_assets(self, folder: Path) -> None:
         _tokenizer(self).save(folder)
 
@@ -206,5 +232,6 @@ class HFCausalLM(Recipe):
 def _compute_logits(model: nn.Module, asked: LanguageBatch) -> Tensor:
     """Return logits [batch * time, vocabulary]."""
     positions = {} if asked.positions_bt is None else {"position_ids": asked.positions_bt}
-    logits_btv: Tensor = model(input_ids=asked.inputs_bt, use_cache=False, **positions).logits
+    output = model(input_ids=asked.inputs_bt, use_cache=False, **positions)
+    logits_btv: Tensor = output if isinstance(output, Tensor) else output.logits  # a pipeline returns only the logits
     return logits_btv.flatten(0, 1)

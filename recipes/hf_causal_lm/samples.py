@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 from worldsize.core import ConfigError
 from worldsize.data.mixture import Mixture
 from worldsize.data.source import Source
-from worldsize.data.sources.documents import next_tokens
+from worldsize.data.sources.documents import DocumentFiles, next_tokens
 from worldsize.data.sources.tokens import TokenFiles
 from worldsize.data.splits import split_source
 
@@ -59,6 +59,11 @@ def check_source(source: Source, context: int) -> None:
             f"the data were prepared with different tokenizers: {', '.join(map(str, makers.values()))}. Use the same "
             "tokenizer for all data."
         )
+
+
+def has_documents(source: Source) -> bool:
+    """Return whether samples of ``source`` have several documents."""
+    return any(isinstance(part, DocumentFiles) for part in _list_parts(source))
 
 
 def find_vocabulary_size(source: Source, given: int | None) -> int:

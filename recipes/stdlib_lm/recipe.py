@@ -103,5 +103,8 @@ class StdlibLM(Recipe):
         blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
         return {f"{block}.{name}": style for block in blocks for name, style in styles.items()}
 
+    def tensor_units(self, model: nn.Module) -> Mapping[str, int]:
+        return {"recipe.heads": self.heads}
+
     def files(self) -> Mapping[str, Path]:
         return find_modules()

@@ -159,7 +159,7 @@ class Undivided(StdlibLM):
     ("kind", "strategy", "message"),
     [
         (Undivided, Mesh(tensor=2), r"Define Recipe.tensor_plan, or set strategy.tensor=1"),
-        (StdlibLM, Mesh(tensor=3), "features, not divisible by 3 ranks"),
+        (StdlibLM, Mesh(tensor=3), "features, not divisible by strategy.tensor=3"),
         (StdlibLM, Mesh(pipeline=6), "5 layers, too few for 6 stages"),
         (StdlibLM, Mesh(pipeline=2, split=[5]), "leaves a stage empty"),
     ],

@@ -102,12 +102,13 @@ class Counting(nn.Linear):
         super().__init__(7, 16)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(7))
+        self.register_forward_pre_hook(_count_pass)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.training:
-            self.get_buffer("steps").add_(1)
-            self.get_buffer("average").mul_(0.5).add_(0.25)
-        return super().forward(input)
+
+def _count_pass(layer: nn.Module, _: Any) -> None:
+    if layer.training:
+        layer.get_buffer("steps").add_(1)
+        layer.get_buffer("average").mul_(0.5).add_(0.25)
 
 
 class Divided(Chain):

@@ -189,7 +189,11 @@ class Recipe(ABC):
         """Return ``model`` as a chain of modules, for pipelines.
 
         The first module receives :meth:`model_inputs`, each further module the output of its predecessor (one tensor),
-        and the last module returns the model's output. Modules may share parameters.
+        and the last module returns the model's output. Modules may share parameters. A layer that requires further
+        arguments can be wrapped in an :class:`~worldsize.strategies.layer_streams.AdaptedLayer`.
+
+        Raises:
+            ConfigError: the model cannot be divided into stages; it can still be trained without a pipeline.
         """
         return ()
 
@@ -208,6 +212,10 @@ class Recipe(ABC):
         embedding, "row" shards the vocabulary. With ``logical_tensor``, layers are computed in slices along the same
         features.
         """
+        return {}
+
+    def tensor_units(self, model: nn.Module) -> Mapping[str, int]:
+        """Return numbers of units that are not cut by tensor parallelism, such as attention heads, by their names."""
         return {}
 
     def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:

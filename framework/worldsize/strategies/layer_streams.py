@@ -7,15 +7,36 @@ on the layer's place, and what follows the layer has the stream of the next plac
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import partial
 from itertools import zip_longest
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from worldsize.core import Recipe
+from worldsize.core import ConfigError, Recipe
 from worldsize.seeds import derive_seed, seed_generators
+
+
+class AdaptedLayer(nn.Module, ABC):
+    """A layer for ``Recipe.layers`` that calls ``module``, a module of the model, with more arguments than the input.
+
+    It has the random stream of ``module``. Subclasses may have other modules of the model as attributes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    @abstractmethod
+    def create_arguments(self, hidden: Tensor) -> Mapping[str, Any]:
+        """Return the keyword arguments of ``module`` for input ``hidden``, without drawing random numbers."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.module(hidden, **self.create_arguments(hidden))
+        return output
 
 
 @final
@@ -31,9 +52,9 @@ class LayerStreams:
         self.unseen: frozenset[int] = frozenset()
         """Places of layers without a stream of their own: neither they nor the layers before are in the model."""
         self._seed, self._count = 0, 0
-        if not by_layer or recipe.has_several_updates or type(recipe).layers is Recipe.layers:
+        if not by_layer or recipe.has_several_updates or not (chain := _list_layers(recipe, model)):
             return
-        own, chain = set(model.modules()), list(recipe.layers(model))
+        own = set(model.modules())
         self._count = len(chain)
         self.unseen = frozenset(place for place in range(1, len(chain)) if not own & {chain[place], chain[place - 1]})
         for place, (layer, following) in enumerate(zip_longest(chain, chain[1:])):
@@ -64,3 +85,11 @@ class LayerStreams:
 
     def _enter(self, place: int, *_: Any) -> None:
         self.enter(place)
+
+
+def _list_layers(recipe: Recipe, model: nn.Module) -> list[nn.Module]:
+    try:
+        chain = list(recipe.layers(model))
+    except ConfigError:  # no pipeline supports this model, so no other run needs the same streams
+        return []
+    return [layer.module if isinstance(layer, AdaptedLayer) else layer for layer in chain]

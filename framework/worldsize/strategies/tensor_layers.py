@@ -36,7 +36,8 @@ def get_tensor_plan(recipe: Recipe, model: nn.Module, *, slices: int, key: str) 
     ``key``: the configuration's name for the number of slices, such as "strategy.tensor".
 
     Raises:
-        ConfigError: the recipe lacks a plan, or a layer's features are not divisible by ``slices``.
+        ConfigError: the recipe lacks a plan; or a layer or a unit of the model is not divisible by ``slices``; or a
+            layer is of an unsupported kind, or shares a parameter with another module.
     """
     check_divides(recipe, key=key)
     plan = recipe.tensor_plan(model)
@@ -44,6 +45,12 @@ def get_tensor_plan(recipe: Recipe, model: nn.Module, *, slices: int, key: str) 
         raise _create_plan_error(recipe, key)
     for name, style in plan.items():
         _check_features(name, model.get_submodule(name), style, slices, key)
+    for name, count in recipe.tensor_units(model).items():
+        if count % slices:
+            raise ConfigError(
+                f"the model has {count} {name}, not divisible by {key}={slices}. Set {key} to a divisor of {count}."
+            )
+    _check_unshared(model, plan)
     return plan
 
 
@@ -60,11 +67,34 @@ def _create_plan_error(recipe: Recipe, key: str) -> ConfigError:
 
 
 def _check_features(name: str, module: nn.Module, style: TensorStyle, slices: int, key: str) -> None:
-    features = getattr(module, "out_features" if style == "column" else "in_features", None)
-    if features is not None and features % slices:
+    kind = type(module)
+    if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
+        features = module.in_features if style == "row" else module.out_features
+    elif isinstance(module, nn.Embedding) and kind.forward is nn.Embedding.forward:
+        features = module.num_embeddings if style == "row" else module.embedding_dim
+    else:
+        raise ConfigError(
+            f"{name} is a {kind.__name__}, but only torch.nn.Linear and torch.nn.Embedding can be divided. Leave it "
+            f"out of Recipe.tensor_plan, or set {key}=1."
+        )
+    if features % slices:
         raise ConfigError(
             f"{name} has {features} features, not divisible by {key}={slices}. Set {key} to a divisor of {features}."
         )
+
+
+def _check_unshared(model: nn.Module, plan: Mapping[str, TensorStyle]) -> None:
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, []).append(name)
+    for name in plan:
+        for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            if len(holders[parameter]) > 1:
+                raise ConfigError(
+                    f"the {key} of {' and '.join(holders[parameter])} is one parameter, which cannot be divided. "
+                    f"Leave {name} out of Recipe.tensor_plan, or give each module its own parameter."
+                )
 
 
 def slice_layers(recipe: Recipe, model: nn.Module, slices: int) -> None:

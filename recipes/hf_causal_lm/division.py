@@ -1,0 +1,115 @@
+"""Division of transformers models into tensor-parallel slices and pipeline layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from worldsize.core import ConfigError, TensorStyle
+from worldsize.strategies.layer_streams import AdaptedLayer
+
+_STYLES: Mapping[str, TensorStyle] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_rep": "gathered",
+    "colwise_gather_output": "gathered",
+    "embedding_rowwise": "row",
+}
+_LAYERED = ("llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")  # forward passes as in list_layers
+
+
+def plan_tensors(model: Any) -> dict[str, TensorStyle]:
+    """Return transformers' own plan for tensor parallelism, without tied embeddings.
+
+    Raises:
+        ConfigError: the plan has an unsupported style, or leaves parameters beside divided layers undivided.
+    """
+    tied = _find_tied_embeddings(model)
+    styles = {name: style for name, style in _match_patterns(model).items() if name not in tied}
+    modules, kind = dict(model.named_modules()), model.config.model_type
+    for name, style in styles.items():
+        if style not in _STYLES or name not in modules:
+            raise ConfigError(
+                f"transformers divides {name} of model_type={kind} by {style}, which is not supported with tensor "
+                f"parallelism; supported: {', '.join(_STYLES)}. Set strategy.tensor=1 and logical_tensor=1."
+            )
+    plan = {name: _STYLES[style] for name, style in styles.items()}
+    for name in _find_undivided(model, plan):
+        raise ConfigError(
+            f"transformers' plan for model_type={kind} does not divide {name}, which is used on divided features. Set "
+            "strategy.tensor=1 and logical_tensor=1."
+        )
+    return plan
+
+
+def _match_patterns(model: Any) -> dict[str, str]:
+    """Return the style of each module and parameter that transformers' plan matches."""
+    plan = getattr(model, "_tp_plan", None) or {}
+    patterns = [(re.compile(re.escape(each).replace(r"\*", r"\d+")), style) for each, style in plan.items()]
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    return {name: style for name in names for pattern, style in patterns if pattern.fullmatch(name)}
+
+
+def _find_tied_embeddings(model: Any) -> list[str]:
+    """Return the names of the input and the output embedding if they share their weight."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if None in ends or ends[0].weight is not ends[1].weight:
+        return []
+    return [name for name, module in model.named_modules() if module in ends]
+
+
+def _find_undivided(model: nn.Module, plan: Mapping[str, TensorStyle]) -> Iterator[str]:
+    """Yield the parameters in the parents of column layers that ``plan`` does not divide, such as norms of heads."""
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name, style in plan.items() if style == "column"):
+        for name, _ in model.get_submodule(parent).named_parameters(prefix=parent):
+            if name.rpartition(".")[0] not in plan:
+                yield name
+
+
+def count_heads(model: Any) -> dict[str, int]:
+    """Return the numbers of attention heads and of key-value heads."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    counts = {"attention heads": heads, "key-value heads": getattr(config, "num_key_value_heads", None) or heads}
+    return {name: count for name, count in counts.items() if count}
+
+
+def list_layers(model: Any, *, context: int) -> Sequence[nn.Module]:
+    """Return the layers of a Llama-like model for windows of ``context`` tokens; the last one returns logits.
+
+    Raises:
+        ConfigError: the model has a different structure, or a sliding window.
+    """
+    config = model.config
+    if config.model_type not in _LAYERED:
+        raise ConfigError(
+            f"model_type={config.model_type} is not supported in a pipeline; supported: {', '.join(_LAYERED)}. Set "
+            "strategy.pipeline=1."
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window <= context:
+        raise ConfigError(
+            f"sliding_window={window} is not supported in a pipeline with recipe.context={context}: layers attend to "
+            "all earlier tokens. Set a larger recipe.config.sliding_window, or strategy.pipeline=1."
+        )
+    inner = model.model
+    decoders = [_Decoder(layer, inner.rotary_emb) for layer in inner.layers]
+    return [inner.embed_tokens, *decoders, inner.norm, model.lm_head]
+
+
+@final
+class _Decoder(AdaptedLayer):
+    """A decoder layer that computes the rotary embeddings of its positions."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+        super().__init__(layer)
+        self.rotary = rotary
+
+    def create_arguments(self, hidden: Tensor) -> Mapping[str, Any]:
+        positions_1t = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        rotations = self.rotary(hidden, position_ids=positions_1t)
+        return {"position_ids": positions_1t, "position_embeddings": rotations}  # sdpa is causal without a mask
