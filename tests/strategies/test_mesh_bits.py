@@ -64,9 +64,9 @@ def end(own: Recipe, strategy: Strategy, numerics: Numerics, world: World) -> tu
         batches = [MicroBatch(split(each), seed=100 * step + place) for place, each in enumerate(rows.chunk(LOGICAL))]
         result = replica.step(batches[rank::size])
         figures += [float(result.grad_norm or 0), *(map(float, result.losses) if size == 1 else ())]
-    batches = [EvaluationBatch(place, split(rows)) for place, rows in enumerate(ROWS[0].split(3))]
-    padding = [EvaluationBatch(0, batches[0].data, counted=False)] * (-len(batches) % size)
-    metrics = replica.evaluate(EvaluationBatches(lambda: iter([*batches, *padding][rank::size])))
+    tests = [EvaluationBatch(place, split(rows)) for place, rows in enumerate(torch.split(ROWS[0], 3))]
+    padding = [EvaluationBatch(0, tests[0].data, counted=False)] * (-len(tests) % size)
+    metrics = replica.evaluate(EvaluationBatches(lambda: iter([*tests, *padding][rank::size])))
     state = replica.state()
     weights = {name: tensor.clone() for name, tensor in gather_full(state["model"], world).items()}
     return state_digest(tensor_digests(weights)), figures, next(iter(metrics.values()))
@@ -199,7 +199,7 @@ def test_gradients_of_slices_are_as_exact_as_those_of_whole_layers(precision: An
         own = recipe(0.0)
         model = own.model().double()
         total, count = own.loss(model, split(ROWS[0]))
-        (total / count).backward()
+        (total / count).backward()  # type: ignore[no-untyped-call]
         return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
     (expected,) = run_in_worlds(exact, 1)
