@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recipes.stdlib_lm.recipe import StdlibLM
+from worldsize.checkpoint.format import Retention
+from worldsize.checkpoint.load import find_newest, load_checkpoint
+from worldsize.checkpoint.save import Saver
 from worldsize.collectives.gather_full import gather_full, gather_full_tensor
 from worldsize.core import (
     Cluster,
@@ -23,6 +28,7 @@ from worldsize.core import (
     Numerics,
     Recipe,
     RunContext,
+    StateDict,
     Strategy,
     TensorStyle,
     World,
@@ -53,23 +59,49 @@ def split(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def end(own: Recipe, strategy: Strategy, numerics: Numerics, world: World) -> tuple[str, list[float], float]:
-    """Train; return the digest of the weights (on rank 0), the norms and local losses of all steps, and a metric."""
+Figures = tuple[str, list[float], float]
+
+
+def end(
+    own: Recipe,
+    strategy: Strategy,
+    numerics: Numerics,
+    world: World,
+    steps: range = range(STEPS),
+    folder: Path | None = None,
+) -> Figures:
+    """Train; return the digest of the weights (on rank 0), the norms and local losses of all steps, and a metric.
+
+    ``folder``: where to load the newest checkpoint before the steps, if there is one, and to save afterwards.
+    """
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(5)
     replica = strategy.replica(own, RunContext(world, numerics, logical_ranks=LOGICAL))
+    if folder is not None and (checkpoint := find_newest(folder, world)):
+        replica.load(load_checkpoint(checkpoint, replica.state()))
     size = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
     rank, figures = strategy.data_rank(world), []
-    for step, rows in enumerate(ROWS):
-        batches = [MicroBatch(split(each), seed=100 * step + place) for place, each in enumerate(rows.chunk(LOGICAL))]
+    for step in steps:
+        parts = ROWS[step % STEPS].chunk(LOGICAL)
+        batches = [MicroBatch(split(each), seed=100 * step + place) for place, each in enumerate(parts)]
         result = replica.step(batches[rank::size])
         figures += [float(result.grad_norm or 0), *(map(float, result.losses) if size == 1 else ())]
     tests = [EvaluationBatch(place, split(rows)) for place, rows in enumerate(torch.split(ROWS[0], 3))]
     padding = [EvaluationBatch(0, tests[0].data, counted=False)] * (-len(tests) % size)
     metrics = replica.evaluate(EvaluationBatches(lambda: iter([*tests, *padding][rank::size])))
     state = replica.state()
+    if folder is not None:
+        save(folder, state, world, steps.stop)
     weights = {name: tensor.clone() for name, tensor in gather_full(state["model"], world).items()}
     return state_digest(tensor_digests(weights)), figures, next(iter(metrics.values()))
+
+
+def save(folder: Path, state: StateDict, world: World, step: int) -> None:
+    group: Any = dist.new_group(backend="gloo") if world.size > 1 else None
+    writer = Saver(folder, world, group, keep=Retention(last=1))
+    writer.save(state, step=step, facts={"metrics": {}})
+    writer.finish()
+    writer.close()
 
 
 ORDERED = partial(Mesh, reduce="ordered")
@@ -99,6 +131,17 @@ def test_each_elastic_mesh_ends_with_the_bits_of_one_process(precision: Any) -> 
         for _, seen, value in ends:
             assert value == metric, name
             assert seen == (figures if len(seen) == len(figures) else norms), name
+
+
+def test_a_run_resumed_in_five_shapes_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+    numerics = Numerics(clip_norm=0.3, logical_tensor=LOGICAL)
+    last = partial(end, recipe(), Single(reduce="ordered"), numerics, steps=range(6))
+    (undisturbed,) = run_in_worlds(last, 1)
+    shapes = [SHAPES[name] for name in ("tensor2", "data2-pipeline2-interleaved", "fsdp4", "data2-tensor2-pipeline2")]
+    for step, (strategy, size) in enumerate([(Single(reduce="ordered"), 1), *shapes, (ORDERED(pipeline=2), 2)]):
+        resumed = partial(end, recipe(), strategy, numerics, steps=range(step, step + 1), folder=tmp_path)
+        digest, _, metric = run_in_worlds(resumed, size)[0]
+    assert (digest, metric) == (undisturbed[0], undisturbed[2])
 
 
 def test_whole_layers_have_other_bits_than_slices() -> None:

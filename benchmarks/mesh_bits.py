@@ -1,0 +1,133 @@
+"""Digests of one training under every shape of a mesh, and the time of a step in logical slices.
+
+uv run python benchmarks/mesh_bits.py digests 50   # 26 layouts with up to 8 gloo processes, 50 steps each
+uv run python benchmarks/mesh_bits.py steps 10     # a step with and without slices, medians of 10 alternating steps
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from recipes.stdlib_lm.recipe import StdlibLM
+from worldsize.collectives.gather_full import gather_full
+from worldsize.core import Cluster, MicroBatch, Numerics, RunContext, Strategy, World
+from worldsize.record.determinism import state_digest, tensor_digests
+from worldsize.strategies.ddp import DDP
+from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.single import Single
+from worldsize.testing.worlds import run_in_worlds
+
+LOGICAL, CONTEXT = 8, 64
+Split = tuple[Tensor, Tensor]
+
+
+def _recipe(width: int, depth: int, dropout: float) -> StdlibLM:
+    optimizer = partial(torch.optim.AdamW, lr=0.001)
+    return StdlibLM(width, depth, 8, CONTEXT, dropout, test_bytes=1000, make_optimizer=optimizer)
+
+
+def _draw_rows(step: int) -> Split:
+    rows = torch.randint(256, (2 * LOGICAL, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def _split_batch(step: int, rank: int, size: int) -> Sequence[MicroBatch]:
+    """Return the micro-batches of data-parallel rank ``rank`` of ``size``."""
+    parts = zip(*(each.chunk(LOGICAL) for each in _draw_rows(step)), strict=True)
+    return [MicroBatch(part, seed=100 * step + place) for place, part in enumerate(parts)][rank::size]
+
+
+def _train(strategy: Strategy, steps: int, world: World) -> str:
+    """Return the digest of the weights on rank 0."""
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(5)
+    numerics = Numerics(clip_norm=0.5, logical_tensor=LOGICAL)
+    replica = strategy.replica(_recipe(128, 8, 0.1), RunContext(world, numerics, logical_ranks=LOGICAL))
+    size = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
+    for step in range(steps):
+        replica.step(_split_batch(step, strategy.data_rank(world), size))
+    weights = gather_full(replica.state()["model"], world)
+    return state_digest(tensor_digests({name: each.clone() for name, each in weights.items()}))
+
+
+def list_layouts() -> list[tuple[str, Strategy, int]]:
+    """Return the name, strategy and number of processes of each layout with at most 8 processes."""
+    layouts: list[tuple[str, Strategy, int]] = [("single", Single(reduce="ordered"), 1)]
+    for size in (2, 4, 8):
+        layouts += [(f"ddp {size}", DDP(reduce="ordered"), size), (f"fsdp {size}", FSDP(reduce="ordered"), size)]
+    for data, tensor, pipeline in product((1, 2, 4, 8), repeat=3):
+        if 1 < (size := data * tensor * pipeline) <= 8:
+            mesh = Mesh(reduce="ordered", data=data, tensor=tensor, pipeline=pipeline)
+            layouts.append((f"mesh {data} × {tensor} × {pipeline}", mesh, size))
+    return layouts
+
+
+def show_digests(steps: int) -> None:
+    """Print the digest of each layout."""
+    table = Table("layout (data × tensor × pipeline)", "processes", "state", title=f"{steps} steps")
+    digests = set()
+    for name, strategy, size in track(list_layouts(), console=Console(stderr=True)):
+        digest = run_in_worlds(partial(_train, strategy, steps), size, timeout=900)[0]
+        digests.add(digest)
+        table.add_row(name, str(size), digest[:16])
+    Console().print(table, f"{len(digests)} different digests")
+
+
+def _time_steps(
+    variants: Sequence[tuple[Strategy, Numerics]], width: int, depth: int, steps: int, world: World
+) -> list[float]:
+    """Return the median seconds of a step of each variant; steps alternate."""
+    replicas = []
+    for strategy, numerics in variants:
+        torch.manual_seed(5)
+        context = RunContext(world, numerics, logical_ranks=LOGICAL)
+        replicas.append(strategy.replica(_recipe(width, depth, 0.0), context))
+    seconds: list[list[float]] = [[] for _ in variants]
+    for step in range(steps + 2):
+        batch = _split_batch(step, 0, 1)
+        for replica, times in zip(replicas, seconds, strict=True):
+            if world.group is not None:
+                dist.barrier()
+            begun = time.perf_counter()
+            replica.step(batch)
+            times.append(time.perf_counter() - begun)
+    return [statistics.median(times[2:]) for times in seconds]
+
+
+def show_steps(steps: int) -> None:
+    """Print the time of a step with and without slices."""
+    whole, eight = Numerics(), Numerics(logical_tensor=8)
+    single = Single(reduce="ordered")
+    table = Table("model", "layout", "layers", "ms per step", title=f"medians of {steps} alternating steps")
+    for width, depth in ((128, 4), (1024, 2)):
+        variants = [(single, whole), (single, eight)]
+        times = run_in_worlds(partial(_time_steps, variants, width, depth, steps), 1, timeout=900)[0]
+        for name, each in zip(("whole", "8 slices"), times, strict=True):
+            table.add_row(f"width {width}", "single", name, f"{each * 1e3:.0f} ({each / times[0]:.2f} ×)")
+    for size in (2, 4):
+        sliced = Numerics(logical_tensor=size)
+        meshes = [(Mesh(tensor=size), whole), (Mesh(tensor=size, reduce="ordered"), sliced)]
+        times = run_in_worlds(partial(_time_steps, meshes, 256, 4, steps), size, timeout=900)[0]
+        for name, each in zip(("flat sums", f"{size} slices"), times, strict=True):
+            table.add_row("width 256", f"mesh, tensor={size}", name, f"{each * 1e3:.0f} ({each / times[0]:.2f} ×)")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    {"digests": show_digests, "steps": show_steps}[sys.argv[1]](int(sys.argv[2]))
