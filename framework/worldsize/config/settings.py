@@ -251,7 +251,7 @@ def _numerics(objects: Objects, strategy: Strategy, cluster: Cluster, *, exact: 
     strategy.check_numerics(numerics)
     check_precision(numerics, strategy)
     check_compiles(numerics, strategy, exact=exact)
-    check_slices(numerics, exact=exact)
+    check_slices(numerics, strategy)
     check_device(numerics, cluster, exact=exact)
     check_activations(numerics, strategy, cluster)
     return numerics

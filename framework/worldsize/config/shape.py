@@ -172,14 +172,11 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
         )
 
 
-def check_slices(numerics: Numerics, *, exact: str | None) -> None:
-    """Raise ConfigError for logical slices in a mode that does not need them, or with compiled passes.
-
-    ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
-    """
+def check_slices(numerics: Numerics, strategy: Strategy) -> None:
+    """Raise ConfigError for logical slices if sums have no fixed order, or with compiled passes."""
     if numerics.logical_tensor == 1:
         return
-    if exact != "elastic":
+    if strategy.reduce != "ordered":
         raise ConfigError(
             f"logical_tensor={numerics.logical_tensor} requires reproducibility=elastic: other modes do not keep the "
             "same bits at each strategy.tensor. Set reproducibility=elastic, or logical_tensor=1."
