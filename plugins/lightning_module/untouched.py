@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from worldsize.core import ConfigError
 
 PARAMETER_REMEDY = (
-    ": training_step runs once per micro-batch, and parameters may be sharded. Change parameters in "
-    "optimizer.register_step_post_hook, in configure_optimizers."
+    ": training_step runs once per micro-batch, and parameters may be sharded. Change them in a hook that "
+    "configure_optimizers registers with optimizer.register_step_post_hook."
 )
 
 
@@ -44,7 +44,7 @@ class Untouched:
         self._settings: dict[str, dict[tuple[int, str], Any]] = {}
 
     def record_state(self) -> None:
-        """Record the parameters, their gradients and the versions of both."""
+        """Record the parameters and their gradients, with the versions of both, and the optimizer settings."""
         with torch._C.DisableTorchFunction():  # the GradientGuard applies only to the module's code
             self._seen = [_Seen.from_parameter(parameter) for parameter in self._model.parameters()]
         self.begin_settings()
@@ -57,7 +57,7 @@ class Untouched:
         """Compare with the state recorded by :meth:`record_state`, and clear it.
 
         Raises:
-            ConfigError: a parameter or a gradient was replaced or changed.
+            ConfigError: a parameter, a gradient or an optimizer setting was replaced or changed.
         """
         seen, self._seen = self._seen, []
         with torch._C.DisableTorchFunction():

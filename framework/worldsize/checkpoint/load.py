@@ -97,7 +97,8 @@ def load_checkpoint(checkpoint: Checkpoint, template: StateDict, *, ignore: Sequ
         The template's tensors and the checkpoint's other values, in the template's order.
 
     Raises:
-        CheckpointError: names, shapes or dtypes differ; no tensor has been changed in that case.
+        CheckpointError: names, shapes or dtypes differ (no tensor has been changed in that case), or the saved options
+            of the optimizer or schedule do not fit the run's (tensors may have been changed).
     """
     # the parts in ALONE are loaded on demand, by read_tensors
     ignore = [*ignore, *ALONE, *_find_unfit_parts(checkpoint, template)]

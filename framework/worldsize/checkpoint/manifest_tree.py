@@ -219,7 +219,9 @@ def _check_facts(facts: Any) -> None:
             raise ValueError(f"metric {name!r} is {_abbreviate_value(value)}, not a number")
     for name, pairs in facts.get("training_metrics", {}).items():
         if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
-            raise ValueError(f"training metric {name!r} is {_abbreviate_value(pairs)}, not a list of sums and counts")
+            raise ValueError(
+                f"training metric {name!r} is {_abbreviate_value(pairs)}, not a list of (sum, count) pairs"
+            )
 
 
 def _is_pair(value: Any) -> bool:

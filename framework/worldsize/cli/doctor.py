@@ -111,7 +111,10 @@ def add_spare_nodes(purpose: Examine, cfg: DictConfig, trained: Settings) -> Exa
 
 
 def _collect_report(settings: Settings, root: Path) -> tuple[Report, Path | None]:
-    """Examine the cluster; return the report, and the run folder if a check failed."""
+    """Examine the cluster; return the report and the run folder, or None for the folder if the launch failed.
+
+    The folder is deleted if all checks pass.
+    """
     from worldsize.core import AgentLauncher, BatchLauncher
     from worldsize.launch.examine import checkpoint_bytes
     from worldsize.launch.node import NodeLauncher

@@ -198,9 +198,10 @@ class Recipe(ABC):
         return ()
 
     def model_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """Return the arguments with which ``loss`` and ``evaluate`` call the model, once per batch.
+        """Return the positional arguments that ``loss`` and ``evaluate`` pass to the model.
 
-        Only pipelines call this method: the first rank computes with these inputs, and the last rank has the output.
+        Only pipelines call this method. In a pipeline, ``loss`` and ``evaluate`` must call the model exactly once per
+        batch: the first rank computes with these inputs, and the last rank has the output.
         """
         raise NotImplementedError
 

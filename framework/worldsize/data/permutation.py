@@ -52,8 +52,8 @@ def permute_range(seed: int, length: int, places: range) -> Tensor:
 def permute_positions(seed: int, length: int, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
     """Return the values at arbitrary positions of a permutation of ``range(length)``: int64 [places].
 
-    Memory is proportional to ``places`` if ``length`` is above 4,096. For lengths from there to 2²², the permutation
-    differs from :func:`permute_range`. Smaller ranges use ``torch.randperm``, since the cipher is biased on them.
+    Lengths up to 4,096 use ``torch.randperm``, since the cipher is biased on short ranges. Above that, memory is
+    proportional to ``places``. Between 4,096 and 2²², the permutation is not the one of :func:`permute_range`.
     """
     if length <= _SMALL:
         return _small(seed, length).numpy()[places]

@@ -76,8 +76,9 @@ class LossPolicy:
 def is_left_behind(connection: AgentConnection, run: RunDirectory, patience: float) -> bool:
     """Return whether the first host continues without this one.
 
-    If the first host does not decide in time, this host claims the first host is lost, and the result is False. After
-    ``patience`` seconds of silence, a host is lost.
+    If the first host does not decide in time, this host decides that the first host is lost, and returns False.
+
+    ``patience``: seconds of silence after which a host is lost.
     """
     file, deadline = run.get_lost_link_file(connection.name), time.monotonic() + _WAIT * patience
     answers = True

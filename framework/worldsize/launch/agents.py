@@ -254,7 +254,7 @@ class Follower:
         if not is_heard:  # send no report, so that a first host that was only suspended notices its loss
             self._messages.put(None)
             return
-        with suppress(OSError):  # the listening thread detects it, too
+        with suppress(OSError):  # the listening thread handles a lost connection
             self._connection.send(ended=attempt)
 
     def _take_part(self, attempt: int, port: int) -> None:
@@ -271,5 +271,5 @@ class Follower:
             cause = f"failed to start processes on the host {host}: {error}"
             outcome = Outcome("failed", 1, Failure("node", self._node.rank, cause, 1, None, time.time_ns(), host))
         self._gang = None
-        with suppress(OSError):  # the listening thread detects it, too
+        with suppress(OSError):  # the listening thread handles a lost connection
             self._connection.send(ended=asdict(outcome))

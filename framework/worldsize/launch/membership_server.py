@@ -94,10 +94,11 @@ class MembershipServer:
         """Allow ``count`` processes more than ``training``; raise ConfigError if logical ranks run out."""
         wanted = len(training)
         if wanted + count > self._most:
-            ranks = self._most // self._block
+            ranks, free = self._most // self._block, self._most - wanted
+            remedy = f"Add at most {free}, or start" if free > 0 else "Start"
             raise ConfigError(
                 f"logical_ranks={ranks} supports at most {self._most} training processes, and {wanted} are "
-                f"training. Add at most {self._most - wanted}, or start a run with a larger logical_ranks."
+                f"training. {remedy} a run with a larger logical_ranks."
             )
         self._roster.target = wanted + count
 

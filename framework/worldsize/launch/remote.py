@@ -121,7 +121,8 @@ class RemoteHost:
         self.agent, self._attempt, self._may_go_on = agent, attempt, may_go_on
         self._run, self._folder, self._patience = run, folder, patience
         self._processes: dict[int, tuple[Member, RemoteProcess, RemotePipe]] = {}  # by global rank
-        self.is_heard = agent.is_there  # False before is_lost is True, while its loss is being decided
+        # False once contact is lost; is_lost follows after the decision to continue without it
+        self.is_heard = agent.is_there
         self.lost_at = math.inf  # monotonic time
         self._listener = threading.Thread(target=self._receive_reports, daemon=True, name=f"node {agent.rank}")
 

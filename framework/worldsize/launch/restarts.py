@@ -106,7 +106,7 @@ def command_line(*words: str | Path) -> str:
 
 
 def needs_uv(environ: Mapping[str, str], folder: Path, prefix: Path) -> bool:
-    """Return whether ``worldsize`` needs ``uv run``, since its environment is not activated.
+    """Return whether ``worldsize`` needs ``uv run`` because its environment is not activated.
 
     Args:
         environ: Environment variables; uv sets UV for its commands, and an activated environment sets VIRTUAL_ENV.

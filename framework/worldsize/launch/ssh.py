@@ -56,7 +56,7 @@ class Ssh(NodeLauncher, AgentLauncher):
 
     def _find_login_error(self, host: str) -> str | None:
         done = subprocess.run([*self._build_ssh_command(host), "true"], capture_output=True, text=True, check=False)
-        return f"{host}: {done.stderr.strip() or 'no answer'}" if done.returncode else None
+        return f"{host}: {done.stderr.strip().rstrip('.') or 'no answer'}" if done.returncode else None
 
     def launch_agents(self, plan: Plan) -> Job:
         write_key(plan.run_dir)

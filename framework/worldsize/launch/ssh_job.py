@@ -161,7 +161,8 @@ class HostSuccession:
     def choose_next_lineup(self, lineup: Lineup, code: int, seen: Sequence[int]) -> Lineup | None:
         """Return the hosts to continue on after the first host's agent exited with ``code``.
 
-        Returns None if the run has ended. ``seen`` collects received signals; the first one ends the search.
+        Returns None if the run has ended or cannot continue: no restart is left, too few hosts respond, or a signal
+        was received. ``seen`` collects received signals; the first one ends the search.
         """
         if seen or code != _UNREACHED or refresh_run(self.run).exit_reason not in ("running", "killed"):
             return None

@@ -80,9 +80,14 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"failed to read the key {path} of the certificate authority: {error}") from error
+        raise ConfigError(
+            f"failed to read the key {path} of the certificate authority: {error}. Delete the folder {path.parent}, "
+            "and launch the run again."
+        ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} is not the key of this run's certificate authority.")
+        raise ConfigError(
+            f"{path} is not an elliptic-curve key. Delete the folder {path.parent}, and launch the run again."
+        )
     return key
 
 

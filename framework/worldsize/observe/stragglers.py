@@ -162,9 +162,9 @@ def median_of_others(values: Figures) -> Figures:
 
 _WINDOWS = 3  # number of windows to take the median over
 _WINDOW_SECONDS = 0.5  # minimum seconds of a window, which has at least one logged step
-_SHARE = 0.5  # fraction of a step waiting for communication that triggers the first measurement
-_WORSE = 1.5  # multiple of the usual wait that triggers a second one
-_LEAST_WAIT = 0.1  # minimum fraction of a step for a second one
+_SHARE = 0.5  # fraction of a step waiting for communication in the first windows that triggers a measurement
+_WORSE = 1.5  # multiple of the usual wait that triggers a later one
+_LEAST_WAIT = 0.1  # minimum fraction of a step for a later one
 _SLOWER = 3.0  # factor by which a slow host has less bandwidth than the median
 
 
@@ -180,8 +180,9 @@ def slow_link_search(world: World) -> SlowLinkSearch | None:
 class SlowLinkSearch:
     """Decides when to measure links, identically on all ranks, from shared step times.
 
-    A measurement blocks all ranks for a second or two. The first one happens when ranks wait for communication for half
-    of a step, further ones when they wait 1.5 times as long. Each measurement without a finding delays the next one.
+    A measurement blocks all ranks for a second or two. One is due if ranks wait for communication for more than half of
+    a step in the first windows. Later ones are due if the wait is more than 1.5 times the shortest since the previous
+    measurement (or the first windows). Each measurement without a finding delays the next one.
 
     A host is reported if all its links have less than a third of the median bandwidth of hosts in two measurements. The
     first measures links to neighbors, the second links at a distance of two, to acquit a host between two slow ones. A

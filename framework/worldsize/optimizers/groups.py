@@ -59,7 +59,10 @@ def create_optimizers(recipe: Recipe, model: nn.Module) -> Mapping[str, Optimize
 
 
 def create_optimizer(recipe: Recipe, model: nn.Module, name: str = ONE_UPDATE) -> Optimizer:
-    """Create a recipe's optimizers and return one; the default is for one update per step."""
+    """Create a recipe's optimizers and return the one called ``name``.
+
+    The default is the only optimizer of a recipe with one update per step.
+    """
     return create_optimizers(recipe, model)[name]
 
 

@@ -158,7 +158,8 @@ class Predictor:
             return 1
         if self.given.one_machine or cluster.nodes == 1:
             return workers
-        return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))  # this may be a different machine
+        # cores of this machine; the cluster's nodes may have a different number
+        return min(math.ceil(workers / cluster.nodes), len(os.sched_getaffinity(0)))
 
 
 def _rehearse_memory(settings: Settings) -> tuple[float, str | None]:

@@ -28,7 +28,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 
 def capture_environment() -> dict[str, Any]:
-    """Return versions of Python, platform, packages, driver, torch, and vector instructions."""
+    """Return the versions of Python, platform, packages, torch and driver, and the CPU's vector instructions."""
     return {
         "python": platform.python_version(),
         "implementation": platform.python_implementation(),

@@ -89,7 +89,7 @@ def _parameter(match: re.Match[str]) -> str:
 
 
 def redact_tree(value: Any) -> Any:
-    """Copy nested containers, redacting secret-looking keys and credentials in URLs."""
+    """Copy nested containers, redacting the values of secret-looking keys, and credentials in URLs."""
     if isinstance(value, Mapping):
         return {key: REDACTED if is_secret(str(key)) and child else redact_tree(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -122,11 +122,11 @@ class Scrubber:
         return text
 
     def scrub_tree(self, value: Any) -> Any:
-        """Copy nested containers, redacting known secrets, secret-looking keys and credentials."""
+        """Copy nested containers, redacting known secrets, values of secret-looking keys, and credentials in URLs."""
         return _map_strings(redact_tree(value), self.scrub_text)
 
     def scrub_arguments(self, arguments: Sequence[str]) -> list[str]:
-        """Return command-line arguments without known secrets and values of secret-looking keys."""
+        """Redact known secrets, values of secret-looking keys, and credentials in command-line arguments."""
         return [self.scrub_text(word) for word in redact_arguments(arguments)]
 
 

@@ -54,9 +54,9 @@ def build_freeze_error(unfrozen: list[str], frozen: list[str]) -> ConfigError:
 
 @final
 class ParameterChanges:
-    """Detects changes to the parameters of ``model`` since this object was created.
+    """Detects parameters of ``model`` that were frozen or unfrozen since this object was created.
 
-    ``hooks``: whether new gradient hooks count as changes.
+    ``hooks``: whether to detect added or removed gradient hooks, too.
     """
 
     def __init__(self, model: nn.Module, *, hooks: bool) -> None:

@@ -268,7 +268,7 @@ class _OrderedScalars(ScalarGradients):
     def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup, dealing: Dealing) -> None:
         self._tables, self._group, self._dealing = _group_by_dtype(parameters), group, dealing
         self._counters: list[Counter] = []
-        self._presences: list[Presence] = []  # gradients of each table in this step
+        self._presences: list[Presence] = []  # for each table, which gradients exist in this step
         self._node: dict[int, int] = {}  # tree node of each micro-batch on this rank
         self._logical_ranks = self._nodes = 1
 

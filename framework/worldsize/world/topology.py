@@ -161,7 +161,7 @@ def _expand_range(text: str) -> Iterator[str]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip(), re.ASCII)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if not 0 <= int(last) - int(first) < _MOST_HOSTS:
-            raise ValueError(f"{part!r} is not a range of numbers")
+            raise ValueError(f"{part!r} is not a number, or an ascending range of at most {_MOST_HOSTS:,} numbers")
         yield from (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
 
 

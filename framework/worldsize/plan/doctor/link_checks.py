@@ -57,9 +57,9 @@ def find_slow_links(links: Measured, least: float) -> SlowLinks:
 
 
 def check_links(findings: Findings, cluster: Cluster) -> Iterator[Check]:
-    """Report hosts and interfaces with less than half of the tier's declared bandwidth.
+    """Check that links have at least half of their tier's declared bandwidth, and check each host's transport.
 
-    Links within a node are not judged for CPU devices, since they depend on other computations.
+    Links within a node are not judged for CPU devices, since other processes on the host slow them down.
     """
     by_tier = aggregate_links(findings.edges, cluster.processes_per_node, count_sharing_ranks(cluster))
     for tier, links in by_tier.items():

@@ -220,7 +220,7 @@ class MessageRecorder:
         return CallResult(answers, source)
 
     def count_call(self, group: Group) -> None:
-        """Count a call in ``group`` without recorded tensors."""
+        """Count a call in ``group`` whose tensors are not recorded, so that the indices of later calls include it."""
         self._places[group, ()] += 1
 
     def _index_call(self, group: Group, operator: Operator, this_rank: int) -> CallIndex:
@@ -234,7 +234,7 @@ class MessageRecorder:
         return CallIndex(group, number, route)
 
     def _find_sender(self, group: Group, operator: Operator, this_rank: int) -> int:
-        """Return the sender of a received message; for any sender, alternate between the others."""
+        """Return the rank that a receive gets its message from; without a given source, take the others in turn."""
         if operator.root is not None:
             return group.ranks[operator.root]
         others = [rank for rank in group.ranks if rank != this_rank]
@@ -269,7 +269,7 @@ def _is_sender(operator: Operator, place: int, *, is_object: bool) -> bool:
 
 
 def _normalize_call(call: str) -> str:
-    """Return the description of a message that is equal at both ends."""
+    """Describe a message equally at both ends, for a send and its receive; return collectives unchanged."""
     name, parenthesis, form = call.partition("(")
     return f"message{parenthesis}{form}" if name in MESSAGES else call
 

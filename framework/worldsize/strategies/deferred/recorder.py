@@ -111,7 +111,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             CannotDeferError: the constructor did something that is not on the tape.
             SeededError: as within the context.
         """
-        failure = self._refusal or self._calls.failure  # if the constructor caught it
+        # an exception reaches this line only if the constructor caught it
+        failure = self._refusal or self._calls.failure
         if isinstance(failure, CannotDeferError | SeededError):
             raise failure
         if failure is not None:

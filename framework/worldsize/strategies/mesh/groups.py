@@ -58,9 +58,10 @@ class MeshGroups:
         return mesh
 
     def create_edges(self, *, is_ring: bool) -> Edges | None:
-        """Create groups for messages between stages, or None if torch's own messages suffice.
+        """Create groups for messages between stages; return None if they need not be interruptible.
 
-        ``is_ring``: whether ranks have several stages, so that the last rank also sends to the first one.
+        Without these groups, stages use torch's own messages (``dist.P2POp``). ``is_ring``: whether ranks have several
+        stages, so that the last rank also sends to the first one.
         """
         if not (self.interruptible and backend_for(dist.get_backend(), self.context.world.device.type) == "gloo"):
             return None
