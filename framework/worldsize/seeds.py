@@ -19,7 +19,8 @@ STREAMS = """Derives every random number of a run from (seed, purpose, indices),
 Purposes in use: ``init`` (model initialisation, the same on every rank), ``optimizer`` (what an optimizer draws when it
 is made), ``order`` (epoch), ``data`` (step, logical rank; augmentation and data workers; without both, what the recipe
 draws while it makes its data), ``pass`` (number, reader; what a stream draws when it begins), ``step`` (step, logical
-rank; dropout), ``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
+rank; dropout), ``layer`` (place; dropout in one layer, derived from ``step``), ``stage`` (the same in a stage without
+such streams), ``sparse`` (step, bucket; which gradients are sent) and ``evaluation/SPLIT`` (step; then batch).
 """
 
 
@@ -72,6 +73,16 @@ class GeneratorStates:
             torch.cuda.default_generators[device.index].set_state(self.torch_device)
         elif self.torch_device is not None:
             torch.get_device_module(device).set_rng_state(self.torch_device)
+
+
+def get_generator_state(device: torch.device) -> torch.Tensor:
+    """Return the state of torch's generator for ``device``, this process's device, uint8 (bytes,)."""
+    if device.type == "cpu":
+        return torch.default_generator.get_state()
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index].get_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state()
+    return state
 
 
 @contextmanager

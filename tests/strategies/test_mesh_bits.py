@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.checkpoint.format import Retention
@@ -36,6 +37,7 @@ from worldsize.core import (
 from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.seeds import draw_from
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.strategies.tensor_layers import sum_slices
@@ -160,13 +162,13 @@ class Sliced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(64, 32, padding_idx=3)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.up, self.gate, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
         self.head = nn.Linear(32, 64)
         self.noise = 0.0
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         hidden = self.table(tokens_bt)
-        inner = F.dropout(F.gelu(self.up(hidden)), self.noise, self.training)
+        inner = F.dropout(F.gelu(self.gate(hidden)), self.noise, self.training) * self.up(hidden)
         logits: Tensor = self.head(hidden + self.down(inner))
         return logits
 
@@ -183,6 +185,9 @@ class SlicedRecipe(StdlibLM):
     def layers(self, model: nn.Module) -> Sequence[nn.Module]:
         return [model]
 
+    def tensor_units(self, model: nn.Module) -> Mapping[str, int]:
+        return {}
+
     def model_inputs(self, batch: Any) -> tuple[Tensor]:
         return (batch[0] % 64,)
 
@@ -193,7 +198,7 @@ class SlicedRecipe(StdlibLM):
         return super().evaluate(model, (batch[0], batch[1] % 64))
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
-        return {"table": "row", "up": "column", "down": "row", "head": "gathered"}
+        return {"table": "row", "up": "column", "gate": "column", "down": "row", "head": "gathered"}
 
 
 def sliced_recipe() -> SlicedRecipe:
@@ -265,7 +270,7 @@ def test_slices_are_summed_neighbor_by_neighbor(size: int) -> None:
 
     def total(world: World) -> Tensor:
         own = parts.chunk(size)[world.rank].unbind()
-        return sum_slices(own, world.group, is_ordered=True).clone()
+        return sum_slices(own, len(own), world.group, is_ordered=True).clone()
 
     assert all(torch.equal(each, expected) for each in run_in_worlds(total, size))
 
@@ -285,7 +290,7 @@ def test_draws_between_divided_layers_are_refused() -> None:
 
 def test_slices_that_end_within_a_vector_are_refused() -> None:
     replica = Single(reduce="ordered").replica(sliced_recipe(), RunContext(ALONE, Numerics(logical_tensor=8)))
-    with pytest.raises(ConfigError, match="3 × 8 outputs, not a multiple of 64.*multiple of 8 tokens"):
+    with pytest.raises(ConfigError, match="3 × 6 outputs, not a multiple of 64.*multiple of 32 tokens"):
         replica.step([MicroBatch((torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.long)), seed=1)])
 
 
@@ -305,6 +310,63 @@ def test_what_slices_cannot_keep_is_refused_before_the_start(train: Any, options
     assert run.code == 2
     assert run.folder is None
     assert re.search(said, run.error.replace("\n", " ")), run.error
+
+
+class Frozen(StdlibLM):
+    """Freezes the embedding, which is tied to the head."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        model.embedding.weight.requires_grad_(False)
+        return model
+
+
+def test_a_frozen_weight_that_stages_share_does_not_decay() -> None:
+    decaying = partial(torch.optim.AdamW, lr=0.003, weight_decay=0.5)
+    frozen = Frozen(64, 2, 8, CONTEXT, 0.0, test_bytes=1000, make_optimizer=decaying)
+    (alone,) = run_in_worlds(partial(end, frozen, Single(reduce="ordered"), Numerics()), 1)
+    assert run_in_worlds(partial(end, frozen, ORDERED(pipeline=2), Numerics()), 2)[0][0] == alone[0]
+
+
+class Chained(StdlibLM):
+    """A chain of two dropout layers, of which the first comes again at the end."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+
+    def layers(self, model: Any) -> Sequence[nn.Module]:
+        return [model[0], model[1], model[0]]
+
+
+def test_calls_of_a_layer_and_of_a_model_draw_different_numbers() -> None:
+    chained = Chained(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.AdamW, lr=0.003))
+    model: Any = chained.model()
+    streams = LayerStreams(chained, model, torch.device("cpu"), by_layer=True)
+    ones = torch.ones(64)
+
+    def draw(seed: int) -> list[Tensor]:
+        streams.begin(seed)
+        return [layer(ones) for layer in (model[0], model[1], model[0], model[0], model[1], model[0])]
+
+    drawn = draw(1)
+    assert len({each.numpy().tobytes() for each in drawn}) == 6
+    assert all(torch.equal(*pair) for pair in zip(drawn, draw(1), strict=True))
+    streams.begin(1)
+    streams.expect(2)  # a stage that begins at the third layer
+    assert torch.equal(model[0](ones), drawn[2])
+
+
+def test_a_recomputed_layer_draws_what_it_drew_although_another_batch_has_begun() -> None:
+    chained = Chained(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.AdamW, lr=0.003))
+    model: Any = chained.model()
+    streams = LayerStreams(chained, model, torch.device("cpu"), by_layer=True)
+    inputs = torch.ones(64, requires_grad=True)
+    streams.begin(1)
+    outputs = checkpoint(model[0], inputs, use_reentrant=False)
+    streams.begin(2)
+    outputs.sum().backward()
+    assert inputs.grad is not None
+    assert torch.equal(inputs.grad, outputs.detach())
 
 
 def test_a_layer_draws_the_same_numbers_whatever_was_drawn_before() -> None:

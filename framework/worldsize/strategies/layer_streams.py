@@ -8,16 +8,17 @@ on the layer's place, and what follows the layer has the stream of the next plac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from worldsize.core import ConfigError, Recipe
+from worldsize.core import ConfigError, FeatureRecipe, Recipe
 from worldsize.seeds import derive_seed, seed_generators
+
+_KEPT = 4096  # calls of a layer that may be recomputed; more than micro-batches in flight
 
 
 class AdaptedLayer(nn.Module, ABC):
@@ -52,17 +53,27 @@ class LayerStreams:
         self.unseen: frozenset[int] = frozenset()
         """Places of layers without a stream of their own: neither they nor the layers before are in the model."""
         self._seed, self._count = 0, 0
-        if not by_layer or recipe.has_several_updates or not (chain := _list_layers(recipe, model)):
+        self._all_calls: list[_Calls] = []
+        self._expected: int | None = None
+        if isinstance(recipe, FeatureRecipe) or recipe.has_several_updates:  # no pipeline trains these
             return
-        own = set(model.modules())
+        if not by_layer or not (chain := _list_layers(recipe, model)):
+            return
+        own, places = set(model.modules()), dict[nn.Module, list[int]]()
         self._count = len(chain)
         self.unseen = frozenset(place for place in range(1, len(chain)) if not own & {chain[place], chain[place - 1]})
-        for place, (layer, following) in enumerate(zip_longest(chain, chain[1:])):
+        for place, layer in enumerate(chain):
             if layer in own and layer is not model:
-                layer.register_forward_pre_hook(partial(self._enter, place), prepend=True)
-                if following not in own:
-                    layer.register_forward_hook(partial(self._enter, place + 1))
-        model.register_forward_hook(partial(self._enter, self._count))
+                places.setdefault(layer, []).append(place)
+        for layer, its_places in places.items():
+            calls = _Calls(its_places)
+            self._all_calls.append(calls)
+            layer.register_forward_pre_hook(partial(self._enter_layer, calls), prepend=True)
+            if any(place + 1 == self._count or chain[place + 1] not in own for place in its_places):
+                layer.register_forward_hook(partial(self._leave_layer, calls))
+        calls = _Calls([self._count])
+        self._all_calls.append(calls)
+        model.register_forward_hook(partial(self._enter_layer, calls))
 
     @property
     def by_layer(self) -> bool:
@@ -71,20 +82,71 @@ class LayerStreams:
 
     def begin(self, seed: int) -> None:
         """Begin the stream of a micro-batch or an evaluation batch with ``seed``."""
-        self._seed = seed
+        self._seed, self._expected = seed, None
+        for calls in self._all_calls:
+            calls.count = 0
         seed_generators(seed, self.device)
 
-    def enter(self, place: int) -> None:
-        """Begin the stream of the layer at ``place``, unless layers have no streams."""
+    def expect(self, place: int) -> None:
+        """Announce that the next call is that of the layer at ``place``, for a stage, which runs only some layers."""
+        self._expected = place
+
+    def enter(self, place: int, repeat: int = 0) -> None:
+        """Begin the stream of the layer at ``place``, in its call number ``repeat`` of the batch."""
         if self._count:
-            seed_generators(derive_seed(self._seed, "layer", place), self.device)
+            numbers = (place, repeat) if repeat else (place,)
+            seed_generators(derive_seed(self._seed, "layer", *numbers), self.device)
 
     def enter_loss(self) -> None:
         """Begin the stream of what follows the model, unless layers have no streams."""
         self.enter(self._count)
 
-    def _enter(self, place: int, *_: Any) -> None:
-        self.enter(place)
+    def _enter_layer(self, calls: _Calls, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        before = torch.initial_seed()
+        if _is_backward():
+            if before in calls.seeds:
+                seed_generators(calls.seeds[before], self.device)
+            return
+        calls.begin_call(self._expected)
+        self._expected = None
+        self.enter(calls.place, calls.repeat)
+        calls.record_seed(before, torch.initial_seed())
+
+    def _leave_layer(self, calls: _Calls, *_: Any) -> None:
+        """Begin the stream of what follows a layer, which may not be a module of the model."""
+        if not torch.compiler.is_compiling() and not _is_backward():
+            self.enter(calls.place + 1, calls.repeat)
+
+
+class _Calls:
+    """Counts the calls of a module in a batch; ``places``: its places in the chain of layers."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places, self.count = places, 0
+        self.place, self.repeat = places[0], 0
+        """Place in the chain, and number of times that the whole chain ran before, of the current call."""
+        self.seeds: dict[int, int] = {}
+        """Seeds of the latest calls, by the seed before: a recomputed call begins with the state before that call."""
+
+    def begin_call(self, expected: int | None) -> None:
+        """Count a call; ``expected``: its place, if that is known."""
+        self.repeat, index = divmod(self.count, len(self._places))
+        self.place, self.count = self._places[index], self.count + 1
+        if expected is not None:
+            self.place, self.repeat = expected, 0
+
+    def record_seed(self, before: int, seed: int) -> None:
+        """Record the ``seed`` of a call for its recomputation, and forget old ones."""
+        self.seeds[before] = seed
+        if len(self.seeds) > _KEPT:
+            del self.seeds[next(iter(self.seeds))]
+
+
+def _is_backward() -> bool:
+    """Return whether autograd runs a backward pass, so that a call is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _list_layers(recipe: Recipe, model: nn.Module) -> list[nn.Module]:

@@ -4,7 +4,7 @@ A layer is divided along its output features ("column") or its input features ("
 1909.08053. With ``logical_tensor=L``, each of L slices is a product of its own, wherever it is computed, and sums over
 slices are taken in one fixed tree: slice 2i is added to slice 2i + 1, and so on with the sums. A rank holds consecutive
 slices, so the first levels of the tree are local; the results have the same bits at each number of ranks that divides
-L. In half precision, sums are taken in float32 and rounded once.
+L. In half precision, products are rounded, summed in float32, and rounded again.
 
 Between a column layer and its row layer, a rank computes on its own features only. Kernels of functions such as GELU
 treat the last elements of a tensor differently, so the tensor of a slice must have a multiple of ``_VECTOR`` elements.
@@ -13,7 +13,8 @@ treat the last elements of a tensor differently, so the tensor of a slice must h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -23,10 +24,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from worldsize.collectives.group import start_collective
 from worldsize.core import ConfigError, Recipe, TensorStyle
+from worldsize.seeds import get_generator_state
 
+_EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 _VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two AVX-512 vectors of bfloat16
 
 
@@ -62,7 +66,8 @@ def check_divides(recipe: Recipe, *, key: str) -> None:
 
 def _create_plan_error(recipe: Recipe, key: str) -> ConfigError:
     return ConfigError(
-        f"{type(recipe).__name__} does not define a tensor-parallel plan. Define Recipe.tensor_plan, or set {key}=1."
+        f"{type(recipe).__name__} does not define a tensor-parallel plan for its model. Define Recipe.tensor_plan, or "
+        f"set {key}=1."
     )
 
 
@@ -76,6 +81,11 @@ def _check_features(name: str, module: nn.Module, style: TensorStyle, slices: in
         raise ConfigError(
             f"{name} is a {kind.__name__}, but only torch.nn.Linear and torch.nn.Embedding can be divided. Leave it "
             f"out of Recipe.tensor_plan, or set {key}=1."
+        )
+    if is_parametrized(module) or any(getattr(module, option, None) for option in _EMBEDDING_OPTIONS):
+        raise ConfigError(
+            f"{name} is parametrized, or has {', '.join(_EMBEDDING_OPTIONS)}, which a divided layer does not support. "
+            f"Leave it out of Recipe.tensor_plan, or set {key}=1."
         )
     if features % slices:
         raise ConfigError(
@@ -145,29 +155,24 @@ def divide_forward(
 
 @final
 class Draws:
-    """Detects random numbers drawn between a column layer and its row layer, which would depend on the ranks."""
+    """Detects random numbers drawn between column layers and their row layer, which would depend on the ranks."""
 
     def __init__(self) -> None:
-        self._state: Tensor | None = None  # of the generator, after the latest column layer
+        self._state: Tensor | None = None  # of the generator, after the first column layer since the last row layer
 
     def mark(self, device: torch.device) -> None:
         """Record the state of the generator after a column layer."""
-        self._state = _get_generator_state(device)
+        if self._state is None:
+            self._state = get_generator_state(device)
 
     def check(self, name: str, device: torch.device) -> None:
         """Raise ConfigError if random numbers were drawn since :meth:`mark`; ``name``: the row layer."""
-        if self._state is not None and not torch.equal(self._state, _get_generator_state(device)):
+        before, self._state = self._state, None
+        if before is not None and not torch.equal(before, get_generator_state(device)):
             raise ConfigError(
                 f"random numbers are drawn on the divided features before {name}, for example by dropout in attention. "
                 "With logical_tensor they would depend on strategy.tensor. Set that dropout to 0, or logical_tensor=1."
             )
-
-
-def _get_generator_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.default_generator.get_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state()
-    return state
 
 
 class _Divided:
@@ -183,12 +188,21 @@ class _Divided:
         draws: Draws,
     ) -> None:
         self._name, self._layer, self._style, self._group, self._draws = name, layer, style, group, draws
-        self._slices, self._is_ordered = slices, slices > 1
-        self._held = max(1, slices // (group.size() if group else 1))  # slices of this rank
-        self._is_checked = False
+        self._is_ordered = slices > 1
+        self.held = max(1, slices // (group.size() if group else 1))
+        """Number of slices of this rank."""
 
-    def _sum(self, parts: Sequence[Tensor]) -> Tensor:
-        return sum_slices(parts, self._group, is_ordered=self._is_ordered)
+    def sum_parts(self, parts: Iterable[Tensor]) -> Tensor:
+        """Return the sum of this rank's ``parts``, one for each slice, and of those of other ranks."""
+        return sum_slices(parts, self.held, self._group, is_ordered=self._is_ordered)
+
+    def refuse_second_gradient(self) -> None:
+        """Raise ConfigError in a backward pass that is differentiated again, if it needs other ranks."""
+        if self._group is not None and torch.is_grad_enabled():
+            raise ConfigError(
+                f"the gradient of {self._name} is differentiated again (create_graph=True), which tensor parallelism "
+                "does not support. Set strategy.tensor=1."
+            )
 
 
 @final
@@ -196,44 +210,36 @@ class _DividedLinear(_Divided):
     """A linear layer: inputs (..., features) to outputs (..., features), of which a rank holds its slices."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        layer, device = self._layer, inputs.device.type
+        layer, device = self._layer, inputs.device
         weight, bias = get_local(layer.weight), None if layer.bias is None else get_local(layer.bias)
-        if torch.is_autocast_enabled(device):  # once, not for each slice
-            dtype = torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device.type):  # once, not for each slice
+            dtype = torch.get_autocast_dtype(device.type)
             inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        checks_draws = self._is_ordered and layer.training
         inputs_nf = inputs.reshape(-1, inputs.shape[-1])
-        compute = self._compute_row if self._style == "row" else self._compute_column
-        outputs = compute(inputs_nf, weight, bias).view(*inputs.shape[:-1], -1)
+        if self._style == "row":
+            if checks_draws:
+                self._draws.check(self._name, device)
+            total: Tensor = _Row.apply(inputs_nf, weight, self)
+            outputs = total if bias is None else total + bias
+        else:
+            outputs = _Column.apply(inputs_nf, weight, bias, self)
+            if self._is_ordered and self._style == "column":
+                self._check_size(outputs)
+                if checks_draws:
+                    self._draws.mark(device)
+        outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
         return gather_features(outputs, self._group) if self._style == "gathered" else outputs
 
-    def _compute_column(self, inputs_nf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        shared = _Shared.apply(inputs_nf, self)
-        biases = [None] * self._held if bias is None else bias.chunk(self._held)
-        parts = [_Product.apply(*each) for each in zip(shared, weight.chunk(self._held), biases, strict=True)]
-        if self._is_ordered and self._style == "column":
-            self._check_size(parts[0])
-            if self._layer.training and not self._is_checked:
-                self._draws.mark(inputs_nf.device)
-                self._is_checked = True
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def _compute_row(self, inputs_nf: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._is_ordered and self._layer.training and not self._is_checked:
-            self._draws.check(self._name, inputs_nf.device)
-            self._is_checked = True
-        pairs = zip(inputs_nf.chunk(self._held, dim=1), weight.chunk(self._held, dim=1), strict=True)
-        total: Tensor = _Summed.apply(self, *(_Product.apply(*pair, None) for pair in pairs))
-        return total if bias is None else total + bias
-
-    def _check_size(self, part: Tensor) -> None:
-        """Raise ConfigError in training if a slice's outputs (tokens, features) end within a vector."""
-        if part.numel() % _VECTOR and torch.is_grad_enabled():
-            features = part.shape[-1]
-            rows = _VECTOR // math.gcd(_VECTOR, features)
+    def _check_size(self, outputs: Tensor) -> None:
+        """Raise ConfigError in training on a CPU if a slice of ``outputs`` (tokens, features) ends within a vector."""
+        tokens, features = outputs.shape[0], outputs.shape[1] // self.held
+        if tokens * features % _VECTOR and outputs.device.type == "cpu" and torch.is_grad_enabled():
+            multiple = _VECTOR // math.gcd(_VECTOR, features)
             raise ConfigError(
-                f"a slice of {self._name} has {part.numel() // features} × {features} outputs, not a multiple of "
-                f"{_VECTOR} elements, so functions such as GELU would round differently at each strategy.tensor. Use "
-                f"micro-batches with a multiple of {rows} tokens, or set logical_tensor to a smaller number."
+                f"a slice of {self._name} has {tokens} × {features} outputs, not a multiple of {_VECTOR} elements, so "
+                "functions such as GELU would round differently at each strategy.tensor. Use micro-batches with a "
+                f"multiple of {multiple} tokens, or set logical_tensor to a smaller number."
             )
 
 
@@ -250,13 +256,9 @@ class _DividedEmbedding(_Divided):
         if self._group is None:
             return F.embedding(indices, weight, layer.padding_idx) + 0.0  # -0.0 becomes 0.0, as in a sum
         first = self._group.rank() * len(weight)
-        is_mine = (indices >= first) & (indices < first + len(weight))
         padding = None if layer.padding_idx is None else layer.padding_idx - first
-        padding = padding if padding is not None and 0 <= padding < len(weight) else None
-        rows = F.embedding((indices - first).where(is_mine, 0), weight, padding)
-        own = rows.masked_fill(~is_mine.unsqueeze(-1), 0.0)
-        total: Tensor = _Summed.apply(self, own)  # only one rank has values other than 0
-        return total
+        rows: Tensor = _Vocabulary.apply(indices - first, weight, padding, self)
+        return rows
 
 
 def get_local(parameter: Tensor) -> Tensor:
@@ -272,14 +274,16 @@ def gather_features(outputs: Tensor, group: ProcessGroup | None) -> Tensor:
     return gathered
 
 
-def sum_slices(parts: Sequence[Tensor], group: ProcessGroup | None, *, is_ordered: bool) -> Tensor:
-    """Return the sum of ``parts``, this rank's slices, and of those on the other ranks of ``group``.
+def sum_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | None, *, is_ordered: bool) -> Tensor:
+    """Return the sum of ``parts``, this rank's ``count`` slices, and of those on the other ranks of ``group``.
 
     All have the same shape, and so has the result. ``is_ordered``: sum in the fixed tree; otherwise in the order of the
     backend.
     """
-    dtype = parts[0].dtype
-    total = sum_pairs([_widen(each) for each in parts] if len(parts) > 1 else parts)
+    others = iter(parts)
+    first = next(others)
+    dtype = first.dtype
+    total = first if count == 1 else sum_pairs(_widen(part) for part in chain([first], others))
     if group is None:
         return total.to(dtype)
     if not is_ordered or group.size() == 2:  # a sum of two does not depend on the order
@@ -290,69 +294,110 @@ def sum_slices(parts: Sequence[Tensor], group: ProcessGroup | None, *, is_ordere
     mine_ps = F.pad(total.flatten(), (0, size * shard - total.numel())).view(size, shard)
     theirs_ps = torch.empty_like(mine_ps)
     start_collective(dist.all_to_all_single, theirs_ps, mine_ps, group=group).wait()
-    total_s = sum_pairs([_widen(each) for each in theirs_ps]).to(dtype)
+    total_s = sum_pairs(_widen(each) for each in theirs_ps).to(dtype)
     total_n = total_s.new_empty(size * shard)
     start_collective(dist.all_gather_into_tensor, total_n, total_s, group=group).wait()
     return total_n[: total.numel()].view_as(total)
 
 
-def sum_pairs(nodes: Sequence[Tensor]) -> Tensor:
-    """Sum a power of two of tensors with the same shape, neighbor by neighbor."""
-    while len(nodes) > 1:
-        nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
-    return nodes[0]
+def sum_pairs(nodes: Iterable[Tensor]) -> Tensor:
+    """Sum a power of two of tensors with the same shape, neighbor by neighbor, with few partial sums in memory."""
+    sums: list[tuple[int, Tensor]] = []  # number of nodes and their sum, largest first
+    for node in nodes:
+        size, total = 1, node
+        while sums and sums[-1][0] == size:
+            total = sums.pop()[1] + total
+            size *= 2
+        sums.append((size, total))
+    ((_, total),) = sums
+    return total
 
 
 def _widen(part: Tensor) -> Tensor:
     return part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
 
 
-class _Product(torch.autograd.Function):
-    """The product of inputs (n, in) with a weight (out, in), plus a bias (out,): outputs (n, out).
+class _Column(torch.autograd.Function):
+    """Outputs (n, out) of inputs (n, in), a weight (out, in) and a bias (out,) or None, slice by slice of ``out``.
 
-    Autograd chooses the formula for a weight's gradient by its strides, and these depend on the number of slices held.
+    Operands of products are contiguous. Autograd, and libraries such as MKL, choose formulas by strides, which depend
+    on the number of slices that a rank holds.
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, layer: _Divided) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.has_bias = bias is not None
-        return inputs @ weight.t() if bias is None else torch.addmm(bias, inputs, weight.t())
+        ctx.layer, ctx.has_bias = layer, bias is not None
+        own, weights = inputs.contiguous(), weight.chunk(layer.held)
+        if bias is None:
+            parts = [own @ each.t() for each in weights]
+        else:
+            pairs = zip(bias.chunk(layer.held), weights, strict=True)
+            parts = [torch.addmm(each, own, part.t()) for each, part in pairs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (gradient,) = gradients
-        inputs, weight = ctx.saved_tensors
-        return (
-            gradient @ weight if ctx.needs_input_grad[0] else None,
-            gradient.t() @ inputs if ctx.needs_input_grad[1] else None,
-            gradient.contiguous().sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None,
-        )
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        layer, (inputs, weight) = ctx.layer, ctx.saved_tensors
+        layer.refuse_second_gradient()
+        parts = [each.contiguous() for each in gradients[0].chunk(layer.held, dim=1)]
+        of_inputs = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            pairs = zip(parts, weight.chunk(layer.held), strict=True)
+            of_inputs = layer.sum_parts(part @ each for part, each in pairs)
+        if ctx.needs_input_grad[1]:
+            own = inputs.contiguous()
+            of_weight = torch.cat([part.t() @ own for part in parts])
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            of_bias = torch.cat([part.sum(0) for part in parts])
+        return of_inputs, of_weight, of_bias, None
 
 
-class _Shared(torch.autograd.Function):
-    """Gives each slice of a column layer the same inputs; sums their gradients."""
+class _Row(torch.autograd.Function):
+    """Outputs (n, out) of inputs (n, in) and a weight (out, in), summed over slices of ``in``."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, layer: _Divided) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, layer: _Divided) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
         ctx.layer = layer
-        return tuple(inputs.view_as(inputs) for _ in range(layer._held))
+        pairs = zip(inputs.chunk(layer.held, dim=1), weight.chunk(layer.held, dim=1), strict=True)
+        return layer.sum_parts(own.contiguous() @ each.contiguous().t() for own, each in pairs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.layer._sum(gradients), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        layer, (inputs, weight) = ctx.layer, ctx.saved_tensors
+        layer.refuse_second_gradient()
+        gradient = gradients[0].contiguous()
+        of_inputs = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = torch.cat([gradient @ each.contiguous() for each in weight.chunk(layer.held, dim=1)], dim=1)
+        if ctx.needs_input_grad[1]:
+            parts = [gradient.t() @ each.contiguous() for each in inputs.chunk(layer.held, dim=1)]
+            of_weight = torch.cat(parts, dim=1)
+        return of_inputs, of_weight, None
 
 
-class _Summed(torch.autograd.Function):
-    """Sums the outputs of the slices of a row layer; each gets the gradient of the sum."""
+class _Vocabulary(torch.autograd.Function):
+    """Rows (..., features) of a table (vocabulary, features) of which a rank holds the part that begins at index 0.
+
+    Other ranks have the rows of ``indices`` (...) outside of this part.
+    """
 
     @staticmethod
-    def forward(ctx: Any, layer: _Divided, *parts: Tensor) -> Tensor:
-        return layer._sum(parts)
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None, layer: _Divided) -> Tensor:
+        is_mine = (indices >= 0) & (indices < len(weight))
+        is_trained = is_mine if padding is None else is_mine & (indices != padding)
+        ctx.save_for_backward(indices.where(is_trained, len(weight)))
+        ctx.rows = len(weight)
+        rows = F.embedding(indices.where(is_mine, 0), weight)
+        return layer.sum_parts([rows.masked_fill(~is_mine.unsqueeze(-1), 0.0)])  # only one rank has other values
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, *tuple[Tensor, ...]]:
-        return None, *(gradients[0] for _ in range(len(ctx.needs_input_grad) - 1))
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None]:
+        (indices,) = ctx.saved_tensors
+        # one row more, which collects nothing, for the indices of other ranks and of the padding
+        rows = torch.ops.aten.embedding_dense_backward(gradients[0], indices, ctx.rows + 1, ctx.rows, False)
+        return None, rows[: ctx.rows], None, None
 
 
 class _Gathered(torch.autograd.Function):

@@ -165,7 +165,7 @@ class Ownership:
         self._model, self._p = model, p
         self._first = {id(tensor): name for name, tensor in reversed(list(_iterate_tensors(model)))}
         self._aliases = {name: self._first[id(tensor)] for name, tensor in _iterate_tensors(model)}
-        self._parameters = {name for name, _ in model.named_parameters()}
+        self._parameters = {name for name, each in model.named_parameters() if each.requires_grad}
         self.stages: dict[str, list[int]] = {name: [] for name in self._aliases.values()}
         self._places: dict[str, Place] = {}
         self._uses: Counter[tuple[str, int]] = Counter()  # layers with a parameter, by its name and stage

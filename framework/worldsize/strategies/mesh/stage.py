@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, Recipe
 from worldsize.errors import WorldsizeError
-from worldsize.seeds import derive_seed, seed_generators
+from worldsize.seeds import derive_seed, get_generator_state, seed_generators
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
@@ -148,6 +148,11 @@ class Stage(nn.Module):
             for place, layer in enumerate(self.layers, self._first):
                 args = (self._run_layer(place, layer, args),)
         (output,) = args
+        if not output.is_contiguous() and self.streams is not None and self.streams.by_layer:
+            raise ConfigError(
+                f"the output of layer {place} in Recipe.layers is not contiguous, so the next layer could round "
+                "differently in another stage. Return output.contiguous() from the layer, or set strategy.pipeline=1."
+            )
         return output.contiguous()
 
     def _run_layer(self, place: int, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
@@ -157,12 +162,13 @@ class Stage(nn.Module):
             ConfigError: it draws random numbers, but has no random stream of its own.
         """
         assert self.streams is not None
+        self.streams.expect(place)
         if place not in self.streams.unseen:
             output: Tensor = layer(*args)
             return output
-        before = torch.default_generator.get_state()
+        before = get_generator_state(self._device)
         output = layer(*args)
-        if not torch.equal(before, torch.default_generator.get_state()):
+        if not torch.equal(before, get_generator_state(self._device)):
             raise ConfigError(
                 f"layer {place} in Recipe.layers, {type(layer).__name__}, draws random numbers, but neither it nor the "
                 "layer before it is a module of the model, so the numbers would depend on strategy.pipeline. Make it a "

@@ -118,10 +118,13 @@ class Mesh(Strategy):
                 "layer would have a different scale. Set strategy.tensor=1, or precision=bf16."
             )
         if self.reduce == "ordered" and numerics.logical_tensor % self.tensor:
+            power = 1 << (self.tensor - 1).bit_length()
+            remedy = f"Set logical_tensor={power}, or the largest strategy.tensor that you will use."
+            if power != self.tensor:
+                remedy = f"Set strategy.tensor to a power of two, such as {power}, and logical_tensor to the same."
             raise ConfigError(
-                f"strategy.tensor={self.tensor} requires logical_tensor to be a multiple of {self.tensor}, so that the "
-                f"results have the same bits at each strategy.tensor; got {numerics.logical_tensor}. Set "
-                f"logical_tensor={self.tensor}, or the largest strategy.tensor that you will use."
+                f"strategy.tensor={self.tensor} requires logical_tensor to be a multiple of it, so that the results "
+                f"have the same bits at each strategy.tensor; got {numerics.logical_tensor}. {remedy}"
             )
 
     @property

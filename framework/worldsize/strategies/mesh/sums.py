@@ -203,6 +203,7 @@ class TreeSums(StageSums):
 
     def record_forward(self, place: int) -> None:
         assert self._step is not None
+        self._tied.send_held()
         if place < self._idle:
             self._step.restore()
         else:

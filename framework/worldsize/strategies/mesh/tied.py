@@ -47,17 +47,19 @@ class TiedGradients:
             for each in tied
             if all(id(parameter) in own for parameter in each.parameters)
         ]
+        self._held: list[tuple[Tensor, ProcessGroup, int]] = []  # to be sent after the messages of the schedule
         self._sent: list[tuple[Collective, Tensor]] = []  # with the tensors that must stay in memory
 
     def exchange(self) -> None:
-        """Send or receive the gradients of one micro-batch."""
+        """Receive the gradients of one micro-batch, or hold them until :meth:`send_held`."""
+        self.send_held()
         for tied, getters in self._shared:
             parameters, group, first = [get() for get in getters], tied.group, tied.owners[0]
             flat = torch.cat(
                 [(torch.zeros_like(own) if own.grad is None else own.grad).flatten() for own in parameters]
             )
             if group.rank() != first:
-                self._sent.append((start_collective(dist.gather, flat, group=group, group_dst=first), flat))
+                self._held.append((flat, group, first))
                 for own in parameters:
                     own.grad = torch.zeros_like(own)
                 continue
@@ -70,8 +72,20 @@ class TiedGradients:
             for own, part in zip(parameters, parts, strict=True):
                 own.grad = part.view_as(own)
 
+    def send_held(self) -> None:
+        """Start sending the gradients of the last pass.
+
+        The schedule has then sent the pass's gradient to the stage before, which the first stage needs to receive ours.
+        """
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.pop(0)[0].wait()
+        for flat, group, first in self._held:
+            self._sent.append((start_collective(dist.gather, flat, group=group, group_dst=first), flat))
+        self._held.clear()
+
     def finish(self) -> None:
         """Wait until all gradients of a step have been sent."""
+        self.send_held()
         while self._sent:
             self._sent.pop(0)[0].wait()
 
