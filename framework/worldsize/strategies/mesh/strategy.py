@@ -73,8 +73,8 @@ class Mesh(Strategy):
     (arXiv 2104.04473), with ``stages_per_rank`` stages per rank (None: 2).
     ``split``: index of the first layer of each stage after the first (None: balanced by parameter count).
     ``order``: the axes from innermost (adjacent ranks) to outermost (slowest links), as in Megatron's
-    ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which gives the same bits for
-    any number of data-parallel parts at a fixed ``tensor``.
+    ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which gives the bits of one
+    process, with ``logical_tensor`` a multiple of ``tensor``.
     ``micro_batches``: default number of logical ranks per data-parallel part (None: 2 × pipeline, or 1 without one).
     ``reshard_after_forward``: as in FSDP (None: only if ``pipeline`` is 1, since each micro-batch would gather again).
     ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards in the memory of
