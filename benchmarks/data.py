@@ -1,7 +1,7 @@
 """Compare the speed of our data sources and other libraries, on the same samples with two worker processes.
 
 uv run python benchmarks/data.py 3                                    # three rounds; a minute each
-uv run python benchmarks/data.py 3 /tmp/peers/.venv/bin/python        # and peers installed in another Python
+uv run python benchmarks/data.py 3 /tmp/peers/.venv/bin/python        # and peers installed in a different Python
 """
 
 from __future__ import annotations

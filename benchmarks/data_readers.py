@@ -194,7 +194,7 @@ def read(name: str, folder: Path, out: Path, *, states: Path | None, steps: int 
         name: The library.
         folder: Folder of its samples.
         out: Folder to write to, one file per rank.
-        states: Folder of the states to resume from; a rank without a state takes another rank's.
+        states: Folder of the states to resume from; a rank without a state takes a different rank's.
         steps: Number of steps. None for the rest of the epoch, without saving a state.
     """
     peer = PEERS[name]

@@ -4,13 +4,13 @@
     python benchmarks/rooms.py resume /tmp/rooms/digits/a steps=40
 
 It traces calls in the launching process and in the first worker forked from it, until that calls ``fit``. A file is
-entered when a function in another file of worldsize calls one of its functions, or resumes one of its generators. A
+entered when a function in a different file of worldsize calls one of its functions, or resumes one of its generators. A
 place is a line from which a file is entered, counted once however often it runs: a jump for whoever reads the code.
 
 It prints all files in the order of their first entry, with their numbers of places and entries; the number of reads of
 the manifest; and the path: the files with functions on the call stack when ``fit`` is called.
 
-Run it in a clone of another commit to measure that commit.
+Run it in a clone of a different commit to measure that commit.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ uv run python benchmarks/soak.py restart 20      # the same kills; all restart f
 uv run python benchmarks/soak.py cost 5          # overhead of healing per step, without failures
 uv run python benchmarks/soak.py intervals 3     # checkpoint.every=auto and fixed intervals, with the same kills
 uv run python benchmarks/soak.py simulated 5     # the same on a simulated clock, at three failure rates
-uv run python benchmarks/soak.py heal 20 zero    # another strategy; also for restart and cost
+uv run python benchmarks/soak.py heal 20 zero    # a different strategy; also for restart and cost
 uv run python benchmarks/soak.py heal 20 fsdp strategy.shard=2  # and further options
 uv run python benchmarks/soak.py terminate 20    # SIGTERM a random rank; the run saves, exits with 75, and is resumed
 """

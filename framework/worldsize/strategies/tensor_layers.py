@@ -41,7 +41,7 @@ def get_tensor_plan(recipe: Recipe, model: nn.Module, *, slices: int, key: str) 
 
     Raises:
         ConfigError: the recipe lacks a plan; or a layer or a unit of the model is not divisible by ``slices``; or a
-            layer is of an unsupported kind, or shares a parameter with another module.
+            layer is of an unsupported kind, or shares a parameter with a different module.
     """
     check_divides(recipe, key=key)
     plan = recipe.tensor_plan(model)

@@ -67,7 +67,7 @@ def children() -> set[int]:
 def listening(*, of_all: bool = False) -> dict[str, tuple[str, int]]:
     """Return the addresses and ports that this process listens on, by socket inode.
 
-    The inode distinguishes a port from the same port reopened later by another process.
+    The inode distinguishes a port from the same port reopened later by a different process.
 
     Args:
         of_all: Whether to include all processes of this machine.
