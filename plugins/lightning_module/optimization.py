@@ -124,7 +124,7 @@ class ModuleSchedule(LRScheduler):
         self.optimizer = optimizer
         self.scheduler = scheduled.scheduler
         self._steps = 0
-        # else the scheduler warns that its own optimizer does not step, when another one steps instead
+        # otherwise the scheduler warns that its own optimizer does not step, when a different one steps instead
         self.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _step_scheduler(self) -> None:
@@ -186,7 +186,7 @@ class ManualSchedule(ModuleSchedule):
         """Do nothing after an update: the module advances its schedule itself."""
 
     def advance_to_count(self, step: int, count: int) -> None:
-        """Advance for the ``count``-th time in ``step``, unless another micro-batch already did."""
+        """Advance for the ``count``-th time in ``step``, unless a different micro-batch already did."""
         self._start_step(step)
         if self._before + count > self._steps and self._ended != step:
             self._steps += 1

@@ -200,7 +200,7 @@ def refuse_closures(optimizer: Optimizer) -> None:
             optimizer.step()  # without gradients, it does not change weights
     except Exception as error:  # any exception: the optimizer may be user code
         if re.search(r"\bclosure\b", str(error)) is None:
-            return  # another check, or the first step, reports it
+            return  # a different check, or the first step, reports it
         raise ConfigError(
             f"{type(optimizer).__name__} requires a closure, which is not supported: the loss is computed once per "
             "update. Use an optimizer without a closure, such as AdamW or Muon."

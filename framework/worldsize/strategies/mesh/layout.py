@@ -216,7 +216,7 @@ class Ownership:
         return names_by_stages
 
     def check_tied_order(self) -> None:
-        """Raise ConfigError for a shared parameter whose gradients would be added in a different order than by autograd.
+        """Raise ConfigError for a shared parameter whose gradients are not added in the order of autograd.
 
         Autograd adds the gradients of all uses in a micro-batch, the last one first. A stage adds those of its own uses
         before it gets others.
