@@ -465,7 +465,7 @@ def test_too_few_micro_batches_are_refused() -> None:
     ("strategy", "size", "message"),
     [
         (Mesh(pipeline=6), 6, "5 layers, too few for 6 stages"),
-        (Mesh(tensor=3), 3, "48 features|16 features, not divisible by 3"),
+        (Mesh(tensor=3), 3, "not divisible by strategy.tensor=3"),
         (Mesh(pipeline=2, split=[5]), 2, "leaves a stage empty"),
     ],
 )
