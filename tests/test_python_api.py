@@ -187,14 +187,14 @@ def test_a_run_is_evaluated_exported_reported_and_resumed(trained: ws.Run) -> No
 
 @pytest.mark.heavy
 def test_a_run_lists_its_checkpoints_with_their_metrics(trained: ws.Run) -> None:
-    saved = {each.step: each for each in trained.checkpoints}
-    assert {10, 20} <= saved.keys()
-    assert all(each.path.name == f"step_{step:07d}" for step, each in saved.items())
-    assert {step: dict(each.metrics) for step, each in saved.items() if each.metrics} == evaluated(trained)
-    assert [each.is_last for each in trained.checkpoints] == [False] * (len(saved) - 1) + [True]
     assert not any(each.is_best for each in trained.checkpoints), "the run has no checkpoint.keep.best"
     words = ("recipe=digits", "recipe.width=4", "checkpoint.keep.best=accuracy", "checkpoint.keep.last=9", *FEW)
     run = ws.train(*words, lr=0.02)
+    saved = {each.step: each for each in run.checkpoints}
+    assert {10, 20} <= saved.keys()
+    assert all(each.path.name == f"step_{step:07d}" for step, each in saved.items())
+    assert {step: dict(each.metrics) for step, each in saved.items() if each.metrics} == evaluated(run)
+    assert [each.is_last for each in run.checkpoints] == [False] * (len(saved) - 1) + [True]
     (best,) = [each for each in run.checkpoints if each.is_best]
     assert best.metrics["accuracy"] == max(metrics["accuracy"] for metrics in evaluated(run).values())
 
