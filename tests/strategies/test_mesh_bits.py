@@ -316,8 +316,8 @@ class Frozen(StdlibLM):
     """Freezes the embedding, which is tied to the head."""
 
     def model(self) -> nn.Module:
-        model: Any = super().model()
-        model.embedding.weight.requires_grad_(False)
+        model = super().model()
+        model.get_parameter("embedding.weight").requires_grad_(False)
         return model
 
 
