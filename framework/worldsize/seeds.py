@@ -57,11 +57,7 @@ class GeneratorStates:
     @staticmethod
     def from_device(device: torch.device) -> GeneratorStates:
         """Return the current states, including the generator of ``device``, this process's device."""
-        own = None
-        if device.type == "cuda":
-            own = torch.cuda.default_generators[device.index].get_state()
-        elif is_accelerator(device):
-            own = torch.get_device_module(device).get_rng_state()
+        own = get_generator_state(device) if is_accelerator(device) else None
         return GeneratorStates(random.getstate(), numpy.random.get_state(), torch.default_generator.get_state(), own)
 
     def restore(self, device: torch.device) -> None:

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from recipes.stdlib_lm.recipe import StdlibLM
-from worldsize.checkpoint.format import Retention
+from tests.strategies.test_mesh import save
 from worldsize.checkpoint.load import find_newest, load_checkpoint
-from worldsize.checkpoint.save import Saver
 from worldsize.collectives.gather_full import gather_full, gather_full_tensor
 from worldsize.core import (
     Cluster,
@@ -29,7 +27,6 @@ from worldsize.core import (
     Numerics,
     Recipe,
     RunContext,
-    StateDict,
     Strategy,
     TensorStyle,
     World,
@@ -91,19 +88,10 @@ def end(
     tests = [EvaluationBatch(place, split(rows)) for place, rows in enumerate(torch.split(ROWS[0], 3))]
     padding = [EvaluationBatch(0, tests[0].data, counted=False)] * (-len(tests) % size)
     metrics = replica.evaluate(EvaluationBatches(lambda: iter([*tests, *padding][rank::size])))
-    state = replica.state()
     if folder is not None:
-        save(folder, state, world, steps.stop)
-    weights = {name: tensor.clone() for name, tensor in gather_full(state["model"], world).items()}
+        save(folder, replica, world, steps.stop)
+    weights = {name: tensor.clone() for name, tensor in gather_full(replica.state()["model"], world).items()}
     return state_digest(tensor_digests(weights)), figures, next(iter(metrics.values()))
-
-
-def save(folder: Path, state: StateDict, world: World, step: int) -> None:
-    group: Any = dist.new_group(backend="gloo") if world.size > 1 else None
-    writer = Saver(folder, world, group, keep=Retention(last=1))
-    writer.save(state, step=step, facts={"metrics": {}})
-    writer.finish()
-    writer.close()
 
 
 ORDERED = partial(Mesh, reduce="ordered")

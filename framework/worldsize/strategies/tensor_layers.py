@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from worldsize.collectives.group import start_collective
+from worldsize.collectives.per_rank import get_local_shard
 from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.seeds import get_generator_state
 
@@ -118,12 +119,11 @@ def slice_layers(recipe: Recipe, model: nn.Module, slices: int) -> None:
 
 def divide_parameters(layer: nn.Module, style: TensorStyle, mesh: DeviceMesh) -> None:
     """Shard the parameters of ``layer`` over the tensor axis ``mesh``; all ranks hold the same values."""
-    is_linear = isinstance(layer, nn.Linear)
-    along_rows = (
-        style == "row"
-    ) != is_linear  # weights are (out, in) in linear layers, (vocabulary, features) in tables
-    placements: dict[str, Placement] = {"weight": Shard(0 if along_rows else 1)}
-    placements["bias"] = Replicate() if style == "row" else Shard(0)
+    is_row, is_linear = style == "row", isinstance(layer, nn.Linear)
+    placements: dict[str, Placement] = {  # weights are (out, in) in linear layers, (vocabulary, features) in embeddings
+        "weight": Shard(0 if is_row != is_linear else 1),
+        "bias": Replicate() if is_row else Shard(0),
+    }
     for key, parameter in layer.named_parameters(recurse=False):
         # all ranks have built the same model, so nothing needs to be sent
         sharded = distribute_tensor(parameter, mesh, [placements[key]], src_data_rank=None)
@@ -211,7 +211,7 @@ class _DividedLinear(_Divided):
 
     def __call__(self, inputs: Tensor) -> Tensor:
         layer, device = self._layer, inputs.device
-        weight, bias = get_local(layer.weight), None if layer.bias is None else get_local(layer.bias)
+        weight, bias = get_local_shard(layer.weight), None if layer.bias is None else get_local_shard(layer.bias)
         if torch.is_autocast_enabled(device.type):  # once, not for each slice
             dtype = torch.get_autocast_dtype(device.type)
             inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -249,7 +249,7 @@ class _DividedEmbedding(_Divided):
 
     def __call__(self, indices: Tensor) -> Tensor:
         layer = self._layer
-        weight = get_local(layer.weight)
+        weight = get_local_shard(layer.weight)
         if self._style != "row":
             outputs = F.embedding(indices, weight, layer.padding_idx)
             return outputs if self._style == "column" else gather_features(outputs, self._group)
@@ -259,11 +259,6 @@ class _DividedEmbedding(_Divided):
         padding = None if layer.padding_idx is None else layer.padding_idx - first
         rows: Tensor = _Vocabulary.apply(indices - first, weight, padding, self)
         return rows
-
-
-def get_local(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of ``parameter``, of any shape, or the whole of it if it is not sharded."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def gather_features(outputs: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -197,7 +197,14 @@ class Ownership:
         """Return whether this rank holds tensor ``key`` of ``module``, before :meth:`leave_others`."""
         return (module, key) not in self._others
 
-    def check_sharded_once(self) -> None:
+    def check_shared(self, *, is_sharded: bool, is_ordered: bool) -> None:
+        """Raise ConfigError for parameters that stages share, but cannot share if sharded, or in ordered sums."""
+        if is_sharded or is_ordered:
+            self._check_sharded_once()
+        if is_ordered:
+            self._check_tied_order()
+
+    def _check_sharded_once(self) -> None:
         """Raise ConfigError if two stages of a rank share a parameter, which would be sharded twice."""
         for name in self._parameters:
             if len(self.ranks[name]) < len(self.stages[name]):
@@ -215,7 +222,7 @@ class Ownership:
                 names_by_stages.setdefault(tuple(self.stages[name]), []).append(name)
         return names_by_stages
 
-    def check_tied_order(self) -> None:
+    def _check_tied_order(self) -> None:
         """Raise ConfigError for a shared parameter whose gradients are not added in the order of autograd.
 
         Autograd adds the gradients of all uses in a micro-batch, the last one first. A stage adds those of its own uses

@@ -129,10 +129,9 @@ class MeshRank:
         full_state, data = self._full_state(model), self._build_data_world(mesh)
         chain = split_stages(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout["pipeline"], p=self._p)
-        if self.reduce == "ordered":
-            owned.check_tied_order()
-        if self.layout["data"] > 1 or self.sharding.interruptible:  # more data-parallel parts may join later
-            owned.check_sharded_once()
+        is_sharded = self.layout["data"] > 1 or self.sharding.interruptible  # more data-parallel parts may join later
+        owned.check_shared(is_sharded=is_sharded, is_ordered=self.reduce == "ordered")
+        if is_sharded:
             refuse_scalars(model)
         precision = self.context.numerics.precision
         mine = [

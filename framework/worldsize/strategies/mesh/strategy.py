@@ -162,13 +162,10 @@ class Mesh(Strategy):
         if self.pipeline > 1:
             stages = split_stages(recipe, model, self._pipeline.stages, self.split)
             owned = Ownership(model, stages, pipeline=self.pipeline, p=0)
-            shards = self.on_failure == "heal" or (self.data or 1) > 1
-            if shards or self.reduce == "ordered":
-                owned.check_sharded_once()
-            if shards:
+            is_sharded = self.on_failure == "heal" or (self.data or 1) > 1
+            owned.check_shared(is_sharded=is_sharded, is_ordered=self.reduce == "ordered")
+            if is_sharded:
                 refuse_scalars(model)
-            if self.reduce == "ordered":
-                owned.check_tied_order()
 
     def healing(self) -> Strategy:
         return replace(self, data=None)
