@@ -274,7 +274,8 @@ REFUSALS = {
     "single on two": (["strategy=single"], "strategy=single runs on one process; the cluster has 2."),
     "a mesh whose recipe does not say how layers divide": (
         ["strategy=mesh", "strategy.tensor=2"],
-        "Digits does not define a tensor-parallel plan for its model. Define Recipe.tensor_plan, or set strategy.tensor=1.",
+        "Digits does not define a tensor-parallel plan for its model. Define Recipe.tensor_plan, or set "
+        "strategy.tensor=1.",
     ),
     "a pipeline whose recipe has no layers": (
         ["strategy=mesh", "strategy.pipeline=2"],
