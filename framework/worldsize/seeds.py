@@ -65,10 +65,8 @@ class GeneratorStates:
         random.setstate(self.python)
         numpy.random.set_state(self.numbers)
         torch.default_generator.set_state(self.torch_cpu)
-        if self.torch_device is not None and device.type == "cuda":
-            torch.cuda.default_generators[device.index].set_state(self.torch_device)
-        elif self.torch_device is not None:
-            torch.get_device_module(device).set_rng_state(self.torch_device)
+        if self.torch_device is not None:
+            set_generator_state(self.torch_device, device)
 
 
 def get_generator_state(device: torch.device) -> torch.Tensor:
@@ -79,6 +77,16 @@ def get_generator_state(device: torch.device) -> torch.Tensor:
         return torch.cuda.default_generators[device.index].get_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state()
     return state
+
+
+def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    """Set the state of torch's generator for ``device``, as returned by :func:`get_generator_state`."""
+    if device.type == "cpu":
+        torch.default_generator.set_state(state)
+    elif device.type == "cuda":
+        torch.cuda.default_generators[device.index].set_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state)
 
 
 @contextmanager

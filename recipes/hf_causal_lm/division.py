@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from worldsize.core import ConfigError, TensorStyle
 from worldsize.strategies.layer_streams import AdaptedLayer
+from worldsize.strategies.sequence_chunks import sequence_positions
 
 _STYLES: Mapping[str, TensorStyle] = {
     "colwise": "column",
@@ -84,12 +84,8 @@ def list_layers(model: Any, *, context: int) -> Sequence[nn.Module]:
     Raises:
         ConfigError: the model has a different structure, or a sliding window.
     """
+    _check_layered(model, "in a pipeline", "strategy.pipeline=1")
     config = model.config
-    if config.model_type not in _LAYERED:
-        raise ConfigError(
-            f"model_type={config.model_type} is not supported in a pipeline; supported: {', '.join(_LAYERED)}. Set "
-            "strategy.pipeline=1."
-        )
     window = getattr(config, "sliding_window", None)
     if window is not None and window <= context:
         raise ConfigError(
@@ -101,6 +97,37 @@ def list_layers(model: Any, *, context: int) -> Sequence[nn.Module]:
     return [inner.embed_tokens, *decoders, inner.norm, model.lm_head]
 
 
+def run_layers(model: Any, tokens_bt: Tensor, positions_bt: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Return the logits (batch, time, vocabulary) of a Llama-like model for chunks of sequences.
+
+    ``mask``: the mask of attention, for documents, with all tokens of the sequence as keys; None: causal attention.
+
+    Raises:
+        ConfigError: the model has a different structure, or a sliding window.
+    """
+    _check_layered(model, "with sequences in chunks", "strategy.context=1 and logical_context=1")
+    if getattr(model.config, "sliding_window", None) is not None:
+        raise ConfigError(
+            "a sliding window is not supported with sequences in chunks. Set recipe.config.sliding_window=null, or "
+            "strategy.context=1 and logical_context=1."
+        )
+    inner = model.model
+    hidden = inner.embed_tokens(tokens_bt)
+    rotations = inner.rotary_emb(hidden, position_ids=positions_bt)
+    for layer in inner.layers:
+        hidden = layer(hidden, attention_mask=mask, position_ids=positions_bt, position_embeddings=rotations)
+    logits: Tensor = model.lm_head(inner.norm(hidden))
+    return logits
+
+
+def _check_layered(model: Any, where: str, remedy: str) -> None:
+    kind = model.config.model_type
+    if kind not in _LAYERED:
+        raise ConfigError(
+            f"model_type={kind} is not supported {where}; supported: {', '.join(_LAYERED)}. Set {remedy}."
+        )
+
+
 @final
 class _Decoder(AdaptedLayer):
     """A decoder layer that computes the rotary embeddings of its positions."""
@@ -110,6 +137,6 @@ class _Decoder(AdaptedLayer):
         self.rotary = rotary
 
     def create_arguments(self, hidden: Tensor) -> Mapping[str, Any]:
-        positions_1t = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        positions_1t = sequence_positions(hidden)[None]
         rotations = self.rotary(hidden, position_ids=positions_1t)
         return {"position_ids": positions_1t, "position_embeddings": rotations}  # sdpa is causal without a mask

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recipes.hf_causal_lm.division import count_heads, list_layers, plan_tensors
+from recipes.hf_causal_lm.division import count_heads, list_layers, plan_tensors, run_layers
 from recipes.hf_causal_lm.samples import (
     LanguageBatch,
     check_source,
@@ -30,6 +30,7 @@ from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Reci
 from worldsize.data.source import Source
 from worldsize.data.sources.documents import IGNORED
 from worldsize.errors import require
+from worldsize.strategies.sequence_chunks import Chunks, document_mask, sequence_positions
 
 _OPTIONS = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 
@@ -213,6 +214,14 @@ class HFCausalLM(Recipe):
     def model_inputs(self, batch: Any) -> tuple[Tensor]:
         return (language_batch(batch).inputs_bt,)
 
+    def cut_sequences(self, batch: Any, cut: Callable[[Tensor, int], Tensor]) -> LanguageBatch:
+        asked = language_batch(batch)
+        inputs_bt, targets_bt = cut(asked.inputs_bt, 1), cut(asked.targets_bt, 1)
+        if asked.positions_bt is None:
+            return LanguageBatch(inputs_bt, targets_bt, sequence_positions(inputs_bt)[None])
+        documents_bt = cut((asked.positions_bt == 0).cumsum(1), 1)
+        return LanguageBatch(inputs_bt, targets_bt, cut(asked.positions_bt, 1), document_mask(documents_bt))
+
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
         return plan_tensors(model)
 
@@ -231,6 +240,8 @@ class HFCausalLM(Recipe):
 
 def _compute_logits(model: nn.Module, asked: LanguageBatch) -> Tensor:
     """Return logits [batch * time, vocabulary]."""
+    if isinstance(asked.inputs_bt, Chunks) and isinstance(model, _transformers().PreTrainedModel):
+        return run_layers(model, asked.inputs_bt, asked.positions_bt, asked.mask).flatten(0, 1)
     positions = {} if asked.positions_bt is None else {"position_ids": asked.positions_bt}
     output = model(input_ids=asked.inputs_bt, use_cache=False, **positions)
     logits_btv: Tensor = output if isinstance(output, Tensor) else output.logits  # a pipeline returns only the logits

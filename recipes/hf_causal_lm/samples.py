@@ -21,16 +21,19 @@ class LanguageBatch(NamedTuple):
     """Input tokens and the next token of each, both int64 (batch, context).
 
     Positions restart at each document, which keeps attention within it. None if they count from the start of the
-    window.
+    window. ``mask``: attention mask of a chunk of the sequence, if it has documents.
     """
 
     inputs_bt: Tensor
     targets_bt: Tensor
     positions_bt: Tensor | None = None
+    mask: Tensor | None = None
 
 
 def language_batch(batch: Any) -> LanguageBatch:
-    """Convert a batch: windows (batch, context + 1), packed documents, or (inputs, targets)."""
+    """Convert a batch: windows (batch, context + 1), packed documents, (inputs, targets), or the result of this."""
+    if isinstance(batch, LanguageBatch):
+        return batch
     if isinstance(batch, Tensor):
         return LanguageBatch(batch[:, :-1], batch[:, 1:])
     if isinstance(batch, Mapping):

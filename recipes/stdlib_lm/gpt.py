@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from worldsize.core import ConfigError
+from worldsize.strategies.sequence_chunks import sequence_positions
 
 VOCABULARY = 256
 
@@ -86,7 +87,8 @@ class Block(nn.Module):
     def _compute_attention(self, hidden_btw: Tensor) -> Tensor:
         """Compute attention over the heads of this rank: a part of all under tensor parallelism."""
         batch, time, _ = hidden_btw.shape
-        rotation = (self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time])
+        positions_t = sequence_positions(hidden_btw)
+        rotation = (self.get_buffer("cosine")[positions_t], self.get_buffer("sine")[positions_t])
         projected = self.query_key_value(hidden_btw).view(batch, time, -1, 3, self.head_size)
         query_bhtd, key_bhtd, value_bhtd = projected.permute(3, 0, 2, 1, 4)
         mixed_bhtd = F.scaled_dot_product_attention(

@@ -96,6 +96,9 @@ class StdlibLM(Recipe):
     def model_inputs(self, batch: Any) -> tuple[Tensor]:
         return (batch[0],)
 
+    def cut_sequences(self, batch: Any, cut: Callable[[Tensor, int], Tensor]) -> tuple[Tensor, Tensor]:
+        return cut(batch[0], 1), cut(batch[1], 1)
+
     def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
         """Shard attention by heads and the MLP by features."""
         styles: dict[str, TensorStyle] = {"query_key_value": "column", "attention_out": "row"}

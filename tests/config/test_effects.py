@@ -51,6 +51,7 @@ def test_a_typed_value_counts_although_the_recipe_sets_it_for_the_numerics(train
         ("shuffle.enabled=false shuffle.block=8", "shuffle.block=8 has no effect without shuffle.enabled."),
         ("compile_mode=max-autotune", "compile_mode=max-autotune has no effect without compile."),
         ("init_from_strict=false", "init_from_strict=false has no effect without init_from."),
+        ("run.evaluates=a\u202eb", r"a\u202eb' is reserved for `worldsize evaluate`. Run that command"),
         ("run.evaluates=zz", "run.evaluates=zz is reserved for `worldsize evaluate`. Run that command"),
         ("run.examine=tiers", "run.examine=tiers is reserved for `worldsize doctor`. Run that command"),
     ],

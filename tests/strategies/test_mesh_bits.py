@@ -18,6 +18,7 @@ from recipes.stdlib_lm.recipe import StdlibLM
 from tests.strategies.test_mesh import save
 from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.collectives.gather_full import gather_full, gather_full_tensor
+from worldsize.collectives.slice_sums import sum_slices
 from worldsize.core import (
     Cluster,
     ConfigError,
@@ -37,7 +38,6 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
-from worldsize.strategies.tensor_layers import sum_slices
 from worldsize.testing.worlds import run_in_worlds
 
 pytestmark = pytest.mark.heavy

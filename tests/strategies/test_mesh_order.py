@@ -41,14 +41,14 @@ def racks(nodes: int, processes: int, tiers: Mapping[str, int]) -> Cluster:
 
 @pytest.mark.parametrize("order", [*permutations(ORDER)], ids="-".join)
 def test_ranks_are_counted_along_the_axes_from_the_innermost_to_the_outermost(order: tuple[str, ...]) -> None:
-    sizes = {"pipeline": 2, "data": 3, "tensor": 4}
-    ranks = numpy.arange(24).reshape([sizes[axis] for axis in reversed(order)])  # the last axis is the innermost
-    ranks_pdt = ranks.transpose([order[::-1].index(axis) for axis in ("pipeline", "data", "tensor")])
+    sizes = {"pipeline": 2, "data": 3, "context": 2, "tensor": 4}
+    ranks = numpy.arange(48).reshape([sizes[axis] for axis in reversed(order)])  # the last axis is the innermost
+    ranks_pdct = ranks.transpose([order[::-1].index(axis) for axis in sizes])
     layout = Layout(sizes, order)
-    places = [layout.coordinate(rank) for rank in range(24)]
-    assert all(ranks_pdt[tuple(place.values())] == layout.get_rank(place) == rank for rank, place in enumerate(places))
+    places = [layout.coordinate(rank) for rank in range(48)]
+    assert all(ranks_pdct[tuple(place.values())] == layout.get_rank(place) == rank for rank, place in enumerate(places))
     for axis, groups in enumerate(layout.list_groups().values()):
-        lines = numpy.moveaxis(ranks_pdt, axis, -1).reshape(-1, ranks_pdt.shape[axis])
+        lines = numpy.moveaxis(ranks_pdct, axis, -1).reshape(-1, ranks_pdct.shape[axis])
         assert sorted(groups) == sorted(lines.tolist())
 
 

@@ -245,9 +245,11 @@ class _Types:
 
     def find_key_type(self, key: str) -> type | None:
         """Return str or int if ``key`` has this type or is a list of it, otherwise None."""
-        node = _find_node(self._schema, key)
-        if node is None and key.partition(".")[0] in ("cluster", "launcher"):  # the launcher's own keys
-            node = _find_node(self._compose_cluster(), key)
+        node, section = _find_node(self._schema, key), key.partition(".")[0]
+        if node is None and section in ("cluster", "launcher", "logger"):  # keys of the chosen options
+            node = _find_node(self._compose_chosen(), key)
+            if section == "logger" and isinstance(node, AnyNode):
+                return str if isinstance(node._value(), str | None) else None
         if isinstance(node, ListConfig):
             return next((kind for kind in (str, int) if node._metadata.element_type is kind), None)
         if isinstance(node, StringNode | AnyNode | DictConfig):
@@ -255,11 +257,11 @@ class _Types:
         is_number = isinstance(node, IntegerNode) or (isinstance(node, UnionNode) and int in _list_union_types(node))
         return int if is_number else None
 
-    def _compose_cluster(self) -> DictConfig:
-        """Compose the chosen cluster, including its launcher."""
+    def _compose_chosen(self) -> DictConfig:
+        """Compose the chosen cluster, including its launcher, and logger."""
         if self._composed is None:
             GlobalHydra.instance().clear()
-            chosen = [word.lstrip("+") for word in self._words if re.fullmatch(r"\+?cluster=\w+", word)]
+            chosen = [word.lstrip("+") for word in self._words if re.fullmatch(r"\+?(cluster|logger)=\w+", word)]
             try:
                 with initialize_config_dir(str(main_conf()), version_base="1.3"):
                     self._composed = compose("config", overrides=chosen)

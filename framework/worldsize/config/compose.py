@@ -46,6 +46,7 @@ from worldsize.config.schema import Schema
 from worldsize.config.search_path import check_unique, list_conf_folders, main_conf
 from worldsize.core.limits import FilePath, check_limits, read_annotations
 from worldsize.errors import ConfigError, neighbours
+from worldsize.messages import printable
 
 _logger = logging.getLogger(__name__)
 
@@ -369,8 +370,8 @@ def task_overrides() -> list[str]:
 
 
 def typed_overrides() -> dict[str, str]:
-    """Return the user's overrides that set a value, by key."""
-    return {parse_override_key(word): word for word in task_overrides() if not word.startswith("~")}
+    """Return the user's overrides that set a value, by key, in printable characters for messages."""
+    return {parse_override_key(word): printable(word) for word in task_overrides() if not word.startswith("~")}
 
 
 def additional_folder() -> str | None:

@@ -173,19 +173,21 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
 
 
 def check_slices(numerics: Numerics, strategy: Strategy) -> None:
-    """Raise ConfigError for logical slices if sums have no fixed order, or with compiled passes."""
-    if numerics.logical_tensor == 1:
-        return
-    if strategy.reduce != "ordered":
-        raise ConfigError(
-            f"logical_tensor={numerics.logical_tensor} requires reproducibility=elastic: other modes do not keep the "
-            "same bits at each strategy.tensor. Set reproducibility=elastic, or logical_tensor=1."
-        )
-    if numerics.compile:
-        raise ConfigError(
-            f"compile=true is not supported with logical_tensor={numerics.logical_tensor}: compiled code may round the "
-            "features of a slice differently at each strategy.tensor. Set compile=false, or logical_tensor=1."
-        )
+    """Raise ConfigError for logical slices or chunks if sums have no fixed order, or with compiled passes."""
+    for key, parts in (("tensor", "features of a slice"), ("context", "tokens of a chunk")):
+        number = getattr(numerics, f"logical_{key}")
+        if number == 1:
+            continue
+        if strategy.reduce != "ordered":
+            raise ConfigError(
+                f"logical_{key}={number} requires reproducibility=elastic: other modes do not keep the same bits at "
+                f"each strategy.{key}. Set reproducibility=elastic, or logical_{key}=1."
+            )
+        if numerics.compile:
+            raise ConfigError(
+                f"compile=true is not supported with logical_{key}={number}: compiled code may round the {parts} "
+                f"differently at each strategy.{key}. Set compile=false, or logical_{key}=1."
+            )
 
 
 def check_precision(numerics: Numerics, strategy: Strategy) -> None:

@@ -59,6 +59,8 @@ class Numerics:
         activation_offload: Whether to keep activations in host memory until the backward pass.
         logical_tensor: Number of slices, a power of two, in which layers of the recipe's tensor plan are computed; the
             same bits at each ``strategy.tensor`` that divides it. 1: whole layers.
+        logical_context: Number of chunks, a power of two, in which sequences are computed; the same bits at each
+            ``strategy.context`` that divides it. 1: whole sequences.
     """
 
     precision: PrecisionName = "fp32"
@@ -69,6 +71,7 @@ class Numerics:
     activation_checkpointing: ActivationCheckpointing = "none"
     activation_offload: bool = False
     logical_tensor: Annotated[int, Range(least=1, most=4096)] = 1
+    logical_context: Annotated[int, Range(least=1, most=4096)] = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -80,12 +83,14 @@ class Numerics:
                 "activation_offload=true is not supported with activation_checkpointing=selective. "
                 "Set activation_checkpointing=full or none."
             )
-        if self.logical_tensor & (self.logical_tensor - 1):
-            power = 1 << self.logical_tensor.bit_length()
-            raise ConfigError(
-                f"logical_tensor={self.logical_tensor} must be a power of two, so that slices are summed in pairs. Set "
-                f"{power // 2} or {power}."
-            )
+        for key, parts in (("logical_tensor", "slices"), ("logical_context", "chunks")):
+            number = getattr(self, key)
+            if number & (number - 1):
+                power = 1 << number.bit_length()
+                raise ConfigError(
+                    f"{key}={number} must be a power of two, so that {parts} are summed in pairs. Set {power // 2} or "
+                    f"{power}."
+                )
         if self.logical_tensor > 1 and self.policy.has_8_bits:
             raise ConfigError(
                 f"precision={self.precision} is not supported with logical_tensor={self.logical_tensor}: each slice "

@@ -6,7 +6,7 @@ Buffers that the forward pass modifies need a rule for combining their values ov
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
@@ -218,6 +218,19 @@ class Recipe(ABC):
     def tensor_units(self, model: nn.Module) -> Mapping[str, int]:
         """Return numbers of units that are not cut by tensor parallelism, such as attention heads, by their names."""
         return {}
+
+    def cut_sequences(self, batch: Batch, cut: Callable[[Tensor, int], Tensor]) -> Batch:
+        """Return ``batch`` with ``cut(tensor, dim)`` for each tensor that has a sequence, along dimension ``dim``.
+
+        It is called for context parallelism, before :meth:`loss`, :meth:`evaluate` and :meth:`model_inputs`, which then
+        see a chunk of each sequence, and return the mean, or the sum and count, of its tokens. Targets must be shifted
+        before the cut. In the model, only ``scaled_dot_product_attention`` may combine tokens, and positions must come
+        from :func:`~worldsize.strategies.sequence_chunks.sequence_positions`. For a batch of inputs and targets, both
+        (batch, time)::
+
+            return cut(batch[0], 1), cut(batch[1], 1)
+        """
+        raise NotImplementedError
 
     def buffers(self, model: nn.Module) -> Mapping[str, BufferRule]:
         """Return how to combine buffers modified by :meth:`loss` over logical ranks, by their names in ``model``.

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from worldsize.core import ConfigError, Numerics, Recipe
 from worldsize.errors import require
 from worldsize.strategies.compiled import compile_passes
+from worldsize.strategies.sequence_chunks import check_sequences
 from worldsize.strategies.tensor_layers import get_tensor_plan, slice_layers
 from worldsize.strategies.wrapping import sparse_embeddings
 
@@ -66,6 +67,8 @@ def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves
         check_fp8(recipe, model)
     if numerics.logical_tensor > 1:
         get_tensor_plan(recipe, model, slices=numerics.logical_tensor, key="logical_tensor")
+    if numerics.logical_context > 1:
+        check_sequences(recipe, model, numerics.logical_context, key="logical_context")
     chosen = numerics.activation_checkpointing
     if chosen == "none":
         return

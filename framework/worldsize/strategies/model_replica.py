@@ -39,6 +39,7 @@ from worldsize.strategies.loss_scaling import LossScaler, step_scaled, weight_fa
 from worldsize.strategies.loss_watch import LossWatch
 from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.parameter_changes import GradientHooks
+from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.train_state import OptimizerPart, TrainState
 
 CAPABILITIES: frozenset[Capability] = frozenset(
@@ -63,6 +64,7 @@ def collect_metrics(
     *,
     streams: LayerStreams,
     call: Callable[[Callable[[], _Metrics]], _Metrics] | None = None,
+    chunks: ChunkLayout | None = None,
 ) -> MetricCollector:
     """Evaluate ``batches`` without gradients, each with its own random stream.
 
@@ -72,12 +74,14 @@ def collect_metrics(
         batches: Evaluation batches of this process.
         streams: Random streams of this process. Its generators are restored afterwards.
         call: Wraps each call that computes with the model.
+        chunks: The chunks of sequences that this process computes; None: whole sequences.
     """
     collector = MetricCollector(recipe)
     with torch.no_grad(), evaluating([model]), keep_generators(streams.device):
         for batch in batches:
             streams.begin(batch.seed)
-            evaluated = partial(recipe.evaluate, model, batch.data)
+            evaluate = partial(recipe.evaluate, model) if chunks is None else partial(chunks.evaluate, recipe, model)
+            evaluated = partial(evaluate, batch.data)
             collector.add(batch, evaluated() if call is None else call(evaluated))
     return collector
 
@@ -110,6 +114,7 @@ class ModelReplica(Replica):
     ``module`` wraps the model; its forward pass calls a function without arguments. If it is a :class:`CallingRoot`,
     around a sharded model, evaluation runs inside it, too. ``sums_alone``: whether ``reducer`` sums only the
     micro-batches of this process. ``logical_ranks``: total over all processes, if their shares may differ.
+    ``chunks``: the chunks of sequences that this process computes; None: those of ``logical_context``.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class ModelReplica(Replica):
         module: nn.Module | None = None,
         sums_alone: bool = False,
         logical_ranks: int | None = None,
+        chunks: ChunkLayout | None = None,
     ) -> None:
         self.recipe = recipe
         self.world = context.world
@@ -132,6 +138,9 @@ class ModelReplica(Replica):
         self.reducer, self.dealing = reducer, reducer.dealing
         self.scaler = LossScaler(self.world.device.type, enabled=self.numerics.policy.scales_loss)
         self._logical_ranks = logical_ranks
+        if chunks is None and self.numerics.logical_context > 1:
+            chunks = ChunkLayout(self.numerics.logical_context)
+        self.chunks = chunks
         declare_buffers(recipe, self.model, trains_apart=sums_alone and self.world.size > 1)
         # this world does not contain mesh ranks with the same data
         divides = reducer.divides_gradients and dist.is_initialized()
@@ -160,7 +169,9 @@ class ModelReplica(Replica):
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         with use_evaluation_weights(self.train_state.optimizers, self.model), self._autocast():
-            collector = collect_metrics(self.recipe, self.model, batches, streams=self.streams, call=self._run_action)
+            collector = collect_metrics(
+                self.recipe, self.model, batches, streams=self.streams, call=self._run_action, chunks=self.chunks
+            )
         return collector.reduce(self.world)
 
     def _check_saves(self) -> None:

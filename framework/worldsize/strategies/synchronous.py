@@ -30,6 +30,7 @@ from worldsize.core import (
     saves_state,
 )
 from worldsize.strategies.buffer_combinations import StepShape
+from worldsize.strategies.chunk_trial import try_chunks
 from worldsize.strategies.gathered_features import GatheredFeatures
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
@@ -37,6 +38,7 @@ from worldsize.strategies.model_replica import CallingRoot, ModelReplica
 from worldsize.strategies.multi_update import MultiUpdateReplica
 from worldsize.strategies.parameter_changes import ParameterChanges
 from worldsize.strategies.reducers import gradient_reducer, update_reducer
+from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.train_state import TrainState
 
 
@@ -57,6 +59,7 @@ class SynchronousReplica(ModelReplica):
         module: nn.Module | None = None,
         sums_alone: bool = False,
         logical_ranks: int | None = None,
+        chunks: ChunkLayout | None = None,
     ) -> None:
         super().__init__(
             recipe,
@@ -66,9 +69,11 @@ class SynchronousReplica(ModelReplica):
             module=module,
             sums_alone=sums_alone,
             logical_ranks=logical_ranks,
+            chunks=chunks,
         )
         self._parts, self.optimizer = list(train_state.parts.values()), train_state.optimizer
         self._passes = RepeatedPasses(recipe)
+        self._untried_chunks = self.chunks  # until the first pass
         divides = reducer.divides_gradients
         self._changes = ParameterChanges(self.model, hooks=divides) if divides or self.world.size > 1 else None
         self._features: GatheredFeatures | None = None
@@ -117,6 +122,10 @@ class SynchronousReplica(ModelReplica):
             return self._run_pass(batch, scale)
 
     def _run_pass(self, batch: MicroBatch, scale: float) -> LossRecord:
+        if self._untried_chunks is not None:
+            with self._passes.discard_pass(batch):
+                try_chunks(self.recipe, self.model, batch, self._untried_chunks, self._run_action)
+            self._untried_chunks = None
         self._context.faults.report_point("step:forward")
         self.streams.begin(batch.seed)
         with self._autocast():
@@ -136,6 +145,8 @@ class SynchronousReplica(ModelReplica):
         """Return a micro-batch's scalar loss and its record, in a tuple so that DDP finds the loss."""
         if self._features is not None:
             return trainable(self._features.compute_loss(batch))
+        if self.chunks is not None:
+            return trainable(self.chunks.compute_loss(self.recipe, self.model, batch))
         return trainable(self.recipe.micro_batch_loss(self.model, batch))
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any, final
 
 import torch
@@ -28,8 +27,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.per_rank import get_local_shard
+from worldsize.collectives.slice_sums import sum_slices
 from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.seeds import get_generator_state
+from worldsize.strategies.sequence_chunks import call_by_part
 
 _EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 _VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two AVX-512 vectors of bfloat16
@@ -210,8 +211,13 @@ class _DividedLinear(_Divided):
     """A linear layer: inputs (..., features) to outputs (..., features), of which a rank holds its slices."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        layer, device = self._layer, inputs.device
+        layer = self._layer
         weight, bias = get_local_shard(layer.weight), None if layer.bias is None else get_local_shard(layer.bias)
+        outputs: Tensor = call_by_part(self._compute, inputs, weight, bias)
+        return outputs
+
+    def _compute(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        layer, device = self._layer, inputs.device
         if torch.is_autocast_enabled(device.type):  # once, not for each slice
             dtype = torch.get_autocast_dtype(device.type)
             inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -248,8 +254,11 @@ class _DividedEmbedding(_Divided):
     """An embedding: indices (...) to features (..., features), divided by features or by vocabulary ("row")."""
 
     def __call__(self, indices: Tensor) -> Tensor:
+        outputs: Tensor = call_by_part(self._compute, indices, get_local_shard(self._layer.weight))
+        return outputs
+
+    def _compute(self, indices: Tensor, weight: Tensor) -> Tensor:
         layer = self._layer
-        weight = get_local_shard(layer.weight)
         if self._style != "row":
             outputs = F.embedding(indices, weight, layer.padding_idx)
             return outputs if self._style == "column" else gather_features(outputs, self._group)
@@ -267,49 +276,6 @@ def gather_features(outputs: Tensor, group: ProcessGroup | None) -> Tensor:
         return outputs
     gathered: Tensor = _Gathered.apply(outputs, group)
     return gathered
-
-
-def sum_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | None, *, is_ordered: bool) -> Tensor:
-    """Return the sum of ``parts``, this rank's ``count`` slices, and of those on the other ranks of ``group``.
-
-    All have the same shape, and so has the result. ``is_ordered``: sum in the fixed tree; otherwise in the order of the
-    backend.
-    """
-    others = iter(parts)
-    first = next(others)
-    dtype = first.dtype
-    total = first if count == 1 else sum_pairs(_widen(part) for part in chain([first], others))
-    if group is None:
-        return total.to(dtype)
-    if not is_ordered or group.size() == 2:  # a sum of two does not depend on the order
-        total = total.clone(memory_format=torch.contiguous_format)
-        start_collective(dist.all_reduce, total, group=group).wait()
-        return total.to(dtype)
-    size, shard = group.size(), -(-total.numel() // group.size())
-    mine_ps = F.pad(total.flatten(), (0, size * shard - total.numel())).view(size, shard)
-    theirs_ps = torch.empty_like(mine_ps)
-    start_collective(dist.all_to_all_single, theirs_ps, mine_ps, group=group).wait()
-    total_s = sum_pairs(_widen(each) for each in theirs_ps).to(dtype)
-    total_n = total_s.new_empty(size * shard)
-    start_collective(dist.all_gather_into_tensor, total_n, total_s, group=group).wait()
-    return total_n[: total.numel()].view_as(total)
-
-
-def sum_pairs(nodes: Iterable[Tensor]) -> Tensor:
-    """Sum a power of two of tensors with the same shape, neighbor by neighbor, with few partial sums in memory."""
-    sums: list[tuple[int, Tensor]] = []  # number of nodes and their sum, largest first
-    for node in nodes:
-        size, total = 1, node
-        while sums and sums[-1][0] == size:
-            total = sums.pop()[1] + total
-            size *= 2
-        sums.append((size, total))
-    ((_, total),) = sums
-    return total
-
-
-def _widen(part: Tensor) -> Tensor:
-    return part.float() if part.dtype in (torch.bfloat16, torch.float16) else part
 
 
 class _Column(torch.autograd.Function):

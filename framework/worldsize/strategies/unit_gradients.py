@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import Counter, Tree, reduce_ordered
@@ -159,9 +160,11 @@ class _Unit:
         self._calls, self.is_ending = 0, False
 
     def _register_call(self, args: Any, kwargs: Any) -> Any:
-        made = self._register(args, kwargs)
-        self._calls += made[0] is not args or made[1] is not kwargs  # unchanged if no input needs a gradient
-        return made
+        leaves, structure = tree_flatten((args, kwargs))  # opens chunks of sequences, too
+        given = tuple(leaves)
+        made, _ = self._register(given, {})
+        self._calls += made is not given  # the same if no input needs a gradient
+        return tree_unflatten(made, structure)
 
     def _finish_backward(self, *_: object) -> None:
         if not self._counts:

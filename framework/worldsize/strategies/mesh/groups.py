@@ -45,17 +45,30 @@ class MeshGroups:
         """This rank's coordinate on each axis."""
         return self.layout.coordinate(self.context.world.rank)
 
-    def create_mesh(self) -> DeviceMesh:
-        """Create the device mesh of all ranks."""
+    def create_mesh(self, *, merges_context: bool) -> DeviceMesh:
+        """Create the device mesh of all ranks; ``merges_context``: its data axis includes the context axis."""
         number = str(next(_MESHES)) if self.interruptible else ""
-        names = tuple(f"{axis}{number}" for axis in AXES)
         sizes, strides = zip(*((self.layout[axis], self.layout.strides[axis]) for axis in AXES), strict=True)
-        ranks = torch.arange(self.layout.size, device="cpu").as_strided(sizes, strides)
+        ranks, axes = torch.arange(self.layout.size, device="cpu").as_strided(sizes, strides), list(AXES)
+        if merges_context:
+            axes.remove("context")
+            ranks = ranks.flatten(axes.index("data"), axes.index("data") + 1)  # the context axis follows
+        names = tuple(f"{axis}{number}" for axis in axes)
         with self.context.making_groups():
             mesh = DeviceMesh(self.context.world.device.type, ranks, mesh_dim_names=names)
-        for axis in AXES:
+        for axis in axes:
             self._connect_group(get_submesh(mesh, axis).get_group())
         return mesh
+
+    def create_context_group(self) -> ProcessGroup | None:
+        """Create the group of ranks that share sequences with this one; None if there are no others."""
+        if self.layout["context"] == 1:
+            return None
+        ranks = self.layout.list_line_ranks("context", self.coordinate, range(self.layout["context"]))
+        with self.context.making_groups():
+            group = cast("ProcessGroup", dist.new_group(ranks, use_local_synchronization=True))
+        self._connect_group(group)
+        return group
 
     def create_edges(self, *, is_ring: bool) -> Edges | None:
         """Create groups for messages between stages; return None if they need not be interruptible.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-AXES = ("pipeline", "data", "tensor")  # of torch's mesh, from outermost to innermost
-ORDER = ("tensor", "data", "pipeline")  # default: tensor ranks are adjacent, stages are far apart
+AXES = ("pipeline", "data", "context", "tensor")  # of torch's mesh, from outermost to innermost
+ORDER = ("tensor", "context", "data", "pipeline")  # default: tensor ranks are adjacent, stages are far apart
 
 Coordinate = Mapping[str, int]
 """The position of a rank on each axis, keyed by axis name."""
@@ -36,7 +36,7 @@ class Layout:
     """Sizes of the mesh axes by name, and their order from innermost to outermost.
 
     Ranks along the first axis of ``order`` are consecutive; ranks along the last axis are the farthest apart. By
-    default, the rank is (p · data + d) · tensor + t.
+    default, the rank is ((p · data + d) · context + c) · tensor + t.
     """
 
     sizes: Mapping[str, int]
@@ -44,7 +44,7 @@ class Layout:
 
     def __getitem__(self, axis: str) -> int:
         """Return the size of an axis."""
-        return self.sizes[axis]
+        return self.sizes.get(axis, 1)
 
     @property
     def size(self) -> int:
@@ -59,13 +59,19 @@ class Layout:
     @cached_property
     def strides(self) -> Mapping[str, int]:
         """Rank difference of two neighbors on each axis."""
-        inner = accumulate((self[axis] for axis in self.order), mul, initial=1)
-        return dict(zip(self.order, inner, strict=False))
+        order = complete_order(self.order)
+        inner = accumulate((self[axis] for axis in order), mul, initial=1)
+        return dict(zip(order, inner, strict=False))
 
     @property
     def together(self) -> int:
         """Number of consecutive ranks that must be on one node, since they share layers."""
         return self.strides["tensor"] * self["tensor"] if self["tensor"] > 1 else 1
+
+    @property
+    def listed_order(self) -> Sequence[str]:
+        """The order for messages, without a context axis of one rank."""
+        return [axis for axis in self.order if axis != "context" or self[axis] > 1]
 
     def get_rank(self, place: Coordinate) -> int:
         """Return the rank at the coordinate ``place``."""
@@ -90,12 +96,20 @@ class Layout:
         return [self.get_rank({**place, axis: point}) for point in points]
 
 
+def complete_order(order: Sequence[str]) -> Sequence[str]:
+    """Return ``order`` with the context axis after the tensor axis, unless it is listed."""
+    if "context" in order:
+        return tuple(order)
+    return tuple(each for axis in order for each in ((axis, "context") if axis == "tensor" else (axis,)))
+
+
 def check_order(order: Sequence[str]) -> None:
-    """Raise ConfigError unless ``order`` contains each axis once."""
-    if sorted(map(str, order)) != sorted(ORDER):
-        known = dict.fromkeys((*(axis for axis in order if axis in ORDER), *ORDER))
+    """Raise ConfigError unless ``order`` contains each axis once; the context axis may be missing."""
+    axes = [axis for axis in ORDER if axis != "context" or axis in order]
+    if sorted(map(str, order)) != sorted(axes):
+        known = dict.fromkeys((*(axis for axis in order if axis in axes), *axes))
         raise ConfigError(
-            f"strategy.order=[{', '.join(map(str, order))}] must contain each of {', '.join(ORDER)} exactly once, "
+            f"strategy.order=[{', '.join(map(str, order))}] must contain each of {', '.join(axes)} exactly once, "
             f"innermost first. Set strategy.order=[{', '.join(known)}], for example."
         )
 
@@ -108,8 +122,10 @@ def check_tensor(layout: Layout, cluster: Cluster) -> None:
     fact = f"strategy.tensor={layout['tensor']} does not divide"
     remedy = f"Set strategy.tensor to a divisor of {cluster.processes_per_node}."
     if block > layout["tensor"]:
-        fact = f"strategy.order=[{', '.join(layout.order)}]: the {block} ranks up to the tensor axis do not divide"
-        remedy = f"Set strategy.order=[{', '.join(dict.fromkeys(('tensor', *layout.order)))}]."
+        fact = (
+            f"strategy.order=[{', '.join(layout.listed_order)}]: the {block} ranks up to the tensor axis do not divide"
+        )
+        remedy = f"Set strategy.order=[{', '.join(dict.fromkeys(('tensor', *layout.listed_order)))}]."
     raise ConfigError(
         f"{fact} the {cluster.processes_per_node} processes per node, so tensor-parallel ranks would span nodes. "
         f"{remedy}"
@@ -118,11 +134,11 @@ def check_tensor(layout: Layout, cluster: Cluster) -> None:
 
 def check_heals(layout: Layout, cluster: Cluster) -> None:
     """Raise ConfigError if losing a process could spread ranks that share layers over nodes."""
-    is_fixed = layout.order.index("tensor") < layout.order.index("data")
+    is_fixed = layout.listed_order.index("tensor") < layout.listed_order.index("data")
     if cluster.all_nodes > 1 and layout["tensor"] > 1 and not is_fixed:
         raise ConfigError(
             f"strategy.on_failure=heal on {cluster.all_nodes} nodes requires tensor before data, got "
-            f"strategy.order=[{', '.join(layout.order)}]. Otherwise tensor-parallel ranks could span nodes when a "
+            f"strategy.order=[{', '.join(layout.listed_order)}]. Otherwise tensor-parallel ranks could span nodes when a "
             "process dies. Move tensor before data in strategy.order."
         )
 

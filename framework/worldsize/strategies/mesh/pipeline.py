@@ -28,7 +28,7 @@ from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
 from worldsize.strategies.mesh.groups import Edges, Passing
 from worldsize.strategies.mesh.schedule import Kind, create_interleaved_schedule
-from worldsize.strategies.mesh.stage import KnownOutput, Stage, TimedStage
+from worldsize.strategies.mesh.stage import Stage, TimedStage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import autocast, evaluating
@@ -228,7 +228,7 @@ class PipelineReplica(Replica):
                 if output is not None:
                     streams = self._inner.streams
                     streams.begin(batch.seed)
-                    collector.add(batch, self._recipe.evaluate(KnownOutput(output, streams.enter_loss), batch.data))
+                    collector.add(batch, self._pipeline.stages[-1].evaluate(output, batch.data))
         return collector
 
     def facts(self) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
-from worldsize.strategies.mesh.layout import Layout, Ownership, get_submesh
+from worldsize.strategies.mesh.layout import Layout, Ownership, get_submesh, parse_axis
 from worldsize.strategies.mesh.parallel import Sharding, keep_held, shard_model
 from worldsize.strategies.mesh.pipeline import Pipeline, PipelineReplica
 from worldsize.strategies.mesh.schedule import PipelineSchedule, split_stages
@@ -26,6 +26,7 @@ from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import CallingRoot
+from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.sharded_reducer import create_sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_states
 from worldsize.strategies.sharded_steps import carry_assignments, refuse_wrong_updates, step_apart, step_locally
@@ -47,9 +48,17 @@ class MeshRank:
     sharding: Sharding
     reduce: Reduction = "flat"
 
+    @property
+    def _sums_context_apart(self) -> bool:
+        """Whether each gradient is summed over the context axis in the backward pass, instead of with the data axis.
+
+        This keeps the order of sums, and the logical ranks of parts that may differ.
+        """
+        return self.reduce == "ordered" or self.sharding.interruptible
+
     def build_replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
-        mesh = self._groups.create_mesh()
+        mesh = self._groups.create_mesh(merges_context=not self._sums_context_apart)
         is_first = self.context.world.rank == 0
         deferred = DeferredModel.from_factory(self.recipe.model, warns=is_first)  # no process holds the whole model
         return (
@@ -69,15 +78,30 @@ class MeshRank:
 
     def _build_data_world(self, mesh: DeviceMesh) -> World:
         """Return the world of ranks that hold the same part of the model."""
-        size = self.layout["data"]
-        groups = {self.context.world.role: get_submesh(mesh, "data").get_group()} if size > 1 else {}
-        return replace(self.context.world, rank=self._groups.coordinate["data"], size=size, groups=groups)
+        data = get_submesh(mesh, "data")
+        groups = {self.context.world.role: data.get_group()} if data.size() > 1 else {}
+        return replace(self.context.world, rank=data.get_local_rank(), size=data.size(), groups=groups)
+
+    def _create_chunks(self) -> ChunkLayout | None:
+        """Return the chunks of sequences of this rank; all ranks of the mesh must call it."""
+        group, size, rank = (
+            self._groups.create_context_group(),
+            self.layout["context"],
+            self._groups.coordinate["context"],
+        )
+        chunks = self.context.numerics.logical_context
+        if self.reduce == "ordered":
+            return ChunkLayout(chunks, size, rank, group) if chunks > 1 else None
+        if size == 1:
+            return None
+        return ChunkLayout(2 * size, size, rank, group, is_ordered=False, is_complete=self._sums_context_apart)
 
     def _create_norm(self, mesh: DeviceMesh, spare: Collection[Tensor]) -> MeshNorm | WholeNorm:
         if self.reduce == "ordered":
             stages = get_submesh(mesh, "pipeline").get_group() if self.layout["pipeline"] > 1 else None
             return WholeNorm(self.context.world.device, stages, spare)
-        axes = {axis: place for axis, place in self._groups.coordinate.items() if axis != "pipeline"}
+        axes = {axis: get_submesh(mesh, axis).get_local_rank() for axis in map(parse_axis, mesh.mesh_dim_names or ())}
+        del axes["pipeline"]
         return MeshNorm(self.context.world, axes, spare)
 
     def _full_state(self, model: nn.Module) -> StateDict:
@@ -120,6 +144,7 @@ class MeshRank:
             reducer=sums,
             logical_ranks=ranks,
             module=root,
+            chunks=self._create_chunks(),
         )
 
     def _build_pipeline_replica(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
@@ -129,11 +154,11 @@ class MeshRank:
         full_state, data = self._full_state(model), self._build_data_world(mesh)
         chain = split_stages(self.recipe, model, self.schedule.stages, self.schedule.split)
         owned = Ownership(model, chain, pipeline=self.layout["pipeline"], p=self._p)
-        is_sharded = self.layout["data"] > 1 or self.sharding.interruptible  # more data-parallel parts may join later
+        is_sharded = data.size > 1 or self.sharding.interruptible  # more data-parallel parts may join later
         owned.check_shared(is_sharded=is_sharded, is_ordered=self.reduce == "ordered")
         if is_sharded:
             refuse_scalars(model)
-        precision = self.context.numerics.precision
+        precision, chunks = self.context.numerics.precision, self._create_chunks()
         mine = [
             Stage(
                 self.recipe,
@@ -142,6 +167,7 @@ class MeshRank:
                 first=sum(map(len, chain[:index])),
                 device=device,
                 precision=precision,
+                chunks=chunks,
             )
             for index in range(self._p, self.schedule.stages, self.layout["pipeline"])
         ]
@@ -158,6 +184,7 @@ class MeshRank:
             train_state=self._train_state(model, full_state),
             reducer=pipeline,
             logical_ranks=self._logical_ranks,
+            chunks=chunks,
         )
         return PipelineReplica(self.recipe, data, inner, pipeline)
 

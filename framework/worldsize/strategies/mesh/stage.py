@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, final
 
@@ -19,7 +19,9 @@ from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
+from worldsize.strategies.sequence_chunks import ChunkLayout, Chunks
 
+_SEQUENCE = 1  # dimension of sequences in tensors between stages, which have the batch first
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -94,11 +96,12 @@ class Stage(nn.Module):
         first: int,
         device: torch.device,
         precision: PrecisionName,
+        chunks: ChunkLayout | None = None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.index, self._first = index, first
-        self._recipe, self._device, self._precision = recipe, device, precision
+        self._recipe, self._device, self._precision, self._chunks = recipe, device, precision, chunks
         self.at: Callable[[str], None] = lambda point: None  # called where a fault may be injected
         self.sums: StageSums | None = None  # set after sharding, as are the streams
         self.streams: LayerStreams | None = None
@@ -139,11 +142,15 @@ class Stage(nn.Module):
 
     def feed_batch(self, batch: Batch) -> None:
         """Set the input for the first stage's next pass."""
-        self._inputs = self._recipe.model_inputs(batch)
+        data = batch if self._chunks is None else self._recipe.cut_sequences(batch, self._chunks.cut)
+        self._inputs = self._recipe.model_inputs(data)
 
     def forward(self, *hidden: Tensor) -> Tensor:
-        args = hidden if self._inputs is None else self._inputs
+        args: tuple[Any, ...] = hidden if self._inputs is None else self._inputs
+        if self._inputs is None and self._chunks is not None:
+            args = tuple(self._chunks.wrap(each, _SEQUENCE) for each in hidden)
         self._inputs = None
+        output: Tensor
         with autocast(self._device, self._precision):
             for place, layer in enumerate(self.layers, self._first):
                 args = (self._run_layer(place, layer, args),)
@@ -153,6 +160,8 @@ class Stage(nn.Module):
                 f"the output of layer {place} in Recipe.layers is not contiguous, so the next layer could round "
                 "differently in another stage. Return output.contiguous() from the layer, or set strategy.pipeline=1."
             )
+        if isinstance(output, Chunks):
+            output = output.join(_SEQUENCE)
         return output.contiguous()
 
     def _run_layer(self, place: int, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
@@ -182,7 +191,18 @@ class Stage(nn.Module):
         assert self.streams is not None
         self.streams.begin(batch.seed)  # as before the first stage, then as after the model
         with autocast(self._device, self._precision):
-            return self._recipe.micro_batch_loss(KnownOutput(output, self.streams.enter_loss), batch)
+            if self._chunks is None:
+                return self._recipe.micro_batch_loss(KnownOutput(output, self.streams.enter_loss), batch)
+            model = KnownOutput(self._chunks.wrap(output, _SEQUENCE), self.streams.enter_loss)
+            return self._chunks.compute_loss(self._recipe, model, batch)
+
+    def evaluate(self, output: Tensor, data: Batch) -> Mapping[str, tuple[Tensor | float, ...]]:
+        """Return the metrics of a batch with ``data`` from the last stage's ``output``, as from ``Recipe.evaluate``."""
+        assert self.streams is not None
+        if self._chunks is None:
+            return self._recipe.evaluate(KnownOutput(output, self.streams.enter_loss), data)
+        model = KnownOutput(self._chunks.wrap(output, _SEQUENCE), self.streams.enter_loss)
+        return self._chunks.evaluate(self._recipe, model, data)
 
 
 @final

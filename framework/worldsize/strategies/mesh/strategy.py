@@ -33,7 +33,15 @@ from worldsize.core import (
 from worldsize.devices import backend_for
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
-from worldsize.strategies.mesh.layout import ORDER, Layout, Ownership, check_heals, check_order, check_tensor
+from worldsize.strategies.mesh.layout import (
+    ORDER,
+    Layout,
+    Ownership,
+    check_heals,
+    check_order,
+    check_tensor,
+    complete_order,
+)
 from worldsize.strategies.mesh.parallel import Sharding
 from worldsize.strategies.mesh.rank import MeshRank
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule, check_pipelines, split_stages
@@ -44,6 +52,7 @@ from worldsize.strategies.optimizer_checks import (
     refuse_unsent,
 )
 from worldsize.strategies.parameter_changes import refuse_gradient_hooks
+from worldsize.strategies.sequence_chunks import check_sequences
 from worldsize.strategies.step_hooks import recipe_hooks, refuse_mixing_hooks
 from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.tensor_layers import check_divides, get_tensor_plan
@@ -64,17 +73,18 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Mesh(Strategy):
-    """``data`` × ``tensor`` × ``pipeline`` processes (Narayanan et al. 2021, arXiv 2104.04473).
+    """``data`` × ``context`` × ``tensor`` × ``pipeline`` processes (Narayanan et al. 2021, arXiv 2104.04473).
 
     ``data``: number of data-parallel parts, over which the model is sharded as in FSDP (None: as many as possible).
     ``tensor``: number of ranks on a node that split each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053).
+    ``context``: number of ranks that share each sequence (Llama 3, arXiv 2407.21783, section 3.3.2).
     ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank.
     ``schedule``: "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved"
     (arXiv 2104.04473), with ``stages_per_rank`` stages per rank (None: 2).
     ``split``: index of the first layer of each stage after the first (None: balanced by parameter count).
     ``order``: the axes from innermost (adjacent ranks) to outermost (slowest links), as in Megatron's
     ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which gives the bits of one
-    process, with ``logical_tensor`` a multiple of ``tensor``.
+    process, with ``logical_tensor`` a multiple of ``tensor``, and ``logical_context`` of ``context``.
     ``micro_batches``: default number of logical ranks per data-parallel part (None: 2 × pipeline, or 1 without one).
     ``reshard_after_forward``: as in FSDP (None: only if ``pipeline`` is 1, since each micro-batch would gather again).
     ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards in the memory of
@@ -86,6 +96,7 @@ class Mesh(Strategy):
 
     data: Annotated[int | None, Range(least=1)] = None
     tensor: Annotated[int, Range(least=1)] = 1
+    context: Annotated[int, Range(least=1)] = 1
     pipeline: Annotated[int, Range(least=1)] = 1
     schedule: Kind = "1f1b"
     stages_per_rank: Annotated[int | None, Range(least=1)] = None
@@ -117,15 +128,24 @@ class Mesh(Strategy):
                 f"precision={numerics.precision} is not supported with strategy.tensor={self.tensor}: each shard of a "
                 "layer would have a different scale. Set strategy.tensor=1, or precision=bf16."
             )
-        if self.reduce == "ordered" and numerics.logical_tensor % self.tensor:
-            power = 1 << (self.tensor - 1).bit_length()
-            remedy = f"Set logical_tensor={power}, or the largest strategy.tensor that you will use."
-            if power != self.tensor:
-                remedy = f"Set strategy.tensor to a power of two, such as {power}, and logical_tensor to the same."
+        if numerics.compile and self.context > 1:
             raise ConfigError(
-                f"strategy.tensor={self.tensor} requires logical_tensor to be a multiple of it, so that the results "
-                f"have the same bits at each strategy.tensor; got {numerics.logical_tensor}. {remedy}"
+                f"compile=true is not supported with strategy.context={self.context}. Set compile=false, or "
+                "strategy.context=1."
             )
+        for axis, size, logical in (
+            ("tensor", self.tensor, numerics.logical_tensor),
+            ("context", self.context, numerics.logical_context),
+        ):
+            if self.reduce == "ordered" and logical % size:
+                power = 1 << (size - 1).bit_length()
+                remedy = f"Set logical_{axis}={power}, or the largest strategy.{axis} that you will use."
+                if power != size:
+                    remedy = f"Set strategy.{axis} to a power of two, such as {power}, and logical_{axis} to the same."
+                raise ConfigError(
+                    f"strategy.{axis}={size} requires logical_{axis} to be a multiple of it, so that the results have "
+                    f"the same bits at each strategy.{axis}; got {logical}. {remedy}"
+                )
 
     @property
     def default_micro_batches(self) -> int:
@@ -157,12 +177,14 @@ class Mesh(Strategy):
         refuse_mixed_dtypes(recipe, model, self.wrap, self.wrap_parameters)
         if recipe_hooks(optimizer):
             refuse_mixing_hooks(recipe, model)
+        if self.context > 1 and self.reduce != "ordered":  # otherwise, logical_context has been checked
+            check_sequences(recipe, model, 2 * self.context, key="strategy.context")
         if self.tensor > 1:
             get_tensor_plan(recipe, model, slices=self.tensor, key="strategy.tensor")
         if self.pipeline > 1:
             stages = split_stages(recipe, model, self._pipeline.stages, self.split)
             owned = Ownership(model, stages, pipeline=self.pipeline, p=0)
-            is_sharded = self.on_failure == "heal" or (self.data or 1) > 1
+            is_sharded = self.on_failure == "heal" or (self.data or 1) * self.context > 1
             owned.check_shared(is_sharded=is_sharded, is_ordered=self.reduce == "ordered")
             if is_sharded:
                 refuse_scalars(model)
@@ -176,16 +198,19 @@ class Mesh(Strategy):
         Raises:
             ConfigError: the sizes of the axes do not match the number of processes.
         """
-        others = {"pipeline": self.pipeline, "tensor": self.tensor}
+        others = {"pipeline": self.pipeline, "tensor": self.tensor, "context": self.context}
         rest = math.prod(others.values())
         data = self.data or processes // rest
         if data * rest != processes:
-            sizes = " × ".join(f"strategy.{axis}={size}" for axis, size in {"data": self.data, **others}.items())
+            given = {"data": self.data, **others}
+            sizes = " × ".join(
+                f"strategy.{axis}={size}" for axis, size in given.items() if (axis, size) != ("context", 1)
+            )
             raise ConfigError(
                 f"{processes} processes do not match {sizes}. Set cluster.processes={data * rest or rest}, or sizes "
                 f"with a product of {processes}."
             )
-        return Layout({**others, "data": data}, tuple(self.order))
+        return Layout({**others, "data": data}, complete_order(self.order))
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         layout = self.create_layout(cluster.processes)
