@@ -14,10 +14,11 @@ pytestmark = pytest.mark.heavy
 
 SIZES = ("recipe.width=16", "recipe.depth=2", "recipe.heads=2", "recipe.context=32", "recipe.test_bytes=2000")
 PACE = ("steps=12", "batch_size=16", "log_every=3", "evaluate_every=6", "cluster.threads=1")
-ELASTIC = ("recipe=stdlib_lm", *SIZES, *PACE, "recipe.dropout=0.1", "reproducibility=elastic", "logical_tensor=2")
+NUMERICS = ("reproducibility=elastic", "logical_tensor=2", "logical_context=2")
+ELASTIC = ("recipe=stdlib_lm", *SIZES, *PACE, "recipe.dropout=0.1", *NUMERICS)
 MESH = (*ELASTIC, "strategy=mesh", "strategy.on_failure=heal")
 HEAL = (*MESH, *NO_FILE)
-TENSOR, PIPELINE = "strategy.tensor=2", "strategy.pipeline=2"
+TENSOR, CONTEXT, PIPELINE = "strategy.tensor=2", "strategy.context=2", "strategy.pipeline=2"
 
 
 @pytest.fixture
@@ -33,11 +34,12 @@ def undisturbed(reference_run: Any) -> Callable[..., dict[str, Any]]:
     return run
 
 
-def test_one_of_the_survivors_waits_until_another_joins(train: Any, undisturbed: Any) -> None:
+@pytest.mark.parametrize("axis", [TENSOR, CONTEXT])
+def test_one_of_the_survivors_waits_until_another_joins(train: Any, undisturbed: Any, axis: str) -> None:
     """2 × 2, then 1 × 2 with one rank waiting, then 2 × 2 with it again; then the logging process dies, too."""
     planted = faults(kill(1, 5), kill(0, 18, attempt=None), SLOW)
     options = ("steps=26", "launcher.max_restarts=1", "cluster.processes=4", "recipe.depth=1")
-    run = train(*HEAL, TENSOR, *options, planted)
+    run = train(*HEAL, axis, *options, planted)
     assert result_of(run) == undisturbed("steps=26", "recipe.depth=1")
     sizes = [len(members) for members in memberships(run.folder)]
     assert memberships(run.folder)[0] == [0, 1, 2, 3]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from recipes.hf_causal_lm.recipe import HFCausalLM
+from recipes.hf_causal_lm.samples import language_batch
 from tests.recipes.test_hf_causal_lm import tokens
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import (
@@ -33,6 +34,7 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.schedule import split_stages
 from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.single import Single
 from worldsize.strategies.tensor_layers import get_tensor_plan
 from worldsize.testing.worlds import run_in_worlds
@@ -103,12 +105,13 @@ def by_hand() -> list[float]:
 def test_a_llama_ends_with_the_same_bits_however_it_is_divided() -> None:
     losses = check_equal(
         recipe(),
-        Numerics(clip_norm=CLIP, logical_tensor=2),
+        Numerics(clip_norm=CLIP, logical_tensor=2, logical_context=2),
         (2, Mesh(tensor=2, reduce="ordered")),
         (2, Mesh(pipeline=2, reduce="ordered")),
+        (2, Mesh(context=2, reduce="ordered")),
         (2, FSDP(reduce="ordered")),
         (4, Mesh(tensor=2, pipeline=2, reduce="ordered")),
-        (4, Mesh(data=2, tensor=2, reduce="ordered")),
+        (4, Mesh(context=2, tensor=2, reduce="ordered")),
     )
     assert losses == pytest.approx(by_hand(), rel=1e-5)
 
@@ -134,6 +137,30 @@ def test_layers_compute_the_logits_of_the_model(kind: str) -> None:
     for layer in own.layers(model):
         hidden = layer(hidden)
     assert torch.equal(hidden, model(tokens_bt[:, :-1], use_cache=False).logits)
+
+
+def test_documents_in_chunks_have_the_loss_of_whole_windows(tmp_path: Path) -> None:
+    """Attention stays within each document, whose positions begin at 0."""
+    own = replace(recipe(), source=DocumentWindows(str(tokens(tmp_path)), length=CONTEXT))
+    data = own.data("train")
+    batch = MicroBatch(own.collate([data[index] for index in range(4)]), seed=1)
+    torch.manual_seed(5)
+    model = own.model()
+    expected, found = own.loss(model, batch.data), ChunkLayout(4).compute_loss(own, model, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    other = own.loss(model, language_batch(batch.data)[:2])  # without documents
+    assert abs(float((other[0] - expected[0]).detach())) > 1e-4
+
+
+def test_models_of_another_structure_are_refused_in_chunks() -> None:
+    batch = MicroBatch(DATA[0], seed=1)
+    for config, message in (
+        ({"model_type": "gpt2"}, "model_type=gpt2 is not supported with sequences in chunks"),
+        ({"model_type": "mistral", "sliding_window": 8}, "a sliding window is not supported"),
+    ):
+        own = recipe(**config)
+        with pytest.raises(ConfigError, match=message):
+            ChunkLayout(4).compute_loss(own, own.model(), batch)
 
 
 def build_meta(own: HFCausalLM) -> nn.Module:

@@ -25,6 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from worldsize.core import ConfigError
 from worldsize.strategies.sequence_chunks import ChunkLayout, Chunks
+from worldsize.strategies.tensor_layers import VECTOR
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -210,10 +211,22 @@ def _merge_blocks(
         ((output, total),) = results
         return output, total.contiguous()
     (past, past_sum), (present, present_sum) = results
-    total = torch.logaddexp(past_sum, present_sum)
-    shares = [(each - total).exp().unsqueeze(-1) for each in (past_sum, present_sum)]
-    output = (past * shares[0] + present * shares[1]).to(query.dtype)
+    total, *shares = _merge_sums(past_sum, present_sum)
+    output = (past * shares[0].unsqueeze(-1) + present * shares[1].unsqueeze(-1)).to(query.dtype)
     return output, total
+
+
+def _merge_sums(past: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-sum-exp of both (batch, heads, queries), and the share of each.
+
+    Kernels round the last elements of a tensor differently, so that padding keeps the bits of a head at each number of
+    heads on a rank.
+    """
+    flat = [F.pad(each.flatten(), (0, -each.numel() % VECTOR)) for each in (past, present)]
+    total = torch.logaddexp(*flat)
+    shares = [(each - total).exp() for each in flat]
+    first, second, third = (each[: past.numel()].view(past.shape) for each in (total, *shares))
+    return first, second, third
 
 
 def _differentiate_blocks(

@@ -197,7 +197,9 @@ class Chunks(Tensor):
 
     def __new__(cls, parts: Sequence[Tensor], layout: ChunkLayout) -> Chunks:
         first = parts[0]
-        made: Any = Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.dtype, device=first.device)
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, first.shape, dtype=first.dtype, device=first.device, requires_grad=first.requires_grad
+        )
         made.parts, made.chunk_layout = parts, layout
         return made  # type: ignore[no-any-return]
 
@@ -277,7 +279,7 @@ def _select_parts(node: Any, count: int, layout: ChunkLayout) -> list[Any]:
 def _check_own(chunks: Chunks) -> None:
     """Raise ConfigError if a custom autograd function returned ``chunks``, of which it differentiates no part."""
     with torch._C.DisableTorchFunctionSubclass():
-        if chunks.requires_grad:
+        if chunks.grad_fn is not None:
             raise _create_function_error("a custom autograd function")
 
 

@@ -7,7 +7,7 @@ slices, so the first levels of the tree are local; the results have the same bit
 L. In half precision, products are rounded, summed in float32, and rounded again.
 
 Between a column layer and its row layer, a rank computes on its own features only. Kernels of functions such as GELU
-treat the last elements of a tensor differently, so the tensor of a slice must have a multiple of ``_VECTOR`` elements.
+treat the last elements of a tensor differently, so the tensor of a slice must have a multiple of ``VECTOR`` elements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from worldsize.seeds import get_generator_state
 from worldsize.strategies.sequence_chunks import call_by_part
 
 _EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
-_VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two AVX-512 vectors of bfloat16
+VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two AVX-512 vectors of bfloat16
 
 
 def get_tensor_plan(recipe: Recipe, model: nn.Module, *, slices: int, key: str) -> Mapping[str, TensorStyle]:
@@ -240,10 +240,10 @@ class _DividedLinear(_Divided):
     def _check_size(self, outputs: Tensor) -> None:
         """Raise ConfigError in training on a CPU if a slice of ``outputs`` (tokens, features) ends within a vector."""
         tokens, features = outputs.shape[0], outputs.shape[1] // self.held
-        if tokens * features % _VECTOR and outputs.device.type == "cpu" and torch.is_grad_enabled():
-            multiple = _VECTOR // math.gcd(_VECTOR, features)
+        if tokens * features % VECTOR and outputs.device.type == "cpu" and torch.is_grad_enabled():
+            multiple = VECTOR // math.gcd(VECTOR, features)
             raise ConfigError(
-                f"a slice of {self._name} has {tokens} × {features} outputs, not a multiple of {_VECTOR} elements, so "
+                f"a slice of {self._name} has {tokens} × {features} outputs, not a multiple of {VECTOR} elements, so "
                 "functions such as GELU would round differently at each strategy.tensor. Use micro-batches with a "
                 f"multiple of {multiple} tokens, or set logical_tensor to a smaller number."
             )

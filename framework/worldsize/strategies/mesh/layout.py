@@ -138,8 +138,8 @@ def check_heals(layout: Layout, cluster: Cluster) -> None:
     if cluster.all_nodes > 1 and layout["tensor"] > 1 and not is_fixed:
         raise ConfigError(
             f"strategy.on_failure=heal on {cluster.all_nodes} nodes requires tensor before data, got "
-            f"strategy.order=[{', '.join(layout.listed_order)}]. Otherwise tensor-parallel ranks could span nodes when a "
-            "process dies. Move tensor before data in strategy.order."
+            f"strategy.order=[{', '.join(layout.listed_order)}]. Otherwise tensor-parallel ranks could span nodes when "
+            "a process dies. Move tensor before data in strategy.order."
         )
 
 
