@@ -1,25 +1,31 @@
 """Digests of one training under every shape of a mesh, and the time of a step in logical slices.
 
-uv run python benchmarks/mesh_bits.py digests 50   # 26 layouts with up to 8 gloo processes, 50 steps each
+uv run python benchmarks/mesh_bits.py digests 50   # 41 layouts with up to 8 gloo processes, 50 steps each
 uv run python benchmarks/mesh_bits.py steps 10     # a step with and without slices, medians of 10 alternating steps
+uv run python benchmarks/mesh_bits.py context 10   # a step and the memory of ranks that share each sequence
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -57,7 +63,7 @@ def _train(strategy: Strategy, steps: int, world: World) -> str:
     """Return the digest of the weights on rank 0."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(5)
-    numerics = Numerics(clip_norm=0.5, logical_tensor=LOGICAL)
+    numerics = Numerics(clip_norm=0.5, logical_tensor=LOGICAL, logical_context=LOGICAL)
     replica = strategy.replica(_recipe(128, 8, 0.1), RunContext(world, numerics, logical_ranks=LOGICAL))
     size = strategy.data_parallel(Cluster("test", 1, world.size, "cpu", "gloo"))
     for step in range(steps):
@@ -71,16 +77,16 @@ def list_layouts() -> list[tuple[str, Strategy, int]]:
     layouts: list[tuple[str, Strategy, int]] = [("single", Single(reduce="ordered"), 1)]
     for size in (2, 4, 8):
         layouts += [(f"ddp {size}", DDP(reduce="ordered"), size), (f"fsdp {size}", FSDP(reduce="ordered"), size)]
-    for data, tensor, pipeline in product((1, 2, 4, 8), repeat=3):
-        if 1 < (size := data * tensor * pipeline) <= 8:
-            mesh = Mesh(reduce="ordered", data=data, tensor=tensor, pipeline=pipeline)
-            layouts.append((f"mesh {data} × {tensor} × {pipeline}", mesh, size))
+    for data, context, tensor, pipeline in product((1, 2, 4, 8), repeat=4):
+        if 1 < (size := data * context * tensor * pipeline) <= 8:
+            mesh = Mesh(reduce="ordered", data=data, context=context, tensor=tensor, pipeline=pipeline)
+            layouts.append((f"mesh {data} × {context} × {tensor} × {pipeline}", mesh, size))
     return layouts
 
 
 def show_digests(steps: int) -> None:
     """Print the digest of each layout."""
-    table = Table("layout (data × tensor × pipeline)", "processes", "state", title=f"{steps} steps")
+    table = Table("layout (data × context × tensor × pipeline)", "processes", "state", title=f"{steps} steps")
     digests = set()
     for name, strategy, size in track(list_layouts(), console=Console(stderr=True)):
         digest = run_in_worlds(partial(_train, strategy, steps), size, timeout=900)[0]
@@ -129,5 +135,100 @@ def show_steps(steps: int) -> None:
     Console().print(table)
 
 
+def _step_by_hand(recipe: StdlibLM, world: World) -> Callable[[Split], None]:
+    """Return a step of DDP whose ranks have one chunk of each sequence and gather keys and values in each layer."""
+    torch.manual_seed(5)
+    model = DistributedDataParallel(recipe.model()) if world.size > 1 else recipe.model()
+    optimizer = recipe.optimizer(model)
+    plain = F.scaled_dot_product_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        if world.group is None:
+            return plain(query, key, value, is_causal=is_causal)
+        whole = [all_gather_single_autograd(each.contiguous(), 2, world.group) for each in (key, value)]
+        length = query.shape[2]
+        first, last = world.rank * length, (world.rank + 1) * length
+        mask = torch.ones(length, last, dtype=torch.bool).tril(first)
+        return plain(query, whole[0][:, :, :last], whole[1][:, :, :last], attn_mask=mask)
+
+    def step(batch: Split) -> None:
+        own = [each.chunk(world.size, dim=1)[world.rank] for each in batch]
+        optimizer.zero_grad()
+        F.scaled_dot_product_attention = attend  # type: ignore[assignment]
+        try:
+            total, count = recipe.loss(model, own)
+            (total / count).backward()  # type: ignore[no-untyped-call]
+        finally:
+            F.scaled_dot_product_attention = plain
+        optimizer.step()
+
+    return step
+
+
+def _time_context(length: int, steps: int, loops: Sequence[str], world: World) -> list[tuple[float, float]]:
+    """Return the median seconds and the peak memory in MB of a step of each of ``loops``; steps alternate."""
+    optimizer = partial(torch.optim.AdamW, lr=0.001)
+    recipe = StdlibLM(256, 4, 8, length, 0.0, test_bytes=1000, make_optimizer=optimizer)
+    rows = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(1))
+    batch = rows[:, :-1], rows[:, 1:]
+    runs: list[Callable[[], object]] = []
+    for loop in loops:
+        if loop == "by hand":
+            runs.append(partial(_step_by_hand(recipe, world), batch))
+            continue
+        torch.manual_seed(5)
+        strategy = Mesh(context=world.size, data=1) if world.size > 1 else Single()
+        replica = strategy.replica(recipe, RunContext(world, Numerics(), logical_ranks=1))
+        runs.append(partial(replica.step, [MicroBatch(batch, seed=1)]))
+    seconds: list[list[float]] = [[] for _ in runs]
+    peaks = [0.0 for _ in runs]
+    for _ in range(steps):
+        for index, run in enumerate(runs):
+            if world.group is not None:
+                dist.barrier()
+            with _MemoryPeak() as peak:
+                begun = time.perf_counter()
+                run()
+                seconds[index].append(time.perf_counter() - begun)
+            peaks[index] = max(peaks[index], peak.grown)
+    return [(statistics.median(times), peak) for times, peak in zip(seconds, peaks, strict=True)]
+
+
+class _MemoryPeak:
+    """Measures by how many MB the memory of the process grows within the block, reading it every 5 ms."""
+
+    def __init__(self) -> None:
+        self.grown = 0.0
+        self._process, self._ended = psutil.Process(), threading.Event()
+
+    def __enter__(self) -> _MemoryPeak:
+        self._first = self._process.memory_info().rss
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self.grown = max(self.grown, (self._process.memory_info().rss - self._first) / 1e6)
+
+
+def show_context(steps: int) -> None:
+    """Print the time of a step whose sequences are divided over ranks, and its memory in a new process."""
+    length, loops = 4096, ("by hand", "worldsize")
+    table = Table("ranks", "loop", "ms per step", "MB", title=f"one sequence of {length} bytes, {steps} steps")
+    for size in (1, 2, 4):
+        times = run_in_worlds(partial(_time_context, length, steps, loops), size, timeout=900)
+        base = max(rank[0][0] for rank in times)
+        for index, loop in enumerate(loops):
+            alone = run_in_worlds(partial(_time_context, length, 1, [loop]), size, timeout=900)
+            slowest, most = max(rank[index][0] for rank in times), max(rank[0][1] for rank in alone)
+            table.add_row(str(size), loop, f"{slowest * 1e3:.0f} ({slowest / base:.2f} ×)", f"{most:.0f}")
+    Console().print(table)
+
+
 if __name__ == "__main__":
-    {"digests": show_digests, "steps": show_steps}[sys.argv[1]](int(sys.argv[2]))
+    {"digests": show_digests, "steps": show_steps, "context": show_context}[sys.argv[1]](int(sys.argv[2]))

@@ -30,7 +30,8 @@ from worldsize.core import ConfigError, FilePath, PretrainedWeights, Range, Reci
 from worldsize.data.source import Source
 from worldsize.data.sources.documents import IGNORED
 from worldsize.errors import require
-from worldsize.strategies.sequence_chunks import Chunks, document_mask, sequence_positions
+from worldsize.strategies.chunk_tensor import Chunks
+from worldsize.strategies.sequence_chunks import document_mask, sequence_positions
 
 _OPTIONS = {"dtype": torch.float32, "attn_implementation": "sdpa"}
 

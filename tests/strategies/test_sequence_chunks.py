@@ -14,14 +14,9 @@ from torch.nn import functional as F
 
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import Cluster, ConfigError, LossOutput, MicroBatch, Numerics, RunContext, Strategy, World
+from worldsize.strategies.chunk_tensor import Chunks
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.sequence_chunks import (
-    ChunkLayout,
-    Chunks,
-    document_mask,
-    gather_sequence,
-    sequence_positions,
-)
+from worldsize.strategies.sequence_chunks import ChunkLayout, document_mask, gather_sequence, sequence_positions
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
 
@@ -42,8 +37,7 @@ def mask_documents(documents_bt: Tensor) -> Tensor:
     return (same & torch.ones(TIME, TIME, dtype=torch.bool).tril())[:, None]
 
 
-Case = tuple[int, int, Callable[[Tensor], dict[str, Any]], Callable[[Tensor], dict[str, Any]]]
-CASES: dict[str, Case] = {  # heads of keys, features of values, options of chunks, options of the whole sequence
+CASES: dict[str, Any] = {  # heads of keys, features of values, options of chunks, options of the whole sequence
     "causal": (HEADS, 8, lambda _: {"is_causal": True}, lambda _: {"is_causal": True}),
     "full": (HEADS, 8, lambda _: {}, lambda _: {}),
     "scaled": (HEADS, 8, lambda _: {"is_causal": True, "scale": 0.7}, lambda _: {"is_causal": True, "scale": 0.7}),
@@ -72,7 +66,7 @@ def attend(layout: ChunkLayout, name: str, dtype: torch.dtype) -> list[Tensor]:
         for part in each.parts:
             part.requires_grad_()
     options = create_options(layout.cut(DOCUMENTS_BT, 1))
-    output: Any = F.scaled_dot_product_attention(*chunks, **options)
+    output: Any = F.scaled_dot_product_attention(chunks[0], chunks[1], chunks[2], **options)
     weights: Any = layout.cut(draw(2, HEADS, TIME, features, seed=3).to(dtype), -2)
     torch.autograd.backward([(own * weight).sum() for own, weight in zip(output.parts, weights.parts, strict=True)])
     gradients = [Chunks([part.grad for part in each.parts if part.grad is not None], layout) for each in chunks]
@@ -84,7 +78,7 @@ def attend_whole(name: str) -> list[Tensor]:
     leaves = [draw(2, HEADS, TIME, 8), draw(2, heads, TIME, 8, seed=1), draw(2, heads, TIME, features, seed=2)]
     for each in leaves:
         each.requires_grad_()
-    output = F.scaled_dot_product_attention(*leaves, **create_options(DOCUMENTS_BT))
+    output = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], **create_options(DOCUMENTS_BT))
     (output * draw(2, HEADS, TIME, features, seed=3)).sum().backward()  # type: ignore[no-untyped-call]
     return [output.detach(), *(each.grad for each in leaves if each.grad is not None)]
 
@@ -214,11 +208,25 @@ def train(own: StdlibLM, numerics: Numerics = Numerics(logical_context=4), steps
 
 
 def attend_by_hand(model: Layers, hidden_btw: Tensor) -> Tensor:
-    return (model.query(hidden_btw) @ hidden_btw.mT).softmax(-1) @ hidden_btw
+    scores: Tensor = model.query(hidden_btw) @ hidden_btw.mT
+    return scores.softmax(-1) @ hidden_btw
 
 
 def number_positions(model: Layers, hidden_btw: Tensor) -> Tensor:
-    return model.query(hidden_btw + torch.arange(hidden_btw.shape[1])[:, None] / 10)
+    found: Tensor = model.query(hidden_btw + torch.arange(hidden_btw.shape[1])[:, None] / 10)
+    return found
+
+
+def attend_by_hand_behind_zeros(model: Layers, hidden_btw: Tensor) -> Tensor:
+    """The model's outputs do not depend on attention before the first update."""
+    nn.init.zeros_(model.head.weight)
+    return attend_by_hand(model, hidden_btw)
+
+
+def write_into_zeros(model: Layers, hidden_btw: Tensor) -> Tensor:
+    written = torch.zeros(hidden_btw.shape)
+    written[...] = model.query(hidden_btw)
+    return written
 
 
 class Doubled(torch.autograd.Function):
@@ -245,14 +253,19 @@ def attend_within_chunk(model: Layers, hidden_btw: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("combine", "message"),
     [
-        (attend_by_hand, "the output of head differs if the sequence is cut into chunks.*scaled_dot_product_attention"),
-        (number_positions, "the output of query differs if the sequence is cut.*Use.*sequence_positions"),
+        (attend_by_hand, "the input of head differs if the sequence is cut into chunks.*scaled_dot_product_attention"),
+        (number_positions, "the input of query differs if the sequence is cut.*Use.*sequence_positions"),
         (lambda model, hidden: model.recurrent(hidden)[0], "combines the tokens"),
         (lambda model, hidden: model.conv(hidden.mT).mT, "combines the tokens"),
         (lambda model, hidden: model.norm(hidden.mT).mT, "combines the tokens"),
         (lambda model, hidden: model.heads(hidden, hidden, hidden)[0], "combines the tokens"),
         (lambda model, hidden: hidden.cumsum(1), "combines the tokens"),
-        (lambda model, hidden: hidden.roll(1, dims=1), "the output of head differs"),
+        (lambda model, hidden: hidden.roll(1, dims=1), "the input of head differs"),
+        (attend_by_hand_behind_zeros, "the input of head differs"),
+        (lambda model, hidden: model.query(hidden.mean(1, keepdim=True)), "the input of query has no dimension of tok"),
+        (lambda model, hidden: hidden * len(torch.nonzero(hidden > 0)), "reads a shape that depends on values"),
+        (lambda model, hidden: hidden * float(f"{hidden.mean():.3f}"), "reads values"),
+        (write_into_zeros, "__setitem__ writes chunks of a sequence into a tensor that is not cut"),
         (lambda model, hidden: Doubled.apply(model.query(hidden)), "custom autograd function"),
         (lambda model, hidden: hidden * float(hidden.mean().item()), "reads values"),
         (attend_with_dropout, "dropout_p=0.1"),
@@ -264,6 +277,72 @@ def test_a_model_that_combines_tokens_in_another_way_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train(combined(combine))
+
+
+def test_stages_of_a_pipeline_are_tried_too() -> None:
+    class Staged(Combined):
+        def layers(self, model: Any) -> Sequence[nn.Module]:
+            return [model.embedding, Attending(model), model.head]
+
+        def model(self) -> nn.Module:
+            return Layers(attend_by_hand)
+
+    class Attending(nn.Module):
+        def __init__(self, model: Layers) -> None:
+            super().__init__()
+            self.query = model.query
+
+        def forward(self, hidden_btw: Tensor) -> Tensor:
+            return hidden_btw + attend_by_hand(self, hidden_btw)  # type: ignore[arg-type]
+
+    own = Staged(16, 1, 1, TIME, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+
+    def refused(world: World) -> str:
+        strategy = Mesh(pipeline=2, reduce="ordered")
+        replica = strategy.replica(own, RunContext(world, Numerics(logical_context=4), logical_ranks=2))
+        rows = torch.randint(256, (2, TIME + 1), generator=torch.Generator().manual_seed(1))
+        with pytest.raises((ConfigError, RuntimeError)) as raised:  # or the other rank's connection ends
+            replica.step([MicroBatch((each[:, :-1], each[:, 1:]), seed=1) for each in (rows, rows)])
+        return str(raised.value)
+
+    assert any("differs if the sequence is cut into chunks" in each for each in run_in_worlds(refused, 2))
+
+
+class Folded(Combined):
+    """Computes on tokens of all sequences together, registers a hook, and has ignored targets."""
+
+    def model(self) -> nn.Module:
+        def fold(model: Layers, hidden_btw: Tensor) -> Tensor:
+            output: Tensor = model.query(hidden_btw.flatten(0, 1)).view(hidden_btw.shape)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+            return output
+
+        return Layers(fold)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        targets_bt = batch[1].where(batch[1] < 200, -100)
+        is_known = targets_bt != -100
+        logits = model(batch[0])[is_known]
+        return F.cross_entropy(logits, targets_bt[is_known], reduction="sum"), is_known.sum()
+
+
+def test_tokens_of_all_sequences_may_be_folded_into_one_dimension() -> None:
+    own = Folded(16, 1, 1, TIME, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+    whole, chunks = (train(own, numerics) for numerics in (Numerics(), Numerics(logical_context=4)))
+    for expected, found in zip(whole.model.parameters(), chunks.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_query_may_attend_to_more_keys_than_there_are_queries() -> None:
+    layout = ChunkLayout(4)
+    query, key = draw(2, 2, 16, 8), draw(2, 2, 32, 8, seed=1)
+    chunks = [layout.cut(each, -2) for each in (query, key, key)]
+    found = F.scaled_dot_product_attention(chunks[0], chunks[1], chunks[2])
+    expected = F.scaled_dot_product_attention(query, key, key)
+    torch.testing.assert_close(gather_sequence(found, -2), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match="causal attention from 4 queries to 8 keys"):
+        F.scaled_dot_product_attention(chunks[0], chunks[1], chunks[2], is_causal=True)
 
 
 def test_a_loss_that_is_not_a_mean_over_tokens_is_refused() -> None:
@@ -283,7 +362,7 @@ class Averaged(StdlibLM):
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         total, count = super().loss(model, batch)
-        return LossOutput(total / count, {"nats": (total.detach(), count), "chunks": (torch.ones(()), 1)})
+        return LossOutput(total / count, {"nats": (total.detach(), count), "chunks": (torch.ones(()), torch.ones(()))})
 
 
 def test_means_and_metrics_are_those_of_whole_sequences() -> None:
@@ -342,7 +421,7 @@ def losses(own: StdlibLM, strategy: Strategy, world: World) -> tuple[list[float]
         (Mesh(context=2, tensor=2), 4),
         (Mesh(context=2, pipeline=2), 4),
         (Mesh(context=2, data=2, on_failure="heal"), 4),
-        (Mesh(context=2, data=2, order=["context", "data", "tensor", "pipeline"]), 4),
+        (Mesh(context=2, data=2, order=["tensor", "data", "context", "pipeline"]), 4),
     ],
     ids=str,
 )

@@ -24,11 +24,12 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from worldsize.core import ConfigError
-from worldsize.strategies.sequence_chunks import ChunkLayout, Chunks
+from worldsize.strategies.chunk_tensor import Chunks
+from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.tensor_layers import VECTOR
 
-_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+_flash, _flash_backward = (getattr(torch.ops.aten, name) for name in (_KERNEL, f"{_KERNEL}_backward"))
 
 
 @final
@@ -76,10 +77,18 @@ def attend_by_chunk(
         raise ConfigError(
             f"attention has {query.shape[1]} heads of queries but {key.shape[1]} of keys. Set enable_gqa=True."
         )
+    if is_causal and key.shape[-2] != query.shape[-2]:
+        raise ConfigError(
+            f"causal attention from {query.shape[-2]} queries to {key.shape[-2]} keys is not supported in chunks. Use "
+            f"a mask, or set {layout.name_key()}=1."
+        )
     if attn_mask is not None and is_causal:
         raise ConfigError("an attention mask and is_causal=True exclude each other. Set one of them.")
     options = _Options(is_causal, scale, _list_masks(layout, attn_mask, key))
-    parts = _Attention.apply(layout, options, *query.parts, *key.parts, *value.parts)
+    tensors = [*query.parts, *key.parts, *value.parts]
+    if torch.is_autocast_enabled(query.device.type):
+        tensors = [each.to(torch.get_autocast_dtype(query.device.type)) for each in tensors]
+    parts = _Attention.apply(layout, options, *tensors)
     return Chunks(list(parts), layout)
 
 
@@ -106,7 +115,8 @@ class _Attention(torch.autograd.Function):
         whole_k, whole_v = _gather_pairs(layout, keys, values)
         ctx.layout, ctx.options, uses_flash = layout, options, options.uses_flash(queries[0], values[0])
         outputs, sums = [], []
-        for query, mask, blocks in zip(queries, options.masks, _list_blocks(layout, queries[0], options), strict=True):
+        all_blocks = _list_blocks(layout, queries[0], whole_k, options)
+        for query, mask, blocks in zip(queries, options.masks, all_blocks, strict=True):
             if not uses_flash:
                 outputs.append(_attend(query, whole_k, whole_v, mask, blocks, options.scale))
                 continue
@@ -128,7 +138,7 @@ class _Attention(torch.autograd.Function):
 
         def differentiate() -> Iterator[Tensor]:
             """Yield the gradients of all keys and values from the queries of each part."""
-            for index, blocks in enumerate(_list_blocks(layout, queries[0], options)):
+            for index, blocks in enumerate(_list_blocks(layout, queries[0], whole_k, options)):
                 if sums:
                     known = (outputs[index], sums[index], gradients[index])
                     own, of_keys, of_values = _differentiate_blocks(
@@ -163,7 +173,7 @@ def _gather_pairs(layout: ChunkLayout, keys: Sequence[Tensor], values: Sequence[
 
 @final
 @dataclass(frozen=True)
-class _Block:
+class _Span:
     """Queries [first, last) of a part, keys [0, past) for all of them, and keys [past, end) up to their own place."""
 
     first: int
@@ -172,18 +182,17 @@ class _Block:
     end: int
 
 
-def _list_blocks(layout: ChunkLayout, query: Tensor, options: _Options) -> Iterator[list[_Block]]:
+def _list_blocks(layout: ChunkLayout, query: Tensor, keys: Tensor, options: _Options) -> Iterator[list[_Span]]:
     """Yield the blocks of each part, one for each of its chunks if attention is causal, otherwise one."""
     length = query.shape[-2] // layout.chunks_per_part
     for part in layout.parts:
         if options.is_causal:
             yield [
-                _Block(index * length, (index + 1) * length, place * length, (place + 1) * length)
+                _Span(index * length, (index + 1) * length, place * length, (place + 1) * length)
                 for index, place in enumerate(part)
             ]
         else:
-            keys = layout.chunks * length
-            yield [_Block(0, query.shape[-2], keys, keys)]
+            yield [_Span(0, query.shape[-2], keys.shape[-2], keys.shape[-2])]
 
 
 def _repeat_heads(query: Tensor, shared: Tensor) -> Tensor:
@@ -198,7 +207,7 @@ def _sum_heads(query: Tensor, shared: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _merge_blocks(
-    query: Tensor, keys: Tensor, values: Tensor, block: _Block, scale: float | None
+    query: Tensor, keys: Tensor, values: Tensor, block: _Span, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output of a block (batch, heads, queries, features) and its log-sum-exp (batch, heads, queries)."""
     own = query[..., block.first : block.last, :].contiguous()
@@ -234,7 +243,7 @@ def _differentiate_blocks(
     keys: Tensor,
     values: Tensor,
     known: tuple[Tensor, Tensor, Tensor],
-    blocks: Sequence[_Block],
+    blocks: Sequence[_Span],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a part's queries, and of all keys and values from them.
@@ -263,7 +272,7 @@ def _differentiate_blocks(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, blocks: Sequence[_Block], scale: float | None
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, blocks: Sequence[_Span], scale: float | None
 ) -> Tensor:
     """Return the output of a part of queries with the kernels that torch selects."""
     shares_heads = keys.shape[1] != query.shape[1]
@@ -282,7 +291,7 @@ def _differentiate_again(
     values: Tensor,
     gradient: Tensor,
     mask: Tensor | None,
-    blocks: Sequence[_Block],
+    blocks: Sequence[_Span],
     scale: float | None,
 ) -> Sequence[Tensor]:
     """Compute the attention of a part again, and return its gradients of queries, keys and values."""

@@ -1,17 +1,18 @@
 """A check, before the first step, that a model computes the same on chunks of a sequence as on the whole.
 
 Attention of another kind than ``scaled_dot_product_attention`` would silently see one chunk, and ``torch.arange`` would
-number its positions from 0. So the first tokens of a batch run through the model twice, in float32 and without
-dropout. The outputs of linear layers and embeddings are compared by projections: of each output, one number per chunk.
+number its positions from 0. So the first and the last tokens of a batch run through the model twice, in float32 and
+without dropout. The inputs and outputs of modules with parameters are compared by projections, one number per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, final
+from itertools import count
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -20,111 +21,179 @@ from torch import Tensor, nn
 from worldsize.collectives.group import start_collective
 from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Recipe
 from worldsize.seeds import keep_generators
+from worldsize.strategies.chunk_tensor import Chunks
 from worldsize.strategies.model_replica import evaluating
-from worldsize.strategies.sequence_chunks import ChunkLayout, Chunks
+from worldsize.strategies.sequence_chunks import ChunkLayout
 
 _LENGTH = 8  # tokens of each chunk in the trial
 _TOLERANCE = 1e-2  # of an output's norm; rounding, also of TF32, stays far below it
+_SUMS = {"cpu": 1e-4}  # relative tolerance of losses and metrics, by device; on others 2e-3
+
+Passes: TypeAlias = "Callable[[MicroBatch, bool], tuple[Loss | None, Mapping[str, Any]]]"
+"""Computes the loss and the metrics of a micro-batch whose sequences are already cut, with the model or its stages.
+
+It is told whether sequences are in chunks. The loss is None on a rank without the last stage.
+"""
 
 
 def try_chunks(
-    recipe: Recipe,
-    model: nn.Module,
-    batch: MicroBatch,
-    layout: ChunkLayout,
-    run: Callable[[Callable[[], Any]], Any],
+    recipe: Recipe, modules: Sequence[nn.Module], batch: MicroBatch, layout: ChunkLayout, run: Passes
 ) -> None:
-    """Compare the model's outputs and the loss for chunks of the first tokens of ``batch`` with those for the whole.
+    """Compare ``modules`` and the loss for chunks of some tokens of ``batch`` with those for the whole.
 
-    ``run`` calls a function that uses the model. All ranks that share the model must call it together.
+    All ranks that share the model must call it together.
 
     Raises:
-        ConfigError: they differ; it names the first module with a different output.
+        ConfigError: they differ; it names the first module with a different input or output.
     """
-    device = next(model.parameters()).device
-    data = recipe.cut_sequences(batch.data, partial(_shorten_sequence, layout))
-    short = replace(batch, data=data)
-    with torch.no_grad(), evaluating([model]), torch.autocast(device.type, enabled=False), keep_generators(device):
-        whole, parts = _Outputs(layout), _Outputs(layout)
-        with whole.recording(model):
-            expected = run(partial(recipe.micro_batch_loss, model, short))
-        with parts.recording(model):
-            found = run(partial(layout.compute_loss, recipe, model, short))
-    _compare_outputs(whole, parts, layout)
-    _compare_losses(expected, found, layout)
+    device = next(parameter.device for each in modules for parameter in each.parameters() if not parameter.is_meta)
+    if _is_rehearsed(modules):
+        return  # collectives return no values
+    with torch.no_grad(), evaluating(modules), torch.autocast(device.type, enabled=False), keep_generators(device):
+        for from_end in (False, True):
+            shorten, whole, parts = _Shortening(layout, from_end), _Tensors(), _Tensors()
+            with whole.recording(modules):
+                expected = run(replace(batch, data=recipe.cut_sequences(batch.data, shorten.take)), False)
+            with parts.recording(modules):
+                found = run(replace(batch, data=recipe.cut_sequences(batch.data, shorten.cut)), True)
+            _compare_tensors(whole, parts, layout, shorten.length)
+            if expected[0] is not None and found[0] is not None:
+                _compare_results(expected, (found[0], found[1]), layout, _SUMS.get(device.type, 2e-3))
+            if shorten.takes_all:
+                return
 
 
-def _shorten_sequence(layout: ChunkLayout, whole: Tensor, dim: int) -> Tensor:
-    length = min(_LENGTH, whole.shape[dim] // layout.chunks)
-    return whole.narrow(dim, 0, length * layout.chunks)
+def _is_rehearsed(modules: Sequence[nn.Module]) -> bool:
+    is_fake = any(type(each).__name__ == "FakeTensor" for module in modules for each in module.parameters())
+    return is_fake or (dist.is_initialized() and dist.get_backend() == "fake")
 
 
 @final
 @dataclass
-class _Outputs:
-    """Projections of module outputs, one number for each part of ``layout``, and their norms, in order of calls."""
+class _Shortening:
+    """Takes ``length`` tokens of each sequence, the first or the last ones."""
 
     layout: ChunkLayout
-    rows: list[tuple[str, Sequence[Tensor] | Tensor]] = field(default_factory=list)
+    from_end: bool
+    length: int = 0
+    takes_all: bool = True
 
-    def recording(self, model: nn.Module) -> ExitStack:
-        """Return a context that records outputs of linear layers and embeddings in ``model``."""
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """Return some tokens along dimension ``dim``."""
+        size, chunks = whole.shape[dim], self.layout.chunks
+        if size % chunks:
+            return self.layout.cut(whole, dim)  # raises
+        self.length = min(size, _LENGTH * chunks)
+        self.takes_all = self.takes_all and self.length == size
+        return whole.narrow(dim, size - self.length if self.from_end else 0, self.length)
+
+    def cut(self, whole: Tensor, dim: int) -> Chunks:
+        """Return the same tokens in chunks."""
+        return self.layout.cut(self.take(whole, dim), dim)
+
+
+@final
+@dataclass
+class _Tensors:
+    """The inputs and outputs of modules with parameters of their own, projected, in order of calls."""
+
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def recording(self, modules: Sequence[nn.Module]) -> ExitStack:
+        """Return a context that records calls of submodules of ``modules``."""
         stack = ExitStack()
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                stack.callback(module.register_forward_hook(partial(self._record, name)).remove)
+        for name, module in (pair for each in modules for pair in each.named_modules()):
+            if any(True for _ in module.parameters(recurse=False)):
+                hook = partial(self._record, name, count())
+                stack.callback(module.register_forward_hook(hook).remove)
         return stack
 
-    def _record(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.ndim > 1 and output.is_floating_point():
-            probe = torch.arange(output.shape[-1], device=output.device).cos()
-            own: Tensor = output.float() @ probe
-            self.rows.append((name, own.parts if isinstance(own, Chunks) else own))
+    def _record(self, name: str, calls: count[int], _: nn.Module, args: Any, output: Any) -> None:
+        call = next(calls)
+        what = f"of {name or 'the model'}{f' in call {call + 1}' if call else ''}"
+        for kind, each in (("input", args[0] if args else None), ("output", output)):
+            if isinstance(each, Tensor) and each.ndim:
+                self.rows[f"the {kind} {what}"] = _project(each)
 
 
-def _compare_outputs(whole: _Outputs, parts: _Outputs, layout: ChunkLayout) -> None:
-    for (name, expected), (other, found) in zip(whole.rows, parts.rows, strict=False):
-        if name != other or isinstance(found, Tensor) or not isinstance(expected, Tensor):
-            continue  # not an output of tokens, or modules run in another order
-        for wanted, given in _pair_parts(expected, found, layout):
-            if (wanted - given).norm() > _TOLERANCE * wanted.norm():
-                raise ConfigError(
-                    f"the output of {name} differs if the sequence is cut into chunks, so an operation before it "
-                    "combines tokens, or numbers them. Use scaled_dot_product_attention for attention, and "
-                    f"sequence_positions for positions, or set {layout.name_key()}=1."
-                )
+def _project(tensor: Tensor) -> Tensor:
+    """Return one number per token of floating-point ``tensor`` (..., features), and other tensors unchanged."""
+    if not tensor.is_floating_point() or tensor.ndim == 1:
+        return tensor.double()
+    probe = torch.arange(tensor.shape[-1], device=tensor.device).cos()
+    projected: Tensor = tensor.float() @ probe
+    return projected
 
 
-def _pair_parts(whole: Tensor, parts: Sequence[Tensor], layout: ChunkLayout) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tokens of each part in ``whole`` and in the part, if the shapes differ only in their number."""
-    for places, part in zip(layout.parts, parts, strict=True):
-        if whole.ndim != part.ndim:
-            return
-        dims = [dim for dim in range(whole.ndim) if whole.shape[dim] != part.shape[dim]]
-        if len(dims) != 1 or whole.shape[dims[0]] * len(places) != part.shape[dims[0]] * layout.chunks:
-            return
-        pieces = whole.chunk(layout.chunks, dims[0])
-        yield torch.cat([pieces[place] for place in places], dims[0]), part
-
-
-def _compare_losses(expected: Loss, found: Loss, layout: ChunkLayout) -> None:
-    wanted, given = (_convert_loss(each) for each in (expected, found))
-    if not layout.is_complete:
-        start_collective(dist.all_reduce, given, group=layout.group).wait()
-        if len(given) == 1:
-            given /= layout.size
-    if not torch.allclose(given, wanted, rtol=_TOLERANCE / 10, atol=1e-6):
-        one, other = (" / ".join(f"{number:g}" for number in each.tolist()) for each in (wanted, given))
+def _compare_tensors(whole: _Tensors, parts: _Tensors, layout: ChunkLayout, length: int) -> None:
+    for what, found in parts.rows.items():
+        expected = whole.rows.get(what)
+        if not isinstance(found, Chunks) or expected is None:
+            continue  # no tokens
+        pairs = _pair_parts(expected, found, layout, length)
+        if pairs is None:
+            fact = "has no dimension of tokens, or they are selected by value"
+        elif any((wanted - given).norm() > _TOLERANCE * wanted.norm() for wanted, given in pairs):
+            fact = "differs if the sequence is cut into chunks: an operation before it combines tokens, or numbers them"
+        else:
+            continue
         raise ConfigError(
-            f"the loss of whole sequences is {one}, but that of their chunks {other}. Return the sum over the tokens "
-            "of a chunk and their number, and shift targets in the data, not in the loss; or set "
-            f"{layout.name_key()}=1."
+            f"{what} {fact}. Use scaled_dot_product_attention for attention, and sequence_positions for positions, or "
+            f"set {layout.name_key()}=1."
         )
 
 
-def _convert_loss(loss: Loss) -> Tensor:
-    """Return the mean, or the sum and the weight, float64 (1,) or (2,)."""
-    own = LossOutput.from_loss(loss).loss
-    return torch.stack(
-        [torch.as_tensor(each).double().detach() for each in (own if isinstance(own, tuple) else (own,))]
-    )
+def _pair_parts(
+    whole: Tensor, parts: Chunks, layout: ChunkLayout, length: int
+) -> Iterable[tuple[Tensor, Tensor]] | None:
+    """Return each part with its tokens in ``whole``, of ``length`` tokens; None if no dimension has the tokens."""
+    if whole.ndim != parts.ndim:
+        return None
+    own = length // layout.chunks * layout.chunks_per_part  # tokens of a part
+    dims = [dim for dim in range(whole.ndim) if whole.shape[dim] != parts.shape[dim]]
+    if len(dims) != 1 or whole.shape[dims[0]] * own != parts.shape[dims[0]] * length:
+        return None
+    dim = dims[0]
+    for tokens_last in (True, False):  # of a dimension that has the batch and the tokens
+        inner = whole.shape[dim] // length
+        shapes = [(inner, size) if tokens_last else (size, inner) for size in (length, own)]
+        divided = torch.unflatten(whole, dim, shapes[0])
+        pieces = divided.chunk(layout.chunks, dim + tokens_last)
+        pairs = [
+            (torch.cat([pieces[place] for place in places], dim + tokens_last), torch.unflatten(part, dim, shapes[1]))
+            for places, part in zip(layout.parts, parts.parts, strict=True)
+        ]
+        if all((wanted - given).norm() <= _TOLERANCE * wanted.norm() for wanted, given in pairs):
+            break
+    return pairs
+
+
+def _compare_results(
+    expected: tuple[Loss | None, Mapping[str, Any]],
+    found: tuple[Loss, Mapping[str, Any]],
+    layout: ChunkLayout,
+    tolerance: float,
+) -> None:
+    assert expected[0] is not None
+    is_mean = isinstance(LossOutput.from_loss(expected[0]).loss, Tensor)
+    losses = [LossOutput.from_loss(each).loss for each in (expected[0], layout.sum_loss(found[0]))]
+    metrics = layout.sum_metrics(found[1])
+    rows = {"loss": losses, **{f"metric {name}": [pair, metrics[name]] for name, pair in expected[1].items()}}
+    for name, pair in rows.items():
+        wanted, given = map(_convert_pair, pair)
+        if not layout.is_complete:
+            start_collective(dist.all_reduce, given, group=layout.group).wait()
+            given /= layout.size if is_mean and name == "loss" else 1
+        if not torch.allclose(given, wanted, rtol=tolerance, atol=1e-6):
+            one, other = (" / ".join(f"{number:g}" for number in each.tolist()) for each in (wanted, given))
+            raise ConfigError(
+                f"the {name} of whole sequences is {one}, but that of their chunks {other}. Return the sum over the "
+                "tokens of a chunk and their number, and shift targets in the data, not in the loss; or set "
+                f"{layout.name_key()}=1."
+            )
+
+
+def _convert_pair(values: Any) -> Tensor:
+    """Return a mean, or a sum and its weight, float64 (1,) or (2,)."""
+    numbers = values if isinstance(values, tuple) else (values,)
+    return torch.stack([torch.as_tensor(each).double().detach() for each in numbers])

@@ -12,8 +12,8 @@ both ends: the order of the tree is 0, C-1, 1, C-2, ..., of which a rank has con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -21,13 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
-from torch.utils._pytree import register_pytree_node
 
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.slice_sums import scatter_slices, sum_slices
 from worldsize.core import ConfigError, FeatureRecipe, Loss, LossOutput, MicroBatch, Recipe
-from worldsize.seeds import get_generator_state, set_generator_state
+from worldsize.strategies.chunk_tensor import Chunks
 
 _Metrics = Mapping[str, tuple[Tensor | float, ...]]
 
@@ -135,9 +133,16 @@ class ChunkLayout:
     def compute_loss(self, recipe: Recipe, model: Any, batch: MicroBatch) -> Loss:
         """Return the loss of a micro-batch from that of each chunk."""
         data = recipe.cut_sequences(batch.data, self.cut)
-        own = recipe.micro_batch_loss(model, MicroBatch(data, batch.seed, batch.step, batch.logical_rank))
+        return self.sum_loss(recipe.micro_batch_loss(model, replace(batch, data=data)))
+
+    def evaluate(self, recipe: Recipe, model: Any, data: Any) -> _Metrics:
+        """Return the metrics of a batch from those of each chunk."""
+        return self.sum_metrics(recipe.evaluate(model, recipe.cut_sequences(data, self.cut)))
+
+    def sum_loss(self, own: Loss) -> Loss:
+        """Return the loss of whole sequences from the recipe's loss of chunks."""
         output = LossOutput.from_loss(own)
-        metrics = {name: self._sum_pair(pair) for name, pair in output.metrics.items()}
+        metrics: Any = self.sum_metrics(output.metrics)
         if isinstance(output.loss, tuple):
             total, weight = output.loss
             loss: Any = (self._sum_value(total), self._sum_value(weight))
@@ -147,17 +152,13 @@ class ChunkLayout:
             loss = output.loss
         return LossOutput(loss, metrics) if metrics else loss
 
-    def evaluate(self, recipe: Recipe, model: Any, data: Any) -> _Metrics:
-        """Return the metrics of a batch from those of each chunk."""
-        found = recipe.evaluate(model, recipe.cut_sequences(data, self.cut))
-        return {name: self._sum_pair(pair) for name, pair in found.items()}
-
-    def _sum_pair(self, pair: Sequence[Any]) -> Any:
-        return tuple(self._sum_value(value) for value in pair)
+    def sum_metrics(self, own: _Metrics) -> _Metrics:
+        """Return the metrics of whole sequences from the recipe's metrics of chunks."""
+        return {name: tuple(map(self._sum_value, pair)) for name, pair in own.items()}
 
     def _sum_value(self, value: Any) -> Any:
         if isinstance(value, Chunks):
-            return value.parts[0] if self._all_parts == 1 else _Sum.apply(self, *value.parts)
+            return value.parts[0] if self._all_parts == 1 else _ChunkSum.apply(self, *value.parts)
         return value * self._all_parts  # the same number for each part
 
 
@@ -185,164 +186,7 @@ def _create_length_error(tokens: int, chunks: int, key: str) -> ConfigError:
     )
 
 
-@final
-class Chunks(Tensor):
-    """The chunks of a tensor on this rank, on which operations run one by one.
-
-    It has the shape of one part, and can be used like it. ``parts``: the tensors, as listed by ``chunk_layout.parts``.
-    """
-
-    parts: Sequence[Tensor]
-    chunk_layout: ChunkLayout
-
-    def __new__(cls, parts: Sequence[Tensor], layout: ChunkLayout) -> Chunks:
-        first = parts[0]
-        made: Any = Tensor._make_wrapper_subclass(
-            cls, first.shape, dtype=first.dtype, device=first.device, requires_grad=first.requires_grad
-        )
-        made.parts, made.chunk_layout = parts, layout
-        return made  # type: ignore[no-any-return]
-
-    def join(self, dim: int) -> Tensor:
-        """Return the chunks of this rank as one tensor, for messages between stages."""
-        return torch.cat(list(self.parts), dim)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        layout = next(_find_chunks((args, kwargs))).chunk_layout
-        if handler := _HANDLERS.get(func):
-            return handler(layout, *args, **(kwargs or {}))
-        if func in _DRAWING:
-            return _draw_by_part(layout, func, args, kwargs or {})
-        return _call_by_part(layout, func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise _create_function_error(str(func))
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Chunks({list(self.parts)})"
-
-
-register_pytree_node(  # FSDP and activation checkpointing look for tensors in arguments
-    Chunks,
-    lambda chunks: (list(chunks.parts), chunks.chunk_layout),
-    lambda parts, layout: Chunks(list(parts), layout),
-)
-
-
-def _find_chunks(node: Any) -> Iterator[Chunks]:
-    if isinstance(node, Chunks):
-        yield node
-    elif isinstance(node, tuple | list):
-        for each in node:
-            yield from _find_chunks(each)
-    elif isinstance(node, Mapping):
-        for each in node.values():
-            yield from _find_chunks(each)
-
-
-def _call_by_part(layout: ChunkLayout, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``func`` for each part; a result without tensors must be the same for each chunk, such as a shape."""
-    count = len(layout.parts)
-    first_args, *other_args = _select_parts(args, count, layout)
-    first_kwargs, *other_kwargs = _select_parts(kwargs, count, layout)
-    first = func(*first_args, **first_kwargs)
-    if first is not None and not _has_tensor(first):
-        return first
-    others = [func(*each, **named) for each, named in zip(other_args, other_kwargs, strict=True)]
-    return _join_results([first, *others], layout)
-
-
-def _select_parts(node: Any, count: int, layout: ChunkLayout) -> list[Any]:
-    """Return ``node`` for each part; tensors without chunks are shared, with gradients summed over chunks."""
-    if isinstance(node, Chunks):
-        _check_own(node)
-        return list(node.parts)
-    if isinstance(node, Tensor):
-        if layout.is_complete and node.requires_grad and torch.is_grad_enabled():
-            return list(_Share.apply(layout, node))
-        return [node] * count
-    if type(node) in (tuple, list):
-        columns = [_select_parts(each, count, layout) for each in node]
-        return [type(node)(column[place] for column in columns) for place in range(count)]
-    if isinstance(node, Mapping):
-        named = {key: _select_parts(value, count, layout) for key, value in node.items()}
-        return [{key: column[place] for key, column in named.items()} for place in range(count)]
-    return [node] * count
-
-
-def _check_own(chunks: Chunks) -> None:
-    """Raise ConfigError if a custom autograd function returned ``chunks``, of which it differentiates no part."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if chunks.grad_fn is not None:
-            raise _create_function_error("a custom autograd function")
-
-
-def _create_function_error(what: str) -> ConfigError:
-    return ConfigError(
-        f"{what} was called on a sequence that is cut into chunks, which is not supported. Set strategy.context=1 and "
-        "logical_context=1."
-    )
-
-
-def _has_tensor(node: Any) -> bool:
-    return isinstance(node, Tensor) or (isinstance(node, tuple | list) and any(map(_has_tensor, node)))
-
-
-def _join_results(results: Sequence[Any], layout: ChunkLayout) -> Any:
-    first = results[0]
-    if isinstance(first, Tensor):
-        return Chunks(results, layout)
-    if isinstance(first, tuple | list):
-        joined = [_join_results(column, layout) for column in zip(*results, strict=True)]
-        return first._make(joined) if hasattr(first, "_make") else type(first)(joined)
-    return first
-
-
-def _draw_by_part(layout: ChunkLayout, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``func`` for each part with a random stream of its own, derived from one number of the current stream."""
-    device = next(_find_chunks((args, kwargs))).parts[0].device
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    state, count = get_generator_state(device), len(layout.parts)
-    results = []
-    try:
-        pairs = zip(_select_parts(args, count, layout), _select_parts(kwargs, count, layout), strict=True)
-        for (place, *_), (own, named) in zip(layout.parts, pairs, strict=True):
-            _seed_generator(seed + place, device)
-            results.append(func(*own, **named))
-    finally:
-        set_generator_state(state, device)
-    return _join_results(results, layout)
-
-
-def call_by_part(function: Callable[..., Any], inputs: Tensor, *weights: Tensor | None) -> Any:
-    """Call ``function`` with ``inputs`` and ``weights``: once, or if inputs are chunks, once for each part."""
-    if isinstance(inputs, Chunks):
-        return _call_by_part(inputs.chunk_layout, function, (inputs, *weights), {})
-    return function(inputs, *weights)
-
-
-class _Share(torch.autograd.Function):
-    """Gives each part its own use of a tensor, so that gradients are summed in the tree, over all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: ChunkLayout, shared: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout = layout
-        return tuple(shared.view_as(shared) for _ in layout.parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        layout: ChunkLayout = ctx.layout
-        refuse_second_gradient(layout)
-        return None, layout.reduce_parts(gradients)
-
-
-class _Sum(torch.autograd.Function):
+class _ChunkSum(torch.autograd.Function):
     """Sums a value over the chunks of all ranks; each chunk gets the gradient of the sum."""
 
     @staticmethod
@@ -353,15 +197,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *gradients * ctx.count
-
-
-def refuse_second_gradient(layout: ChunkLayout) -> None:
-    """Raise ConfigError in a backward pass that is differentiated again."""
-    if torch.is_grad_enabled():
-        raise ConfigError(
-            "a gradient over a sequence in chunks is differentiated again (create_graph=True), which is not "
-            f"supported. Set {layout.name_key()}=1."
-        )
 
 
 def sequence_positions(tokens: Tensor, dim: int = 1) -> Tensor:
@@ -396,57 +231,3 @@ def document_mask(documents_bt: Tensor) -> Tensor:
     is_past_tk = rows_t[:, None] >= torch.arange(whole_bk.shape[1], device=whole_bk.device)
     same_btk = documents_bt[:, :, None] == whole_bk[:, None, :]
     return (same_btk & is_past_tk)[:, None]
-
-
-def _seed_generator(seed: int, device: torch.device) -> None:
-    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-    generator.manual_seed(seed)
-
-
-def _attend(*args: Any, **kwargs: Any) -> Tensor:
-    from worldsize.strategies.chunk_attention import attend_by_chunk  # which imports this module
-
-    return attend_by_chunk(*args, **kwargs)
-
-
-def _iterate(_: ChunkLayout, chunks: Tensor) -> Iterator[Tensor]:
-    return iter(torch.unbind(chunks, 0))
-
-
-def _refuse(why: str) -> Callable[..., Any]:
-    def refuse(layout: ChunkLayout, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(f"the model {why} of sequences that are cut into chunks. Set {layout.name_key()}=1.")
-
-    return refuse
-
-
-_READS_VALUES = (
-    *(Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy),
-    *(Tensor.__array__, Tensor.__contains__, torch.equal, torch.allclose, Tensor.equal, Tensor.allclose),
-)
-_COMBINES_TOKENS = (
-    *(F.multi_head_attention_forward, F.batch_norm, F.instance_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d),
-    *(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh),
-    *(F.max_pool1d, F.avg_pool1d, F.adaptive_avg_pool1d, F.interpolate),
-)
-_DRAWING = frozenset(
-    (
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-        *(F.gumbel_softmax, F.rrelu, torch.dropout, torch.bernoulli, torch.multinomial, torch.normal, torch.poisson),
-        *(
-            torch.rand_like,
-            torch.randn_like,
-            torch.randint_like,
-            Tensor.bernoulli,
-            Tensor.bernoulli_,
-            Tensor.multinomial,
-        ),
-        *(Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.random_, Tensor.geometric_, Tensor.cauchy_),
-    )
-)
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.scaled_dot_product_attention: _attend,
-    Tensor.__iter__: _iterate,
-    **dict.fromkeys(_READS_VALUES, _refuse("reads values")),
-    **dict.fromkeys(_COMBINES_TOKENS, _refuse("combines the tokens, other than by scaled_dot_product_attention,")),
-}

@@ -21,6 +21,7 @@ from worldsize.collectives.step_timer import backward, measure_phase, time_buffe
 from worldsize.core import (
     ConfigError,
     FeatureRecipe,
+    Loss,
     MicroBatch,
     Recipe,
     Reduction,
@@ -124,7 +125,7 @@ class SynchronousReplica(ModelReplica):
     def _run_pass(self, batch: MicroBatch, scale: float) -> LossRecord:
         if self._untried_chunks is not None:
             with self._passes.discard_pass(batch):
-                try_chunks(self.recipe, self.model, batch, self._untried_chunks, self._run_action)
+                try_chunks(self.recipe, [self.model], batch, self._untried_chunks, self._run_trial)
             self._untried_chunks = None
         self._context.faults.report_point("step:forward")
         self.streams.begin(batch.seed)
@@ -140,6 +141,12 @@ class SynchronousReplica(ModelReplica):
             backward(scaled)
         self._context.faults.report_point("step:reduce")
         return record
+
+    def _run_trial(self, batch: MicroBatch, _: bool) -> tuple[Loss, Mapping[str, Any]]:
+        return (
+            self._run_action(partial(self.recipe.micro_batch_loss, self.model, batch)),
+            self._run_action(partial(self.recipe.evaluate, self.model, batch.data)),
+        )
 
     def _compute_loss(self, batch: MicroBatch) -> tuple[Tensor, LossRecord]:
         """Return a micro-batch's scalar loss and its record, in a tuple so that DDP finds the loss."""

@@ -30,7 +30,7 @@ from worldsize.collectives.per_rank import get_local_shard
 from worldsize.collectives.slice_sums import sum_slices
 from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.seeds import get_generator_state
-from worldsize.strategies.sequence_chunks import call_by_part
+from worldsize.strategies.chunk_tensor import call_by_part
 
 _EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two AVX-512 vectors of bfloat16

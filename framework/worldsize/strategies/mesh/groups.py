@@ -52,7 +52,8 @@ class MeshGroups:
         ranks, axes = torch.arange(self.layout.size, device="cpu").as_strided(sizes, strides), list(AXES)
         if merges_context:
             axes.remove("context")
-            ranks = ranks.flatten(axes.index("data"), axes.index("data") + 1)  # the context axis follows
+            place = axes.index("data")
+            ranks = ranks.flatten(place, place + 1).sort(place).values  # process groups sort their ranks
         names = tuple(f"{axis}{number}" for axis in axes)
         with self.context.making_groups():
             mesh = DeviceMesh(self.context.world.device.type, ranks, mesh_dim_names=names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -20,18 +21,20 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.per_rank import get_local_shard
 from worldsize.collectives.step_timer import measure_phase
-from worldsize.core import EvaluationBatch, MicroBatch, Recipe, Replica, StateDict, StepResult, World
+from worldsize.core import EvaluationBatch, Loss, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.metrics import MetricCollector
 from worldsize.seeds import keep_generators
+from worldsize.strategies.chunk_trial import try_chunks
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
 from worldsize.strategies.mesh.groups import Edges, Passing
 from worldsize.strategies.mesh.schedule import Kind, create_interleaved_schedule
-from worldsize.strategies.mesh.stage import Stage, TimedStage
+from worldsize.strategies.mesh.stage import SEQUENCE, KnownOutput, Stage, TimedStage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import autocast, evaluating
+from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.synchronous import SynchronousReplica
 
 _SCHEDULES: Mapping[str, Any] = {
@@ -202,9 +205,24 @@ class PipelineReplica(Replica):
         self._recipe, self._data, self._inner, self._pipeline = recipe, data, inner, pipeline
         for stage in pipeline.stages:
             stage.streams = inner.streams
+        self._untried_chunks = pipeline.stages[0].chunks  # until the first step
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        chunks, self._untried_chunks = self._untried_chunks, None
+        if chunks is not None:
+            try_chunks(self._recipe, self._pipeline.stages, micro_batches[0], chunks, partial(self._run_trial, chunks))
         return self._inner.step(micro_batches)
+
+    def _run_trial(self, chunks: ChunkLayout, batch: MicroBatch, is_cut: bool) -> tuple[Loss | None, Mapping[str, Any]]:
+        with ExitStack() as stack:
+            for stage in self._pipeline.stages:
+                stack.enter_context(stage.trying(chunks if is_cut else None))
+            output = self._pipeline.forward_batch(EvaluationBatch(0, batch.data, seed=batch.seed))
+            if output is None:
+                return None, {}
+            self._inner.streams.begin(batch.seed)
+            model = KnownOutput(chunks.wrap(output, SEQUENCE) if is_cut else output, self._inner.streams.enter_loss)
+            return self._recipe.micro_batch_loss(model, batch), {}
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         collector = self._collect_metrics(batches)

@@ -15,13 +15,14 @@ from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, Recipe
 from worldsize.errors import WorldsizeError
 from worldsize.seeds import derive_seed, get_generator_state, seed_generators
+from worldsize.strategies.chunk_tensor import Chunks
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
-from worldsize.strategies.sequence_chunks import ChunkLayout, Chunks
+from worldsize.strategies.sequence_chunks import ChunkLayout
 
-_SEQUENCE = 1  # dimension of sequences in tensors between stages, which have the batch first
+SEQUENCE = 1  # dimension of sequences in tensors between stages, which have the batch first
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -101,7 +102,8 @@ class Stage(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.index, self._first = index, first
-        self._recipe, self._device, self._precision, self._chunks = recipe, device, precision, chunks
+        self._recipe, self._device, self._precision, self.chunks = recipe, device, precision, chunks
+        self._is_trial = False  # in which batches are already cut
         self.at: Callable[[str], None] = lambda point: None  # called where a fault may be injected
         self.sums: StageSums | None = None  # set after sharding, as are the streams
         self.streams: LayerStreams | None = None
@@ -142,13 +144,14 @@ class Stage(nn.Module):
 
     def feed_batch(self, batch: Batch) -> None:
         """Set the input for the first stage's next pass."""
-        data = batch if self._chunks is None else self._recipe.cut_sequences(batch, self._chunks.cut)
+        chunks = None if self._is_trial else self.chunks
+        data = batch if chunks is None else self._recipe.cut_sequences(batch, chunks.cut)
         self._inputs = self._recipe.model_inputs(data)
 
     def forward(self, *hidden: Tensor) -> Tensor:
         args: tuple[Any, ...] = hidden if self._inputs is None else self._inputs
-        if self._inputs is None and self._chunks is not None:
-            args = tuple(self._chunks.wrap(each, _SEQUENCE) for each in hidden)
+        if self._inputs is None and self.chunks is not None:
+            args = tuple(self.chunks.wrap(each, SEQUENCE) for each in hidden)
         self._inputs = None
         output: Tensor
         with autocast(self._device, self._precision):
@@ -161,7 +164,7 @@ class Stage(nn.Module):
                 "differently in another stage. Return output.contiguous() from the layer, or set strategy.pipeline=1."
             )
         if isinstance(output, Chunks):
-            output = output.join(_SEQUENCE)
+            output = output.join(SEQUENCE)
         return output.contiguous()
 
     def _run_layer(self, place: int, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
@@ -191,18 +194,28 @@ class Stage(nn.Module):
         assert self.streams is not None
         self.streams.begin(batch.seed)  # as before the first stage, then as after the model
         with autocast(self._device, self._precision):
-            if self._chunks is None:
+            if self.chunks is None:
                 return self._recipe.micro_batch_loss(KnownOutput(output, self.streams.enter_loss), batch)
-            model = KnownOutput(self._chunks.wrap(output, _SEQUENCE), self.streams.enter_loss)
-            return self._chunks.compute_loss(self._recipe, model, batch)
+            model = KnownOutput(self.chunks.wrap(output, SEQUENCE), self.streams.enter_loss)
+            return self.chunks.compute_loss(self._recipe, model, batch)
+
+    @contextmanager
+    def trying(self, chunks: ChunkLayout | None) -> Iterator[None]:
+        """Compute in float32, with batches that are already cut as in ``chunks``; None: whole sequences."""
+        kept = self.chunks, self._precision
+        self.chunks, self._precision, self._is_trial = chunks, "fp32", True
+        try:
+            yield
+        finally:
+            (self.chunks, self._precision), self._is_trial = kept, False
 
     def evaluate(self, output: Tensor, data: Batch) -> Mapping[str, tuple[Tensor | float, ...]]:
         """Return the metrics of a batch with ``data`` from the last stage's ``output``, as from ``Recipe.evaluate``."""
         assert self.streams is not None
-        if self._chunks is None:
+        if self.chunks is None:
             return self._recipe.evaluate(KnownOutput(output, self.streams.enter_loss), data)
-        model = KnownOutput(self._chunks.wrap(output, _SEQUENCE), self.streams.enter_loss)
-        return self._chunks.evaluate(self._recipe, model, data)
+        model = KnownOutput(self.chunks.wrap(output, SEQUENCE), self.streams.enter_loss)
+        return self.chunks.evaluate(self._recipe, model, data)
 
 
 @final

@@ -1,4 +1,4 @@
-"""The strategy for data × tensor × pipeline parallelism, with its cost model."""
+"""The strategy for data × context × tensor × pipeline parallelism, with its cost model."""
 
 from __future__ import annotations
 
@@ -253,25 +253,30 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
 
     Tensor: four all-reduces of a block's output per micro-batch, within a node (Shoeybi et al. 2019, arXiv
     1909.08053, section 3).
+    Context: keys and values of a block are gathered twice per micro-batch, and their gradients scattered.
     Pipeline: outputs and their gradients at both ends of a stage.
     Data: FSDP of the rank's part of the model.
     Pipeline and data traffic use the slowest link between neighbors on the axis, and share it with the other groups of
     the axis.
     """
     strides = layout.strides
-    pipeline, data, tensor = (layout[axis] for axis in ("pipeline", "data", "tensor"))
-    held = work.parameter_bytes / layout.of_part
+    pipeline, data, context, tensor = (layout[axis] for axis in ("pipeline", "data", "context", "tensor"))
+    held = work.parameter_bytes / (pipeline * tensor)
     count = micro_batches
     blocks, near = work.blocks / pipeline, get_link(cluster, "node")
-    reduced = 4 * blocks * count * work.boundary_bytes
-    passed = 0.0 if pipeline == 1 else 2 * count * work.boundary_bytes
+    boundary = work.boundary_bytes / context
+    reduced = 4 * blocks * count * boundary
+    passed = 0.0 if pipeline == 1 else 2 * count * boundary
+    gathered = 2 * work.boundary_bytes / tensor  # keys and values of a block
     # gloo implements reduce-scatter as a blocking all-reduce
     on_cpu = backend_for(cluster.backend, cluster.device) == "gloo"
     gathers = (2 if pipeline == 1 else 1) + (2 if on_cpu else 1)
-    waited = 4 * blocks * count * ring_all_reduce_seconds(work.boundary_bytes, tensor, near)
+    waited = 4 * blocks * count * ring_all_reduce_seconds(boundary, tensor, near)
+    beside = find_limiting_link(cluster, context, strides["context"])
+    waited += 3 * blocks * count * all_gather_seconds(gathered, context, beside)
     if pipeline > 1:
         between = find_limiting_link(cluster, pipeline, strides["pipeline"])
-        waited += 2 * message_seconds(work.boundary_bytes, between) * count
+        waited += 2 * message_seconds(boundary, between) * count
     along = find_limiting_link(cluster, data, strides["data"])
     along_data = gathers * all_gather_seconds(held, data, along)
     exposed = waited + estimate_exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
@@ -279,8 +284,10 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / data
     memory = share + (2 * work.unit_bytes / tensor if data > 1 else 0.0)
     memory += work.activation_bytes * min(count, pipeline) / layout.of_part
-    sent = sharded + passed + 2 * ring_share(tensor) * reduced
+    shared = 3 * blocks * count * ring_share(context) * gathered
+    sent = sharded + passed + shared + 2 * ring_share(tensor) * reduced
     idle = bubble_share(pipeline, count, stages // pipeline)
     across = sharded * count_leaving_edges(cluster, data, strides["data"])
     across += passed * count_leaving_edges(cluster, pipeline, strides["pipeline"])
+    across += shared * count_leaving_edges(cluster, context, strides["context"])
     return Cost(memory, sent, across, waited + along_data, idle, exposed)
