@@ -1,4 +1,4 @@
-"""Sequences in chunks: attention equals that of whole sequences, and what cannot be cut is refused."""
+"""Sequences in chunks have the attention of whole sequences; models that cannot be cut are refused."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_a_loss_that_is_not_a_mean_over_tokens_is_refused() -> None:
             return F.cross_entropy(logits, targets, reduction="sum"), torch.tensor(len(targets))
 
     own = Shifting(16, 1, 1, TIME, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.SGD, lr=0.1))
-    with pytest.raises(ConfigError, match=r"the loss of whole sequences .*, but that of their .*shift targets"):
+    with pytest.raises(ConfigError, match=r"the loss of whole sequences .* in chunks.*shift targets"):
         train(own)
 
 

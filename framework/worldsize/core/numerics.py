@@ -59,7 +59,7 @@ class Numerics:
         activation_offload: Whether to keep activations in host memory until the backward pass.
         logical_tensor: Number of slices, a power of two, in which layers of the recipe's tensor plan are computed; the
             same bits at each ``strategy.tensor`` that divides it. 1: whole layers.
-        logical_context: Number of chunks, a power of two, in which sequences are computed; the same bits at each
+        logical_context: Number of chunks per sequence, a power of two, computed one by one; the same bits at each
             ``strategy.context`` that divides it. 1: whole sequences.
     """
 

@@ -222,11 +222,11 @@ class Recipe(ABC):
     def cut_sequences(self, batch: Batch, cut: Callable[[Tensor, int], Tensor]) -> Batch:
         """Return ``batch`` with ``cut(tensor, dim)`` for each tensor that has a sequence, along dimension ``dim``.
 
-        It is called for context parallelism, before :meth:`loss`, :meth:`evaluate` and :meth:`model_inputs`, which then
-        see a chunk of each sequence, and return the mean, or the sum and count, of its tokens. Targets must be shifted
-        before the cut. In the model, only ``scaled_dot_product_attention`` may combine tokens, and positions must come
-        from :func:`~worldsize.strategies.sequence_chunks.sequence_positions`. For a batch of inputs and targets, both
-        (batch, time)::
+        Context parallelism calls it before :meth:`loss`, :meth:`evaluate` and :meth:`model_inputs`. They then see a
+        chunk of each sequence, and return the sum over its tokens and their number; a mean weighs all chunks alike.
+        Shift targets before the cut. In the model, only ``scaled_dot_product_attention`` may combine tokens, and
+        positions must come from :func:`~worldsize.strategies.sequence_chunks.sequence_positions`. For a batch of inputs
+        and targets, both (batch, time)::
 
             return cut(batch[0], 1), cut(batch[1], 1)
         """

@@ -40,7 +40,7 @@ class _Options:
     masks: Sequence[Tensor | None]  # for each part, of its queries and all keys
 
     def uses_flash(self, query: Tensor, value: Tensor) -> bool:
-        """Return whether torch's flash kernels for CPUs are used, which return log-sum-exps."""
+        """Return whether to use torch's flash kernels for CPUs, since they return the log-sum-exp."""
         return self.masks[0] is None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
@@ -61,7 +61,7 @@ def attend_by_chunk(
     :func:`~worldsize.strategies.sequence_chunks.document_mask`.
 
     Raises:
-        ConfigError: dropout in attention; a mask for the keys of one chunk; or tensors of which some are not in chunks.
+        ConfigError: attention has dropout, a mask for the keys of one chunk, or tensors that are not in chunks.
     """
     if dropout_p:
         raise ConfigError(
@@ -99,7 +99,7 @@ def _list_masks(layout: ChunkLayout, mask: Tensor | None, key: Chunks) -> Sequen
     if mask.shape[-1] not in (1, keys) or (not isinstance(mask, Chunks) and mask.shape[-2] != 1):
         raise ConfigError(
             f"an attention mask of shape {list(mask.shape)} does not have a column for each of the {keys} tokens of "
-            "the sequence, of which this process has chunks. Create it with document_mask, or use is_causal=True."
+            "the sequence. Create it with document_mask, or use is_causal=True."
         )
     if mask.requires_grad:
         raise ConfigError(f"a trained attention bias is not supported in chunks. Set {layout.name_key()}=1.")

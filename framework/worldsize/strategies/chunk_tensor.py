@@ -1,4 +1,4 @@
-"""A tensor of chunks, on which operations run one by one, and what they refuse.
+"""A tensor of chunks: operations run on each chunk, or are refused.
 
 The model runs as it is written: each operation sees chunks instead of whole sequences. Operations whose result would
 depend on the division of chunks over ranks are refused.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @final
 class Chunks(Tensor):
-    """The chunks of a tensor on this rank, on which operations run one by one.
+    """The chunks of a tensor on this rank; operations run on each of them.
 
     It has the shape of one part, and can be used like it.
 
@@ -90,7 +90,7 @@ class _Call:
         self._is_ragged = func in _RAGGED or any(each.is_ragged for each in self._chunks)
 
     def run(self) -> Any:
-        """Return the result: chunks, or what is the same for each chunk, such as a shape.
+        """Return the result: chunks, or a value that is equal for all chunks, such as a shape.
 
         Raises:
             ConfigError: the result would depend on the chunks of this rank.
@@ -110,7 +110,7 @@ class _Call:
         return self._join([self._func(*own, **named) for own, named in zip(args, kwargs, strict=True)])
 
     def _selects_by_value(self) -> bool:
-        """Return whether the result has the elements for which a mask is true."""
+        """Return whether a mask selects elements, so that the shape of the result depends on values."""
         if self._func in (torch.where, Tensor.where):
             return len(self._args) + len(self._kwargs) == 1
         indices = self._args[1] if self._func is Tensor.__getitem__ else ()
@@ -152,8 +152,8 @@ class _Call:
         is_alone = len(self._layout.parts) == 1 and not self._layout.is_complete
         if not is_alone and any(isinstance(each, Tensor) and not isinstance(each, Chunks) for each in targets):
             raise ConfigError(
-                f"{name} writes chunks of a sequence into a tensor that is not cut. Create it from another tensor, "
-                f"such as with torch.zeros_like, or set {self._layout.name_key()}=1."
+                f"{name} writes chunks of a sequence into a tensor that is not cut. Create it like an existing "
+                f"tensor, with torch.zeros_like, or set {self._layout.name_key()}=1."
             )
 
     def _create_refusal(self, what: str) -> ConfigError:
@@ -193,7 +193,7 @@ def _select_parts(node: Any, count: int, layout: ChunkLayout) -> list[Any]:
 
 
 def _check_own(chunks: Chunks) -> None:
-    """Raise ConfigError if a custom autograd function returned ``chunks``, of which it differentiates no part."""
+    """Raise ConfigError if a custom autograd function returned ``chunks``, since it does not differentiate parts."""
     with torch._C.DisableTorchFunctionSubclass():
         if chunks.grad_fn is not None:
             raise _create_function_error("a custom autograd function")

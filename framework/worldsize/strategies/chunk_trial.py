@@ -1,7 +1,7 @@
 """A check, before the first step, that a model computes the same on chunks of a sequence as on the whole.
 
-Attention of another kind than ``scaled_dot_product_attention`` would silently see one chunk, and ``torch.arange`` would
-number its positions from 0. So the first and the last tokens of a batch run through the model twice, in float32 and
+Attention without ``scaled_dot_product_attention`` would silently see one chunk, and ``torch.arange`` would number its
+positions from 0. Therefore, the first and the last tokens of a batch run through the model twice, in float32 and
 without dropout. The inputs and outputs of modules with parameters are compared by projections, one number per token.
 """
 
@@ -39,7 +39,7 @@ It is told whether sequences are in chunks. The loss is None on a rank without t
 def try_chunks(
     recipe: Recipe, modules: Sequence[nn.Module], batch: MicroBatch, layout: ChunkLayout, run: Passes
 ) -> None:
-    """Compare ``modules`` and the loss for chunks of some tokens of ``batch`` with those for the whole.
+    """Compare ``modules`` and the loss in chunks and in whole sequences, for some tokens of ``batch``.
 
     All ranks that share the model must call it together.
 
@@ -95,7 +95,7 @@ class _Shortening:
 @final
 @dataclass
 class _Tensors:
-    """The inputs and outputs of modules with parameters of their own, projected, in order of calls."""
+    """Projections of the inputs and outputs of modules with parameters, by name and call."""
 
     rows: dict[str, Tensor] = field(default_factory=dict)
 
@@ -187,7 +187,7 @@ def _compare_results(
         if not torch.allclose(given, wanted, rtol=tolerance, atol=1e-6):
             one, other = (" / ".join(f"{number:g}" for number in each.tolist()) for each in (wanted, given))
             raise ConfigError(
-                f"the {name} of whole sequences is {one}, but that of their chunks {other}. Return the sum over the "
+                f"the {name} of whole sequences is {one}, but {other} in chunks. Return the sum over the "
                 "tokens of a chunk and their number, and shift targets in the data, not in the loss; or set "
                 f"{layout.name_key()}=1."
             )

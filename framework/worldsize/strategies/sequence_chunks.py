@@ -1,13 +1,13 @@
-"""Sequences that are cut into chunks, for context parallelism and for the same bits at each ``strategy.context``.
+"""Context parallelism: sequences are cut into chunks, with the same bits at each ``strategy.context``.
 
-A sequence is cut into a fixed number of chunks of equal length. Every operation of the model runs on a chunk at a time,
-except attention, which is the only one that combines tokens (:mod:`worldsize.strategies.chunk_attention`). With
-``logical_context=C``, each of C chunks has computations of its own, wherever they run, and gradients of weights are
-summed over chunks in one fixed tree; the results have the same bits at each number of ranks that divides C. Otherwise,
-a rank computes all its tokens at once, and the strategy sums gradients as over data-parallel ranks.
+All chunks have the same length. Operations of the model run on one chunk at a time. Only attention combines tokens
+(:mod:`worldsize.strategies.chunk_attention`). With ``logical_context=C``, each of C chunks is computed separately on
+any rank, and gradients of weights are summed over chunks in one fixed tree; the results have the same bits at each
+number of ranks that divides C. Otherwise, a rank computes all its tokens at once, and gradients are summed as over
+data-parallel ranks.
 
 Under a causal mask, the last chunk attends to C times as many keys as the first. A rank therefore holds chunks from
-both ends: the order of the tree is 0, C-1, 1, C-2, ..., of which a rank has consecutive elements.
+both ends: consecutive elements of the tree's order 0, C-1, 1, C-2, ...
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ChunkLayout:
         group: These ranks; None if there is only one.
         is_ordered: Whether each chunk is computed by itself, with sums in the fixed tree. Otherwise, this rank's chunks
             are one tensor.
-        is_complete: Whether gradients, losses and metrics are summed over the ranks. Otherwise, they are those of this
+        is_complete: Whether gradients, losses and metrics are summed over the ranks. Otherwise, they cover only this
             rank's tokens, and the strategy sums them as over data-parallel ranks.
     """
 
@@ -127,16 +127,16 @@ class ChunkLayout:
 
     @property
     def _all_parts(self) -> int:
-        """Number of parts of which values are summed."""
+        """Number of summed values."""
         return len(self.parts) * (self.size if self.is_complete else 1)
 
     def compute_loss(self, recipe: Recipe, model: Any, batch: MicroBatch) -> Loss:
-        """Return the loss of a micro-batch from that of each chunk."""
+        """Return the loss of a micro-batch, computed in chunks."""
         data = recipe.cut_sequences(batch.data, self.cut)
         return self.sum_loss(recipe.micro_batch_loss(model, replace(batch, data=data)))
 
     def evaluate(self, recipe: Recipe, model: Any, data: Any) -> _Metrics:
-        """Return the metrics of a batch from those of each chunk."""
+        """Return the metrics of a batch, computed in chunks."""
         return self.sum_metrics(recipe.evaluate(model, recipe.cut_sequences(data, self.cut)))
 
     def sum_loss(self, own: Loss) -> Loss:
@@ -163,7 +163,7 @@ class ChunkLayout:
 
 
 def check_sequences(recipe: Recipe, model: nn.Module, chunks: int, *, key: str) -> None:
-    """Raise ConfigError unless ``recipe`` can be trained with sequences in ``chunks``, which ``key`` determines."""
+    """Raise ConfigError unless ``recipe`` supports sequences in ``chunks``; ``key`` determines their number."""
     kind = type(recipe).__name__
     if type(recipe).cut_sequences is Recipe.cut_sequences:
         raise ConfigError(f"{kind} does not cut its sequences. Define Recipe.cut_sequences, or set {key}=1.")

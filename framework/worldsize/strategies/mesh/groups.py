@@ -62,7 +62,7 @@ class MeshGroups:
         return mesh
 
     def create_context_group(self) -> ProcessGroup | None:
-        """Create the group of ranks that share sequences with this one; None if there are no others."""
+        """Create the group of ranks that share sequences with this one; None for a context axis of one rank."""
         if self.layout["context"] == 1:
             return None
         ranks = self.layout.list_line_ranks("context", self.coordinate, range(self.layout["context"]))

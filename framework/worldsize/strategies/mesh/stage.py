@@ -22,7 +22,7 @@ from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
 from worldsize.strategies.sequence_chunks import ChunkLayout
 
-SEQUENCE = 1  # dimension of sequences in tensors between stages, which have the batch first
+SEQUENCE = 1  # dimension of sequences in tensors between stages; dimension 0 is the batch
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -103,7 +103,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.index, self._first = index, first
         self._recipe, self._device, self._precision, self.chunks = recipe, device, precision, chunks
-        self._is_trial = False  # in which batches are already cut
+        self._is_trial = False  # whether batches are already cut
         self.at: Callable[[str], None] = lambda point: None  # called where a fault may be injected
         self.sums: StageSums | None = None  # set after sharding, as are the streams
         self.streams: LayerStreams | None = None
