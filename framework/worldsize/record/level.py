@@ -36,8 +36,9 @@ class Downgrade(NamedTuple):
 def get_promised_level(determinism: Determinism) -> ReproducibilityLevel:
     """Return the reproducibility level that a mode guarantees."""
     if determinism.reduce == "ordered":
-        why = "depends only on configuration and seed, at any number of processes and any mesh that logical_ranks and"
-        return ReproducibilityLevel("bitwise", f"{why} logical_tensor allow, on this CPU or GPU model and torch build")
+        why = "depends only on configuration and seed, at any number of processes and any mesh that logical_ranks,"
+        allowed = f"{why} logical_tensor and logical_context allow, on this CPU or GPU model and torch build"
+        return ReproducibilityLevel("bitwise", allowed)
     if determinism.deterministic:
         why = "deterministic kernels, pinned threads and libraries; sums depend on the number of processes"
         return ReproducibilityLevel("same-topology bitwise", why)
