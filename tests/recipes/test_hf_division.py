@@ -30,11 +30,11 @@ from worldsize.data.order import assign_logical_ranks
 from worldsize.data.sources.documents import DocumentWindows
 from worldsize.data.sources.tokens import TokenWindows
 from worldsize.record.determinism import state_digest, tensor_digests
+from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.schedule import split_stages
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.single import Single
 from worldsize.strategies.tensor_layers import get_tensor_plan
 from worldsize.testing.worlds import run_in_worlds

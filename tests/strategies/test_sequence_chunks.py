@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.core import Cluster, ConfigError, LossOutput, MicroBatch, Numerics, RunContext, Strategy, World
-from worldsize.strategies.chunk_tensor import Chunks
+from worldsize.strategies.chunk_tensor import ChunkLayout, Chunks
 from worldsize.strategies.mesh.strategy import Mesh
-from worldsize.strategies.sequence_chunks import ChunkLayout, document_mask, gather_sequence, sequence_positions
+from worldsize.strategies.sequence_chunks import document_mask, gather_sequence, sequence_positions
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
 

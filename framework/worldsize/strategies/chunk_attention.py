@@ -24,8 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from worldsize.core import ConfigError
-from worldsize.strategies.chunk_tensor import Chunks
-from worldsize.strategies.sequence_chunks import ChunkLayout
+from worldsize.strategies.chunk_tensor import ChunkLayout, Chunks
 from worldsize.strategies.tensor_layers import VECTOR
 
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from worldsize.collectives.group import start_collective
 from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Recipe
 from worldsize.seeds import keep_generators
-from worldsize.strategies.chunk_tensor import Chunks
+from worldsize.strategies.chunk_tensor import ChunkLayout, Chunks
 from worldsize.strategies.model_replica import evaluating
-from worldsize.strategies.sequence_chunks import ChunkLayout
 
 _LENGTH = 8  # tokens of each chunk in the trial
 _TOLERANCE = 1e-2  # of an output's norm; rounding, also of TF32, stays far below it

@@ -30,6 +30,7 @@ from worldsize.metrics import MetricCollector
 from worldsize.optimizers.groups import all_parameters
 from worldsize.optimizers.schedule_free import use_evaluation_weights
 from worldsize.seeds import keep_generators
+from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.compiled import COMPILATIONS
 from worldsize.strategies.declared_buffers import declare_buffers
 from worldsize.strategies.gradient_reducer import GradientReducer
@@ -39,7 +40,6 @@ from worldsize.strategies.loss_scaling import LossScaler, step_scaled, weight_fa
 from worldsize.strategies.loss_watch import LossWatch
 from worldsize.strategies.model_passes import prepare_passes
 from worldsize.strategies.parameter_changes import GradientHooks
-from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.train_state import OptimizerPart, TrainState
 
 CAPABILITIES: frozenset[Capability] = frozenset(

@@ -31,6 +31,7 @@ from worldsize.core import (
     saves_state,
 )
 from worldsize.strategies.buffer_combinations import StepShape
+from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.chunk_trial import try_chunks
 from worldsize.strategies.gathered_features import GatheredFeatures
 from worldsize.strategies.gradient_reducer import GradientReducer
@@ -39,7 +40,6 @@ from worldsize.strategies.model_replica import CallingRoot, ModelReplica
 from worldsize.strategies.multi_update import MultiUpdateReplica
 from worldsize.strategies.parameter_changes import ParameterChanges
 from worldsize.strategies.reducers import gradient_reducer, update_reducer
-from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.train_state import TrainState
 
 

@@ -24,6 +24,7 @@ from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import EvaluationBatch, Loss, MicroBatch, Recipe, Replica, StateDict, StepResult, World
 from worldsize.metrics import MetricCollector
 from worldsize.seeds import keep_generators
+from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.chunk_trial import try_chunks
 from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
@@ -34,7 +35,6 @@ from worldsize.strategies.mesh.stage import SEQUENCE, KnownOutput, Stage, TimedS
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import autocast, evaluating
-from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.synchronous import SynchronousReplica
 
 _SCHEDULES: Mapping[str, Any] = {

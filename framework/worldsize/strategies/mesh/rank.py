@@ -14,6 +14,7 @@ from worldsize.core import ONE_UPDATE, MicroBatch, Numerics, Recipe, Reduction, 
 from worldsize.errors import ConfigError
 from worldsize.optimizers.groups import create_optimizer
 from worldsize.seeds import keep_generators
+from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.deferred.model import DeferredModel
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
@@ -26,7 +27,6 @@ from worldsize.strategies.mesh.stage import Stage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import CallingRoot
-from worldsize.strategies.sequence_chunks import ChunkLayout
 from worldsize.strategies.sharded_reducer import create_sharded_reducer
 from worldsize.strategies.sharded_state import ShardedOptimizerState, meta_states
 from worldsize.strategies.sharded_steps import carry_assignments, refuse_wrong_updates, step_apart, step_locally

@@ -15,12 +15,11 @@ from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, Recipe
 from worldsize.errors import WorldsizeError
 from worldsize.seeds import derive_seed, get_generator_state, seed_generators
-from worldsize.strategies.chunk_tensor import Chunks
+from worldsize.strategies.chunk_tensor import ChunkLayout, Chunks
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
-from worldsize.strategies.sequence_chunks import ChunkLayout
 
 SEQUENCE = 1  # dimension of sequences in tensors between stages; dimension 0 is the batch
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
