@@ -88,9 +88,11 @@ def show_digests(steps: int) -> None:
     """Print the digest of each layout."""
     table = Table("layout (data × context × tensor × pipeline)", "processes", "state", title=f"{steps} steps")
     digests = set()
-    for name, strategy, size in track(list_layouts(), console=Console(stderr=True)):
+    progress = Console(stderr=True)
+    for name, strategy, size in track(list_layouts(), console=progress):
         digest = run_in_worlds(partial(_train, strategy, steps), size, timeout=900)[0]
         digests.add(digest)
+        progress.print(f"{name}: {digest[:16]}")
         table.add_row(name, str(size), digest[:16])
     Console().print(table, f"{len(digests)} different digests")
 
