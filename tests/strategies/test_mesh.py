@@ -490,12 +490,12 @@ def test_stages_are_balanced(weights: Sequence[int], stages: int, expected: Sequ
 
 def test_ranks_of_64_gpus_are_those_of_the_formula() -> None:
     strategy = Mesh(data=8, tensor=4, pipeline=2)
-    ranks_pdt = numpy.arange(64).reshape(2, 8, 4)
+    ranks_pdct = numpy.arange(64).reshape(2, 8, 1, 4)
     layout = strategy.create_layout(64)
-    assert all(ranks_pdt[tuple(layout.coordinate(rank).values())] == rank for rank in range(64))
+    assert all(ranks_pdct[tuple(layout.coordinate(rank).values())] == rank for rank in range(64))
     groups = strategy.groups(cluster(64, nodes=8))
-    for axis, name in enumerate(("pipeline", "data", "tensor")):
-        lines = numpy.moveaxis(ranks_pdt, axis, -1).reshape(-1, ranks_pdt.shape[axis])
+    for axis, name in ((0, "pipeline"), (1, "data"), (3, "tensor")):
+        lines = numpy.moveaxis(ranks_pdct, axis, -1).reshape(-1, ranks_pdct.shape[axis])
         assert sorted(groups[name]) == sorted(lines.tolist())
     assert all(max(group) - min(group) < 4 for group in groups["tensor"])
     table = rank_table(cluster(64, nodes=8), groups)

@@ -34,6 +34,7 @@ from worldsize.devices import backend_for
 from worldsize.strategies.compiled import refuse_graphs
 from worldsize.strategies.ddp import OnFailure, worker_roles
 from worldsize.strategies.mesh.layout import (
+    AXES,
     ORDER,
     Layout,
     Ownership,
@@ -224,7 +225,9 @@ class Mesh(Strategy):
         return mesh_cost(work, cluster, layout, micro_batches=count, stages=self._pipeline.stages)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
-        return self.create_layout(cluster.processes).list_groups()
+        layout = self.create_layout(cluster.processes)
+        groups = layout.list_groups()
+        return {axis: groups[axis] for axis in AXES if axis in layout.listed_order}
 
     def data_parallel(self, cluster: Cluster) -> int:
         return self.create_layout(cluster.processes)["data"]
