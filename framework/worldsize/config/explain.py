@@ -98,7 +98,7 @@ _SENTENCES = {
     ),
     r"force-add of config groups is not supported: '\++([^=]+)=": r"\1 is a group. Select an option with \1=NAME.",
     r"Error resolving interpolation '(.+?)', possible interpolation keys: (.*)\.": (
-        r"\1 does not select an option: the defaults list can only refer to the groups \2. Name the option."
+        r"\1 does not select an option: a choice can only refer to the groups \2. Name the option."
     ),
     r"Override (.+)=.* looks like a config group override, but config group '(.+)' does not exist": (
         r"\1: unknown group \2. Write \2=VALUE, without the @package."
