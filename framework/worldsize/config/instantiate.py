@@ -110,7 +110,8 @@ def build_object(node: Any, kind: type[T], *, allowed: Allowed, key: str) -> T:
     try:
         built = hydra.utils.instantiate(wrap_grouped_optimizers(node, _locate_target, key), _convert_="all")
     except TypeError as error:  # an invalid value for one of Hydra's keys, such as _partial_
-        raise ConfigError(f"{key}: {str(error).splitlines()[0].rstrip('.')}. Remove the override.") from error
+        fact = str(error).splitlines()[0].removeprefix("Instantiation: ").partition(", got <")[0].rstrip(".")
+        raise ConfigError(f"{key}: {fact}. Remove the override.") from error
     except InstantiationException as error:
         cause = error.__cause__ or error  # the error raised by the target itself
         if isinstance(cause, WorldsizeError | ImportError):
