@@ -25,10 +25,7 @@ def sum_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | None, 
     All have the same shape, and so has the result. ``is_ordered``: sum in the fixed tree; otherwise in the order of the
     backend.
     """
-    others = iter(parts)
-    first = next(others)
-    dtype = first.dtype
-    total = first if count == 1 else sum_pairs(_widen(part) for part in chain([first], others))
+    total, dtype = _sum_own(parts, count)
     if group is None:
         return total.to(dtype)
     if not is_ordered or group.size() == 2:  # a sum of two does not depend on the order
@@ -48,14 +45,20 @@ def scatter_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | No
 
     Each rank gets as many consecutive rows. Sums are taken in the tree of :func:`sum_slices`.
     """
+    total, dtype = _sum_own(parts, count)
+    if group is None:
+        return total.to(dtype)
+    size = group.size()
+    own_s = _sum_shards(total.reshape(size, -1), group).to(dtype)
+    return own_s.view(len(total) // size, *total.shape[1:])
+
+
+def _sum_own(parts: Iterable[Tensor], count: int) -> tuple[Tensor, torch.dtype]:
+    """Return the sum of this rank's ``count`` parts, not rounded yet, and their dtype."""
     others = iter(parts)
     first = next(others)
     total = first if count == 1 else sum_pairs(_widen(part) for part in chain([first], others))
-    if group is None:
-        return total.to(first.dtype)
-    size = group.size()
-    own_s = _sum_shards(total.reshape(size, -1), group).to(first.dtype)
-    return own_s.view(len(total) // size, *total.shape[1:])
+    return total, first.dtype
 
 
 def _sum_shards(mine_ps: Tensor, group: ProcessGroup) -> Tensor:

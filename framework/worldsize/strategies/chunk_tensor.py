@@ -60,19 +60,15 @@ class ChunkLayout:
     is_complete: bool = True
 
     @cached_property
-    def order(self) -> Sequence[int]:
-        """All chunks in the order of the tree; each rank has as many consecutive ones."""
-        return [place // 2 if place % 2 == 0 else self.chunks - 1 - place // 2 for place in range(self.chunks)]
-
-    @property
-    def held(self) -> int:
-        """Number of chunks of this rank."""
-        return self.chunks // self.size
-
-    @cached_property
     def parts(self) -> Sequence[Sequence[int]]:
         """The chunks in each tensor of this rank."""
-        own = self.order[self.rank * self.held : (self.rank + 1) * self.held]
+        return self._list_parts(self.rank)
+
+    def _list_parts(self, rank: int) -> Sequence[Sequence[int]]:
+        """Return the chunks in each tensor of ``rank``: as many consecutive ones, in the order of the tree."""
+        held = self.chunks // self.size
+        places = range(rank * held, (rank + 1) * held)
+        own = [self.chunks - 1 - place // 2 if place % 2 else place // 2 for place in places]
         return [[place] for place in own] if self.is_ordered else [sorted(own)]
 
     def cut(self, whole: Tensor, dim: int) -> Chunks:
@@ -117,14 +113,12 @@ class ChunkLayout:
     @property
     def chunks_per_part(self) -> int:
         """Number of chunks in each tensor of this rank."""
-        return 1 if self.is_ordered else self.held
+        return len(self.parts[0])
 
     @cached_property
     def _gathered_order(self) -> Sequence[int]:
-        if self.is_ordered:
-            return self.order
-        ranks = range(self.size)
-        return [place for rank in ranks for place in sorted(self.order[rank * self.held : (rank + 1) * self.held])]
+        """The chunks of all ranks, in the order of ranks."""
+        return [place for rank in range(self.size) for part in self._list_parts(rank) for place in part]
 
     def reduce_parts(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of ``parts``, one for each tensor of this rank; if complete, over all ranks."""
@@ -387,11 +381,11 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         layout: ChunkLayout = ctx.layout
-        refuse_second_gradient(layout)
+        _refuse_second_gradient(layout)
         return None, layout.reduce_parts(gradients)
 
 
-def refuse_second_gradient(layout: ChunkLayout) -> None:
+def _refuse_second_gradient(layout: ChunkLayout) -> None:
     """Raise ConfigError in a backward pass that is differentiated again."""
     if torch.is_grad_enabled():
         raise ConfigError(

@@ -31,7 +31,7 @@ from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
 from worldsize.strategies.mesh.groups import Edges, Passing
 from worldsize.strategies.mesh.schedule import Kind, create_interleaved_schedule
-from worldsize.strategies.mesh.stage import SEQUENCE, KnownOutput, Stage, TimedStage
+from worldsize.strategies.mesh.stage import Stage, TimedStage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import autocast, evaluating
@@ -221,8 +221,7 @@ class PipelineReplica(Replica):
             if output is None:
                 return None, {}
             self._inner.streams.begin(batch.seed)
-            model = KnownOutput(chunks.wrap(output, SEQUENCE) if is_cut else output, self._inner.streams.enter_loss)
-            return self._recipe.micro_batch_loss(model, batch), {}
+            return self._recipe.micro_batch_loss(self._pipeline.stages[-1].create_model(output), batch), {}
 
     def evaluate(self, batches: Iterable[EvaluationBatch]) -> Mapping[str, float]:
         collector = self._collect_metrics(batches)

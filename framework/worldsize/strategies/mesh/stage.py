@@ -193,10 +193,16 @@ class Stage(nn.Module):
         assert self.streams is not None
         self.streams.begin(batch.seed)  # as before the first stage, then as after the model
         with autocast(self._device, self._precision):
+            model = self.create_model(output)
             if self.chunks is None:
-                return self._recipe.micro_batch_loss(KnownOutput(output, self.streams.enter_loss), batch)
-            model = KnownOutput(self.chunks.wrap(output, SEQUENCE), self.streams.enter_loss)
+                return self._recipe.micro_batch_loss(model, batch)
             return self.chunks.compute_loss(self._recipe, model, batch)
+
+    def create_model(self, output: Tensor) -> KnownOutput:
+        """Return a stand-in for the whole model that returns the last stage's ``output``, for loss and evaluation."""
+        assert self.streams is not None
+        known = output if self.chunks is None else self.chunks.wrap(output, SEQUENCE)
+        return KnownOutput(known, self.streams.enter_loss)
 
     @contextmanager
     def trying(self, chunks: ChunkLayout | None) -> Iterator[None]:
@@ -210,10 +216,9 @@ class Stage(nn.Module):
 
     def evaluate(self, output: Tensor, data: Batch) -> Mapping[str, tuple[Tensor | float, ...]]:
         """Return the metrics of a batch with ``data`` from the last stage's ``output``, as from ``Recipe.evaluate``."""
-        assert self.streams is not None
+        model = self.create_model(output)
         if self.chunks is None:
-            return self._recipe.evaluate(KnownOutput(output, self.streams.enter_loss), data)
-        model = KnownOutput(self.chunks.wrap(output, SEQUENCE), self.streams.enter_loss)
+            return self._recipe.evaluate(model, data)
         return self.chunks.evaluate(self._recipe, model, data)
 
 
