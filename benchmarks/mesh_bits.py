@@ -3,6 +3,7 @@
 uv run python benchmarks/mesh_bits.py digests 50   # 41 layouts with up to 8 gloo processes, 50 steps each
 uv run python benchmarks/mesh_bits.py steps 10     # a step with and without slices, medians of 10 alternating steps
 uv run python benchmarks/mesh_bits.py context 10   # a step and the memory of ranks that share each sequence
+uv run python benchmarks/mesh_bits.py schedules 10 # a step with each schedule of a pipeline
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.append(str(Path(__file__).parents[1]))
 
 from recipes.stdlib_lm.recipe import StdlibLM
+from worldsize.collectives.cost import bubble_share
 from worldsize.collectives.gather_full import gather_full
 from worldsize.core import Cluster, MicroBatch, Numerics, RunContext, Strategy, World
 from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
+from worldsize.strategies.mesh.schedule import KINDS
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
@@ -137,6 +140,20 @@ def show_steps(steps: int) -> None:
     Console().print(table)
 
 
+def show_schedules(steps: int) -> None:
+    """Print the time of a step with each schedule of two pipeline ranks, and the idle share by its formula."""
+    meshes = [Mesh(pipeline=2, schedule=kind) for kind in KINDS]
+    variants = [(mesh, Numerics()) for mesh in meshes]
+    times = run_in_worlds(partial(_time_steps, variants, 512, 6, steps), 2, timeout=900)[0]
+    table = Table("schedule", "idle", "ms per step", title=f"{LOGICAL} micro-batches, medians of {steps} steps")
+    for mesh, each in zip(meshes, times, strict=True):
+        stages = 1 if mesh.schedule in ("gpipe", "1f1b") else 2
+        splits = stages == 2 and mesh.schedule != "interleaved"
+        idle = bubble_share(2, LOGICAL, stages, splits_backward=splits)
+        table.add_row(mesh.schedule, f"{idle:.1%}", f"{each * 1e3:.0f} ({each / times[0]:.2f} ×)")
+    Console().print(table)
+
+
 def _step_by_hand(recipe: StdlibLM, world: World) -> Callable[[Split], None]:
     """Return a step of DDP whose ranks have one chunk of each sequence and gather keys and values in each layer."""
     torch.manual_seed(5)
@@ -233,4 +250,5 @@ def show_context(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    {"digests": show_digests, "steps": show_steps, "context": show_context}[sys.argv[1]](int(sys.argv[2]))
+    shows = {"digests": show_digests, "steps": show_steps, "context": show_context, "schedules": show_schedules}
+    shows[sys.argv[1]](int(sys.argv[2]))

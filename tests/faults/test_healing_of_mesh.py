@@ -62,9 +62,9 @@ def test_ranks_with_several_stages_go_on_in_another_number_of_parts_than_they_be
     train: Any, undisturbed: Any
 ) -> None:
     """2 parts with 5 and 4 logical ranks: neither is a whole number of rounds, and the second has an idle pass."""
-    interleaved = (PIPELINE, "strategy.schedule=interleaved")
+    looped = (PIPELINE, "strategy.schedule=zero_bubble")
     ranks = ("logical_ranks=9", "batch_size=18", "steps=8")
-    run = train(*HEAL, *interleaved, *ranks, "strategy.data=3", "cluster.processes=6", faults(kill(3, 5)))
+    run = train(*HEAL, *looped, *ranks, "strategy.data=3", "cluster.processes=6", faults(kill(3, 5)))
     assert result_of(run) == undisturbed(*ranks)
     assert [len(members) for members in memberships(run.folder)] == [6, 4]
     assert "Full Schedule" not in run.error + run.output

@@ -146,6 +146,9 @@ def trained(strategy: Strategy, world: World, numerics: Numerics) -> tuple[Losse
         (Mesh(pipeline=2), Numerics()),
         (Mesh(pipeline=3, schedule="gpipe", split=[1, 4]), Numerics()),
         (Mesh(data=2, pipeline=2, schedule="interleaved"), CLIPPED),
+        (Mesh(data=2, pipeline=2, schedule="zero_bubble"), CLIPPED),
+        (Mesh(pipeline=2, schedule="zbv"), CLIPPED),
+        (Mesh(pipeline=2, schedule="dualpipev"), Numerics()),
         (Mesh(data=2, tensor=2, pipeline=2), replace(CLIPPED, activation_checkpointing="full")),
     ],
     ids=lambda mesh: (
@@ -439,8 +442,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         ({"on_failure": "heal", "data": 2, "tensor": 2}, "Set cluster.processes=4, or sizes with a product of 8"),
         ({"reduce": "hierarchical"}, "reduce=flat"),
         ({"pipeline": 0}, "must be 1 or more"),
-        ({"schedule": "dual"}, "Available: gpipe, 1f1b, interleaved"),
-        ({"stages_per_rank": 2}, "schedule=interleaved"),
+        ({"schedule": "dual"}, "Available: gpipe, 1f1b, interleaved, zero_bubble, zbv, dualpipev"),
+        ({"stages_per_rank": 2}, "schedule=interleaved or zero_bubble"),
+        ({"stages_per_rank": 3, "schedule": "zbv"}, "requires two stages per rank, got strategy.stages_per_rank=3"),
         ({"pipeline": 2, "split": [2, 3]}, "must contain 1 layer indices"),
         ({"pipeline": 4, "split": [2, 2, 3]}, "ascending"),
     ],
@@ -453,6 +457,13 @@ def test_options_that_cannot_run_are_refused_before_a_process_starts(options: Ma
 def test_fp16_is_refused_before_a_process_starts() -> None:
     with pytest.raises(ConfigError, match="precision=bf16"):
         check_precision(Numerics("fp16"), Mesh())
+
+
+@pytest.mark.parametrize("numerics", [Numerics(compile=True), Numerics(activation_checkpointing="selective")])
+def test_a_backward_pass_in_two_parts_supports_no_code_that_runs_it_whole(numerics: Numerics) -> None:
+    with pytest.raises(ConfigError, match="runs the backward pass of a stage in two parts.*schedule=interleaved"):
+        Mesh(pipeline=2, schedule="zbv").check_numerics(numerics)
+    Mesh(schedule="zbv").check_numerics(numerics)
 
 
 def test_too_few_micro_batches_are_refused() -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from recipes.stdlib_lm.gpt import Block
 from recipes.stdlib_lm.recipe import StdlibLM
 from tests.strategies.test_mesh import save
 from worldsize.checkpoint.load import find_newest, load_checkpoint
@@ -38,6 +40,7 @@ from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
+from worldsize.strategies.tensor_layers import Draws, divide_forward
 from worldsize.testing.worlds import run_in_worlds
 
 pytestmark = pytest.mark.heavy
@@ -135,6 +138,97 @@ def test_each_elastic_mesh_ends_with_the_bits_of_one_process(name: str, precisio
     for _, seen, value in ends:
         assert value == metric
         assert seen == (figures if len(seen) == len(figures) else figures[:: 1 + LOGICAL])
+
+
+class Untied(StdlibLM):
+    """A chain of layers with a head of its own."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        return nn.Sequential(model.embedding, *model.blocks, nn.RMSNorm(self.width), nn.Linear(self.width, 256))
+
+    def blocks(self, model: Any) -> Sequence[nn.Module]:
+        return [layer for layer in model if isinstance(layer, Block)]
+
+    def layers(self, model: Any) -> Sequence[nn.Module]:
+        return list(model)
+
+
+def untied(kind: type[Untied] = Untied) -> Untied:
+    return kind(32, 6, 4, CONTEXT, 0.1, test_bytes=1000, make_optimizer=partial(torch.optim.AdamW, lr=0.003))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        (ORDERED(data=2, pipeline=2, schedule="zbv"), 4),
+        (ORDERED(pipeline=4, schedule="dualpipev"), 4),
+        (ORDERED(tensor=2, pipeline=2, schedule="dualpipev"), 4),
+        (ORDERED(context=2, pipeline=2, schedule="zero_bubble", stages_per_rank=3), 4),
+        (ORDERED(data=2, pipeline=3, schedule="zero_bubble", stages_per_rank=1), 6),
+    ],
+    ids=lambda each: f"{each.schedule}-{each.data or 1}x{each.pipeline}" if isinstance(each, Mesh) else "",
+)
+def test_gradients_of_weights_computed_apart_have_the_same_bits(strategy: Mesh, size: int) -> None:
+    numerics = Numerics(precision="bf16", clip_norm=0.3, logical_tensor=2, logical_context=2)
+    (alone,) = run_in_worlds(partial(end, untied(), Single(reduce="ordered"), numerics), 1)
+    digest, _, metric = run_in_worlds(partial(end, untied(), strategy, numerics), size)[0]
+    assert (digest, metric) == (alone[0], alone[2])
+
+
+class Thrice(nn.Module):
+    """Uses its weights three times, one use after another."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(width), nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for _ in range(3):
+            hidden = hidden + self.linear(self.norm(hidden))
+        return hidden
+
+
+class Repeated(Untied):
+    """Has a layer in its last stage that uses its weights several times."""
+
+    def model(self) -> nn.Module:
+        *layers, norm, head = super().model().children()
+        return nn.Sequential(*layers, Thrice(self.width), norm, head)
+
+
+def test_weights_used_one_after_another_are_refused_where_their_gradients_are_computed_apart() -> None:
+    interleaved, zero_bubble = (
+        partial(end, untied(Repeated), ORDERED(pipeline=2, schedule=each), Numerics())
+        for each in ("interleaved", "zero_bubble")
+    )
+    (alone,) = run_in_worlds(partial(end, untied(Repeated), Single(reduce="ordered"), Numerics()), 1)
+    assert run_in_worlds(interleaved, 2)[0][0] == alone[0]
+    with pytest.raises(RuntimeError, match="stage 3 uses a parameter several times.*Set strategy.schedule=interleaved"):
+        run_in_worlds(zero_bubble, 2)
+
+
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_each_part_of_a_backward_pass_computes_only_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, style: TensorStyle
+) -> None:
+    """Else, ranks would sum the gradients of inputs twice."""
+    layer, inputs = nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True)
+    hidden = inputs * 2
+    layer(hidden).square().sum().backward()
+    expected = [inputs.grad, layer.weight.grad, layer.bias.grad]
+    inputs.grad = layer.weight.grad = layer.bias.grad = None
+    divide_forward("layer", layer, style, slices=2, draws=Draws())
+    output, products = layer(inputs * 2).square().sum(), list[object]()
+    multiply = Tensor.__matmul__
+    monkeypatch.setattr(Tensor, "__matmul__", lambda *pair: products.append(pair) or multiply(*pair))
+    _, groups = stage_backward_input([output], None, [inputs], iter(layer.parameters()))
+    assert len(products) == 2
+    stage_backward_weight(iter(layer.parameters()), groups)
+    assert len(products) == 4
+    for found, known in zip([inputs.grad, layer.weight.grad, layer.bias.grad], expected, strict=True):
+        assert found is not None
+        torch.testing.assert_close(found, known)
 
 
 def test_a_run_resumed_in_five_shapes_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_the_bubble_shrinks_with_more_micro_batches_and_with_more_stages_a_rank(
     assert bubble_share(1, 8) == 0
     assert bubble_share(4, 8) == 3 / 11
     assert bubble_share(4, 8, 2) == 3 / 19
+    assert bubble_share(4, 8, 2, splits_backward=True) == 1 / 17
 
 
 def test_messages_of_an_all_to_all_share_the_link_of_their_node() -> None:

@@ -173,11 +173,13 @@ class Ownership:
 
     ``ranks`` maps a tensor's first name to its ranks. A tensor outside all stages belongs to the first rank.
 
-    Create it before sharding the model; tensors may be on the meta device. ``stages``: the layers of each stage; stage
-    s is on rank s mod ``pipeline``. ``p``: this rank.
+    Create it before sharding the model; tensors may be on the meta device. ``stages``: the layers of each stage.
+    ``rank_of_stage``: the rank of each. ``p``: this rank.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[Sequence[nn.Module]], *, pipeline: int, p: int) -> None:
+    def __init__(
+        self, model: nn.Module, stages: Sequence[Sequence[nn.Module]], *, rank_of_stage: Sequence[int], p: int
+    ) -> None:
         self._model, self._p = model, p
         self._first = {id(tensor): name for name, tensor in reversed(list(_iterate_tensors(model)))}
         self._aliases = {name: self._first[id(tensor)] for name, tensor in _iterate_tensors(model)}
@@ -186,9 +188,9 @@ class Ownership:
         self._places: dict[str, Place] = {}
         self._uses: Counter[tuple[str, int]] = Counter()  # layers with a parameter, by its name and stage
         for index, layers in enumerate(stages):
-            self._add_stage(index, layers, mine=index % pipeline == p)
+            self._add_stage(index, layers, mine=rank_of_stage[index] == p)
         self.ranks = {
-            name: sorted({stage % pipeline for stage in indices or [0]}) for name, indices in self.stages.items()
+            name: sorted({rank_of_stage[stage] for stage in indices or [0]}) for name, indices in self.stages.items()
         }
         self._others: set[Place] = {
             _find_place(model, name) for name, first in self._aliases.items() if p not in self.ranks[first]

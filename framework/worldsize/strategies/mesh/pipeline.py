@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.per_rank import get_local_shard
@@ -30,18 +29,12 @@ from worldsize.strategies.declared_buffers import buffer_slots
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord, check_same_form, step_metrics, trainable
 from worldsize.strategies.mesh.groups import Edges, Passing
-from worldsize.strategies.mesh.schedule import Kind, create_interleaved_schedule
+from worldsize.strategies.mesh.schedule import PipelineSchedule, create_schedule
 from worldsize.strategies.mesh.stage import Stage, TimedStage
 from worldsize.strategies.mesh.sums import DataParts, MeshNorm, WholeNorm
 from worldsize.strategies.mesh.tied import Tied
 from worldsize.strategies.model_replica import autocast, evaluating
 from worldsize.strategies.synchronous import SynchronousReplica
-
-_SCHEDULES: Mapping[str, Any] = {
-    "gpipe": ScheduleGPipe,  # Huang et al. 2018, arXiv 1811.06965
-    "1f1b": Schedule1F1B,  # Narayanan et al. 2019 (PipeDream), arXiv 1806.03377
-    "interleaved": create_interleaved_schedule,  # Narayanan et al. 2021, arXiv 2104.04473
-}
 
 
 @final
@@ -49,19 +42,18 @@ _SCHEDULES: Mapping[str, Any] = {
 class Pipeline(GradientReducer):
     """Runs a step's micro-batches through the stages of a pipeline.
 
-    ``stages``: this rank's stages; the ``total`` stages are assigned round-robin to the ranks of ``group``. ``parts``:
-    the data-parallel ranks with the same stages. ``edges``: carries messages between stages if their waits must end
-    when the gang does.
+    ``stages``: this rank's stages, of those that ``schedule`` assigns to the ranks of ``group``. ``parts``: the
+    data-parallel ranks with the same stages. ``edges``: carries messages between stages if their waits must end when
+    the gang does.
     """
 
     divides_gradients = True
 
     stages: Sequence[Stage]
-    total: int
+    schedule: PipelineSchedule
     group: ProcessGroup
     parts: DataParts
     device: torch.device
-    kind: Kind
     tied: Sequence[Tied]
     norm: MeshNorm | WholeNorm
     edges: Edges | None = None
@@ -72,7 +64,12 @@ class Pipeline(GradientReducer):
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage, and so computes the loss."""
-        return self.stages[-1].index == self.total - 1
+        return self.last_rank == self.group.rank()
+
+    @property
+    def last_rank(self) -> int:
+        """The rank in ``group`` that holds the last stage."""
+        return self.schedule.rank_of_stage[-1]
 
     @property
     def is_ordered(self) -> bool:
@@ -109,12 +106,9 @@ class Pipeline(GradientReducer):
     def _create_schedule(self, count: int, idle: int) -> Any:
         """Create the schedule of ``count`` micro-batches after ``idle`` passes without effect."""
         stages = [
-            TimedStage(stage, stage.index, self.total, self.device, group=self.group, edges=self.edges)
+            TimedStage(stage, stage.index, self.schedule.stages, self.device, group=self.group, edges=self.edges)
             for stage in self.stages
         ]
-        given: Any = stages if self.kind == "interleaved" else stages[0]
-        # 1F1B needs a micro-batch per stage; a part may have fewer after other parts have joined
-        kind = "gpipe" if self.kind == "1f1b" and idle + count < self.total else self.kind
         divisor = self.parts.get_loss_divisor(count)
 
         def compute_loss(output: Tensor, number: Tensor) -> Tensor:
@@ -122,7 +116,7 @@ class Pipeline(GradientReducer):
                 loss, self._records[int(number)] = trainable(self.stages[-1].compute_loss(output, number))
                 return loss / divisor * 0 if int(number) < idle else loss / divisor
 
-        return _SCHEDULES[kind](given, idle + count, loss_fn=compute_loss, scale_grads=False)
+        return create_schedule(self.schedule.kind, stages, idle + count, loss_fn=compute_loss, scale_grads=False)
 
     def _reduce_shared_tensors(self) -> None:
         """Sum gradients of tied parameters over stages; average buffers over data-parallel ranks."""
@@ -157,7 +151,7 @@ class Pipeline(GradientReducer):
                 table_bkm[number, : 2 if is_weighted else 1, 0] = record.loss
             for column, name in enumerate(names, start=1):
                 table_bkm[:, :, column] = metrics[name]
-        start_collective(dist.broadcast, table_bkm, group=self.group, group_src=self._last).wait()
+        start_collective(dist.broadcast, table_bkm, group=self.group, group_src=self.last_rank).wait()
         losses = table_bkm[:, :, 0] if is_weighted else table_bkm[:, 0, 0].to(dtype)
         return [
             LossRecord(loss, dict(zip(names, pairs_2m[:, 1:].unbind(1), strict=True)))
@@ -168,29 +162,25 @@ class Pipeline(GradientReducer):
         """Return whether losses are weighted, the metric names and the dtype of losses, as agreed for all steps."""
         first = records[0] if records else None
         form: list[Any] = [first and (first.is_weighted, sorted(first.metrics), first.loss.dtype)]
-        dist.broadcast_object_list(form, group=self.group, group_src=self._last)
+        dist.broadcast_object_list(form, group=self.group, group_src=self.last_rank)
         agreed: tuple[bool, list[str], torch.dtype] = form[0]
         return agreed
 
-    @property
-    def _last(self) -> int:
-        """The rank in ``group`` that holds the last stage."""
-        return (self.total - 1) % self.group.size()
-
     def forward_batch(self, batch: EvaluationBatch) -> Tensor | None:
         """Return the output for ``batch``, in the model's shape, on the last stage, else None."""
-        rank, size, passing = self.group.rank(), self.group.size(), Passing(self.group, self.edges, self.device)
-        output: Tensor | None = None
+        ranks, passing = self.schedule.rank_of_stage, Passing(self.group, self.edges, self.device)
+        own, output = self.group.rank(), None
         for stage in self.stages:
             stage.begin_stream(batch.seed)
             if stage.index == 0:
                 stage.feed_batch(batch.data)
                 output = stage()
             else:
-                output = stage(passing.receive((rank - 1) % size))
-            if stage.index < self.total - 1:
-                assert output is not None
-                passing.send(output, (rank + 1) % size)
+                before = ranks[stage.index - 1]
+                output = stage(output if before == own else passing.receive(before))
+            following = ranks[stage.index + 1 : stage.index + 2]
+            if following and following[0] != own:
+                passing.send(output, following[0])
         return output if self.is_last else None
 
 
@@ -227,7 +217,7 @@ class PipelineReplica(Replica):
         collector = self._collect_metrics(batches)
         answer: list[Any] = [collector.reduce(self._data) if self._pipeline.is_last else None]
         group = self._pipeline.group
-        dist.broadcast_object_list(answer, group=group, group_src=(self._pipeline.total - 1) % group.size())
+        dist.broadcast_object_list(answer, group=group, group_src=self._pipeline.last_rank)
         metrics: Mapping[str, float] = answer[0]
         return metrics
 

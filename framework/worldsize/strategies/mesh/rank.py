@@ -153,7 +153,8 @@ class MeshRank:
         _check_blocks(self.recipe, model, self.context.numerics)
         full_state, data = self._full_state(model), self._build_data_world(mesh)
         chain = split_stages(self.recipe, model, self.schedule.stages, self.schedule.split)
-        owned = Ownership(model, chain, pipeline=self.layout["pipeline"], p=self._p)
+        ranks = self.schedule.rank_of_stage
+        owned = Ownership(model, chain, rank_of_stage=ranks, p=self._p)
         is_sharded = data.size > 1 or self.sharding.interruptible  # more data-parallel parts may join later
         owned.check_shared(is_sharded=is_sharded, is_ordered=self.reduce == "ordered")
         if is_sharded:
@@ -169,7 +170,8 @@ class MeshRank:
                 precision=precision,
                 chunks=chunks,
             )
-            for index in range(self._p, self.schedule.stages, self.layout["pipeline"])
+            for index in range(self.schedule.stages)
+            if ranks[index] == self._p
         ]
         shard_model(self.recipe, model, mine, mesh, self.sharding)
         deferred.fill_tensors(device, lambda slot: owned.has_tensor(slot.module, slot.name))
@@ -190,22 +192,21 @@ class MeshRank:
 
     def _pipeline(self, mine: Sequence[Stage], owned: Ownership, mesh: DeviceMesh) -> Pipeline:
         """Connect this rank's stages to other ranks; all ranks of the mesh must call it."""
-        is_ring = len(mine) > 1
-        equal_passes = is_ring or self.sharding.reshard_after_forward  # otherwise each stage is gathered once per step
+        # schedules of several stages gather a stage again and again, others once per step
+        equal_passes = not self.schedule.has_one_stage or self.sharding.reshard_after_forward
         parts = DataParts(get_submesh(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
         tied = self._group_tied_parameters(owned)
         for stage in mine:
             stage.sums, stage.at = parts.create_sums(stage, tied), self.context.faults.report_point
         return Pipeline(
             stages=mine,
-            total=self.schedule.stages,
+            schedule=self.schedule,
             group=get_submesh(mesh, "pipeline").get_group(),
             parts=parts,
             device=self.context.world.device,
-            kind=self.schedule.kind,
             tied=tied,
             norm=self._create_norm(mesh, owned.find_spare_parameters()),
-            edges=self._groups.create_edges(is_ring=is_ring),
+            edges=self._groups.create_edges(is_ring=self.schedule.is_ring),
         )
 
     @property
@@ -216,7 +217,7 @@ class MeshRank:
         """Group parameters shared by pipeline ranks; all ranks of the mesh must call it."""
         found = []
         for stages, names in owned.find_tied_parameters().items():
-            owners = [stage % self.layout["pipeline"] for stage in stages]
+            owners = [self.schedule.rank_of_stage[stage] for stage in stages]
             ranks = sorted(set(owners))
             if group := self._groups.create_group(ranks):
                 found.append(Tied(owned.parameters(names), group, [ranks.index(owner) for owner in owners]))

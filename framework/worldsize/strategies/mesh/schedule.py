@@ -1,6 +1,6 @@
-"""Pipeline plan: the assignment of layers to stages, and the schedule of their passes.
+"""Pipeline plan: the assignment of layers to stages and of stages to ranks, and the schedule of their passes.
 
-Unlike torch's, the interleaved schedule supports any number of micro-batches.
+Unlike torch's, the looped schedules (interleaved, zero_bubble) support any number of micro-batches.
 """
 
 from __future__ import annotations
@@ -10,15 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, zip_longest
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import (
+    _Action,
+    _ComputationType,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+)
 
 from worldsize.core import ConfigError, FeatureRecipe, Recipe, saves_state
 
-Kind = Literal["gpipe", "1f1b", "interleaved"]
+Kind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
+KINDS: Sequence[Kind] = get_args(Kind)
+_ONE_STAGE, _IN_V = ("gpipe", "1f1b"), ("zbv", "dualpipev")
 
 
 @final
@@ -36,12 +49,17 @@ class PipelineSchedule:
     split: Sequence[int] | None
 
     def __post_init__(self) -> None:
-        if self.kind not in ("gpipe", "1f1b", "interleaved"):
-            raise ConfigError(f"unknown strategy.schedule={self.kind!r}; available: gpipe, 1f1b, interleaved.")
-        if self.stages_per_rank not in (None, 1) and self.kind != "interleaved":
+        if self.kind not in KINDS:
+            raise ConfigError(f"unknown strategy.schedule={self.kind!r}; available: {', '.join(KINDS)}.")
+        if self.stages_per_rank not in (None, 1) and self.kind in _ONE_STAGE:
             raise ConfigError(
                 f"strategy.schedule={self.kind} supports one stage per rank, got "
-                f"strategy.stages_per_rank={self.stages_per_rank}. Set strategy.schedule=interleaved."
+                f"strategy.stages_per_rank={self.stages_per_rank}. Set strategy.schedule=interleaved or zero_bubble."
+            )
+        if self.stages_per_rank not in (None, 2) and self.kind in _IN_V:
+            raise ConfigError(
+                f"strategy.schedule={self.kind} requires two stages per rank, got "
+                f"strategy.stages_per_rank={self.stages_per_rank}. Set it to null, or strategy.schedule=zero_bubble."
             )
         starts = [0, *(self.split or [])]
         if self.split is not None and (len(starts) != self.stages or sorted({*starts}) != starts):
@@ -53,8 +71,30 @@ class PipelineSchedule:
     @property
     def stages(self) -> int:
         """Number of stages over all ranks of the pipeline."""
-        each = self.stages_per_rank or (2 if self.kind == "interleaved" else 1)
+        each = self.stages_per_rank or (1 if self.kind in _ONE_STAGE else 2)
         return self.ranks * each if self.ranks > 1 else 1
+
+    @property
+    def rank_of_stage(self) -> Sequence[int]:
+        """The pipeline rank of each stage: round-robin, or in a V there and back again."""
+        if self.kind in _IN_V and self.ranks > 1:
+            return [*range(self.ranks), *reversed(range(self.ranks))]
+        return [stage % self.ranks for stage in range(self.stages)]
+
+    @property
+    def has_one_stage(self) -> bool:
+        """Whether the schedule supports only one stage per rank."""
+        return self.kind in _ONE_STAGE
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether the last rank also sends to the first one."""
+        return self.stages > self.ranks and self.kind not in _IN_V
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed later than those of a stage's inputs, to fill the bubble."""
+        return self.ranks > 1 and self.kind in ("zero_bubble", *_IN_V)
 
     def check_micro_batches(self, count: int) -> None:
         """Raise ConfigError if a data-parallel part cannot have ``count`` micro-batches per step."""
@@ -64,22 +104,35 @@ class PipelineSchedule:
                 f"micro-batches per data-parallel rank, got {count}. Set logical_ranks to at least {self.ranks} × "
                 "strategy.data, or strategy.schedule=gpipe."
             )
+        if self.ranks > 1 and self.kind == "dualpipev" and count < self.stages:
+            raise ConfigError(
+                f"strategy.schedule=dualpipev with strategy.pipeline={self.ranks} requires at least {self.stages} "
+                f"micro-batches per data-parallel rank, got {count}. Set logical_ranks to at least {self.stages} × "
+                "strategy.data, or strategy.schedule=zbv."
+            )
 
 
 _LOGGER = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 
-def create_interleaved_schedule(
-    stages: list[PipelineStage], micro_batches: int, **options: Any
-) -> _PipelineScheduleRuntime:
-    """Return the interleaved schedule of a step; ``stages``: this rank's stages.
+def create_schedule(
+    kind: Kind, stages: Sequence[PipelineStage], micro_batches: int, **options: Any
+) -> _PipelineSchedule:
+    """Return the schedule of a step; ``stages``: this rank's stages.
 
+    Any number of micro-batches is supported, since a part of the data may have fewer after others have joined.
     ``options`` are passed to torch's schedules. Errors in a step are raised without torch's log of all passes.
     """
     _LOGGER.setLevel(logging.CRITICAL)
-    if len({*split_rounds(micro_batches, stages[0].group_size)}) == 1:
-        return ScheduleInterleaved1F1B(stages, micro_batches, **options)  # type: ignore[arg-type]
-    return _Uneven(stages, micro_batches, **options)
+    given: Any = [*stages]
+    is_full = micro_batches >= stages[0].num_stages
+    if kind in _ONE_STAGE:
+        schedule = Schedule1F1B if kind == "1f1b" and is_full else ScheduleGPipe
+        return schedule(stages[0], micro_batches, **options)
+    if kind in _IN_V:
+        in_v = ScheduleDualPipeV if kind == "dualpipev" and is_full else ScheduleZBVZeroBubble
+        return in_v(given, micro_batches, **options)
+    return _Looped(given, micro_batches, splits=kind == "zero_bubble", **options)
 
 
 def split_rounds(micro_batches: int, ranks: int) -> list[int]:
@@ -93,31 +146,38 @@ def split_rounds(micro_batches: int, ranks: int) -> list[int]:
     return [least + 1] * more + [least] * (count - more)
 
 
-def plan_passes(rank: int, ranks: int, *, stages: int, micro_batches: int) -> list[_Action]:
-    """Return the passes of a rank with ``stages`` stages: warm-up, alternating, cool-down."""
+def plan_passes(rank: int, ranks: int, *, stages: int, micro_batches: int, splits: bool = False) -> list[_Action]:
+    """Return the passes of a rank with ``stages`` stages: warm-up, alternating, cool-down.
+
+    With ``splits``, the gradients of weights come ``rank`` backward passes after those of inputs, so that all ranks end
+    at the same time (ZB-H1, Qi et al. 2024, arXiv 2401.10241).
+    """
     mine = range(rank, ranks * stages, ranks)
     forward, backward, first = list[_Action](), list[_Action](), 0
     sizes = split_rounds(micro_batches, ranks)
+    kind = _ComputationType.BACKWARD_INPUT if splits else _ComputationType.FULL_BACKWARD
     for size in sizes:
         numbers, first = range(first, first + size), first + size
         forward += [_Action(stage, _ComputationType.FORWARD, number) for stage in mine for number in numbers]
-        kind = _ComputationType.FULL_BACKWARD
         backward += [_Action(stage, kind, number) for stage in reversed(mine) for number in numbers]
     # warm-up passes, until the gradient of the first output has come back
-    ahead = min((stages - 1) * sizes[0] + 2 * (ranks - 1 - rank), len(forward))
-    pairs = zip_longest(forward[ahead:], backward)
-    return [*forward[:ahead], *(each for pair in pairs for each in pair if each is not None)]
+    ahead = min((stages - 1) * sizes[0] + (1 if splits else 2) * (ranks - 1 - rank), len(forward))
+    weights = [each._replace(computation_type=_ComputationType.BACKWARD_WEIGHT) for each in backward] if splits else []
+    delayed = [None] * rank + weights
+    rounds = zip_longest(forward[ahead:], backward, delayed)
+    return [*forward[:ahead], *(each for passes in rounds for each in passes if each is not None)]
 
 
 @final
-class _Uneven(_PipelineScheduleRuntime):
-    """Runs the schedule of :func:`plan_passes`, with rounds of different sizes."""
+class _Looped(_PipelineScheduleRuntime):
+    """Runs the schedule of :func:`plan_passes`."""
 
-    def __init__(self, stages: list[PipelineStage], micro_batches: int, **options: Any) -> None:
+    def __init__(self, stages: list[PipelineStage], micro_batches: int, *, splits: bool, **options: Any) -> None:
         super().__init__(stages, micro_batches, **options)  # type: ignore[no-untyped-call]
         ranks = stages[0].group_size
         self.pipeline_order = {
-            rank: [*plan_passes(rank, ranks, stages=len(stages), micro_batches=micro_batches)] for rank in range(ranks)
+            rank: [*plan_passes(rank, ranks, stages=len(stages), micro_batches=micro_batches, splits=splits)]
+            for rank in range(ranks)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
 

@@ -244,12 +244,30 @@ class TimedStage(PipelineStage):
             self._sums.record_forward(fwd_chunk_id)
         return output
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         self._at("step:backward")
         with measure_phase("compute"):
             with _refusals_shown():
-                super().backward_one_chunk(*args, **kwargs)
-            self._sums.record_backward()
+                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            if full_backward:
+                self._sums.record_backward()
+        if full_backward:
+            self._at("step:reduce")
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with measure_phase("compute"):
+            try:
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            except RuntimeError as error:
+                if "a second time" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"stage {self.stage_index} uses a parameter several times, one use after another, so the "
+                    "gradients of its weights cannot be computed apart. Set strategy.schedule=interleaved."
+                ) from error
+            self._sums.record_backward(is_passed_on=True)
         self._at("step:reduce")
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -80,8 +80,10 @@ class Mesh(Strategy):
     ``tensor``: number of ranks on a node that split each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053).
     ``context``: number of ranks that share each sequence (Llama 3, arXiv 2407.21783, section 3.3.2).
     ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank.
-    ``schedule``: "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), or "interleaved"
-    (arXiv 2104.04473), with ``stages_per_rank`` stages per rank (None: 2).
+    ``schedule``: "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), "interleaved"
+    (arXiv 2104.04473) or "zero_bubble" (ZB-H1, Qi et al. 2024, arXiv 2401.10241), both with ``stages_per_rank`` stages
+    per rank (None: 2), or "zbv" (the same, section 6) or "dualpipev" (DeepSeek-V3, arXiv 2412.19437), which assign two
+    stages to a rank, the first and the last to rank 0. The last three compute gradients of weights apart.
     ``split``: index of the first layer of each stage after the first (None: balanced by parameter count).
     ``order``: the axes from innermost (adjacent ranks) to outermost (slowest links), as in Megatron's
     ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which gives the bits of one
@@ -128,6 +130,15 @@ class Mesh(Strategy):
             raise ConfigError(
                 f"precision={numerics.precision} is not supported with strategy.tensor={self.tensor}: each shard of a "
                 "layer would have a different scale. Set strategy.tensor=1, or precision=bf16."
+            )
+        if self._pipeline.splits_backward and (numerics.compile or numerics.activation_checkpointing != "none"):
+            key = (
+                "compile=true" if numerics.compile else f"activation_checkpointing={numerics.activation_checkpointing}"
+            )
+            raise ConfigError(
+                f"{key} is not supported with strategy.schedule={self.schedule}, which runs the backward pass of a "
+                f"stage in two parts. Set {'compile=false' if numerics.compile else 'activation_checkpointing=none'}, "
+                "or strategy.schedule=interleaved."
             )
         if numerics.compile and self.context > 1:
             raise ConfigError(
@@ -184,7 +195,7 @@ class Mesh(Strategy):
             get_tensor_plan(recipe, model, slices=self.tensor, key="strategy.tensor")
         if self.pipeline > 1:
             stages = split_stages(recipe, model, self._pipeline.stages, self.split)
-            owned = Ownership(model, stages, pipeline=self.pipeline, p=0)
+            owned = Ownership(model, stages, rank_of_stage=self._pipeline.rank_of_stage, p=0)
             is_sharded = self.on_failure == "heal" or (self.data or 1) * self.context > 1
             owned.check_shared(is_sharded=is_sharded, is_ordered=self.reduce == "ordered")
             if is_sharded:
@@ -222,7 +233,7 @@ class Mesh(Strategy):
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.create_layout(cluster.processes), work.micro_batches or self.default_micro_batches
-        return mesh_cost(work, cluster, layout, micro_batches=count, stages=self._pipeline.stages)
+        return mesh_cost(work, cluster, layout, micro_batches=count, schedule=self._pipeline)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         layout = self.create_layout(cluster.processes)
@@ -251,8 +262,10 @@ class Mesh(Strategy):
         ).build_replica()
 
 
-def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches: int, stages: int) -> Cost:
-    """Return the cost of a step with ``micro_batches`` per data-parallel part, and ``stages``.
+def mesh_cost(
+    work: Workload, cluster: Cluster, layout: Layout, *, micro_batches: int, schedule: PipelineSchedule
+) -> Cost:
+    """Return the cost of a step with ``micro_batches`` per data-parallel part.
 
     Tensor: four all-reduces of a block's output per micro-batch, within a node (Shoeybi et al. 2019, arXiv
     1909.08053, section 3).
@@ -289,7 +302,7 @@ def mesh_cost(work: Workload, cluster: Cluster, layout: Layout, *, micro_batches
     memory += work.activation_bytes * min(count, pipeline) / layout.of_part
     shared = 3 * blocks * count * ring_share(context) * gathered
     sent = sharded + passed + shared + 2 * ring_share(tensor) * reduced
-    idle = bubble_share(pipeline, count, stages // pipeline)
+    idle = bubble_share(pipeline, count, schedule.stages // pipeline, splits_backward=schedule.splits_backward)
     across = sharded * count_leaving_edges(cluster, data, strides["data"])
     across += passed * count_leaving_edges(cluster, pipeline, strides["pipeline"])
     across += shared * count_leaving_edges(cluster, context, strides["context"])

@@ -109,8 +109,11 @@ class StageSums(ABC):
         """Record that forward pass ``place``, counted from 0 including idle passes, is done."""
 
     @abstractmethod
-    def record_backward(self) -> None:
-        """Record that the next backward pass is done, and add its gradients."""
+    def record_backward(self, *, is_passed_on: bool = False) -> None:
+        """Record that the next backward pass is done, and add its gradients.
+
+        ``is_passed_on``: whether the stage before already has the gradient of its output.
+        """
 
 
 @final
@@ -155,7 +158,7 @@ class FlatSums(StageSums):
             buffer.data.copy_(value)  # .data keeps the autograd graph valid
         self._first = []
 
-    def record_backward(self) -> None: ...
+    def record_backward(self, *, is_passed_on: bool = False) -> None: ...
 
 
 @final
@@ -209,10 +212,12 @@ class TreeSums(StageSums):
         else:
             self._step.add(self._order[place - self._idle])
 
-    def record_backward(self) -> None:
+    def record_backward(self, *, is_passed_on: bool = False) -> None:
         self._taken += 1
         done, count = self._taken - self._idle, len(self._order)
         self._tied.exchange()
+        if is_passed_on:
+            self._tied.send_held()
         if self._scatters is None:  # a single part, without idle passes
             self._presence.record_gradients()
             self._counters[(done - 1) // (count // len(self._counters))].add(
