@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -68,6 +69,32 @@ def test_ranks_with_several_stages_go_on_in_another_number_of_parts_than_they_be
     assert result_of(run) == undisturbed(*ranks)
     assert [len(members) for members in memberships(run.folder)] == [6, 4]
     assert "Full Schedule" not in run.error + run.output
+
+
+def test_the_survivors_take_another_shape_if_fewer_of_them_wait(train: Any, undisturbed: Any) -> None:
+    """2 × 2 × 2, then 3 × 1 × 2 with one rank waiting, which replaces the next one; then 1 × 2 × 2 with one waiting."""
+    planted = faults(kill(1, 1), kill(2, 8), kill(4, 12), SLOW)
+    options = ("cluster.processes=8", "steps=16", "strategy.heal_shapes=[{tensor:1}]")
+    run = train(*HEAL, TENSOR, PIPELINE, *options, planted)
+    assert result_of(run) == undisturbed("steps=16")
+    assert [len(members) for members in memberships(run.folder)] == [8, 6, 6, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_each_kill_changes_the_shape_and_not_the_result(train: Any, undisturbed: Any, seed: int) -> None:
+    draw = Random(seed)
+    first, *others = draw.sample(
+        [{"tensor": 2, "context": 2}, {"tensor": 2, "pipeline": 2}, {"context": 2, "pipeline": 2}, {"pipeline": 4}], 2
+    )
+    one = draw.choice([{"tensor": 1}, {"context": 1}, {"pipeline": 2}, {"pipeline": 1}])
+    shapes = [dict.fromkeys(("tensor", "context", "pipeline"), 1) | shape for shape in (*others, first | one, {})]
+    given = ", ".join("{" + ", ".join(f"{axis}: {size}" for axis, size in shape.items()) + "}" for shape in shapes)
+    axes = [f"strategy.{axis}={size}" for axis, size in first.items()]
+    kills = [kill(rank, step) for rank, step in zip(draw.sample(range(8), 2), (draw.randint(1, 4), 8), strict=True)]
+    run = train(*HEAL, *axes, f"strategy.heal_shapes=[{given}]", "cluster.processes=8", faults(*kills, SLOW))
+    assert result_of(run) == undisturbed()
+    assert [len(members) for members in memberships(run.folder)] == [8, 7, 6]
 
 
 @pytest.mark.slow

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from worldsize.core import Block
 from worldsize.healing.membership import NEWCOMER, Membership
 from worldsize.healing.roster import Roster
 
@@ -20,8 +21,8 @@ class Processes:
         self,
         *ranks: int,
         patience: float = 60.0,
-        block: int = 1,
-        together: int = 1,
+        blocks: Sequence[Block] = (Block(),),
+        parts: int = 64,
         nodes: Mapping[int, int] | None = None,
     ) -> None:
         self.told: dict[int, list[Any]] = {}
@@ -29,7 +30,7 @@ class Processes:
         def tell(rank: int, message: Any) -> None:
             self.told.setdefault(rank, []).append(message)
 
-        self.roster = Roster(ranks, tell, patience, block, together, lambda rank: (nodes or {}).get(rank, 0))
+        self.roster = Roster(ranks, tell, patience, blocks, parts, lambda rank: (nodes or {}).get(rank, 0))
 
     def stop(self, rank: int, step: int = NEWCOMER) -> None:
         self.roster.apply_message(rank, {"stopped": self.roster.number, "step": step})
@@ -225,7 +226,7 @@ def test_when_one_has_trained_to_the_end_all_others_are_told_so(four: Processes)
 @pytest.fixture
 def pairs() -> Processes:
     """Six processes that train in pairs; one has died, so its partner waits."""
-    processes = Processes(*range(6), block=2)
+    processes = Processes(*range(6), blocks=[Block(2)])
     for rank in range(6):
         processes.stop(rank)
     processes.roster.lose_rank(1, "gone")
@@ -238,7 +239,7 @@ def pairs() -> Processes:
 def hosts() -> Processes:
     """Two hosts of four processes, where pairs share layers; later processes are dealt in pairs, too."""
     nodes = {rank: rank // 4 for rank in range(8)} | {8: 0, 9: 0, 10: 1, 11: 1}
-    processes = Processes(*range(8), block=2, together=2, nodes=nodes)
+    processes = Processes(*range(8), blocks=[Block(2, together=2)], nodes=nodes)
     for rank in range(8):
         processes.stop(rank)
     return processes
@@ -274,7 +275,7 @@ def test_one_that_joins_the_other_host_leaves_one_that_waits_alone(hosts: Proces
 
 
 def test_a_member_goes_on_before_newcomers_whose_pair_is_complete_earlier() -> None:
-    processes = Processes(0, 1, 2, 3, block=2, together=2, nodes={0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 0, 6: 1})
+    processes = Processes(0, 1, 2, 3, blocks=[Block(2, together=2)], nodes={0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 0, 6: 1})
     for rank in range(4):
         processes.stop(rank)
     for rank in (4, 5, 6):
@@ -286,7 +287,7 @@ def test_a_member_goes_on_before_newcomers_whose_pair_is_complete_earlier() -> N
 
 
 def test_a_block_of_several_pairs_may_span_hosts() -> None:
-    processes = Processes(*range(8), block=4, together=2, nodes={rank: rank // 4 for rank in range(8)})
+    processes = Processes(*range(8), blocks=[Block(4, together=2)], nodes={rank: rank // 4 for rank in range(8)})
     for rank in range(8):
         processes.stop(rank)
     processes.roster.lose_rank(1, "gone")
@@ -297,6 +298,41 @@ def test_a_block_of_several_pairs_may_span_hosts() -> None:
     assert (processes.membership.members, processes.membership.waiting) == ((0, 3, 5, 6), (7,))
 
 
+@pytest.mark.parametrize(
+    ("dead", "blocks", "parts", "trains"),
+    [
+        (1, [Block(4), Block(2)], 64, 6),  # 3 blocks of 2 instead of one of 4
+        (0, [Block(4), Block(2)], 64, 8),
+        (4, [Block(4), Block(2)], 64, 4),  # as many in both
+        (1, [Block(4), Block(1)], 64, 7),
+        (1, [Block(4), Block(1)], 3, 4),  # at most 3 blocks
+        (1, [Block(4, together=2), Block(2)], 64, 6),
+        (5, [Block(4), Block(2)], 64, 2),
+        (3, [Block(3), Block(2)], 64, 4),
+    ],
+)
+def test_the_blocks_that_leave_the_fewest_waiting_are_formed(
+    dead: int, blocks: Sequence[Block], parts: int, trains: int
+) -> None:
+    processes = Processes(*range(8), blocks=blocks, parts=parts)
+    for rank in range(8):
+        processes.stop(rank)
+    for rank in range(dead):
+        processes.roster.lose_rank(rank, "gone")
+    for rank in range(dead, 8):
+        processes.stop(rank, 7)
+    assert len(processes.membership.members) == trains
+
+
+def test_blocks_are_of_the_kind_that_their_number_of_processes_tells() -> None:
+    """Two hosts with 3 and 5 processes: 8 of them would be two blocks of 4, whose pairs must share a host."""
+    nodes = {rank: int(rank > 2) for rank in range(8)}
+    processes = Processes(*range(8), blocks=[Block(4, together=2), Block(2)], nodes=nodes)
+    for rank in range(8):
+        processes.stop(rank)
+    assert processes.membership.members == (0, 1, 2, 3, 4, 5)
+
+
 def test_how_often_the_roster_looks_for_hosts_does_not_grow_with_the_square_of_the_world() -> None:
     asked: list[int] = []
 
@@ -304,7 +340,7 @@ def test_how_often_the_roster_looks_for_hosts_does_not_grow_with_the_square_of_t
         asked.append(rank)
         return rank // 8
 
-    roster = Roster(tuple(range(64)), lambda *_: None, 60.0, 1, 1, node_of)
+    roster = Roster(tuple(range(64)), lambda *_: None, 60.0, node_of=node_of)
     for rank in range(64):
         roster.apply_message(rank, {"stopped": 0, "step": NEWCOMER})
     for rank in range(64):

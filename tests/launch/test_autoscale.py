@@ -12,14 +12,14 @@ import pytest
 
 from tests.clusters.test_own_project import files_of
 from worldsize.config.shape import check_autoscale
-from worldsize.core import Autoscaler, Cluster, ConfigError, GangState, Plan, Role
+from worldsize.core import Autoscaler, Block, Cluster, ConfigError, GangState, Plan, Role
 from worldsize.launch import autoscale
 from worldsize.launch.autoscale import FileAutoscaler, ScheduleAutoscaler
 from worldsize.testing.importing import import_plugins
 
 CLUSTER = Cluster("laptop", nodes=1, processes=4, device="cpu", backend="gloo")
 HEAL = {"worker": Role(4, restart="heal", min_processes=2)}
-BLOCKS = {"worker": Role(4, restart="heal", block=2)}
+BLOCKS = {"worker": Role(4, restart="heal", blocks=(Block(2),))}
 
 
 @final
@@ -116,7 +116,7 @@ def test_what_a_policy_wants_is_rounded_down_to_whole_blocks(
     tmp_path: Path, asked: list[dict[str, Any]], wanted: int, requested: int
 ) -> None:
     policy = Calls(body=lambda state: wanted)
-    roles = {"worker": Role(4, restart="heal", min_processes=3, block=4)}
+    roles = {"worker": Role(4, restart="heal", min_processes=3, blocks=(Block(4),))}
     assert (
         autoscale.query_policy(policy, Plan(tmp_path, CLUSTER, roles, {}, logical_ranks=8, autoscaler=policy), 0.0)
         == ""

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.core import Role
+from worldsize.core import Block, Role
 from worldsize.errors import ConfigError, WorldsizeError
 from worldsize.launch import control as controls
 from worldsize.launch import node
@@ -283,7 +283,7 @@ def test_a_gang_ends_if_no_host_has_enough_processes_for_those_that_must_be_on_o
 ) -> None:
     """Two hosts have two processes each; one has died on each host."""
     end = multiprocessing.get_context("fork").Event()
-    roles = {"worker": Role(4, restart="heal", min_processes=2, block=2, together=together)}
+    roles = {"worker": Role(4, restart="heal", min_processes=2, blocks=(Block(2, together),))}
     start = member(tmp_path, end)
     members = Members(roles, start, max_restarts=0, terminal=None, node_of=lambda role, rank: rank // 2)
     for rank in range(4):

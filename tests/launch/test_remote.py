@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from worldsize.core import Cluster, Plan, Role
+from worldsize.core import Block, Cluster, Plan, Role
 from worldsize.healing.lost_link import LossPolicy
 from worldsize.healing.membership import receive_message, send_message
 from worldsize.launch.members import LostHostError, Member
@@ -121,7 +121,7 @@ def signals_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_those_that_join_later_are_dealt_to_the_hosts_in_groups_that_share_one(tmp_path: Path) -> None:
     cluster = Cluster("ssh", nodes=2, processes=4, device="cpu", backend="gloo")
-    plan = Plan(tmp_path, cluster, {"worker": Role(4, restart="heal", block=2, together=2)}, {})
+    plan = Plan(tmp_path, cluster, {"worker": Role(4, restart="heal", blocks=(Block(2, together=2),))}, {})
     ours, theirs = connected()
     hosts = RemoteHosts([RemoteAgent(1, "h2", ours)], plan, 1, tmp_path, SILENCE, None, LossPolicy())
     assert [hosts.find_node(rank) for rank in range(12)] == [0, 0, 1, 1] * 3

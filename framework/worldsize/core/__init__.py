@@ -1,6 +1,6 @@
 """The base classes and types of worldsize. Imports only torch, the standard library and worldsize.errors."""
 
-from worldsize.core.cluster import Cluster, ContainerImage, Link, Pinning, Role, Spot, World
+from worldsize.core.cluster import Block, Cluster, ContainerImage, Link, Pinning, Role, Spot, World
 from worldsize.core.context import (
     CheckpointSource,
     DataSource,
@@ -85,6 +85,7 @@ __all__ = [
     "Autoscaler",
     "Batch",
     "BatchLauncher",
+    "Block",
     "BufferRule",
     "Capability",
     "CheckpointFailed",

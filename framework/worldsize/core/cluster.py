@@ -134,6 +134,16 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Processes that hold a whole model together: one data-parallel replica."""
+
+    size: int = 1
+    """Number of processes."""
+    together: int = 1
+    """Size of the groups within the block whose processes must share a host."""
+
+
+@dataclass(frozen=True)
 class Role:
     """A group of processes with one task, and what happens when one of them dies."""
 
@@ -146,10 +156,9 @@ class Role:
     """Whether its processes run :meth:`Strategy.serve`, without a process group, instead of training a replica."""
     min_processes: int | None = None
     """Number of live processes that the run needs to continue after failures; None: all."""
-    block: int = 1
-    """Processes per data-parallel replica. A healing role trains in whole blocks; surplus processes wait."""
-    together: int = 1
-    """Size of the groups within a block whose processes must share a host."""
+    blocks: tuple[Block, ...] = (Block(),)
+    """Possible data-parallel replicas, the preferred one first. A healing role trains in whole blocks of the one that
+    leaves the fewest processes waiting."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from worldsize.core import MembershipRecord
+from worldsize.core import Block, MembershipRecord
 from worldsize.healing.membership import NEWCOMER, Membership, Message
+from worldsize.world.roles import find_block
 
 _MOST_REPEATS = 3  # after this many equal memberships (members and first step), the program itself must be failing
 
@@ -22,24 +24,25 @@ class Roster:
     once all members have trained a few steps in it. Every member then receives a stop and answers with its last
     completed step, and the next membership starts with the members that have answered.
 
-    The number of members is ``target`` while enough processes are alive, rounded down to whole blocks. Further
-    processes wait as spares that replace dead ones; a spare that trained before transfers its shards of the state.
-    A block consists of groups of adjacent members, each group on one host.
+    The number of members is ``target`` while enough processes are alive, rounded down to whole blocks. If several kinds
+    of blocks are possible, those with the most members are formed. Further processes wait as spares that replace dead
+    ones; a spare that trained before transfers its shards of the state. A block consists of groups of adjacent members,
+    each group on one host.
 
     Args:
         members: Global ranks of the processes that train, initially those of the first membership.
         tell: Sends a message to the process with a given global rank.
         patience: Seconds for a member to stop before it counts as hung.
-        block: The number of members is a multiple of this.
-        together: Number of adjacent members that must share a host; divides ``block``.
+        blocks: Possible data-parallel replicas, the preferred one first.
+        parts: Maximum number of blocks.
         node_of: Returns the node of the process with a given global rank.
     """
 
     members: tuple[int, ...]
     tell: Callable[[int, Message], None]
     patience: float
-    block: int = 1
-    together: int = 1
+    blocks: Sequence[Block] = (Block(),)
+    parts: int = sys.maxsize
     node_of: Callable[[int], int] = lambda rank: 0
     number: int = 0
     """Number of the current or last membership; 0: none has begun."""
@@ -138,14 +141,19 @@ class Roster:
         self.tell(rank, Membership(self.number, ()).to_message())
 
     def _next_members(self) -> tuple[int, ...]:
-        """Return the next members: those that stay, then newcomers up to the target."""
+        """Return the next members: those that stay, then newcomers up to the target, in the blocks with the most."""
+        return max(map(self._fill_blocks, self.blocks), key=len)  # the first of equal ones
+
+    def _fill_blocks(self, block: Block) -> tuple[int, ...]:
+        """Return the next members in whole blocks of one kind, in a number for which it is chosen."""
         staying = {rank: None for rank in self.members if rank not in self._leaving}  # an ordered set
         newcomers = sorted(self._stopped.keys() - {*self.members})  # sorted, so that a host's ranks are adjacent
-        able = _split_groups([*staying, *newcomers], self.together, self.node_of)
+        able = _split_groups([*staying, *newcomers], block.together, self.node_of)
         able.sort(key=lambda group: group[0] not in staying)  # groups of newcomers last
-        most = max(self.target, len(staying)) // self.block * self.block
-        members = [rank for group in able for rank in group][:most]
-        return tuple(members[: len(members) // self.block * self.block])
+        members = [rank for group in able for rank in group]
+        count = min(len(members), max(self.target, len(staying))) // block.size
+        sizes = (blocks * block.size for blocks in range(min(count, self.parts), 0, -1))
+        return tuple(members[: next((size for size in sizes if find_block(size, self.blocks) == block), 0)])
 
     def _update_membership(self) -> None:
         """End a settled membership if its members should change; start the next one if possible."""

@@ -20,7 +20,7 @@ from worldsize.files import read_regular
 from worldsize.launch.control import send_request
 from worldsize.record.run_directory import RunDirectory
 from worldsize.world.processes import SIGNALS, die_with_parent, ready_to_fork
-from worldsize.world.roles import get_block_size, get_min_processes
+from worldsize.world.roles import get_blocks, get_min_processes, round_down
 
 _logger = logging.getLogger(__name__)
 
@@ -70,14 +70,14 @@ def _run_policy(plan: Plan, parent: int) -> None:
 def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
     """Resize the gang as ``policy`` requests ``seconds`` into the attempt; return the error, or ""."""
     sign = RunDirectory(plan.run_dir).control
-    block = get_block_size(plan.roles)
-    least, most = get_min_processes(plan.roles), policy.max_processes or plan.logical_ranks * block
+    blocks = get_blocks(plan.roles)
+    least, most = get_min_processes(plan.roles), policy.max_processes or plan.logical_ranks * blocks[0].size
     try:
         state = _request_state(sign, plan.run_dir, seconds, least, most)
         wanted = policy.choose_process_count(state)
         if type(wanted) is not int:
             return f"{type(policy).__name__}.choose_process_count returned {wanted!r}; expected an int"
-        wanted = max(least, min(wanted, most) // block * block)  # further processes could not train
+        wanted = max(least, round_down(min(wanted, most), blocks))  # further processes could not train
         if wanted != state.processes:
             send_request(sign, do="resize", processes=wanted)
     except WorldsizeError as error:

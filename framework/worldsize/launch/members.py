@@ -214,7 +214,8 @@ class Members:
         role, starts = self.roles[member.role], _count_starts(self.lost, member.role, member.rank)
         others = [each for each in self.list_alive() if each.role == member.role]
         least = 1 if role.restart == "heal" else role.processes
-        able = _count_grouped([self._node_of(each.role, each.rank) for each in others], role.together)
+        nodes = [self._node_of(each.role, each.rank) for each in others]
+        able = max(_count_grouped(nodes, block.together) for block in role.blocks)
         is_spare = able >= (least if role.min_processes is None else role.min_processes)
         if role.restart == "heal" and not is_spare:
             return

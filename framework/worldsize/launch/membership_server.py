@@ -15,7 +15,7 @@ from worldsize.launch.control import MOST, JobState, ListedProcess
 from worldsize.launch.members import LostHostError, Member, Members
 from worldsize.launch.remote import RemoteHosts
 from worldsize.messages import last_error
-from worldsize.world.roles import find_role, get_block_size, get_host_block_size, role_ranks
+from worldsize.world.roles import find_role, get_blocks, role_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -38,15 +38,14 @@ class MembershipServer:
         spares: int = 0,
         others: RemoteHosts | None = None,
     ) -> None:
-        self._block = get_block_size(members.roles)
-        self._members, self._most, self._others = members, most * self._block, others
+        blocks = get_blocks(members.roles)
+        self._parts, self._most = most, most * blocks[0].size
+        self._members, self._others = members, others
         self._killed: list[Member] = []  # processes killed as hung
         ranks = [self._compute_rank(member) for member in members.current]
         node_of = others.find_node if others else lambda rank: 0
         first = tuple(ranks[: len(ranks) - spares])
-        self._roster = Roster(
-            first, self._send_to_member, patience, self._block, get_host_block_size(members.roles), node_of
-        )
+        self._roster = Roster(first, self._send_to_member, patience, blocks, most, node_of)
 
     @property
     def records(self) -> Sequence[MembershipRecord]:
@@ -94,7 +93,7 @@ class MembershipServer:
         """Allow ``count`` processes more than ``training``; raise ConfigError if logical ranks run out."""
         wanted = len(training)
         if wanted + count > self._most:
-            ranks, free = self._most // self._block, self._most - wanted
+            ranks, free = self._parts, self._most - wanted
             remedy = f"Add at most {free}, or start" if free > 0 else "Start"
             raise ConfigError(
                 f"logical_ranks={ranks} supports at most {self._most} training processes, and {wanted} are "

@@ -60,7 +60,7 @@ class LoopConfig:
 
     def evaluates(self, step: int) -> bool:
         """Return whether an evaluation follows ``step``, as it always does after the last step."""
-        return step == self.steps or (self.evaluate_every > 0 and step % self.evaluate_every == 0)
+        return step == self.steps or _is_due(step, self.evaluate_every)
 
     def saves_first(self, step: int) -> bool:
         """Return whether ``step`` is saved before it is evaluated.
@@ -79,7 +79,12 @@ class LoopConfig:
 
     def saves(self, step: int) -> bool:
         """Return whether a checkpoint is due after ``step``."""
-        return (self.save_at_end and step == self.steps) or (self.save_every > 0 and step % self.save_every == 0)
+        return (self.save_at_end and step == self.steps) or _is_due(step, self.save_every)
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Return whether something is due after ``step`` that follows each multiple of ``every`` but 0; 0: never."""
+    return min(step, every) > 0 and step % every == 0
 
 
 @final

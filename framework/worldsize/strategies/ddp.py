@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from worldsize.core import (
+    Block,
     Cluster,
     ConfigError,
     Cost,
@@ -40,7 +41,7 @@ from worldsize.strategies.step_cost import ddp_cost, gathering
 from worldsize.strategies.synchronous import SynchronousReplica, wrap_in_ddp
 from worldsize.strategies.train_state import TrainState
 from worldsize.strategies.wrapping import refuse_complex, sparse_embeddings
-from worldsize.world.roles import whole_blocks
+from worldsize.world.roles import round_up
 
 OnFailure = Literal["restart", "heal"]
 
@@ -195,12 +196,9 @@ class DDP(Strategy):
         return create_compressed_reducer(self.reduce, compression, module, world, seed=context.seed)
 
 
-def worker_roles(cluster: Cluster, on_failure: OnFailure, block: int = 1, together: int = 1) -> Mapping[str, Role]:
-    """Return the roles of a strategy whose processes are all workers and may heal.
-
-    ``block``: number of processes per data-parallel part. ``together``: how many of them must share a host.
-    """
+def worker_roles(cluster: Cluster, on_failure: OnFailure, blocks: tuple[Block, ...] = (Block(),)) -> Mapping[str, Role]:
+    """Return the roles of a strategy whose processes are all workers and may heal, in whole ``blocks``."""
     if on_failure == "heal":
-        least = cluster.min_processes if block == 1 else whole_blocks(cluster.min_processes, block)
-        return {"worker": Role(cluster.processes, restart="heal", min_processes=least, block=block, together=together)}
+        least = cluster.min_processes if blocks == (Block(),) else round_up(cluster.min_processes, blocks)
+        return {"worker": Role(cluster.processes, restart="heal", min_processes=least, blocks=blocks)}
     return {"worker": Role(processes=cluster.processes)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from worldsize.core import ConfigError, Plan, Role
+from worldsize.core import Block, ConfigError, Plan, Role
 
 
 def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
@@ -21,38 +21,42 @@ def can_heal(roles: Mapping[str, Role]) -> bool:
     return any(role.restart == "heal" for role in roles.values())
 
 
-def get_block_size(roles: Mapping[str, Role]) -> int:
-    """Return the number of processes per data shard; healing gangs have a multiple of it."""
-    return max(role.block for role in roles.values())
+def get_blocks(roles: Mapping[str, Role]) -> Sequence[Block]:
+    """Return the possible data-parallel replicas of a healing gang, the preferred one first."""
+    return next((role.blocks for role in roles.values() if role.restart == "heal"), (Block(),))
 
 
-def get_host_block_size(roles: Mapping[str, Role]) -> int:
-    """Return how many processes of a block must share a host."""
-    return max(role.together for role in roles.values())
+def find_block(processes: int, blocks: Sequence[Block]) -> Block | None:
+    """Return the blocks that a gang of ``processes`` consists of: the first whose size divides it, or None."""
+    return next((block for block in blocks if processes % block.size == 0), None)
 
 
-def whole_blocks(processes: int | None, block: int) -> int:
-    """Return ``processes`` (None counts as 1), rounded up to a multiple of ``block``."""
-    return -(-(processes or 1) // block) * block
+def round_down(processes: int, blocks: Sequence[Block]) -> int:
+    """Return the largest number of processes up to ``processes`` that form whole blocks; 0 if there is none."""
+    return max(processes // block.size * block.size for block in blocks)
+
+
+def round_up(processes: int | None, blocks: Sequence[Block]) -> int:
+    """Return the smallest number of processes from ``processes`` (None counts as 1) that form whole blocks."""
+    return min(-(-(processes or 1) // block.size) * block.size for block in blocks)
 
 
 def get_min_processes(roles: Mapping[str, Role]) -> int:
     """Return the minimum number of processes of a healing gang, in whole blocks."""
     healing = [role for role in roles.values() if role.restart == "heal"]
-    return max(whole_blocks(role.min_processes, role.block) for role in healing)
+    return max(round_up(role.min_processes, role.blocks) for role in healing)
 
 
 def locate_rank(global_rank: int, plan: Plan) -> tuple[int, int]:
     """Return the node and the local rank of a process.
 
     Initial and spare ranks are numbered node by node. Ranks that join later are assigned to the nodes round-robin, in
-    groups that must share a host (see :func:`get_host_block_size`); if the gang does not heal, all go to the first
-    node."""
+    groups that must share a host (see :class:`Block`); if the gang does not heal, all go to the first node."""
     cluster, per_node = plan.cluster, plan.cluster.processes_per_node
     later = global_rank - cluster.all_nodes * per_node
     if later < 0:
         return global_rank // per_node, global_rank % per_node
-    together, nodes = get_host_block_size(plan.roles), cluster.all_nodes if can_heal(plan.roles) else 1
+    together, nodes = get_blocks(plan.roles)[0].together, cluster.all_nodes if can_heal(plan.roles) else 1
     turn, node = divmod(later // together, nodes)
     return node, per_node + turn * together + later % together
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from worldsize.core import Cluster, ConfigError
+from worldsize.errors import neighbours
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,6 +113,29 @@ def check_order(order: Sequence[str]) -> None:
             f"strategy.order=[{', '.join(map(str, order))}] must contain each of {', '.join(axes)} exactly once, "
             f"innermost first. Set strategy.order=[{', '.join(known)}], for example."
         )
+
+
+def check_shapes(shapes: Sequence[Mapping[str, int]], *, heals: bool, is_split: bool) -> None:
+    """Raise ConfigError if the mesh cannot take one of ``shapes`` after a failure.
+
+    ``heals``: whether it continues without dead processes. ``is_split``: whether the user set the stages' layers.
+    """
+    axes = [axis for axis in ORDER if axis != "data"]
+    if shapes and not heals:
+        raise ConfigError(
+            "strategy.heal_shapes requires strategy.on_failure=heal. Set strategy.on_failure=heal, or "
+            "strategy.heal_shapes=[]."
+        )
+    for axis, size in chain.from_iterable(shape.items() for shape in shapes):
+        if axis not in axes:
+            raise ConfigError(f"strategy.heal_shapes: unknown axis {axis!r}{neighbours(axis, axes)}")
+        if size < 1:
+            raise ConfigError(f"strategy.heal_shapes: {axis}={size} must be 1 or more.")
+        if axis == "pipeline" and is_split:
+            raise ConfigError(
+                "strategy.heal_shapes with another pipeline size does not support strategy.split, which lists the "
+                "layers of a fixed number of stages. Set strategy.split=null."
+            )
 
 
 def check_tensor(layout: Layout, cluster: Cluster) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, final
 
@@ -16,6 +16,7 @@ from worldsize.collectives.cost import (
     ring_all_reduce_seconds,
 )
 from worldsize.core import (
+    Block,
     Cluster,
     ConfigError,
     Cost,
@@ -40,6 +41,7 @@ from worldsize.strategies.mesh.layout import (
     Ownership,
     check_heals,
     check_order,
+    check_shapes,
     check_tensor,
     complete_order,
 )
@@ -65,6 +67,7 @@ from worldsize.strategies.wrapping import (
     refuse_scalars,
     refuse_sparse_gradients,
 )
+from worldsize.world.roles import find_block
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,6 +95,8 @@ class Mesh(Strategy):
     ``reshard_after_forward``: as in FSDP (None: only if ``pipeline`` is 1, since each micro-batch would gather again).
     ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards in the memory of
     peers. They form as many data-parallel parts as possible, at first ``data``; excess processes wait.
+    ``heal_shapes``: other sizes of ``tensor``, ``context`` and ``pipeline`` that they may then take, if fewer of them
+    would wait; for example ``[{"tensor": 1}]``, with the other sizes unchanged. Of equal ones, the first is used.
     """
 
     supports = frozenset({"state_metrics", "ema", "compile", "activation_checkpointing", "features"})
@@ -110,9 +115,11 @@ class Mesh(Strategy):
     reshard_after_forward: bool | None = None
     on_failure: OnFailure = "restart"
     order: list[Annotated[str, OneOf(*ORDER)]] = field(default_factory=lambda: list(ORDER))
+    heal_shapes: list[dict[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_shapes(self.heal_shapes, heals=self.on_failure == "heal", is_split=self.split is not None)
         if self.reduce == "hierarchical":
             raise ConfigError(
                 f"strategy.reduce={self.reduce} is not supported with strategy=mesh. Set strategy.reduce=flat."
@@ -124,7 +131,30 @@ class Mesh(Strategy):
     def _pipeline(self) -> PipelineSchedule:
         return PipelineSchedule(self.pipeline, self.schedule, self.stages_per_rank, self.split)
 
+    @property
+    def _shapes(self) -> Sequence[Mesh]:
+        """This strategy in each shape that it may take, its own first."""
+        plain = replace(self, heal_shapes=[])
+        return [plain, *(replace(plain, data=None, **shape) for shape in self.heal_shapes)]  # type: ignore[arg-type]
+
+    def _take_shape(self, processes: int) -> Mesh:
+        """Return this strategy in the shape that ``processes`` processes take."""
+        chosen = find_block(processes, [shape._block for shape in self._shapes]) if self.data is None else None
+        return next((shape for shape in self._shapes if shape._block == chosen), self._shapes[0])
+
+    @property
+    def _part(self) -> Layout:
+        """The layout of one data-parallel part."""
+        sizes = {"pipeline": self.pipeline, "tensor": self.tensor, "context": self.context, "data": 1}
+        return Layout(sizes, complete_order(self.order))
+
+    @property
+    def _block(self) -> Block:
+        return Block(self._part.size, self._part.together)
+
     def check_numerics(self, numerics: Numerics) -> None:
+        for shape in self._shapes[1:]:
+            shape.check_numerics(numerics)
         refuse_graphs(numerics, strategy="Mesh")
         if numerics.policy.has_8_bits and self.tensor > 1:
             raise ConfigError(
@@ -167,12 +197,16 @@ class Mesh(Strategy):
         self._pipeline.check_micro_batches(count)
 
     def check_recipe(self, recipe: Recipe) -> None:
+        for shape in self._shapes[1:]:
+            shape.check_recipe(recipe)
         if self.tensor > 1:
             check_divides(recipe, key="strategy.tensor")
         if self.pipeline > 1:
             check_pipelines(recipe)
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
+        for shape in self._shapes[1:]:
+            shape.check_built(recipe, model, optimizer)
         refuse_sparse_gradients(model)
         refuse_gradient_hooks(model)
         refuse_divided_matrices(optimizer)
@@ -210,7 +244,8 @@ class Mesh(Strategy):
         Raises:
             ConfigError: the sizes of the axes do not match the number of processes.
         """
-        others = {"pipeline": self.pipeline, "tensor": self.tensor, "context": self.context}
+        shape = self._take_shape(processes)
+        others = {"pipeline": shape.pipeline, "tensor": shape.tensor, "context": shape.context}
         rest = math.prod(others.values())
         data = self.data or processes // rest
         if data * rest != processes:
@@ -226,14 +261,17 @@ class Mesh(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         layout = self.create_layout(cluster.processes)
-        check_tensor(layout, cluster)
-        if self.on_failure == "heal":
-            check_heals(layout, cluster)
-        return worker_roles(cluster, self.on_failure, layout.of_part, layout.together)
+        others = [shape._part for shape in self._shapes[1:]] if cluster.nodes > 1 else []  # one node holds any shape
+        for each in (layout, *others):
+            check_tensor(each, cluster)
+            if self.on_failure == "heal":
+                check_heals(each, cluster)
+        return worker_roles(cluster, self.on_failure, tuple(dict.fromkeys(shape._block for shape in self._shapes)))
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.create_layout(cluster.processes), work.micro_batches or self.default_micro_batches
-        return mesh_cost(work, cluster, layout, micro_batches=count, schedule=self._pipeline)
+        schedule = self._take_shape(cluster.processes)._pipeline
+        return mesh_cost(work, cluster, layout, micro_batches=count, schedule=schedule)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         layout = self.create_layout(cluster.processes)
@@ -254,11 +292,12 @@ class Mesh(Strategy):
         world = context.world
         if world.size == 1:
             return create_local_replica(recipe, recipe.model().to(world.device), context, self.reduce)
-        reshard = self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
+        schedule = self._take_shape(world.size)._pipeline
+        reshard = schedule.ranks == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         slices = context.numerics.logical_tensor
         sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal", slices)
         return MeshRank(
-            recipe, context, self.create_layout(world.size), self._pipeline, sharding, self.reduce
+            recipe, context, self.create_layout(world.size), schedule, sharding, self.reduce
         ).build_replica()
 
 
