@@ -37,7 +37,7 @@ from worldsize.core import Cluster, MicroBatch, Numerics, RunContext, Strategy, 
 from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.strategies.ddp import DDP
 from worldsize.strategies.fsdp import FSDP
-from worldsize.strategies.mesh.schedule import KINDS
+from worldsize.strategies.mesh.schedule import KINDS, PipelineSchedule
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
 from worldsize.testing.worlds import run_in_worlds
@@ -144,12 +144,11 @@ def show_schedules(steps: int) -> None:
     """Print the time of a step with each schedule of two pipeline ranks, and the idle share by its formula."""
     meshes = [Mesh(pipeline=2, schedule=kind) for kind in KINDS]
     variants = [(mesh, Numerics()) for mesh in meshes]
-    times = run_in_worlds(partial(_time_steps, variants, 512, 6, steps), 2, timeout=900)[0]
+    times = run_in_worlds(partial(_time_steps, variants, 512, 8, steps), 2, timeout=900)[0]
     table = Table("schedule", "idle", "ms per step", title=f"{LOGICAL} micro-batches, medians of {steps} steps")
     for mesh, each in zip(meshes, times, strict=True):
-        stages = 1 if mesh.schedule in ("gpipe", "1f1b") else 2
-        splits = stages == 2 and mesh.schedule != "interleaved"
-        idle = bubble_share(2, LOGICAL, stages, splits_backward=splits)
+        plan = PipelineSchedule(2, mesh.schedule, None, None)
+        idle = bubble_share(2, LOGICAL, plan.stages // 2, splits_backward=plan.splits_backward)
         table.add_row(mesh.schedule, f"{idle:.1%}", f"{each * 1e3:.0f} ({each / times[0]:.2f} ×)")
     Console().print(table)
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +35,7 @@ from worldsize.core import (
 )
 from worldsize.record.determinism import state_digest, tensor_digests
 from worldsize.seeds import draw_from
+from worldsize.strategies.deferred_weights import allow_deferring, deferring_weights
 from worldsize.strategies.fsdp import FSDP
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.strategy import Mesh
@@ -176,36 +176,69 @@ def test_gradients_of_weights_computed_apart_have_the_same_bits(strategy: Mesh, 
     assert (digest, metric) == (alone[0], alone[2])
 
 
-class Thrice(nn.Module):
-    """Uses its weights three times, one use after another."""
+class Halved(torch.autograd.Function):
+    """Has no gradient for its weight in some micro-batches, and frees its tensors in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.kept = hidden
+        return hidden * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden, ctx.kept = ctx.kept, None
+        of_weight = (gradients[0] * hidden).sum((0, 1)) if hidden[0, 0, 0] > 0 else None
+        return gradients[0] * 0.5, of_weight
+
+
+class Odd(nn.Module):
+    """Uses a layer three times, shares parameters, scales a gradient in a hook, and calls :class:`Halved`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.linear = nn.RMSNorm(width), nn.Linear(width, width)
+        self.first, self.second, self.shared = (nn.Parameter(torch.zeros(width)) for _ in range(3))
+        self.scale, self.weight = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
 
     def forward(self, hidden: Tensor) -> Tensor:
         for _ in range(3):
-            hidden = hidden + self.linear(self.norm(hidden))
-        return hidden
+            hidden = hidden + torch.tanh(self.linear(self.norm(hidden)))
+        hidden = (hidden + (self.first + self.shared)) + (self.second + self.shared)
+        scaled = hidden * self.scale
+        if scaled.requires_grad:
+            scaled.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+        weighted: Tensor = Halved.apply(hidden + scaled, self.weight)
+        return weighted
 
 
-class Repeated(Untied):
-    """Has a layer in its last stage that uses its weights several times."""
+class OddLayers(Untied):
+    """Has frozen layers in the first stage, and an :class:`Odd` layer in the last one."""
 
     def model(self) -> nn.Module:
         *layers, norm, head = super().model().children()
-        return nn.Sequential(*layers, Thrice(self.width), norm, head)
+        for layer in layers[:3]:
+            layer.requires_grad_(False)
+        return nn.Sequential(*layers, Odd(self.width), norm, head)
 
 
-def test_weights_used_one_after_another_are_refused_where_their_gradients_are_computed_apart() -> None:
-    interleaved, zero_bubble = (
-        partial(end, untied(Repeated), ORDERED(pipeline=2, schedule=each), Numerics())
-        for each in ("interleaved", "zero_bubble")
+@pytest.mark.parametrize(
+    "options", [{"schedule": "zero_bubble"}, {"schedule": "zbv", "data": 2, "reshard_after_forward": True}]
+)
+def test_weights_of_any_layers_have_the_same_gradients_later(options: dict[str, Any]) -> None:
+    (alone,) = run_in_worlds(partial(end, untied(OddLayers), Single(reduce="ordered"), Numerics()), 1)
+    strategy = ORDERED(pipeline=2, **options)
+    assert (
+        run_in_worlds(partial(end, untied(OddLayers), strategy, Numerics()), 2 * (strategy.data or 1))[0][0] == alone[0]
     )
-    (alone,) = run_in_worlds(partial(end, untied(Repeated), Single(reduce="ordered"), Numerics()), 1)
-    assert run_in_worlds(interleaved, 2)[0][0] == alone[0]
-    with pytest.raises(RuntimeError, match="stage 3 uses a parameter several times.*Set strategy.schedule=interleaved"):
-        run_in_worlds(zero_bubble, 2)
+
+
+def test_a_second_derivative_is_refused_where_gradients_of_weights_come_later() -> None:
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    allow_deferring(stage)
+    (first,) = torch.autograd.grad(stage(hidden := torch.ones(1, 4, requires_grad=True)).sum(), hidden)
+    assert not first.requires_grad
+    with pytest.raises(ConfigError, match="differentiated again.*Set strategy.schedule=interleaved"):
+        torch.autograd.grad(stage(hidden).sum(), hidden, create_graph=True)
 
 
 @pytest.mark.parametrize("style", ["column", "row"])
@@ -214,11 +247,11 @@ def test_each_part_of_a_backward_pass_computes_only_what_it_needs(
 ) -> None:
     """Else, ranks would sum the gradients of inputs twice."""
     layer, inputs = nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True)
-    hidden = inputs * 2
-    layer(hidden).square().sum().backward()
+    layer(inputs * 2).square().sum().backward()
     expected = [inputs.grad, layer.weight.grad, layer.bias.grad]
     inputs.grad = layer.weight.grad = layer.bias.grad = None
     divide_forward("layer", layer, style, slices=2, draws=Draws())
+    allow_deferring(layer)
     output, products = layer(inputs * 2).square().sum(), list[object]()
     multiply = Tensor.__matmul__
 
@@ -227,9 +260,12 @@ def test_each_part_of_a_backward_pass_computes_only_what_it_needs(
         return multiply(*pair)
 
     monkeypatch.setattr(Tensor, "__matmul__", count)
-    _, groups = stage_backward_input([output], None, [inputs], iter(layer.parameters()))
+    with deferring_weights() as deferred:
+        output.backward()
     assert len(products) == 2
-    stage_backward_weight(iter(layer.parameters()), groups)
+    assert layer.weight.grad is None
+    for add_gradients in deferred:
+        add_gradients()
     assert len(products) == 4
     torch.testing.assert_close([inputs.grad, layer.weight.grad, layer.bias.grad], expected)
 

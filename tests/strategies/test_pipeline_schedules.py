@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _simulate_comms_compute
+from torch.distributed.pipelining.schedules import _Action, _simulate_comms_compute
 
 from worldsize.collectives.cost import bubble_share
 from worldsize.core import ConfigError
@@ -61,7 +61,8 @@ def test_any_number_of_micro_batches_passes_without_a_deadlock(kind: Kind, stage
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_idle_time_of_a_schedule_is_that_of_its_cost(kind: Kind, stages: int, ranks: int) -> None:
     """All passes take a third of a micro-batch's time in a stage: forward, and backward of inputs and of weights."""
-    count, splits = 4 * ranks, PipelineSchedule(ranks, kind, stages, None).splits_backward
+    splits = PipelineSchedule(ranks, kind, stages, None).splits_backward
+    count = {"zbv": 2 * ranks - 1, "dualpipev": 2 * ranks}.get(kind, ranks)  # the fewest for which it holds
     schedule: Any = create_schedule(kind, stages_of(ranks, stages), count)
     left = {
         rank: [each for action in own if action for each in action.sub_actions or (action,)]
@@ -101,16 +102,26 @@ def test_rounds_differ_by_one_micro_batch_at_most() -> None:
     assert split_rounds(3, 4) == [3]
 
 
-def test_a_rank_keeps_the_activations_of_one_round_and_not_of_the_whole_step() -> None:
-    def kept(count: int) -> int:
-        """Return the largest number of forward passes on the first of 2 ranks that still await their backward pass."""
-        most = now = 0
-        for action in plan_passes(0, 2, stages=2, micro_batches=count):
-            now += 1 if action.computation_type == _ComputationType.FORWARD else -1
-            most = max(most, now)
-        return most
+@pytest.mark.parametrize(("kind", "stages"), SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_the_activations_that_the_cost_counts_and_not_those_of_the_whole_step(
+    kind: Kind, stages: int, ranks: int
+) -> None:
+    plan = PipelineSchedule(ranks, kind, stages, None)
+    for count in (2 * ranks, 8 * ranks):
+        schedule: Any = create_schedule(kind, stages_of(ranks, stages), count)
+        kept = max(most_kept(own) for own in schedule.pipeline_order.values())
+        assert kept / stages == plan.count_kept(count)
 
-    assert kept(31) == kept(5) == 6
+
+def most_kept(order: list[_Action | None]) -> int:
+    """Return the largest number of forward passes that still await their last backward pass."""
+    most = now = 0
+    for each in (part for action in order if action for part in action.sub_actions or (action,)):
+        kind = each.computation_type.name
+        now += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+        most = max(most, now)
+    return most
 
 
 def test_dual_pipes_need_a_micro_batch_for_each_stage() -> None:

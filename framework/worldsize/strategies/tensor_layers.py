@@ -31,6 +31,7 @@ from worldsize.collectives.slice_sums import sum_slices
 from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.seeds import get_generator_state
 from worldsize.strategies.chunk_tensor import call_by_part
+from worldsize.strategies.deferred_weights import is_needed
 
 _EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two AVX-512 vectors of bfloat16
@@ -278,19 +279,6 @@ def gather_features(outputs: Tensor, group: ProcessGroup | None) -> Tensor:
     return gathered
 
 
-def _is_needed(ctx: Any, place: int) -> bool:
-    """Return whether this backward pass needs the gradient of argument ``place``; the arguments before it are tensors.
-
-    ``ctx.needs_input_grad`` does not tell in passes for only the inputs or only the weights of a pipeline stage.
-    """
-    if not ctx.needs_input_grad[place]:
-        return False
-    try:
-        return torch._C._will_engine_execute_node(ctx.next_functions[place][0])
-    except RuntimeError:  # torch refuses to answer for a leaf that torch.autograd.grad returns
-        return True
-
-
 class _Column(torch.autograd.Function):
     """Outputs (n, out) of inputs (n, in), a weight (out, in) and a bias (out,) or None, slice by slice of ``out``.
 
@@ -316,13 +304,13 @@ class _Column(torch.autograd.Function):
         layer.refuse_second_gradient()
         parts = [each.contiguous() for each in gradients[0].chunk(layer.held, dim=1)]
         of_inputs = of_weight = of_bias = None
-        if _is_needed(ctx, 0):
+        if ctx.needs_input_grad[0] and is_needed("inputs"):
             pairs = zip(parts, weight.chunk(layer.held), strict=True)
             of_inputs = layer.sum_parts(part @ each for part, each in pairs)
-        if _is_needed(ctx, 1):
+        if ctx.needs_input_grad[1] and is_needed("weights"):
             own = inputs.contiguous()
             of_weight = torch.cat([part.t() @ own for part in parts])
-        if ctx.has_bias and _is_needed(ctx, 2):
+        if ctx.has_bias and ctx.needs_input_grad[2] and is_needed("weights"):
             of_bias = torch.cat([part.sum(0) for part in parts])
         return of_inputs, of_weight, of_bias, None
 
@@ -343,9 +331,9 @@ class _Row(torch.autograd.Function):
         layer.refuse_second_gradient()
         gradient = gradients[0].contiguous()
         of_inputs = of_weight = None
-        if _is_needed(ctx, 0):
+        if ctx.needs_input_grad[0] and is_needed("inputs"):
             of_inputs = torch.cat([gradient @ each.contiguous() for each in weight.chunk(layer.held, dim=1)], dim=1)
-        if _is_needed(ctx, 1):
+        if ctx.needs_input_grad[1] and is_needed("weights"):
             parts = [gradient.t() @ each.contiguous() for each in inputs.chunk(layer.held, dim=1)]
             of_weight = torch.cat(parts, dim=1)
         return of_inputs, of_weight, None

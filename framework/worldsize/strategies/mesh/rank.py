@@ -16,6 +16,7 @@ from worldsize.optimizers.groups import create_optimizer
 from worldsize.seeds import keep_generators
 from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.deferred.model import DeferredModel
+from worldsize.strategies.deferred_weights import allow_deferring
 from worldsize.strategies.gradient_reducer import Backward, GradientReducer
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.mesh.groups import MeshGroups
@@ -188,12 +189,14 @@ class MeshRank:
             logical_ranks=self._logical_ranks,
             chunks=chunks,
         )
+        if self.schedule.splits_backward:
+            for stage in mine:
+                allow_deferring(stage)
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
     def _pipeline(self, mine: Sequence[Stage], owned: Ownership, mesh: DeviceMesh) -> Pipeline:
         """Connect this rank's stages to other ranks; all ranks of the mesh must call it."""
-        # schedules of several stages gather a stage again and again, others once per step
-        equal_passes = not self.schedule.has_one_stage or self.sharding.reshard_after_forward
+        equal_passes = self.schedule.is_looped or self.sharding.reshard_after_forward  # else gathered once per step
         parts = DataParts(get_submesh(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
         tied = self._group_tied_parameters(owned)
         for stage in mine:

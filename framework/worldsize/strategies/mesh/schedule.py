@@ -23,7 +23,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import (
     _Action,
     _ComputationType,
-    _PipelineSchedule,
     _PipelineScheduleRuntime,
 )
 
@@ -82,9 +81,9 @@ class PipelineSchedule:
         return [stage % self.ranks for stage in range(self.stages)]
 
     @property
-    def has_one_stage(self) -> bool:
-        """Whether the schedule supports only one stage per rank."""
-        return self.kind in _ONE_STAGE
+    def is_looped(self) -> bool:
+        """Whether the schedule is one for several stages per rank, which gathers a sharded stage for each pass."""
+        return self.kind not in _ONE_STAGE
 
     @property
     def is_ring(self) -> bool:
@@ -95,6 +94,11 @@ class PipelineSchedule:
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed later than those of a stage's inputs, to fill the bubble."""
         return self.ranks > 1 and self.kind in ("zero_bubble", *_IN_V)
+
+    def count_kept(self, micro_batches: int) -> float:
+        """Return the number of micro-batches whose activations a rank keeps at most; a stage's count as its share."""
+        extra = {"interleaved": (self.ranks - 1) / (self.stages / self.ranks), "dualpipev": 0.5}.get(self.kind, 0.0)
+        return micro_batches if self.kind == "gpipe" else min(micro_batches, self.ranks + extra)
 
     def check_micro_batches(self, count: int) -> None:
         """Raise ConfigError if a data-parallel part cannot have ``count`` micro-batches per step."""
@@ -115,9 +119,7 @@ class PipelineSchedule:
 _LOGGER = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 
-def create_schedule(
-    kind: Kind, stages: Sequence[PipelineStage], micro_batches: int, **options: Any
-) -> _PipelineSchedule:
+def create_schedule(kind: Kind, stages: Sequence[PipelineStage], micro_batches: int, **options: Any) -> Any:
     """Return the schedule of a step; ``stages``: this rank's stages.
 
     Any number of micro-batches is supported, since a part of the data may have fewer after others have joined.
@@ -162,7 +164,8 @@ def plan_passes(rank: int, ranks: int, *, stages: int, micro_batches: int, split
         backward += [_Action(stage, kind, number) for stage in reversed(mine) for number in numbers]
     # warm-up passes, until the gradient of the first output has come back
     ahead = min((stages - 1) * sizes[0] + (1 if splits else 2) * (ranks - 1 - rank), len(forward))
-    weights = [each._replace(computation_type=_ComputationType.BACKWARD_WEIGHT) for each in backward] if splits else []
+    later = _ComputationType.BACKWARD_WEIGHT
+    weights = [_Action(each.stage_index, later, each.microbatch_index) for each in backward] if splits else []
     delayed = [None] * rank + weights
     rounds = zip_longest(forward[ahead:], backward, delayed)
     return [*forward[:ahead], *(each for passes in rounds for each in passes if each is not None)]

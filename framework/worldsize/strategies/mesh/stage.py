@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, final
 
 import torch
@@ -16,6 +16,7 @@ from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, 
 from worldsize.errors import WorldsizeError
 from worldsize.seeds import derive_seed, get_generator_state, seed_generators
 from worldsize.strategies.chunk_tensor import ChunkLayout, Chunks
+from worldsize.strategies.deferred_weights import Deferred, deferring_weights, hold_gradients
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
@@ -148,6 +149,9 @@ class Stage(nn.Module):
         self._inputs = self._recipe.model_inputs(data)
 
     def forward(self, *hidden: Tensor) -> Tensor:
+        for each in hidden:
+            if each.requires_grad:
+                each.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]  # gloo requires it of messages
         args: tuple[Any, ...] = hidden if self._inputs is None else self._inputs
         if self._inputs is None and self.chunks is not None:
             args = tuple(self.chunks.wrap(each, SEQUENCE) for each in hidden)
@@ -233,6 +237,14 @@ class TimedStage(PipelineStage):
         super().__init__(stage, *args, **kwargs)
         assert stage.sums is not None
         self._sums, self._edges, self._at = stage.sums, edges, stage.at
+        self._deferred: dict[int, Deferred] = {}  # gradients of weights, by micro-batch
+
+    def _to_tensor(self, arg: Any) -> Tensor:
+        """Return the input of torch's pass that finds shapes: zeros instead of memory that may hold any values."""
+        tensor = super()._to_tensor(arg)
+        if not isinstance(arg, Tensor):
+            tensor.detach().zero_()
+        return tensor
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if fwd_chunk_id == 0:
@@ -248,26 +260,25 @@ class TimedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._at("step:backward")
-        with measure_phase("compute"):
+        with measure_phase("compute"), ExitStack() as deferring:
+            if not full_backward:
+                self._deferred[bwd_chunk_id] = deferring.enter_context(deferring_weights())
             with _refusals_shown():
-                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            if full_backward:
-                self._sums.record_backward()
+                super().backward_one_chunk(bwd_chunk_id, loss, last_backward=last_backward)
+            if not full_backward and self._sums.by_micro_batch:
+                hold_gradients(self.submod, self._deferred[bwd_chunk_id])
         if full_backward:
-            self._at("step:reduce")
+            self._end_backward(is_passed_on=False)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with measure_phase("compute"):
-            try:
-                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            except RuntimeError as error:
-                if "a second time" not in str(error):
-                    raise
-                raise ConfigError(
-                    f"stage {self.stage_index} uses a parameter several times, one use after another, so the "
-                    "gradients of its weights cannot be computed apart. Set strategy.schedule=interleaved."
-                ) from error
-            self._sums.record_backward(is_passed_on=True)
+            for add_gradients in self._deferred.pop(bwd_chunk_id):
+                add_gradients()
+        self._end_backward(is_passed_on=True)
+
+    def _end_backward(self, *, is_passed_on: bool) -> None:
+        with measure_phase("compute"):
+            self._sums.record_backward(is_passed_on=is_passed_on)
         self._at("step:reduce")
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

@@ -125,35 +125,38 @@ class Mesh(Strategy):
                 f"strategy.reduce={self.reduce} is not supported with strategy=mesh. Set strategy.reduce=flat."
             )
         check_order(self.order)
-        _ = self._pipeline  # raises for incompatible options, before any process starts
+        _ = self.pipeline_schedule  # raises for incompatible options, before any process starts
 
     @property
-    def _pipeline(self) -> PipelineSchedule:
+    def pipeline_schedule(self) -> PipelineSchedule:
         return PipelineSchedule(self.pipeline, self.schedule, self.stages_per_rank, self.split)
 
     @property
-    def _shapes(self) -> Sequence[Mesh]:
-        """This strategy in each shape that it may take, its own first."""
+    def shapes(self) -> Sequence[Mesh]:
+        """This strategy in each shape that it may take, without others, its own first."""
         plain = replace(self, heal_shapes=[])
         return [plain, *(replace(plain, data=None, **shape) for shape in self.heal_shapes)]  # type: ignore[arg-type]
 
     def _take_shape(self, processes: int) -> Mesh:
         """Return this strategy in the shape that ``processes`` processes take."""
-        chosen = find_block(processes, [shape._block for shape in self._shapes]) if self.data is None else None
-        return next((shape for shape in self._shapes if shape._block == chosen), self._shapes[0])
+        if self.data is not None or not self.heal_shapes:
+            return self
+        shapes = self.shapes
+        chosen = find_block(processes, [shape.block for shape in shapes])
+        return next((shape for shape in shapes if shape.block == chosen), self)
 
     @property
-    def _part(self) -> Layout:
+    def part(self) -> Layout:
         """The layout of one data-parallel part."""
         sizes = {"pipeline": self.pipeline, "tensor": self.tensor, "context": self.context, "data": 1}
         return Layout(sizes, complete_order(self.order))
 
     @property
-    def _block(self) -> Block:
-        return Block(self._part.size, self._part.together)
+    def block(self) -> Block:
+        return Block(self.part.size, self.part.together)
 
     def check_numerics(self, numerics: Numerics) -> None:
-        for shape in self._shapes[1:]:
+        for shape in self.shapes[1:]:
             shape.check_numerics(numerics)
         refuse_graphs(numerics, strategy="Mesh")
         if numerics.policy.has_8_bits and self.tensor > 1:
@@ -161,7 +164,7 @@ class Mesh(Strategy):
                 f"precision={numerics.precision} is not supported with strategy.tensor={self.tensor}: each shard of a "
                 "layer would have a different scale. Set strategy.tensor=1, or precision=bf16."
             )
-        if self._pipeline.splits_backward and (numerics.compile or numerics.activation_checkpointing != "none"):
+        if self.pipeline_schedule.splits_backward and (numerics.compile or numerics.activation_checkpointing != "none"):
             key = (
                 "compile=true" if numerics.compile else f"activation_checkpointing={numerics.activation_checkpointing}"
             )
@@ -194,10 +197,10 @@ class Mesh(Strategy):
         return self.micro_batches or (2 * self.pipeline if self.pipeline > 1 else 1)
 
     def check_micro_batches(self, count: int) -> None:
-        self._pipeline.check_micro_batches(count)
+        self.pipeline_schedule.check_micro_batches(count)
 
     def check_recipe(self, recipe: Recipe) -> None:
-        for shape in self._shapes[1:]:
+        for shape in self.shapes[1:]:
             shape.check_recipe(recipe)
         if self.tensor > 1:
             check_divides(recipe, key="strategy.tensor")
@@ -205,7 +208,7 @@ class Mesh(Strategy):
             check_pipelines(recipe)
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-        for shape in self._shapes[1:]:
+        for shape in self.shapes[1:]:
             shape.check_built(recipe, model, optimizer)
         refuse_sparse_gradients(model)
         refuse_gradient_hooks(model)
@@ -228,8 +231,8 @@ class Mesh(Strategy):
         if self.tensor > 1:
             get_tensor_plan(recipe, model, slices=self.tensor, key="strategy.tensor")
         if self.pipeline > 1:
-            stages = split_stages(recipe, model, self._pipeline.stages, self.split)
-            owned = Ownership(model, stages, rank_of_stage=self._pipeline.rank_of_stage, p=0)
+            stages = split_stages(recipe, model, self.pipeline_schedule.stages, self.split)
+            owned = Ownership(model, stages, rank_of_stage=self.pipeline_schedule.rank_of_stage, p=0)
             is_sharded = self.on_failure == "heal" or (self.data or 1) * self.context > 1
             owned.check_shared(is_sharded=is_sharded, is_ordered=self.reduce == "ordered")
             if is_sharded:
@@ -261,16 +264,16 @@ class Mesh(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         layout = self.create_layout(cluster.processes)
-        others = [shape._part for shape in self._shapes[1:]] if cluster.nodes > 1 else []  # one node holds any shape
+        others = [shape.part for shape in self.shapes[1:]] if cluster.nodes > 1 else []  # one node holds any shape
         for each in (layout, *others):
             check_tensor(each, cluster)
             if self.on_failure == "heal":
                 check_heals(each, cluster)
-        return worker_roles(cluster, self.on_failure, tuple(dict.fromkeys(shape._block for shape in self._shapes)))
+        return worker_roles(cluster, self.on_failure, tuple(dict.fromkeys(shape.block for shape in self.shapes)))
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.create_layout(cluster.processes), work.micro_batches or self.default_micro_batches
-        schedule = self._take_shape(cluster.processes)._pipeline
+        schedule = self._take_shape(cluster.processes).pipeline_schedule
         return mesh_cost(work, cluster, layout, micro_batches=count, schedule=schedule)
 
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
@@ -292,7 +295,7 @@ class Mesh(Strategy):
         world = context.world
         if world.size == 1:
             return create_local_replica(recipe, recipe.model().to(world.device), context, self.reduce)
-        schedule = self._take_shape(world.size)._pipeline
+        schedule = self._take_shape(world.size).pipeline_schedule
         reshard = schedule.ranks == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         slices = context.numerics.logical_tensor
         sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal", slices)
@@ -338,7 +341,7 @@ def mesh_cost(
     sharded = gathers * ring_share(data) * held
     share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / data
     memory = share + (2 * work.unit_bytes / tensor if data > 1 else 0.0)
-    memory += work.activation_bytes * min(count, pipeline) / layout.of_part
+    memory += work.activation_bytes * schedule.count_kept(count) / layout.of_part
     shared = 3 * blocks * count * ring_share(context) * gathered
     sent = sharded + passed + shared + 2 * ring_share(tensor) * reduced
     idle = bubble_share(pipeline, count, schedule.stages // pipeline, splits_backward=schedule.splits_backward)

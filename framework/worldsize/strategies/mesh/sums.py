@@ -95,6 +95,9 @@ class StageSums(ABC):
     The schedule reports each completed pass; forward and backward passes have the same order.
     """
 
+    by_micro_batch = False
+    """Whether :meth:`record_backward` needs the gradients of each micro-batch apart."""
+
     @abstractmethod
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
@@ -168,6 +171,8 @@ class TreeSums(StageSums):
     If the stage is sharded, FSDP units compute the sums in place of torch's reduce-scatter. Otherwise there is only one
     part, and the gradients of each micro-batch are moved from the parameters to the tree.
     """
+
+    by_micro_batch = True
 
     def __init__(self, stage: nn.Module, parts: DataParts, tied: TiedGradients) -> None:
         self._stage, self._parts, self._tied = stage, parts, tied
