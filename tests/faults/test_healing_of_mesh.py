@@ -72,7 +72,7 @@ def test_ranks_with_several_stages_go_on_in_another_number_of_parts_than_they_be
 
 
 def test_the_survivors_take_another_shape_if_fewer_of_them_wait(train: Any, undisturbed: Any) -> None:
-    """2 × 2 × 2, then 3 × 1 × 2 with one rank waiting, which replaces the next one; then 1 × 2 × 2 with one waiting."""
+    """2 × 2 × 2, then 3 × 1 × 2 and a spare that replaces the next one, then 1 × 2 × 2 and a spare."""
     planted = faults(kill(1, 1), kill(2, 8), kill(4, 12), SLOW)
     options = ("cluster.processes=8", "steps=16", "strategy.heal_shapes=[{tensor:1}]")
     run = train(*HEAL, TENSOR, PIPELINE, *options, planted)

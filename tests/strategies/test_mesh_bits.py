@@ -141,7 +141,7 @@ def test_each_elastic_mesh_ends_with_the_bits_of_one_process(name: str, precisio
 
 
 class Untied(StdlibLM):
-    """A chain of layers with a head of its own."""
+    """A chain of layers whose head is not tied."""
 
     def model(self) -> nn.Module:
         model: Any = super().model()

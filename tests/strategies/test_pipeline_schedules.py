@@ -62,7 +62,7 @@ def test_any_number_of_micro_batches_passes_without_a_deadlock(kind: Kind, stage
 def test_the_idle_time_of_a_schedule_is_that_of_its_cost(kind: Kind, stages: int, ranks: int) -> None:
     """All passes take a third of a micro-batch's time in a stage: forward, and backward of inputs and of weights."""
     splits = PipelineSchedule(ranks, kind, stages, None).splits_backward
-    count = {"zbv": 2 * ranks - 1, "dualpipev": 2 * ranks}.get(kind, ranks)  # the fewest for which it holds
+    count = {"zbv": 2 * ranks - 1, "dualpipev": 2 * ranks}.get(kind, ranks)  # the formula's lower bound
     schedule: Any = create_schedule(kind, stages_of(ranks, stages), count)
     left = {
         rank: [each for action in own if action for each in action.sub_actions or (action,)]

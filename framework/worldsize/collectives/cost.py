@@ -131,9 +131,9 @@ def bubble_share(ranks: int, micro_batches: int, stages_per_rank: int = 1, *, sp
     """Return the idle fraction of a rank in a pipelined step: (p − 1) / (v m + p − 1).
 
     This holds for 1F1B and GPipe with p ranks, m ≥ p micro-batches, and v stages per rank if interleaved (Narayanan et
-    al. 2021, arXiv 2104.04473, section 2.2). If gradients of weights fill the wait for those of inputs, and both take
-    as long as a forward pass, a third of the wait is left (Qi et al. 2024, arXiv 2401.10241, table 1); for ZBV, m must
-    be 2p − 1 or more.
+    al. 2021, arXiv 2104.04473, section 2.2). With ``splits_backward``, weight gradients fill the wait for input
+    gradients. If both take as long as a forward pass, a third of the wait is left (Qi et al. 2024, arXiv 2401.10241,
+    table 1); for ZBV, m must be 2p − 1 or more.
     """
     idle = (ranks - 1) / 3 if splits_backward else ranks - 1
     return idle / (stages_per_rank * micro_batches + idle)

@@ -145,7 +145,7 @@ class Roster:
         return max(map(self._fill_blocks, self.blocks), key=len)  # the first of equal ones
 
     def _fill_blocks(self, block: Block) -> tuple[int, ...]:
-        """Return the next members in whole blocks of one kind, in a number for which it is chosen."""
+        """Return the next members in whole blocks of one kind; :func:`find_block` finds it from their number."""
         staying = {rank: None for rank in self.members if rank not in self._leaving}  # an ordered set
         newcomers = sorted(self._stopped.keys() - {*self.members})  # sorted, so that a host's ranks are adjacent
         able = _split_groups([*staying, *newcomers], block.together, self.node_of)

@@ -1,9 +1,9 @@
-"""Backward passes in two parts: gradients of a layer's inputs at once, and those of its weights later.
+"""Backward passes in two parts: first the input gradients of layers, later their weight gradients.
 
-A pipeline stage passes the gradients of its inputs on before it computes those of its weights (Qi et al. 2024, arXiv
-2401.10241). Linear layers and convolutions have a graph of autograd of their own, which is run twice: for the inputs
-within the backward pass of the stage, and for the weights when they are due. All other gradients belong to the first
-part. Both parts run the operations that one backward pass would, so the bits are the same.
+A pipeline stage sends its input gradient before it computes weight gradients (Qi et al. 2024, arXiv 2401.10241). Linear
+layers and convolutions have separate autograd graphs. Each graph runs twice: for the input gradient in the backward
+pass of the stage, and for the weight gradients when they are due. All other gradients belong to the first part. Both
+parts run the operations of an undivided backward pass, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LAYERS = {each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 Part = Literal["inputs", "weights"]
 Deferred = list[Callable[[], None]]
-"""Functions that add gradients of weights to the parameters, in the order of the backward pass."""
+"""Functions that add weight gradients to the parameters, in the order of the backward pass."""
 
-_deferred: list[Deferred] = []  # of the current backward pass; a list, since autograd may use another thread
+_deferred: list[Deferred] = []  # of the current backward pass; global, since autograd may run it in a different thread
 _parts: list[Part] = []  # the part that is computed now
 
 
 @contextmanager
 def deferring_weights() -> Iterator[Deferred]:
-    """Defer the gradients of weights of the backward pass within the block; yield the functions that add them."""
+    """Defer the weight gradients of the backward pass within the block; yield the functions that add them."""
     deferred: Deferred = []
     _deferred.append(deferred)
     try:
@@ -42,17 +42,14 @@ def deferring_weights() -> Iterator[Deferred]:
 
 
 def is_needed(part: Part) -> bool:
-    """Return whether the gradients of a layer's inputs, or of its weights, are needed from its backward pass now.
-
-    ``ctx.needs_input_grad`` does not tell: it is the same in both parts.
-    """
+    """Return whether the current backward pass of a layer needs this part; ``ctx.needs_input_grad`` has both."""
     return not _parts or _parts[-1] == part
 
 
 def allow_deferring(stage: nn.Module) -> None:
-    """Give the linear layers and convolutions of ``stage`` graphs of their own.
+    """Give the linear layers and convolutions of ``stage`` separate graphs.
 
-    Layers that share a parameter with others are left out, to keep the order in which its gradients are added.
+    Layers that share a parameter with others are omitted, to keep the summation order of its gradients.
     """
     holders = Counter(id(own) for module in stage.modules() for own in module.parameters(recurse=False))
     for module in stage.modules():
@@ -63,7 +60,7 @@ def allow_deferring(stage: nn.Module) -> None:
 
 def _call_apart(module: nn.Module, call: Callable[..., Tensor], input: Tensor) -> Tensor:
     weights = [own for own in module.parameters(recurse=False) if own.requires_grad]
-    # the weight may be computed from other tensors, whose gradients a graph of its own would not reach
+    # a weight that is computed from other tensors needs the whole graph
     is_own = "weight" in dict(module.named_parameters(recurse=False)) and all(own.is_leaf for own in weights)
     if not (weights and is_own and torch.is_grad_enabled()) or isinstance(input, Chunks):
         return call(input)
@@ -73,7 +70,7 @@ def _call_apart(module: nn.Module, call: Callable[..., Tensor], input: Tensor) -
 
 @final
 class _Apart(torch.autograd.Function):
-    """Calls a layer in a graph of its own; ``weights`` are its trainable parameters."""
+    """Calls a layer in a separate graph; ``weights`` are its trainable parameters."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[..., Tensor], inputs: Tensor, *weights: Tensor) -> Tensor:
@@ -88,8 +85,8 @@ class _Apart(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ConfigError(
-                "a gradient is differentiated again (create_graph=True), which is not supported where gradients of "
-                "weights are computed later. Set strategy.schedule=interleaved."
+                "a gradient is differentiated again (create_graph=True), but this schedule defers weight gradients. "
+                "Set strategy.schedule=interleaved."
             )
         of_inputs = None
         if ctx.needs_input_grad[1]:
@@ -101,7 +98,7 @@ class _Apart(torch.autograd.Function):
 
 
 def _differentiate(part: Part, output: Tensor, inputs: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``inputs`` from those of ``output``, all of any shapes; None for unused ones."""
+    """Return the gradients of ``inputs``, given the gradients of ``output``, in their shapes; None if unused."""
     _parts.append(part)
     try:
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
@@ -126,7 +123,7 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def hold_gradients(stage: nn.Module, deferred: Deferred) -> None:
-    """Move the gradients of a pass from the parameters to ``deferred``, so that those of later passes stay apart."""
+    """Move the gradients of a pass from the parameters to ``deferred``, to keep them apart from later passes."""
     for own in stage.parameters():
         if own.grad is not None:
             deferred.append(partial(_add_gradient, own, own.grad))

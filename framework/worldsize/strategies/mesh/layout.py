@@ -133,8 +133,8 @@ def check_shapes(shapes: Sequence[Mapping[str, int]], *, heals: bool, is_split: 
             raise ConfigError(f"strategy.heal_shapes: {axis}={size} must be 1 or more.")
         if axis == "pipeline" and is_split:
             raise ConfigError(
-                "strategy.heal_shapes with another pipeline size does not support strategy.split, which lists the "
-                "layers of a fixed number of stages. Set strategy.split=null."
+                "strategy.heal_shapes with a pipeline size is not supported with strategy.split: it lists the layers "
+                "of a fixed number of stages. Set strategy.split=null."
             )
 
 

@@ -196,7 +196,9 @@ class MeshRank:
 
     def _pipeline(self, mine: Sequence[Stage], owned: Ownership, mesh: DeviceMesh) -> Pipeline:
         """Connect this rank's stages to other ranks; all ranks of the mesh must call it."""
-        equal_passes = self.schedule.is_looped or self.sharding.reshard_after_forward  # else gathered once per step
+        equal_passes = (
+            self.schedule.is_looped or self.sharding.reshard_after_forward
+        )  # otherwise gathered once per step
         parts = DataParts(get_submesh(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
         tied = self._group_tied_parameters(owned)
         for stage in mine:

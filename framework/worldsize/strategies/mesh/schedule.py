@@ -82,7 +82,7 @@ class PipelineSchedule:
 
     @property
     def is_looped(self) -> bool:
-        """Whether the schedule is one for several stages per rank, which gathers a sharded stage for each pass."""
+        """Whether ranks may have several stages; a sharded stage is then gathered for each pass."""
         return self.kind not in _ONE_STAGE
 
     @property
@@ -92,7 +92,7 @@ class PipelineSchedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed later than those of a stage's inputs, to fill the bubble."""
+        """Whether weight gradients are computed after a stage has sent its input gradient, to fill the bubble."""
         return self.ranks > 1 and self.kind in ("zero_bubble", *_IN_V)
 
     def count_kept(self, micro_batches: int) -> float:
@@ -151,8 +151,8 @@ def split_rounds(micro_batches: int, ranks: int) -> list[int]:
 def plan_passes(rank: int, ranks: int, *, stages: int, micro_batches: int, splits: bool = False) -> list[_Action]:
     """Return the passes of a rank with ``stages`` stages: warm-up, alternating, cool-down.
 
-    With ``splits``, the gradients of weights come ``rank`` backward passes after those of inputs, so that all ranks end
-    at the same time (ZB-H1, Qi et al. 2024, arXiv 2401.10241).
+    With ``splits``, weight gradients come ``rank`` backward passes after input gradients, so that all ranks end at the
+    same time (ZB-H1, Qi et al. 2024, arXiv 2401.10241).
     """
     mine = range(rank, ranks * stages, ranks)
     forward, backward, first = list[_Action](), list[_Action](), 0

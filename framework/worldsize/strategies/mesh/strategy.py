@@ -85,8 +85,8 @@ class Mesh(Strategy):
     ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank.
     ``schedule``: "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), "interleaved"
     (arXiv 2104.04473) or "zero_bubble" (ZB-H1, Qi et al. 2024, arXiv 2401.10241), both with ``stages_per_rank`` stages
-    per rank (None: 2), or "zbv" (the same, section 6) or "dualpipev" (DeepSeek-V3, arXiv 2412.19437), which assign two
-    stages to a rank, the first and the last to rank 0. The last three compute gradients of weights apart.
+    per rank (None: 2). "zbv" (the same, section 6) and "dualpipev" (DeepSeek-V3, arXiv 2412.19437) assign two stages to
+    a rank, the first and the last to rank 0. The last three defer weight gradients.
     ``split``: index of the first layer of each stage after the first (None: balanced by parameter count).
     ``order``: the axes from innermost (adjacent ranks) to outermost (slowest links), as in Megatron's
     ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which gives the bits of one
@@ -169,8 +169,8 @@ class Mesh(Strategy):
                 "compile=true" if numerics.compile else f"activation_checkpointing={numerics.activation_checkpointing}"
             )
             raise ConfigError(
-                f"{key} is not supported with strategy.schedule={self.schedule}, which runs the backward pass of a "
-                f"stage in two parts. Set {'compile=false' if numerics.compile else 'activation_checkpointing=none'}, "
+                f"{key} is not supported with strategy.schedule={self.schedule}: it runs the backward pass of a stage "
+                f"in two parts. Set {'compile=false' if numerics.compile else 'activation_checkpointing=none'}, "
                 "or strategy.schedule=interleaved."
             )
         if numerics.compile and self.context > 1:
