@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from plugins.parameter_server.hybrid import HybridParameterServer
@@ -137,3 +139,11 @@ def test_strategies_with_other_options_reach_the_loss_of_one_process(strategy: S
 def test_hsdp_with_two_shards_a_copy_needs_an_even_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match="3 processes cannot be split into groups of 2 shards"):
         FSDP(shard=2).roles(Cluster("test", 1, 3, "cpu", "gloo"))
+
+
+@pytest.mark.parametrize("shard", [1, "node"])
+def test_ordered_sums_over_copies_of_one_rank_are_refused(shard: Any) -> None:
+    two_nodes = Cluster("test", 2, 2, "cpu", "gloo")
+    FSDP(shard=shard).roles(two_nodes)
+    with pytest.raises(ConfigError, match=f"strategy.shard={shard} is one rank per copy.*shard=2, or strategy=ddp"):
+        FSDP(shard=shard, reduce="ordered").roles(two_nodes)

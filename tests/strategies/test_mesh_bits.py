@@ -176,6 +176,21 @@ def test_gradients_of_weights_computed_apart_have_the_same_bits(strategy: Mesh, 
     assert (digest, metric) == (alone[0], alone[2])
 
 
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        (ORDERED(data=4, replicate=2, order=["data", "tensor", "pipeline"], tensor=2), 8),
+        (ORDERED(data=4, replicate=2, pipeline=2, schedule="zero_bubble"), 8),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_copies_of_shards_have_the_same_bits(strategy: Mesh, size: int) -> None:
+    numerics = Numerics(clip_norm=0.3, logical_tensor=2)
+    (alone,) = run_in_worlds(partial(end, recipe(), Single(reduce="ordered"), numerics), 1)
+    digest, _, metric = run_in_worlds(partial(end, recipe(), strategy, numerics), size)[0]
+    assert (digest, metric) == (alone[0], alone[2])
+
+
 class Halved(torch.autograd.Function):
     """Has no gradient for its weight in some micro-batches, and frees its tensors in the backward pass."""
 

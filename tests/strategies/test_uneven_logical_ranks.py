@@ -183,12 +183,14 @@ def test_uneven_shards_have_the_bits_of_any_other_strategy_in_the_fixed_tree() -
 
 @pytest.mark.parametrize(
     ("processes", "shard", "shards"),
-    [(4, "all", 4), (3, "all", 3), (4, 2, 2), (3, 2, 3), (6, 4, 6), (9, 2, 3), (2, 4, 2), (1, 2, 1)],
+    [(4, "all", 4), (3, "all", 3), (4, 2, 2), (3, 2, 3), (6, 4, 6), (9, 2, 3), (2, 4, 2), (1, 2, 1), (2, 1, 1)],
 )
 def test_those_that_go_on_make_copies_of_at_least_as_many_shards_as_planned(
     processes: int, shard: Any, shards: int
 ) -> None:
     assert FSDP(shard=shard, on_failure="heal")._shard_size(processes, processes) == shards
+    ordered = FSDP(shard=shard, on_failure="heal", reduce="ordered")  # sums in order need two shards
+    assert ordered._shard_size(processes, processes) == (max(shards, 2) if processes > 1 else 1)
 
 
 @pytest.mark.parametrize("reduce", ["flat", "ordered"])

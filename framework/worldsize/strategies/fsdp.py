@@ -134,6 +134,13 @@ class FSDP(Strategy):
                 f"{cluster.processes} processes cannot be split into groups of {size} shards. Set strategy.shard to a "
                 f"divisor of {cluster.processes}, or cluster.processes to a multiple of {size}."
             )
+        if size == 1 < cluster.processes and self.reduce == "ordered":
+            shard = next(each for each in range(2, cluster.processes + 1) if cluster.processes % each == 0)
+            raise ConfigError(
+                f"strategy.shard={self.shard} is one rank per copy of the model here, so FSDP would not sum gradients "
+                f"in the order of reproducibility=elastic. Set strategy.shard={shard}, or strategy=ddp, which has the "
+                "same bits."
+            )
         if self.accumulate == "sharded" and not self._may_sum_shards(cluster.processes):
             raise ConfigError(
                 "strategy.accumulate=sharded with reproducibility=elastic requires a power of two as the number of "
@@ -152,10 +159,11 @@ class FSDP(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def _shard_size(self, processes: int, per_node: int) -> int:
-        """Return the number of shards per copy; a gang that heals rounds up to a divisor."""
+        """Return the number of shards per copy; a gang that heals rounds up to a divisor, in fixed order at least 2."""
         planned: int = {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
         if self.on_failure == "heal":
-            return next((size for size in range(planned, processes) if processes % size == 0), processes)
+            least = max(planned, 2) if self.reduce == "ordered" else planned
+            return next((size for size in range(least, processes) if processes % size == 0), processes)
         return planned
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:

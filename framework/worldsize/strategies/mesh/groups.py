@@ -45,8 +45,12 @@ class MeshGroups:
         """This rank's coordinate on each axis."""
         return self.layout.coordinate(self.context.world.rank)
 
-    def create_mesh(self, *, merges_context: bool) -> DeviceMesh:
-        """Create the device mesh of all ranks; ``merges_context``: its data axis includes the context axis."""
+    def create_mesh(self, *, merges_context: bool, copies: int = 1) -> DeviceMesh:
+        """Create the device mesh of all ranks.
+
+        ``merges_context``: its data axis includes the context axis. ``copies``: size of an additional axis "replicate",
+        by which its data axis is shorter.
+        """
         number = str(next(_MESHES)) if self.interruptible else ""
         sizes, strides = zip(*((self.layout[axis], self.layout.strides[axis]) for axis in AXES), strict=True)
         ranks, axes = torch.arange(self.layout.size, device="cpu").as_strided(sizes, strides), list(AXES)
@@ -54,6 +58,10 @@ class MeshGroups:
             axes.remove("context")
             place = axes.index("data")
             ranks = ranks.flatten(place, place + 1).sort(place).values  # process groups sort their ranks
+        if copies > 1:
+            place = axes.index("data")
+            axes.insert(place, "replicate")
+            ranks = ranks.unflatten(place, (copies, -1))  # type: ignore[no-untyped-call]
         names = tuple(f"{axis}{number}" for axis in axes)
         with self.context.making_groups():
             mesh = DeviceMesh(self.context.world.device.type, ranks, mesh_dim_names=names)

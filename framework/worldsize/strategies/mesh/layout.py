@@ -36,12 +36,14 @@ Coordinate = Mapping[str, int]
 class Layout:
     """Sizes of the mesh axes by name, and their order from innermost to outermost.
 
+    The data axis has ``copies`` of the model's shards, each over consecutive data-parallel ranks.
     Ranks along the first axis of ``order`` are consecutive; ranks along the last axis are the farthest apart. By
     default, the rank is ((p · data + d) · context + c) · tensor + t.
     """
 
     sizes: Mapping[str, int]
     order: Sequence[str] = ORDER
+    copies: int = 1
 
     def __getitem__(self, axis: str) -> int:
         """Return the size of an axis."""
@@ -172,10 +174,9 @@ def parse_axis(name: str) -> str:
     return name.rstrip("0123456789")
 
 
-def get_submesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return this rank's submesh along one axis."""
-    (name,) = (each for each in mesh.mesh_dim_names or () if parse_axis(each) == axis)
-    return mesh[name]
+def get_submesh(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """Return this rank's submesh along ``axes``, omitting those that the mesh does not have."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if parse_axis(name) in axes)]
 
 
 Place = tuple[nn.Module, str]

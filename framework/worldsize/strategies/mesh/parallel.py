@@ -27,29 +27,35 @@ class Sharding:
     reshard_after_forward: bool = True
     interruptible: bool = False  # whether waits end when the gang does
     logical_tensor: int = 1  # slices of each layer in the tensor plan
+    is_ordered: bool = False  # whether gradients are summed in the fixed tree
 
 
 def shard_model(
     recipe: Recipe, model: nn.Module, roots: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding
 ) -> None:
-    """Shard the layers below ``roots`` over the tensor axis, then each part over the data axis."""
+    """Shard the layers below ``roots`` over the tensor axis, then each part over the data axis.
+
+    If the mesh has an axis "replicate", FSDP also sums over it unless ``sharding`` is ordered.
+    """
     mine = [module for root in roots for module in root.modules()]
     tensor, data = get_submesh(mesh, "tensor"), get_submesh(mesh, "data")
+    both = get_submesh(mesh, "replicate", "data")
+    summed = data if sharding.is_ordered else both
     detach_shards()
     if tensor.size() > 1:
         _divide_layers(recipe, model, mine, tensor, logical_tensor=sharding.logical_tensor)
-    if data.size() > 1:
+    if both.size() > 1:
         shard_units(
             recipe,
             model,
             roots,
             wrap=sharding.wrap,
             least=sharding.wrap_parameters,
-            mesh=data,
+            mesh=summed,
             reshard_after_forward=sharding.reshard_after_forward,
         )
         for root in roots:
-            time_sharding(root, torch.device(mesh.device_type), copies=False)
+            time_sharding(root, torch.device(mesh.device_type), copies=summed.ndim > 1)
 
 
 def _divide_layers(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -59,13 +60,15 @@ class MeshRank:
 
     def build_replica(self) -> Replica:
         """Build this rank's replica; all ranks of the mesh must call it."""
-        mesh = self._groups.create_mesh(merges_context=not self._sums_context_apart)
+        merges, copies = not self._sums_context_apart, self.layout.copies
+        mesh = self._groups.create_mesh(merges_context=merges, copies=copies)
+        parts = get_submesh(self._groups.create_mesh(merges_context=merges) if copies > 1 else mesh, "data")
         is_first = self.context.world.rank == 0
         deferred = DeferredModel.from_factory(self.recipe.model, warns=is_first)  # no process holds the whole model
         return (
-            self._build_sharded_replica(deferred, mesh)
+            self._build_sharded_replica(deferred, mesh, parts)
             if self.schedule.stages == 1
-            else self._build_pipeline_replica(deferred, mesh)
+            else self._build_pipeline_replica(deferred, mesh, parts)
         )
 
     @property
@@ -77,11 +80,14 @@ class MeshRank:
     def _groups(self) -> MeshGroups:
         return MeshGroups(self.context, self.layout, self.sharding.interruptible)
 
-    def _build_data_world(self, mesh: DeviceMesh) -> World:
-        """Return the world of ranks that hold the same part of the model."""
-        data = get_submesh(mesh, "data")
-        groups = {self.context.world.role: data.get_group()} if data.size() > 1 else {}
-        return replace(self.context.world, rank=data.get_local_rank(), size=data.size(), groups=groups)
+    def _build_data_world(self, parts: DeviceMesh) -> World:
+        """Return the world of ranks that hold the same part of the model, those along ``parts``."""
+        groups = {self.context.world.role: parts.get_group()} if parts.size() > 1 else {}
+        return replace(self.context.world, rank=parts.get_local_rank(), size=parts.size(), groups=groups)
+
+    def _get_copies(self, mesh: DeviceMesh) -> ProcessGroup | None:
+        """Return the ranks with the same shards; None if there is only one copy."""
+        return get_submesh(mesh, "replicate").get_group() if self.layout.copies > 1 else None
 
     def _create_chunks(self) -> ChunkLayout | None:
         """Return the chunks of sequences of this rank; all ranks of the mesh must call it."""
@@ -124,10 +130,10 @@ class MeshRank:
         parts = ShardedOptimizerState(model, optimizer, full_state)
         return TrainState.from_recipe(self.recipe, model, {ONE_UPDATE: optimizer}, {ONE_UPDATE: parts})
 
-    def _build_sharded_replica(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
+    def _build_sharded_replica(self, deferred: DeferredModel, mesh: DeviceMesh, parts: DeviceMesh) -> Replica:
         """Build the replica of a rank that holds a part of every layer."""
         model = deferred.model
-        full_state, data = self._full_state(model), self._build_data_world(mesh)
+        full_state, data = self._full_state(model), self._build_data_world(parts)
         root = CallingRoot(model)
         shard_model(self.recipe, model, [root], mesh, self.sharding)
         deferred.fill_tensors(self.context.world.device)
@@ -135,7 +141,8 @@ class MeshRank:
         guard_units(root, remedy=_format_remedy(self.layout), names_uses=not self.context.numerics.compile)
         ranks = self._logical_ranks
         sums = _WithMeshNorm(
-            create_sharded_reducer(self.reduce, root, data, logical_ranks=ranks), self._create_norm(mesh, ())
+            create_sharded_reducer(self.reduce, root, data, self._get_copies(mesh), logical_ranks=ranks),
+            self._create_norm(mesh, ()),
         )
         state, context = self._train_state(model, full_state), replace(self.context, world=data)
         return SynchronousReplica(
@@ -148,11 +155,11 @@ class MeshRank:
             chunks=self._create_chunks(),
         )
 
-    def _build_pipeline_replica(self, deferred: DeferredModel, mesh: DeviceMesh) -> Replica:
+    def _build_pipeline_replica(self, deferred: DeferredModel, mesh: DeviceMesh, parts: DeviceMesh) -> Replica:
         """Build the replica of a rank that holds the layers of some stages."""
         model, device = deferred.model, self.context.world.device
         _check_blocks(self.recipe, model, self.context.numerics)
-        full_state, data = self._full_state(model), self._build_data_world(mesh)
+        full_state, data = self._full_state(model), self._build_data_world(parts)
         chain = split_stages(self.recipe, model, self.schedule.stages, self.schedule.split)
         ranks = self.schedule.rank_of_stage
         owned = Ownership(model, chain, rank_of_stage=ranks, p=self._p)
@@ -180,7 +187,7 @@ class MeshRank:
             stage.to(device)
             stage.register_index_hook()
         owned.leave_others()
-        pipeline = self._pipeline(mine, owned, mesh)
+        pipeline = self._pipeline(mine, owned, mesh, parts.get_group())
         inner = SynchronousReplica(
             self.recipe,
             replace(self.context, world=data),
@@ -194,12 +201,15 @@ class MeshRank:
                 allow_deferring(stage)
         return PipelineReplica(self.recipe, data, inner, pipeline)
 
-    def _pipeline(self, mine: Sequence[Stage], owned: Ownership, mesh: DeviceMesh) -> Pipeline:
-        """Connect this rank's stages to other ranks; all ranks of the mesh must call it."""
+    def _pipeline(self, mine: Sequence[Stage], owned: Ownership, mesh: DeviceMesh, group: ProcessGroup) -> Pipeline:
+        """Connect this rank's stages to other ranks; all ranks of the mesh must call it.
+
+        ``group``: the ranks with the same stages.
+        """
         equal_passes = (
             self.schedule.is_looped or self.sharding.reshard_after_forward
         )  # otherwise gathered once per step
-        parts = DataParts(get_submesh(mesh, "data").get_group(), self.reduce, self._logical_ranks, equal_passes)
+        parts = DataParts(group, self.reduce, self._logical_ranks, equal_passes, self._get_copies(mesh))
         tied = self._group_tied_parameters(owned)
         for stage in mine:
             stage.sums, stage.at = parts.create_sums(stage, tied), self.context.faults.report_point

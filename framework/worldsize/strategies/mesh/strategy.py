@@ -80,6 +80,7 @@ class Mesh(Strategy):
     """``data`` × ``context`` × ``tensor`` × ``pipeline`` processes (Narayanan et al. 2021, arXiv 2104.04473).
 
     ``data``: number of data-parallel parts, over which the model is sharded as in FSDP (None: as many as possible).
+    ``replicate``: number of copies of the shards, as in HSDP; each is sharded over ``data / replicate`` parts.
     ``tensor``: number of ranks on a node that split each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053).
     ``context``: number of ranks that share each sequence (Llama 3, arXiv 2407.21783, section 3.3.2).
     ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank.
@@ -103,6 +104,7 @@ class Mesh(Strategy):
     shards_state = True
 
     data: Annotated[int | None, Range(least=1)] = None
+    replicate: Annotated[int, Range(least=1)] = 1
     tensor: Annotated[int, Range(least=1)] = 1
     context: Annotated[int, Range(least=1)] = 1
     pipeline: Annotated[int, Range(least=1)] = 1
@@ -123,6 +125,11 @@ class Mesh(Strategy):
         if self.reduce == "hierarchical":
             raise ConfigError(
                 f"strategy.reduce={self.reduce} is not supported with strategy=mesh. Set strategy.reduce=flat."
+            )
+        if self.replicate > 1 and self.on_failure == "heal":
+            raise ConfigError(
+                f"strategy.replicate={self.replicate} is not supported with strategy.on_failure=heal. Set "
+                "strategy.replicate=1, or strategy.on_failure=restart."
             )
         check_order(self.order)
         _ = self.pipeline_schedule  # raises for incompatible options, before any process starts
@@ -260,7 +267,17 @@ class Mesh(Strategy):
                 f"{processes} processes do not match {sizes}. Set cluster.processes={data * rest or rest}, or sizes "
                 f"with a product of {processes}."
             )
-        return Layout({**others, "data": data}, complete_order(self.order))
+        if data % self.replicate:
+            raise ConfigError(
+                f"strategy.replicate={self.replicate} does not divide the {data} data-parallel parts. Set it to a "
+                f"divisor of {data}, or cluster.processes to a multiple of {self.replicate * rest}."
+            )
+        if data == self.replicate > 1 and self.reduce == "ordered":
+            raise ConfigError(
+                f"strategy.replicate={self.replicate} leaves one shard per copy, so FSDP would not sum gradients in "
+                "the order of reproducibility=elastic. Set it to a smaller divisor of the data-parallel parts."
+            )
+        return Layout({**others, "data": data}, complete_order(self.order), self.replicate)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         layout = self.create_layout(cluster.processes)
@@ -298,7 +315,8 @@ class Mesh(Strategy):
         schedule = self._take_shape(world.size).pipeline_schedule
         reshard = schedule.ranks == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         slices = context.numerics.logical_tensor
-        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, self.on_failure == "heal", slices)
+        heals, is_ordered = self.on_failure == "heal", self.reduce == "ordered"
+        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, heals, slices, is_ordered)
         return MeshRank(
             recipe, context, self.create_layout(world.size), schedule, sharding, self.reduce
         ).build_replica()
@@ -313,7 +331,7 @@ def mesh_cost(
     1909.08053, section 3).
     Context: keys and values of a block are gathered twice per micro-batch, and their gradients scattered.
     Pipeline: outputs and their gradients at both ends of a stage.
-    Data: FSDP of the rank's part of the model.
+    Data: FSDP of the rank's part of the model; gradient shards are summed over copies.
     Pipeline and data traffic use the slowest link between neighbors on the axis, and share it with the other groups of
     the axis.
     """
@@ -335,17 +353,22 @@ def mesh_cost(
     if pipeline > 1:
         between = find_limiting_link(cluster, pipeline, strides["pipeline"])
         waited += 2 * message_seconds(boundary, between) * count
-    along = find_limiting_link(cluster, data, strides["data"])
-    along_data = gathers * all_gather_seconds(held, data, along)
+    copies, shards = layout.copies, data // layout.copies
+    along = find_limiting_link(cluster, shards, strides["data"])
+    between = find_limiting_link(cluster, copies, strides["data"] * shards)
+    along_data = gathers * all_gather_seconds(held, shards, along)
+    along_data += ring_all_reduce_seconds(held / shards, copies, between)
     exposed = waited + estimate_exposed_seconds(along_data, 0.0 if on_cpu else work.overlap * work.compute_seconds)
-    sharded = gathers * ring_share(data) * held
-    share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / data
+    sharded = gathers * ring_share(shards) * held
+    replicated = 2 * ring_share(copies) * held / shards
+    share = (2 * held + work.optimizer_bytes * held / work.parameter_bytes) / shards
     memory = share + (2 * work.unit_bytes / tensor if data > 1 else 0.0)
     memory += work.activation_bytes * schedule.count_kept(count) / layout.of_part
     shared = 3 * blocks * count * ring_share(context) * gathered
-    sent = sharded + passed + shared + 2 * ring_share(tensor) * reduced
+    sent = sharded + replicated + passed + shared + 2 * ring_share(tensor) * reduced
     idle = bubble_share(pipeline, count, schedule.stages // pipeline, splits_backward=schedule.splits_backward)
-    across = sharded * count_leaving_edges(cluster, data, strides["data"])
+    across = sharded * count_leaving_edges(cluster, shards, strides["data"])
+    across += replicated * count_leaving_edges(cluster, copies, strides["data"] * shards)
     across += passed * count_leaving_edges(cluster, pipeline, strides["pipeline"])
     across += shared * count_leaving_edges(cluster, context, strides["context"])
     return Cost(memory, sent, across, waited + along_data, idle, exposed)

@@ -44,12 +44,14 @@ class DataParts:
         reduce: Order of sums.
         logical_ranks: Total over all parts, if their shares may differ; None if all have the same number.
         equal_passes: Whether all parts need the same number of passes per step.
+        copies: The ranks with the same shards; None if there is only one copy.
     """
 
     group: ProcessGroup
     reduce: Reduction
     logical_ranks: int | None
     equal_passes: bool
+    copies: ProcessGroup | None = None
 
     def build_tree(self, count: int) -> Tree:
         """Return the summation tree of a step's logical ranks, with ``count`` on this part."""
@@ -177,7 +179,7 @@ class TreeSums(StageSums):
     def __init__(self, stage: nn.Module, parts: DataParts, tied: TiedGradients) -> None:
         self._stage, self._parts, self._tied = stage, parts, tied
         is_sharded = isinstance(stage, FSDPModule)
-        self._scatters = OrderedScatters(stage, parts.group) if is_sharded else None
+        self._scatters = OrderedScatters(stage, parts.group, parts.copies) if is_sharded else None
         self._gradients = UnitGradients(stage, parts.group)
         self._presence = Presence(())  # of the stage's gradients in this step, unless sharded
         group = parts.group if parts.group.size() > 1 else None
