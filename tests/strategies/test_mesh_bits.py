@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from recipes.stdlib_lm.gpt import Block
@@ -207,17 +209,25 @@ class Halved(torch.autograd.Function):
 
 
 class Odd(nn.Module):
-    """Uses a layer three times, shares parameters, scales a gradient in a hook, and calls :class:`Halved`."""
+    """Uses a layer three times, shares parameters, scales a gradient in a hook, and calls :class:`Halved`.
+
+    It also has layers with a replaced forward method, with a computed bias, and in a transform of torch.func.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.linear = nn.RMSNorm(width), nn.Linear(width, width)
         self.first, self.second, self.shared = (nn.Parameter(torch.zeros(width)) for _ in range(3))
         self.scale, self.weight = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
+        self.patched, self.computed, self.mapped = (nn.Linear(width, width) for _ in range(3))
+        forward = self.patched.forward
+        self.patched.forward = lambda input: forward(input) * self.scale  # type: ignore[method-assign]
+        register_parametrization(self.computed, "bias", nn.Softplus())
 
     def forward(self, hidden: Tensor) -> Tensor:
         for _ in range(3):
             hidden = hidden + torch.tanh(self.linear(self.norm(hidden)))
+        hidden = hidden + self.patched(hidden) + torch.vmap(self.mapped)(self.computed(hidden))
         hidden = (hidden + (self.first + self.shared)) + (self.second + self.shared)
         scaled = hidden * self.scale
         if scaled.requires_grad:
@@ -245,6 +255,46 @@ def test_weights_of_any_layers_have_the_same_gradients_later(options: dict[str, 
     assert (
         run_in_worlds(partial(end, untied(OddLayers), strategy, Numerics()), 2 * (strategy.data or 1))[0][0] == alone[0]
     )
+
+
+def test_a_gradient_within_the_backward_pass_is_not_deferred() -> None:
+    """Only the pass of the stage adds to ``.grad``."""
+    layer = nn.Linear(4, 4)
+    allow_deferring(layer)
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Tensor) -> Tensor:
+            return hidden * 1
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            with torch.enable_grad():
+                output = layer(inner := torch.ones(1, 4, requires_grad=True)).sum()
+            of_inner, of_weight = torch.autograd.grad(output, [inner, layer.weight])
+            assert torch.equal(of_inner, layer.weight.sum(0, keepdim=True))
+            assert torch.equal(of_weight, torch.ones(4, 4))
+            return gradients[0]
+
+    inputs = torch.full((1, 4), 2.0, requires_grad=True)
+    with deferring_weights() as deferred:
+        Nested.apply(layer(inputs)).sum().backward()
+    deferred.add_gradients()
+    torch.testing.assert_close(layer.weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_a_layer_frees_its_inputs_once_its_gradients_are_added() -> None:
+    """The schedule keeps the losses, and so the nodes of the graph, until the end of a step."""
+    layer = nn.Linear(4, 4)
+    allow_deferring(layer)
+    hidden = torch.ones(1, 4, requires_grad=True) * 1
+    loss, kept = layer(hidden).sum(), ref(hidden.untyped_storage())
+    del hidden
+    with deferring_weights() as deferred:
+        loss.backward()
+    assert kept() is not None
+    deferred.add_gradients()
+    assert kept() is None
 
 
 def test_a_second_derivative_is_refused_where_gradients_of_weights_come_later() -> None:
@@ -279,8 +329,7 @@ def test_each_part_of_a_backward_pass_computes_only_what_it_needs(
         output.backward()
     assert len(products) == 2
     assert layer.weight.grad is None
-    for add_gradients in deferred:
-        add_gradients()
+    deferred.add_gradients()
     assert len(products) == 4
     torch.testing.assert_close([inputs.grad, layer.weight.grad, layer.bias.grad], expected)
 

@@ -23,7 +23,7 @@ from worldsize.core import (
 )
 from worldsize.devices import backend_for, backend_names
 from worldsize.errors import ConfigError, neighbours
-from worldsize.world.roles import can_heal, get_blocks
+from worldsize.world.roles import can_heal, count_at_most, get_blocks
 
 if TYPE_CHECKING:  # imports torch
     from worldsize.record.determinism import Determinism
@@ -312,7 +312,7 @@ def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Clus
         )
     if (most := policy.max_processes) is None:
         return
-    block = get_blocks(roles)[0].size
+    block = count_at_most(get_blocks(roles), 1)
     if most > logical_ranks * block:
         raise ConfigError(
             f"autoscale.max_processes={most} requires one logical rank per "

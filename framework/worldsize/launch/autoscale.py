@@ -20,7 +20,7 @@ from worldsize.files import read_regular
 from worldsize.launch.control import send_request
 from worldsize.record.run_directory import RunDirectory
 from worldsize.world.processes import SIGNALS, die_with_parent, ready_to_fork
-from worldsize.world.roles import get_blocks, get_min_processes, round_down
+from worldsize.world.roles import count_at_most, get_blocks, get_min_processes, round_down
 
 _logger = logging.getLogger(__name__)
 
@@ -71,13 +71,14 @@ def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
     """Resize the gang as ``policy`` requests ``seconds`` into the attempt; return the error, or ""."""
     sign = RunDirectory(plan.run_dir).control
     blocks = get_blocks(plan.roles)
-    least, most = get_min_processes(plan.roles), policy.max_processes or plan.logical_ranks * blocks[0].size
+    least, most = get_min_processes(plan.roles), policy.max_processes or count_at_most(blocks, plan.logical_ranks)
     try:
         state = _request_state(sign, plan.run_dir, seconds, least, most)
         wanted = policy.choose_process_count(state)
         if type(wanted) is not int:
             return f"{type(policy).__name__}.choose_process_count returned {wanted!r}; expected an int"
-        wanted = max(least, round_down(min(wanted, most), blocks))  # further processes could not train
+        able = round_down(min(wanted, most), blocks, plan.logical_ranks)  # further processes could not train
+        wanted = max(least, able)
         if wanted != state.processes:
             send_request(sign, do="resize", processes=wanted)
     except WorldsizeError as error:

@@ -15,7 +15,7 @@ from worldsize.launch.control import MOST, JobState, ListedProcess
 from worldsize.launch.members import LostHostError, Member, Members
 from worldsize.launch.remote import RemoteHosts
 from worldsize.messages import last_error
-from worldsize.world.roles import find_role, get_blocks, role_ranks
+from worldsize.world.roles import count_at_most, find_role, get_blocks, role_ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class MembershipServer:
         others: RemoteHosts | None = None,
     ) -> None:
         blocks = get_blocks(members.roles)
-        self._parts, self._most = most, most * blocks[0].size
+        self._parts, self._most = most, count_at_most(blocks, most)
         self._members, self._others = members, others
         self._killed: list[Member] = []  # processes killed as hung
         ranks = [self._compute_rank(member) for member in members.current]

@@ -9,60 +9,127 @@ parts run the operations of an undivided backward pass, so the bits are the same
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import _C, Tensor, nn
 
 from worldsize.core import ConfigError
 from worldsize.strategies.chunk_tensor import Chunks
 
-_LAYERS = {each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+_FORWARDS = {each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
 Part = Literal["inputs", "weights"]
-Deferred = list[Callable[[], None]]
-"""Functions that add weight gradients to the parameters, in the order of the backward pass."""
 
-_deferred: list[Deferred] = []  # of the current backward pass; global, since autograd may run it in a different thread
-_parts: list[Part] = []  # the part that is computed now
+
+@final
+@dataclass
+class _Uses:
+    """The calls of one layer in a backward pass; tensors may have any shape."""
+
+    weights: Sequence[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)  # of the outputs
+
+
+@final
+class DeferredWeights:
+    """The weight gradients of a stage's backward pass, to be computed later."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, _Uses] = {}
+        self._held: list[tuple[Tensor, Tensor]] = []  # parameters, and their gradients from the first part
+
+    def defer(self, weights: Sequence[Tensor], output: Tensor, gradient: Tensor) -> None:
+        """Defer the gradients of ``weights``, given a layer's ``output`` and its gradient."""
+        uses = self._uses.setdefault(id(weights[0]), _Uses(weights))
+        uses.outputs.append(output)
+        uses.gradients.append(gradient)
+
+    def hold_gradients(self, stage: nn.Module) -> None:
+        """Take the gradients of the first part from the parameters, to keep them apart from later passes.
+
+        Raises:
+            ConfigError: a weight is used by a deferred layer and directly, so the order of sums would change.
+        """
+        deferred = {id(own) for uses in self._uses.values() for own in uses.weights}
+        for name, own in stage.named_parameters():
+            if own.grad is None:
+                continue
+            if id(own) in deferred:
+                raise ConfigError(
+                    f"the parameter {name} of a stage is used by its layer and directly, but this schedule defers the "
+                    "gradients of the layer, so they would be added in a different order. Set "
+                    "strategy.schedule=interleaved."
+                )
+            self._held.append((own, own.grad))
+            own.grad = None
+
+    def add_gradients(self) -> None:
+        """Compute the deferred gradients, and add all gradients of the pass to the parameters."""
+        for own, gradient in self._held:
+            _add_gradient(own, gradient)
+        for uses in self._uses.values():  # all calls of a layer at once, since autocast may share a cast of the weight
+            found = _differentiate("weights", uses.outputs, uses.weights, uses.gradients, retain_graph=False)
+            for own, each in zip(uses.weights, found, strict=True):
+                if each is not None:
+                    _add_gradient(own, each)
+        self._held, self._uses = [], {}
+
+
+_passes: list[DeferredWeights] = []  # the current backward pass; global, since autograd may run in a different thread
+_parts: list[Part] = []  # the part of a layer that is computed now
 
 
 @contextmanager
-def deferring_weights() -> Iterator[Deferred]:
-    """Defer the weight gradients of the backward pass within the block; yield the functions that add them."""
-    deferred: Deferred = []
-    _deferred.append(deferred)
+def deferring_weights() -> Iterator[DeferredWeights]:
+    """Defer the weight gradients of the backward pass within the block."""
+    deferred = DeferredWeights()
+    _passes.append(deferred)
     try:
         yield deferred
     finally:
-        _deferred.pop()
+        _passes.pop()
 
 
 def is_needed(part: Part) -> bool:
-    """Return whether the current backward pass of a layer needs this part; ``ctx.needs_input_grad`` has both."""
+    """Return whether the backward pass of a layer needs this part now; for autograd functions inside such a layer.
+
+    Their ``ctx.needs_input_grad`` does not depend on the part.
+    """
     return not _parts or _parts[-1] == part
 
 
 def allow_deferring(stage: nn.Module) -> None:
     """Give the linear layers and convolutions of ``stage`` separate graphs.
 
-    Layers that share a parameter with others are omitted, to keep the summation order of its gradients.
+    Layers that share a parameter with others are omitted, to keep the summation order of its gradients, and layers with
+    a forward method of the user's.
     """
     holders = Counter(id(own) for module in stage.modules() for own in module.parameters(recurse=False))
     for module in stage.modules():
         is_sole = all(holders[id(own)] == 1 for own in module.parameters(recurse=False))
-        if type(module).forward in _LAYERS and is_sole:
+        is_plain = "forward" not in vars(module) or getattr(module.forward, "is_separable", False)
+        if type(module).forward in _FORWARDS and is_sole and is_plain:
             module.forward = partial(_call_apart, module, module.forward)
 
 
 def _call_apart(module: nn.Module, call: Callable[..., Tensor], input: Tensor) -> Tensor:
-    weights = [own for own in module.parameters(recurse=False) if own.requires_grad]
-    # a weight that is computed from other tensors needs the whole graph
-    is_own = "weight" in dict(module.named_parameters(recurse=False)) and all(own.is_leaf for own in weights)
-    if not (weights and is_own and torch.is_grad_enabled()) or isinstance(input, Chunks):
+    """Call a layer in a separate graph if possible; ``input`` has this name since users may pass it by keyword."""
+    own: list[Any] = [each for each in (module.weight, module.bias) if each is not None]
+    weights = [each for each in own if each.requires_grad]
+    has_hooks: Any = _C._autograd._top_saved_tensors_default_hooks(False)  # a checkpoint would run for each part
+    if (
+        not (weights and torch.is_grad_enabled())
+        or not all(isinstance(each, nn.Parameter) for each in own)  # computed from others, outside of the layer's graph
+        or isinstance(input, Chunks)
+        or _C._are_functorch_transforms_active()
+        or has_hooks
+    ):
         return call(input)
     output: Tensor = _Apart.apply(call, input, *weights)
     return output
@@ -74,6 +141,7 @@ class _Apart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Callable[..., Tensor], inputs: Tensor, *weights: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         with torch.enable_grad():
             own = inputs.detach().requires_grad_(inputs.requires_grad)
             ctx.output = call(own)
@@ -82,37 +150,50 @@ class _Apart(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (gradient,), missing = gradients, [None for _ in ctx.weights]
         if torch.is_grad_enabled():
             raise ConfigError(
                 "a gradient is differentiated again (create_graph=True), but this schedule defers weight gradients. "
                 "Set strategy.schedule=interleaved."
             )
+        if gradient is None:
+            return None, None, *missing
         of_inputs = None
         if ctx.needs_input_grad[1]:
-            (of_inputs,) = _differentiate("inputs", ctx.output, [ctx.inputs], gradients)
-        if not _deferred:
-            return None, of_inputs, *_differentiate("weights", ctx.output, ctx.weights, gradients)
-        _deferred[-1].append(partial(_add_gradients, ctx.output, ctx.weights, gradients))
-        return None, of_inputs, *(None for _ in ctx.weights)
+            (of_inputs,) = _differentiate("inputs", [ctx.output], [ctx.inputs], [gradient])
+        if not (_passes and _accumulates(ctx)):
+            return None, of_inputs, *_differentiate("weights", [ctx.output], ctx.weights, [gradient])
+        _passes[-1].defer(ctx.weights, ctx.output, gradient)
+        ctx.output = ctx.inputs = None  # the schedule keeps this node until the end of the step
+        return None, of_inputs, *missing
 
 
-def _differentiate(part: Part, output: Tensor, inputs: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``inputs``, given the gradients of ``output``, in their shapes; None if unused."""
+def _accumulates(ctx: Any) -> bool:
+    """Return whether the pass adds gradients to ``.grad``, unlike a call of torch.autograd.grad within it."""
+    try:
+        return _C._will_engine_execute_node(ctx.next_functions[-1][0])  # of the last weight
+    except RuntimeError:  # raised for a leaf whose gradient torch.autograd.grad returns
+        return False
+
+
+def _differentiate(
+    part: Part,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    *,
+    retain_graph: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``inputs``, given the gradients of ``outputs``; None if unused."""
     _parts.append(part)
     try:
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            [output], inputs, gradients, retain_graph=True, allow_unused=True
+            outputs, inputs, gradients, retain_graph=retain_graph, allow_unused=True
         )
     finally:
         _parts.pop()
     return found
-
-
-def _add_gradients(output: Tensor, weights: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    for own, gradient in zip(weights, _differentiate("weights", output, weights, gradients), strict=True):
-        if gradient is not None:
-            _add_gradient(own, gradient)
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
@@ -120,11 +201,3 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
-
-
-def hold_gradients(stage: nn.Module, deferred: Deferred) -> None:
-    """Move the gradients of a pass from the parameters to ``deferred``, to keep them apart from later passes."""
-    for own in stage.parameters():
-        if own.grad is not None:
-            deferred.append(partial(_add_gradient, own, own.grad))
-            own.grad = None

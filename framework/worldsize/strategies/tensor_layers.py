@@ -180,6 +180,8 @@ class Draws:
 class _Divided:
     """Base: the forward pass of a layer that is divided into ``slices`` over the ranks of ``group``."""
 
+    is_separable = True  # it reads no tensors but those of the layer
+
     def __init__(
         self,
         name: str,

@@ -31,9 +31,14 @@ def find_block(processes: int, blocks: Sequence[Block]) -> Block | None:
     return next((block for block in blocks if processes % block.size == 0), None)
 
 
-def round_down(processes: int, blocks: Sequence[Block]) -> int:
-    """Return the largest number of processes up to ``processes`` that form whole blocks; 0 if there is none."""
-    return max(processes // block.size * block.size for block in blocks)
+def round_down(processes: int, blocks: Sequence[Block], parts: int) -> int:
+    """Return the largest number of processes up to ``processes`` that form at most ``parts`` whole blocks."""
+    return max(min(processes // block.size, parts) * block.size for block in blocks)
+
+
+def count_at_most(blocks: Sequence[Block], parts: int) -> int:
+    """Return the largest number of processes that form at most ``parts`` whole blocks."""
+    return parts * max(block.size for block in blocks)
 
 
 def round_up(processes: int | None, blocks: Sequence[Block]) -> int:

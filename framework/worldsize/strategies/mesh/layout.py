@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, product
 from operator import mul
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,10 @@ class Layout:
     def of_part(self) -> int:
         """Number of ranks per data-parallel part, which holds a whole model."""
         return self.size // self["data"]
+
+    def format_sizes(self) -> str:
+        """Return the sizes of the axes other than data, for messages."""
+        return " × ".join(f"{axis}={self[axis]}" for axis in ORDER if axis != "data")
 
     @cached_property
     def strides(self) -> Mapping[str, int]:
@@ -117,10 +121,11 @@ def check_order(order: Sequence[str]) -> None:
         )
 
 
-def check_shapes(shapes: Sequence[Mapping[str, int]], *, heals: bool, is_split: bool) -> None:
-    """Raise ConfigError if the mesh cannot take one of ``shapes`` after a failure.
+def check_shapes(shapes: Sequence[Mapping[str, int]], *, heals: bool, pipeline: int | None) -> None:
+    """Raise ConfigError if a mesh cannot take one of ``shapes`` after a failure.
 
-    ``heals``: whether it continues without dead processes. ``is_split``: whether the user set the stages' layers.
+    ``heals``: whether it continues without dead processes. ``pipeline``: its pipeline size, if the user set the layers
+    of each stage, otherwise None.
     """
     axes = [axis for axis in ORDER if axis != "data"]
     if shapes and not heals:
@@ -128,15 +133,33 @@ def check_shapes(shapes: Sequence[Mapping[str, int]], *, heals: bool, is_split: 
             "strategy.heal_shapes requires strategy.on_failure=heal. Set strategy.on_failure=heal, or "
             "strategy.heal_shapes=[]."
         )
-    for axis, size in chain.from_iterable(shape.items() for shape in shapes):
-        if axis not in axes:
-            raise ConfigError(f"strategy.heal_shapes: unknown axis {axis!r}{neighbours(axis, axes)}")
-        if size < 1:
-            raise ConfigError(f"strategy.heal_shapes: {axis}={size} must be 1 or more.")
-        if axis == "pipeline" and is_split:
+    for shape in shapes:
+        if not (isinstance(shape, Mapping) and all(type(size) is int and size > 0 for size in shape.values())):
             raise ConfigError(
-                "strategy.heal_shapes with a pipeline size is not supported with strategy.split: it lists the layers "
-                "of a fixed number of stages. Set strategy.split=null."
+                f"strategy.heal_shapes has {shape!r}, but a shape has a size of 1 or more for some axes. Set "
+                "strategy.heal_shapes=[{tensor: 1}], for example."
+            )
+        for axis, size in shape.items():
+            if axis not in axes:
+                raise ConfigError(f"strategy.heal_shapes: unknown axis {axis!r}{neighbours(axis, axes)}")
+            if axis == "pipeline" and pipeline not in (None, size):
+                raise ConfigError(
+                    "strategy.heal_shapes with a different pipeline size is not supported with strategy.split: it "
+                    "lists the layers of a fixed number of stages. Set strategy.split=null."
+                )
+
+
+def check_taken(parts: Sequence[Layout]) -> None:
+    """Raise ConfigError for a shape that would never be taken.
+
+    ``parts``: the layout of one data-parallel part in each shape, in order of preference.
+    """
+    for place, part in enumerate(parts):
+        earlier = next((each for each in parts[:place] if part.size % each.size == 0), None)
+        if earlier is not None:
+            raise ConfigError(
+                f"strategy.heal_shapes: {part.format_sizes()} would never be taken: any multiple of its {part.size} "
+                f"processes is one of {earlier.format_sizes()}, an earlier shape. Remove it."
             )
 
 
@@ -226,9 +249,10 @@ class Ownership:
             for own in {id(each) for each in layer.parameters()} & self._first.keys():
                 self._uses[self._first[own], stage] += 1
         for module in {module for layer in layers for module in layer.modules()}:
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is None:
-                    continue
+            for key, tensor in (
+                *module.named_parameters(recurse=False, remove_duplicate=False),
+                *module.named_buffers(recurse=False, remove_duplicate=False),
+            ):
                 if id(tensor) not in self._first:
                     raise ConfigError(f"{key!r} of a layer is not in the model. Add it to the model.")
                 name = self._first[id(tensor)]
@@ -294,11 +318,10 @@ class Ownership:
         empty: dict[str, Tensor] = {}
         for name, first in self._aliases.items():
             module, key = _find_place(self._model, name)
-            table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
             if first in self._places:
-                table[key] = getattr(*self._places[first])
+                setattr(module, key, getattr(*self._places[first]))
             elif self._p not in self.ranks[first]:
-                table[key] = empty.setdefault(first, _create_meta_tensor(getattr(module, key)))
+                setattr(module, key, empty.setdefault(first, _create_meta_tensor(getattr(module, key))))
 
 
 def _create_meta_tensor(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from worldsize.core import Batch, ConfigError, Loss, MicroBatch, PrecisionName, 
 from worldsize.errors import WorldsizeError
 from worldsize.seeds import derive_seed, get_generator_state, seed_generators
 from worldsize.strategies.chunk_tensor import ChunkLayout, Chunks
-from worldsize.strategies.deferred_weights import Deferred, deferring_weights, hold_gradients
+from worldsize.strategies.deferred_weights import DeferredWeights, deferring_weights
 from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
@@ -237,7 +237,7 @@ class TimedStage(PipelineStage):
         super().__init__(stage, *args, **kwargs)
         assert stage.sums is not None
         self._sums, self._edges, self._at = stage.sums, edges, stage.at
-        self._deferred: dict[int, Deferred] = {}  # gradients of weights, by micro-batch
+        self._deferred: dict[int, DeferredWeights] = {}  # by micro-batch
 
     def _to_tensor(self, arg: Any) -> Tensor:
         """Return the input of torch's pass that finds shapes: zeros instead of memory that may hold any values."""
@@ -265,15 +265,14 @@ class TimedStage(PipelineStage):
                 self._deferred[bwd_chunk_id] = deferring.enter_context(deferring_weights())
             with _refusals_shown():
                 super().backward_one_chunk(bwd_chunk_id, loss, last_backward=last_backward)
-            if not full_backward and self._sums.by_micro_batch:
-                hold_gradients(self.submod, self._deferred[bwd_chunk_id])
+                if not full_backward and self._sums.by_micro_batch:
+                    self._deferred[bwd_chunk_id].hold_gradients(self.submod)
         if full_backward:
             self._end_backward(is_passed_on=False)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with measure_phase("compute"):
-            for add_gradients in self._deferred.pop(bwd_chunk_id):
-                add_gradients()
+            self._deferred.pop(bwd_chunk_id).add_gradients()
         self._end_backward(is_passed_on=True)
 
     def _end_backward(self, *, is_passed_on: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, final
 
@@ -42,6 +43,7 @@ from worldsize.strategies.mesh.layout import (
     check_heals,
     check_order,
     check_shapes,
+    check_taken,
     check_tensor,
     complete_order,
 )
@@ -67,7 +69,6 @@ from worldsize.strategies.wrapping import (
     refuse_scalars,
     refuse_sparse_gradients,
 )
-from worldsize.world.roles import find_block
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,7 +122,8 @@ class Mesh(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_shapes(self.heal_shapes, heals=self.on_failure == "heal", is_split=self.split is not None)
+        pipeline = None if self.split is None else self.pipeline
+        check_shapes(self.heal_shapes, heals=self.on_failure == "heal", pipeline=pipeline)
         if self.reduce == "hierarchical":
             raise ConfigError(
                 f"strategy.reduce={self.reduce} is not supported with strategy=mesh. Set strategy.reduce=flat."
@@ -133,9 +135,12 @@ class Mesh(Strategy):
             )
         check_order(self.order)
         _ = self.pipeline_schedule  # raises for incompatible options, before any process starts
+        if self.heal_shapes:
+            check_taken([shape.part for shape in self.shapes])
 
     @property
     def pipeline_schedule(self) -> PipelineSchedule:
+        """The pipeline options."""
         return PipelineSchedule(self.pipeline, self.schedule, self.stages_per_rank, self.split)
 
     @property
@@ -149,8 +154,15 @@ class Mesh(Strategy):
         if self.data is not None or not self.heal_shapes:
             return self
         shapes = self.shapes
-        chosen = find_block(processes, [shape.block for shape in shapes])
-        return next((shape for shape in shapes if shape.block == chosen), self)
+        return next((shape for shape in shapes if processes % shape.block.size == 0), self)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name this shape in refusals, since the user has set it in ``heal_shapes``."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"strategy.heal_shapes, {self.part.format_sizes()}: {error}") from None
 
     @property
     def part(self) -> Layout:
@@ -160,25 +172,23 @@ class Mesh(Strategy):
 
     @property
     def block(self) -> Block:
+        """The processes of one data-parallel part."""
         return Block(self.part.size, self.part.together)
 
     def check_numerics(self, numerics: Numerics) -> None:
         for shape in self.shapes[1:]:
-            shape.check_numerics(numerics)
+            with shape.named():
+                shape.check_numerics(numerics)
         refuse_graphs(numerics, strategy="Mesh")
         if numerics.policy.has_8_bits and self.tensor > 1:
             raise ConfigError(
                 f"precision={numerics.precision} is not supported with strategy.tensor={self.tensor}: each shard of a "
                 "layer would have a different scale. Set strategy.tensor=1, or precision=bf16."
             )
-        if self.pipeline_schedule.splits_backward and (numerics.compile or numerics.activation_checkpointing != "none"):
-            key = (
-                "compile=true" if numerics.compile else f"activation_checkpointing={numerics.activation_checkpointing}"
-            )
+        if self.pipeline_schedule.splits_backward and numerics.compile:
             raise ConfigError(
-                f"{key} is not supported with strategy.schedule={self.schedule}: it runs the backward pass of a stage "
-                f"in two parts. Set {'compile=false' if numerics.compile else 'activation_checkpointing=none'}, "
-                "or strategy.schedule=interleaved."
+                f"compile=true is not supported with strategy.schedule={self.schedule}: it runs the backward pass of a "
+                "stage in two parts. Set compile=false, or strategy.schedule=interleaved."
             )
         if numerics.compile and self.context > 1:
             raise ConfigError(
@@ -208,7 +218,8 @@ class Mesh(Strategy):
 
     def check_recipe(self, recipe: Recipe) -> None:
         for shape in self.shapes[1:]:
-            shape.check_recipe(recipe)
+            with shape.named():
+                shape.check_recipe(recipe)
         if self.tensor > 1:
             check_divides(recipe, key="strategy.tensor")
         if self.pipeline > 1:
@@ -216,7 +227,8 @@ class Mesh(Strategy):
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
         for shape in self.shapes[1:]:
-            shape.check_built(recipe, model, optimizer)
+            with shape.named():
+                shape.check_built(recipe, model, optimizer)
         refuse_sparse_gradients(model)
         refuse_gradient_hooks(model)
         refuse_divided_matrices(optimizer)
@@ -281,12 +293,15 @@ class Mesh(Strategy):
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         layout = self.create_layout(cluster.processes)
-        others = [shape.part for shape in self.shapes[1:]] if cluster.nodes > 1 else []  # one node holds any shape
-        for each in (layout, *others):
-            check_tensor(each, cluster)
-            if self.on_failure == "heal":
-                check_heals(each, cluster)
-        return worker_roles(cluster, self.on_failure, tuple(dict.fromkeys(shape.block for shape in self.shapes)))
+        check_tensor(layout, cluster)
+        if self.on_failure == "heal":
+            check_heals(layout, cluster)
+        for shape in self.shapes[1:]:
+            with shape.named():
+                check_heals(shape.part, cluster)
+                if cluster.nodes > 1:  # one node holds any shape
+                    check_tensor(shape.part, cluster)
+        return worker_roles(cluster, self.on_failure, tuple(shape.block for shape in self.shapes))
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
         layout, count = self.create_layout(cluster.processes), work.micro_batches or self.default_micro_batches
