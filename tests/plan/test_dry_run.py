@@ -78,6 +78,7 @@ def _slowdown(settings: Settings) -> float:
         ("strategy=fsdp",),
         ("strategy=hsdp",),
         ("strategy=mesh", "strategy.tensor=2", "recipe=stdlib_lm", "recipe.depth=2", "recipe.width=32"),
+        ("strategy=fsdp", "strategy.on_failure=heal", "reproducibility=elastic", "cluster.nodes=1"),
     ],
     ids=" ".join,
 )

@@ -58,7 +58,7 @@ def _slowdown(settings: Settings, device: torch.device) -> float:
         single = create_local_replica(
             recipe, recipe.model().to(device), RunContext(World.create_single(device), numerics)
         )
-        replica = strategy.replica(recipe, RunContext(world, numerics))
+        replica = strategy.replica(recipe, RunContext(world, numerics, logical_ranks=settings.logical_ranks))
         replicas, part = (single, replica), settings.data_part(world)
         order, collate = settings.create_order(part.rank, part.size, replica.dealing), get_collate_fn(recipe)
         batches = micro_batches(recipe.data("train"), order, device, collate=collate)
