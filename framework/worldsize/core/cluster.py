@@ -135,7 +135,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Block:
-    """Processes that hold a whole model together: one data-parallel replica."""
+    """A kind of data-parallel replica: processes that hold a whole model together."""
 
     size: int = 1
     """Number of processes."""

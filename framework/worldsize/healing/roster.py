@@ -141,11 +141,11 @@ class Roster:
         self.tell(rank, Membership(self.number, ()).to_message())
 
     def _next_members(self) -> tuple[int, ...]:
-        """Return the next members: those that stay, then newcomers up to the target, in the blocks with the most."""
-        return max(map(self._fill_blocks, self.blocks), key=len)  # the first of equal ones
+        """Return the next members: those that stay, then newcomers up to the target, in the best kind of block."""
+        return max(map(self._fill_blocks, self.blocks), key=len)  # the first kind of those with most members
 
     def _fill_blocks(self, block: Block) -> tuple[int, ...]:
-        """Return the next members in whole blocks of one kind; :func:`find_block` finds it from their number."""
+        """Return the next members in whole blocks of one kind, in a number that :func:`find_block` assigns to it."""
         staying = {rank: None for rank in self.members if rank not in self._leaving}  # an ordered set
         newcomers = sorted(self._stopped.keys() - {*self.members})  # sorted, so that a host's ranks are adjacent
         able = _split_groups([*staying, *newcomers], block.together, self.node_of)

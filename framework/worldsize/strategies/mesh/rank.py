@@ -206,9 +206,8 @@ class MeshRank:
 
         ``group``: the ranks with the same stages.
         """
-        equal_passes = (
-            self.schedule.is_looped or self.sharding.reshard_after_forward
-        )  # otherwise gathered once per step
+        # with one stage per rank, and parameters that stay gathered, a step gathers once
+        equal_passes = self.schedule.is_looped or self.sharding.reshard_after_forward
         parts = DataParts(group, self.reduce, self._logical_ranks, equal_passes, self._get_copies(mesh))
         tied = self._group_tied_parameters(owned)
         for stage in mine:

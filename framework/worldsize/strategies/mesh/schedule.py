@@ -97,8 +97,10 @@ class PipelineSchedule:
 
     def count_kept(self, micro_batches: int) -> float:
         """Return the number of micro-batches whose activations a rank keeps at most; a stage's count as its share."""
-        extra = {"interleaved": (self.ranks - 1) / (self.stages / self.ranks), "dualpipev": 0.5}.get(self.kind, 0.0)
-        return micro_batches if self.kind == "gpipe" else min(micro_batches, self.ranks + extra)
+        if self.ranks == 1 or self.kind == "gpipe":
+            return min(micro_batches, 1) if self.ranks == 1 else micro_batches
+        extra = {"interleaved": (self.ranks - 1) * self.ranks / self.stages, "dualpipev": 0.5}.get(self.kind, 0.0)
+        return min(micro_batches, self.ranks + extra)
 
     def check_micro_batches(self, count: int) -> None:
         """Raise ConfigError if a data-parallel part cannot have ``count`` micro-batches per step."""
