@@ -20,11 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from worldsize.core import ConfigError, FeatureRecipe, Recipe, saves_state
 
@@ -97,8 +93,10 @@ class PipelineSchedule:
 
     def count_kept(self, micro_batches: int) -> float:
         """Return the number of micro-batches whose activations a rank keeps at most; a stage's count as its share."""
-        if self.ranks == 1 or self.kind == "gpipe":
-            return min(micro_batches, 1) if self.ranks == 1 else micro_batches
+        if self.ranks == 1:
+            return min(micro_batches, 1)
+        if self.kind == "gpipe":
+            return micro_batches
         extra = {"interleaved": (self.ranks - 1) * self.ranks / self.stages, "dualpipev": 0.5}.get(self.kind, 0.0)
         return min(micro_batches, self.ranks + extra)
 

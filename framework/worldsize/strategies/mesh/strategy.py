@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, final
 
@@ -156,18 +154,18 @@ class Mesh(Strategy):
         shapes = self.shapes
         return next((shape for shape in shapes if processes % shape.block.size == 0), self)
 
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Name this shape in refusals, since the user has set it in ``heal_shapes``."""
-        try:
-            yield
-        except ConfigError as error:
-            raise ConfigError(f"strategy.heal_shapes, {self.part.format_sizes()}: {error}") from None
+    def _check_others(self, check: Callable[[Mesh], None]) -> None:
+        """Check the shapes in ``heal_shapes``; refusals name the shape."""
+        for shape in self.shapes[1:]:
+            try:
+                check(shape)
+            except ConfigError as error:
+                raise ConfigError(f"strategy.heal_shapes, {shape.part.format_sizes()}: {error}") from None
 
     @property
     def part(self) -> Layout:
         """The layout of one data-parallel part."""
-        sizes = {"pipeline": self.pipeline, "tensor": self.tensor, "context": self.context, "data": 1}
+        sizes = {"data": 1, "pipeline": self.pipeline, "tensor": self.tensor, "context": self.context}
         return Layout(sizes, complete_order(self.order))
 
     @property
@@ -176,9 +174,7 @@ class Mesh(Strategy):
         return Block(self.part.size, self.part.together)
 
     def check_numerics(self, numerics: Numerics) -> None:
-        for shape in self.shapes[1:]:
-            with shape.named():
-                shape.check_numerics(numerics)
+        self._check_others(lambda shape: shape.check_numerics(numerics))
         refuse_graphs(numerics, strategy="Mesh")
         if numerics.policy.has_8_bits and self.tensor > 1:
             raise ConfigError(
@@ -217,18 +213,14 @@ class Mesh(Strategy):
         self.pipeline_schedule.check_micro_batches(count)
 
     def check_recipe(self, recipe: Recipe) -> None:
-        for shape in self.shapes[1:]:
-            with shape.named():
-                shape.check_recipe(recipe)
+        self._check_others(lambda shape: shape.check_recipe(recipe))
         if self.tensor > 1:
             check_divides(recipe, key="strategy.tensor")
         if self.pipeline > 1:
             check_pipelines(recipe)
 
     def check_built(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer) -> None:
-        for shape in self.shapes[1:]:
-            with shape.named():
-                shape.check_built(recipe, model, optimizer)
+        self._check_others(lambda shape: shape.check_built(recipe, model, optimizer))
         refuse_sparse_gradients(model)
         refuse_gradient_hooks(model)
         refuse_divided_matrices(optimizer)
@@ -266,12 +258,11 @@ class Mesh(Strategy):
         Raises:
             ConfigError: the sizes of the axes do not match the number of processes.
         """
-        shape = self._take_shape(processes)
-        others = {"pipeline": shape.pipeline, "tensor": shape.tensor, "context": shape.context}
-        rest = math.prod(others.values())
+        part = self._take_shape(processes).part
+        rest = part.size
         data = self.data or processes // rest
         if data * rest != processes:
-            given = {"data": self.data, **others}
+            given = {**part.sizes, "data": self.data}
             sizes = " × ".join(
                 f"strategy.{axis}={size}" for axis, size in given.items() if (axis, size) != ("context", 1)
             )
@@ -289,18 +280,16 @@ class Mesh(Strategy):
                 f"strategy.replicate={self.replicate} leaves one shard per copy, so FSDP would not sum gradients in "
                 "the order of reproducibility=elastic. Set it to a smaller divisor of the data-parallel parts."
             )
-        return Layout({**others, "data": data}, complete_order(self.order), self.replicate)
+        return Layout({**part.sizes, "data": data}, part.order, self.replicate)
 
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         layout = self.create_layout(cluster.processes)
         check_tensor(layout, cluster)
         if self.on_failure == "heal":
             check_heals(layout, cluster)
-        for shape in self.shapes[1:]:
-            with shape.named():
-                check_heals(shape.part, cluster)
-                if cluster.nodes > 1:  # one node holds any shape
-                    check_tensor(shape.part, cluster)
+        self._check_others(lambda shape: check_heals(shape.part, cluster))
+        if cluster.nodes > 1:  # one node holds any shape
+            self._check_others(lambda shape: check_tensor(shape.part, cluster))
         return worker_roles(cluster, self.on_failure, tuple(shape.block for shape in self.shapes))
 
     def cost(self, work: Workload, cluster: Cluster) -> Cost:
