@@ -61,16 +61,10 @@ def _check_in_process(
 
 
 def _check_started(words: Sequence[str], folder: Path, command: Command) -> None:
-    """Run the words as a command; it must train, or be refused without leaving files.
-
-    A metric that the recipe does not return is known only when the run evaluates a first batch, before its first step.
-    """
+    """Run the words as a command; it must train, or be refused without leaving files."""
     folder.mkdir()
     done = command("train", *USUAL, *words, cwd=folder, environment=environment(HOME=str(folder)))
     assert "Traceback" not in done.stdout + done.stderr, (words, done)
-    if done.returncode == 1:
-        assert re.search("metric '.*' not found in the evaluation. Available: ", done.stderr), (words, done)
-        return
     assert done.returncode in (0, 2), (words, done)
     results = [root for root, _, files in os.walk(folder) if "result.json" in files]
     assert len(results) == (done.returncode == 0), (words, done)

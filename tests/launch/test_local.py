@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.own_recipe import write_recipe
+from tests.support.runs import Command, Done, environment
 from worldsize.launch.members import Terminal, read_log_size
 
 REPOSITORY = Path(__file__).parents[2]
@@ -155,6 +156,24 @@ def test_the_terminal_shows_what_this_attempt_writes_and_nothing_earlier(
         file.write("new\nlast")
     terminal.close()
     assert capsys.readouterr().out == "[worker 0] new\n[worker 0] last"
+
+
+def test_a_configuration_that_a_worker_refuses_before_the_first_step_leaves_no_folder(
+    planted: Path, command: Command
+) -> None:
+    def call(action: str, *words: str) -> Done:
+        words = ("recipe=planted", "logger=none", "cluster.processes=3", f"recipe.action={json.dumps(action)}", *words)
+        return command("train", *words, cwd=planted, environment=environment())
+
+    refuse = "from worldsize.core import ConfigError; raise ConfigError('the action is unknown.')"
+    done = call(refuse, "launcher.max_restarts=2", "launcher.grace=60")
+    assert (done.returncode, done.stderr) == (2, "the action is unknown.\n")
+    assert not (planted / "runs").exists()
+
+    done = call(f"self.count = getattr(self, 'count', 0) + 1; assert self.count < 3, exec({refuse!r})")
+    assert done.returncode == 1
+    assert done.stderr.startswith("worker 1 failed at step 3:\nthe action is unknown.\nrun folder: ")
+    assert list((planted / "runs" / "planted").iterdir())
 
 
 def test_every_process_has_a_log_and_the_terminal_names_the_worker(planted: Path, train: Any) -> None:

@@ -41,7 +41,7 @@ def train(*words: str, recipe: type[Recipe] | str | None = None, **values: Any) 
     else:
         named = {} if recipe is None else {"recipe": recipe}
         ended = call_command("train", *add_keywords(words, {**named, **values}), has_result=True)
-    if ended.result is not None:
+    if ended.result is not None and ended.result.exists():  # removed if a worker refused the configuration
         run = Run(ended.result)
         if ended.code:
             raise RunFailedError(run.failure or ended.messages or f"exit code {ended.code}", run.folder)

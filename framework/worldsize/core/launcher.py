@@ -75,6 +75,7 @@ class Failure:
     step: int | None = None  # the step in progress, if known
     time_ns: int = 0  # Unix time in ns on its host's clock; 0, i.e. earliest, if it was killed or its host was lost
     host: str = ""  # host name; empty if unknown
+    is_refusal: bool = False  # a ConfigError: the process cannot run this configuration
 
 
 class MembershipRecord(TypedDict):
@@ -121,6 +122,12 @@ class Outcome:
     steps: tuple[int, int] | None = None
     first_step_at: float | None = None
     memberships: Sequence[MembershipRecord] = ()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a process refused the configuration before the first step was completed; a restart would fail too."""
+        completed = self.steps is not None and self.steps[1] > self.steps[0]
+        return self.failure is not None and self.failure.is_refusal and not completed
 
 
 class Job(ABC):

@@ -32,7 +32,7 @@ from worldsize.launch.record import add_secrets, amend_record, check_same, creat
 from worldsize.launch.restarts import command_line, run_attempts
 from worldsize.launch.scheduled import wait_for
 from worldsize.launch.sweep import read_run_end, show_ends
-from worldsize.messages import outlive_output
+from worldsize.messages import last_error, outlive_output
 from worldsize.observe.summary import show_summary
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.record.run_directory import RunDirectory, create_run_folder, plan_run_directory, wrap_write_errors
@@ -63,7 +63,8 @@ def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path],
         recorded: Callback with the run folder, called once the run has a record.
 
     Raises:
-        ConfigError: the run cannot start; no process was started, and no run folder remains.
+        ConfigError: the run cannot start; no process was started, and no run folder remains. If a process on this
+            machine refuses the configuration before the first step, the folder is removed too, and the exit code is 2.
         SweepEnded: the run ended without the metric that the sweep optimizes.
     """
     settings = prepare_settings(cfg, [(each.settings.launcher, each.settings.cluster) for each in sweep])
@@ -82,7 +83,7 @@ def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path],
     clean = create_scrubber(cfg, settings.config)
     plan = add_secrets(settings.config, plan, clean)
     outlive_output()
-    with create_run_folder(run, is_private=settings.run.private):
+    with create_run_folder(run, is_private=settings.run.private) as remove_folder:
         write_record(settings, plan, run, clean)
     recorded(run.path)
     if cfg.launch == "write":
@@ -93,6 +94,9 @@ def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path],
         sweep.append(Launch(settings, plan, run))
         return Trial(0)
     outcome = _start_run(settings, plan, run, open_record(run, plan.secrets))
+    if outcome.failure and outcome.is_refused and isinstance(settings.launcher, Launcher):
+        remove_folder()
+        return Trial(outcome.exit_code, why=last_error(outcome.failure.cause))
     if outcome.exit_code:
         return Trial(outcome.exit_code, why=_find_reason(outcome, run), folder=run.path)
     is_compared = cfg.sweep.metric is not None and is_sweep()

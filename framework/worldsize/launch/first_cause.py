@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NotRequired, TypedDict, final
 
 from worldsize.core import Failure, Outcome
+from worldsize.messages import CONFIG_ERROR
 from worldsize.record.flight import hang_report
 from worldsize.world.processes import PREEMPTED, Beat
 
@@ -22,6 +23,7 @@ class ProcessError(TypedDict):
     traceback: str
     is_of_host: NotRequired[bool]  # the host was lost; the process itself did not fail
     lost_peer: NotRequired[str]  # the error in one line, if a collective raised it because of a lost peer
+    is_refusal: NotRequired[bool]  # the process cannot run this configuration
     is_own: NotRequired[bool]  # the process was not waiting for a peer, even if it timed out
 
 
@@ -86,7 +88,8 @@ def determine_outcome(
         return ended("preempted", PREEMPTED)
     # after a termination signal, a process without an error only obeyed the signal
     if to_blame := [ending for ending in failed if ending.error is not None or not signum]:
-        return ended("failed", 1, first_failure(to_blame, silent))
+        outcome = ended("failed", 1, first_failure(to_blame, silent))
+        return replace(outcome, exit_code=CONFIG_ERROR) if outcome.is_refused else outcome
     return ended("interrupted", 128 + (signum or signal.SIGTERM))
 
 
@@ -105,7 +108,8 @@ def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure
         at = f" at step {first.beat.step}" if first.beat else " before its first step"
         cause = f"did not respond{at}; the other processes waited until cluster.timeout.\n{cause}"
     step = first.beat.step if first.beat else None
-    return Failure(first.role, first.rank, cause, first.exit_code or 1, step, first.time_ns, first.host)
+    refuses = first.error is not None and first.error.get("is_refusal", False)
+    return Failure(first.role, first.rank, cause, first.exit_code or 1, step, first.time_ns, first.host, refuses)
 
 
 def _is_timeout(cause: str) -> bool:

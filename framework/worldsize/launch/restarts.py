@@ -31,7 +31,8 @@ _logger = logging.getLogger(__name__)
 def run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, *, steps: int) -> Outcome:
     """Run ``steps`` steps, with up to ``launcher.max_restarts`` restarts; return the outcome.
 
-    Two consecutive failures at the same step end the run, since a third attempt would fail there, too.
+    Two consecutive failures at the same step end the run, since a third attempt would fail there, too. So does a
+    configuration that a process refuses.
     """
     try:
         return _run_attempts(launcher, strategy, plan, record, steps)
@@ -50,7 +51,7 @@ def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: Ru
         with wrap_write_errors(record.directory):
             show = partial(Progress, record.directory.metrics, steps, console)
             outcome = _run_attempt(launcher, strategy, plan, record, show)
-        if (failure := outcome.failure) is None or restarts == launcher.max_restarts:
+        if (failure := outcome.failure) is None or outcome.is_refused or restarts == launcher.max_restarts:
             break
         step = failure.step or 0
         if step == failed_at:
@@ -82,7 +83,10 @@ def _run_attempt(
 
 
 def _report_outcome(run: RunDirectory, outcome: Outcome, console: Console) -> None:
-    if failure := outcome.failure:
+    failure = outcome.failure
+    if failure and outcome.is_refused:
+        _logger.error("%s", failure.cause.rstrip())
+    elif failure:
         at = f" at step {failure.step}" if failure.step else ""
         _logger.error("%s %d failed%s:\n%s", failure.role, failure.rank, at, failure.cause.rstrip())
         _logger.error("run folder: %s", run.path)

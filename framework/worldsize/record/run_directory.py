@@ -14,9 +14,10 @@ import shutil
 import stat
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, ClassVar, final
 
@@ -231,31 +232,31 @@ def check_entries(directory: RunDirectory) -> None:
 
 
 @contextmanager
-def create_run_folder(run: RunDirectory, *, is_private: bool) -> Iterator[RunDirectory]:
-    """Create the run folder exclusively, and remove it if the block fails.
+def create_run_folder(run: RunDirectory, *, is_private: bool) -> Iterator[Callable[[], None]]:
+    """Create the run folder exclusively, and remove it if the block fails; yield a function that removes it later.
 
     With ``is_private``, only this user can access the folder.
 
     Raises:
         ConfigError: the folder exists, or cannot be written.
     """
-    before = _existing_parent(run.path)
+    remove = partial(_remove_run_folder, run.path, _existing_parent(run.path))
     try:
         run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir(mode=0o700 if is_private else 0o777)
-        yield run
+        yield remove
     except FileExistsError:
         raise ConfigError(
             f"the run folder {run.path} already exists. Choose a different run.name, or omit run.name."
         ) from None
     except OSError as error:
-        _remove_run_folder(run.path, before)
+        remove()
         raise ConfigError(
             f"failed to write to the run folder {run.path}: {error.strerror}. "
             "Set run.root to a writable folder with free space."
         ) from error
     except BaseException:
-        _remove_run_folder(run.path, before)
+        remove()
         raise
 
 

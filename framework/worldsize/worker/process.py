@@ -192,6 +192,7 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scr
         text += f"{_OUT_OF_MEMORY}\n"
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     cause |= {"host": socket.gethostname(), "is_own": isinstance(error, DataWaitError)}
+    cause["is_refusal"] = isinstance(error, ConfigError)
     if is_from_gone_peer(error):
         cause["lost_peer"] = _summarize_error(error)
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process reports that
