@@ -37,6 +37,8 @@ def test_names_in_lists_sweeps_and_options_of_a_cluster_stay_as_they_are_typed(t
     folder = f"hydra.sweep.dir={tmp_path}"
     assert value("run.name", "--multirun", folder, "run.name=1e3,2e3,é") == ["1e3", "2e3", "é"]
     assert value("cluster.partition", "cluster=slurm", "cluster.partition=1e3") == ["1e3"]
+    words = ["cluster=slurm", "+cluster.options.comment=1e3", "+cluster.options.contiguous=null"]
+    assert value("cluster.options", *words) == [{"comment": "1e3", "contiguous": None}]
     assert value("logger.project", "logger=wandb", "logger.project=1e3") == ["1e3"]
     assert value("logger.entity", "logger=wandb", "logger.entity=1_000") == ["1_000"]
     assert value("run.name", "run.name=null") == [None]
