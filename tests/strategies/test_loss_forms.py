@@ -65,7 +65,7 @@ def test_an_optimizer_may_have_other_forms_of_loss_alone_and_with_another() -> N
         ("ChangingForm", "(sum, weight)", 1),
     ],
 )
-def test_the_rank_and_the_step_of_such_a_loss_are_named(
+def test_such_a_loss_is_refused_at_once_or_its_rank_and_step_are_named(
     train: Any, tmp_path: Path, kind: str, message: str, step: int
 ) -> None:
     write_recipe(tmp_path, "own", "", own=_TEXT.replace("KIND", kind))
@@ -77,6 +77,10 @@ def test_the_rank_and_the_step_of_such_a_loss_are_named(
         "allow_targets=[worldsize.testing]",
     )
     run = train("recipe=own", *words)
+    if step == 1:  # refused, as before a start
+        assert (run.code, run.folder) == (2, None)
+        assert message in run.error
+        return
     assert run.code == 1
     first, sentence, *_ = run.error.splitlines()
     assert first.startswith("worker ")

@@ -20,6 +20,7 @@ from torch import _C, Tensor, nn
 
 from worldsize.core import ConfigError
 from worldsize.strategies.chunk_tensor import Chunks
+from worldsize.strategies.token_shard import TokenShard
 
 _FORWARDS = {each.forward for each in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
@@ -126,7 +127,7 @@ def _call_apart(module: nn.Module, call: Callable[..., Tensor], input: Tensor) -
     if (
         not (weights and torch.is_grad_enabled())
         or not all(isinstance(each, nn.Parameter) for each in own)  # computed from others, outside of the layer's graph
-        or isinstance(input, Chunks)
+        or isinstance(input, Chunks | TokenShard)
         or _C._are_functorch_transforms_active()
         or has_hooks
     ):

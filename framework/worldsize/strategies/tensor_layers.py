@@ -32,6 +32,7 @@ from worldsize.core import ConfigError, Recipe, TensorStyle
 from worldsize.seeds import get_generator_state
 from worldsize.strategies.chunk_tensor import call_by_part
 from worldsize.strategies.deferred_weights import is_needed
+from worldsize.strategies.token_shard import TokenShard, TokenSplit
 
 _EMBEDDING_OPTIONS = ("max_norm", "scale_grad_by_freq", "sparse")
 VECTOR = 64  # elements of the widest unrolled loop of torch's CPU kernels: two AVX-512 vectors of bfloat16
@@ -140,6 +141,7 @@ def divide_forward(
     slices: int,
     draws: Draws,
     group: ProcessGroup | None = None,
+    token_split: TokenSplit | None = None,
 ) -> None:
     """Replace the forward pass of ``layer``, called ``name``, by one that computes logical slices.
 
@@ -150,9 +152,12 @@ def divide_forward(
         slices: Number of logical slices over all ranks; 1: one product a rank, summed in the order of the backend.
         draws: Shared by all layers of the model.
         group: The tensor-parallel ranks; None: this process computes all slices.
+        token_split: How these ranks divide the tokens of outputs of row layers; None: each has all of them.
     """
     kind = _DividedLinear if isinstance(layer, nn.Linear) else _DividedEmbedding
-    layer.forward = kind(name, layer, style, slices, group, draws)  # a wrapper module would change names in checkpoints
+    layer.forward = kind(
+        name, layer, style, slices, group, draws, token_split
+    )  # a wrapper module would change names in checkpoints
 
 
 @final
@@ -180,8 +185,6 @@ class Draws:
 class _Divided:
     """Base: the forward pass of a layer that is divided into ``slices`` over the ranks of ``group``."""
 
-    is_separable = True  # it reads no tensors but those of the layer
-
     def __init__(
         self,
         name: str,
@@ -190,9 +193,12 @@ class _Divided:
         slices: int,
         group: ProcessGroup | None,
         draws: Draws,
+        token_split: TokenSplit | None,
     ) -> None:
         self._name, self._layer, self._style, self._group, self._draws = name, layer, style, group, draws
-        self._is_ordered = slices > 1
+        self._is_ordered, self._token_split = slices > 1, token_split
+        self.is_separable = token_split is None
+        """Whether it reads no tensors but those of the layer, and returns a plain tensor."""
         self.held = max(1, slices // (group.size() if group else 1))
         """Number of slices of this rank."""
 
@@ -225,14 +231,20 @@ class _DividedLinear(_Divided):
             dtype = torch.get_autocast_dtype(device.type)
             inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         checks_draws = self._is_ordered and layer.training
-        inputs_nf = inputs.reshape(-1, inputs.shape[-1])
         if self._style == "row":
             if checks_draws:
                 self._draws.check(self._name, device)
-            total: Tensor = _Row.apply(inputs_nf, weight, self)
+            split = self._token_split if inputs.ndim == 3 else None
+            if split is not None:
+                own: Tensor = _Row.apply(inputs, weight, bias, self, split)
+                return TokenShard(own, split)
+            total: Tensor = _Row.apply(inputs.reshape(-1, inputs.shape[-1]), weight, None, self, None)
             outputs = total if bias is None else total + bias
         else:
-            outputs = _Column.apply(inputs_nf, weight, bias, self)
+            if isinstance(inputs, TokenShard):
+                outputs = _Column.apply(inputs.own, weight, bias, self, inputs.token_split)
+            else:
+                outputs = _Column.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias, self, None)
             if self._is_ordered and self._style == "column":
                 self._check_size(outputs)
                 if checks_draws:
@@ -284,15 +296,19 @@ def gather_features(outputs: Tensor, group: ProcessGroup | None) -> Tensor:
 class _Column(torch.autograd.Function):
     """Outputs (n, out) of inputs (n, in), a weight (out, in) and a bias (out,) or None, slice by slice of ``out``.
 
+    With ``split``, inputs are this rank's tokens (batch, time, in), which are gathered.
+
     Operands of products are contiguous. Autograd, and libraries such as MKL, choose formulas by strides, which depend
     on the number of slices that a rank holds.
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, layer: _Divided) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, layer: _Divided, split: TokenSplit | None
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.layer, ctx.has_bias = layer, bias is not None
-        own, weights = inputs.contiguous(), weight.chunk(layer.held)
+        ctx.layer, ctx.has_bias, ctx.split = layer, bias is not None, split
+        own, weights = _gather_rows(inputs, split), weight.chunk(layer.held)
         if bias is None:
             parts = [own @ each.t() for each in weights]
         else:
@@ -301,44 +317,67 @@ class _Column(torch.autograd.Function):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        layer, (inputs, weight) = ctx.layer, ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        layer, split, (inputs, weight) = ctx.layer, ctx.split, ctx.saved_tensors
         layer.refuse_second_gradient()
         parts = [each.contiguous() for each in gradients[0].chunk(layer.held, dim=1)]
         of_inputs = of_weight = of_bias = None
         if ctx.needs_input_grad[0] and is_needed("inputs"):
             pairs = zip(parts, weight.chunk(layer.held), strict=True)
-            of_inputs = layer.sum_parts(part @ each for part, each in pairs)
+            products = (part @ each for part, each in pairs)
+            of_inputs = layer.sum_parts(products) if split is None else _scatter_rows(products, inputs, layer, split)
         if ctx.needs_input_grad[1] and is_needed("weights"):
-            own = inputs.contiguous()
+            own = _gather_rows(inputs, split)
             of_weight = torch.cat([part.t() @ own for part in parts])
         if ctx.has_bias and ctx.needs_input_grad[2] and is_needed("weights"):
             of_bias = torch.cat([part.sum(0) for part in parts])
-        return of_inputs, of_weight, of_bias, None
+        return of_inputs, of_weight, of_bias, None, None
 
 
 class _Row(torch.autograd.Function):
-    """Outputs (n, out) of inputs (n, in) and a weight (out, in), summed over slices of ``in``."""
+    """Outputs (n, out) of inputs (n, in) and a weight (out, in), summed over slices of ``in``.
+
+    With ``split``, inputs are (batch, time, in), and outputs are this rank's tokens, after adding the bias (out,).
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, layer: _Divided) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, layer: _Divided, split: TokenSplit | None
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.layer = layer
-        pairs = zip(inputs.chunk(layer.held, dim=1), weight.chunk(layer.held, dim=1), strict=True)
-        return layer.sum_parts(own.contiguous() @ each.contiguous().t() for own, each in pairs)
+        ctx.layer, ctx.split = layer, split
+        pairs = zip(inputs.flatten(0, -2).chunk(layer.held, dim=1), weight.chunk(layer.held, dim=1), strict=True)
+        products = (own.contiguous() @ each.contiguous().t() for own, each in pairs)
+        if split is None:
+            return layer.sum_parts(products)
+        total = split.scatter_sum((each.view(*inputs.shape[:2], -1) for each in products), layer.held)
+        return total if bias is None else total + bias
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         layer, (inputs, weight) = ctx.layer, ctx.saved_tensors
         layer.refuse_second_gradient()
-        gradient = gradients[0].contiguous()
-        of_inputs = of_weight = None
+        gradient = _gather_rows(gradients[0], ctx.split)
+        of_inputs = of_weight = of_bias = None
         if ctx.needs_input_grad[0] and is_needed("inputs"):
-            of_inputs = torch.cat([gradient @ each.contiguous() for each in weight.chunk(layer.held, dim=1)], dim=1)
+            products = [gradient @ each.contiguous() for each in weight.chunk(layer.held, dim=1)]
+            of_inputs = torch.cat(products, dim=1).view_as(inputs)
         if ctx.needs_input_grad[1] and is_needed("weights"):
-            parts = [gradient.t() @ each.contiguous() for each in inputs.chunk(layer.held, dim=1)]
-            of_weight = torch.cat(parts, dim=1)
-        return of_inputs, of_weight, None
+            own = inputs.flatten(0, -2).chunk(layer.held, dim=1)
+            of_weight = torch.cat([gradient.t() @ each.contiguous() for each in own], dim=1)
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient.sum(0)
+        return of_inputs, of_weight, of_bias, None, None
+
+
+def _gather_rows(inputs: Tensor, split: TokenSplit | None) -> Tensor:
+    """Return inputs (n, features), contiguous; with ``split``, from this rank's tokens (batch, time, features)."""
+    return inputs.contiguous() if split is None else split.gather(inputs).flatten(0, 1)
+
+
+def _scatter_rows(products: Iterable[Tensor], like: Tensor, layer: _Divided, split: TokenSplit) -> Tensor:
+    """Return this rank's tokens, with the shape of ``like``, of the sum of ``products`` (n, features)."""
+    return split.scatter_sum((each.view(len(like), -1, like.shape[-1]) for each in products), layer.held)
 
 
 class _Vocabulary(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from worldsize.core import Recipe
 from worldsize.strategies.mesh.layout import get_submesh
 from worldsize.strategies.tensor_layers import Draws, divide_forward, divide_parameters, get_tensor_plan
+from worldsize.strategies.token_shard import TokenSplit, divide_tokens
 from worldsize.strategies.unit_collectives import time_sharding
 from worldsize.strategies.unit_sharding import detach_shards, shard_units
 from worldsize.strategies.wrapping import Wrap
@@ -28,6 +29,7 @@ class Sharding:
     interruptible: bool = False  # whether waits end when the gang does
     logical_tensor: int = 1  # slices of each layer in the tensor plan
     is_ordered: bool = False  # whether gradients are summed in the fixed tree
+    sequence_parallel: bool = False  # whether tensor-parallel ranks divide tokens between the layers they share
 
 
 def shard_model(
@@ -43,7 +45,7 @@ def shard_model(
     summed = data if sharding.is_ordered else both
     detach_shards()
     if tensor.size() > 1:
-        _divide_layers(recipe, model, mine, tensor, logical_tensor=sharding.logical_tensor)
+        _divide_layers(recipe, model, mine, tensor, sharding)
     if both.size() > 1:
         shard_units(
             recipe,
@@ -59,15 +61,20 @@ def shard_model(
 
 
 def _divide_layers(
-    recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh, *, logical_tensor: int
+    recipe: Recipe, model: nn.Module, mine: Collection[nn.Module], mesh: DeviceMesh, sharding: Sharding
 ) -> None:
     """Shard layers column-wise or row-wise (Shoeybi et al. 2019, arXiv 1909.08053)."""
     group, draws = mesh.get_group(), Draws()
+    split = TokenSplit(group, sharding.is_ordered) if sharding.sequence_parallel else None
+    if split is not None:
+        divide_tokens(recipe, model, split)
     for name, style in get_tensor_plan(recipe, model, slices=mesh.size(), key="strategy.tensor").items():
         layer = model.get_submodule(name)
         if layer in mine:
             divide_parameters(layer, style, mesh)
-            divide_forward(name, layer, style, slices=logical_tensor, group=group, draws=draws)
+            divide_forward(
+                name, layer, style, slices=sharding.logical_tensor, group=group, draws=draws, token_split=split
+            )
 
 
 def keep_held(optimizer: Optimizer) -> None:

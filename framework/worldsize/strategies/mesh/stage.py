@@ -21,6 +21,7 @@ from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
+from worldsize.strategies.token_shard import TokenShard
 
 SEQUENCE = 1  # dimension of sequences in tensors between stages; dimension 0 is the batch
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -168,6 +169,8 @@ class Stage(nn.Module):
             )
         if isinstance(output, Chunks):
             output = output.join(SEQUENCE)
+        if isinstance(output, TokenShard):
+            output = output.gather_all()
         return output.contiguous()
 
     def _run_layer(self, place: int, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:

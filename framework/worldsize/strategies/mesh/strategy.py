@@ -59,6 +59,7 @@ from worldsize.strategies.sequence_chunks import check_sequences
 from worldsize.strategies.step_hooks import recipe_hooks, refuse_mixing_hooks
 from worldsize.strategies.synchronous import create_local_replica
 from worldsize.strategies.tensor_layers import check_divides, get_tensor_plan
+from worldsize.strategies.token_shard import list_blocks
 from worldsize.strategies.wrapping import (
     Wrap,
     refuse_divided_matrices,
@@ -81,6 +82,8 @@ class Mesh(Strategy):
     ``data``: number of data-parallel parts, over which the model is sharded as in FSDP (None: as many as possible).
     ``replicate``: number of copies of the shards, as in HSDP; each is sharded over ``data / replicate`` parts.
     ``tensor``: number of ranks on a node that split each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053).
+    ``sequence_parallel``: whether the ranks of ``tensor`` also divide the tokens between these layers, so that norms,
+    dropout and their inputs are not repeated (Korthikanti et al. 2022, arXiv 2205.05198).
     ``context``: number of ranks that share each sequence (Llama 3, arXiv 2407.21783, section 3.3.2).
     ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank.
     ``schedule``: "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), "interleaved"
@@ -105,6 +108,7 @@ class Mesh(Strategy):
     data: Annotated[int | None, Range(least=1)] = None
     replicate: Annotated[int, Range(least=1)] = 1
     tensor: Annotated[int, Range(least=1)] = 1
+    sequence_parallel: bool = False
     context: Annotated[int, Range(least=1)] = 1
     pipeline: Annotated[int, Range(least=1)] = 1
     schedule: Kind = "1f1b"
@@ -186,11 +190,15 @@ class Mesh(Strategy):
                 f"compile=true is not supported with strategy.schedule={self.schedule}: it runs the backward pass of a "
                 "stage in two parts. Set compile=false, or strategy.schedule=interleaved."
             )
-        if numerics.compile and self.context > 1:
-            raise ConfigError(
-                f"compile=true is not supported with strategy.context={self.context}. Set compile=false, or "
-                "strategy.context=1."
-            )
+        for key, value, off in (
+            ("context", self.context, "1"),
+            ("sequence_parallel", self.sequence_parallel and self.tensor > 1, "false"),
+        ):
+            if numerics.compile and value not in (1, False):
+                shown = f"strategy.{key}={str(value).lower()}"
+                raise ConfigError(
+                    f"compile=true is not supported with {shown}. Set compile=false, or strategy.{key}={off}."
+                )
         for axis, size, logical in (
             ("tensor", self.tensor, numerics.logical_tensor),
             ("context", self.context, numerics.logical_context),
@@ -241,6 +249,8 @@ class Mesh(Strategy):
             check_sequences(recipe, model, 2 * self.context, key="strategy.context")
         if self.tensor > 1:
             get_tensor_plan(recipe, model, slices=self.tensor, key="strategy.tensor")
+        if self.tensor > 1 and self.sequence_parallel:
+            list_blocks(recipe, model)
         if self.pipeline > 1:
             stages = split_stages(recipe, model, self.pipeline_schedule.stages, self.split)
             owned = Ownership(model, stages, rank_of_stage=self.pipeline_schedule.rank_of_stage, p=0)
@@ -320,7 +330,7 @@ class Mesh(Strategy):
         reshard = schedule.ranks == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         slices = context.numerics.logical_tensor
         heals, is_ordered = self.on_failure == "heal", self.reduce == "ordered"
-        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, heals, slices, is_ordered)
+        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, heals, slices, is_ordered, self.sequence_parallel)
         return MeshRank(
             recipe, context, self.create_layout(world.size), schedule, sharding, self.reduce
         ).build_replica()

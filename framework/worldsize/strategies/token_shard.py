@@ -1,0 +1,427 @@
+"""Sequence parallelism: between tensor-parallel layers, a rank computes and keeps a part of the tokens.
+
+Without it, tensor-parallel ranks repeat norms, dropout and residual connections, and keep their inputs for the backward
+pass. Here, a column layer gathers its inputs, and a row layer scatters the sum of its outputs (Korthikanti et al. 2022,
+arXiv 2205.05198, section 4.2.2), which sends as much as an all-reduce.
+
+The model runs as it is written. :class:`TokenShard` has the shape of the whole tensor. Operations that treat each
+token by itself run on the rank's tokens; any other operation gathers the tensor first. The gradient of a norm's weight
+is summed over the ranks. With ``is_ordered``, it is computed from all tokens instead, in one sum as by one process, so
+the bits do not depend on the number of ranks. Dropout draws the numbers of all tokens, and each rank uses its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node, tree_map_only
+
+from worldsize.collectives.group import start_collective
+from worldsize.collectives.slice_sums import scatter_slices, sum_slices
+from worldsize.core import ConfigError, Recipe
+from worldsize.strategies.chunk_tensor import call_by_part
+
+_TIME = 1  # dimension of tokens
+_KEY = "strategy.sequence_parallel"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TokenSplit:
+    """The tensor-parallel ranks over which the tokens of each sequence are divided, in order.
+
+    Attributes:
+        group: These ranks.
+        is_ordered: Whether results have the same bits at each number of ranks.
+    """
+
+    group: ProcessGroup
+    is_ordered: bool
+
+    def cut(self, whole: Tensor) -> TokenShard:
+        """Return this rank's part of ``whole`` (batch, time, ...), which all ranks have.
+
+        Raises:
+            ConfigError: the length is not divisible by the number of ranks.
+        """
+        return TokenShard(_Cut.apply(self, whole), self)
+
+    def take_own(self, whole: Tensor, dim: int = _TIME) -> Tensor:
+        """Return this rank's tokens of ``whole`` along dimension ``dim``."""
+        length, size = whole.shape[dim], self.group.size()
+        if length % size:
+            raise ConfigError(
+                f"a sequence of {length} tokens cannot be divided over strategy.tensor={size} ranks. Use sequences "
+                f"with a multiple of {size} tokens, or set {_KEY}=false."
+            )
+        return whole.narrow(dim, self.group.rank() * (length // size), length // size).contiguous()
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return tensors (batch, time, ...) from the parts of all ranks, without a gradient."""
+        batch, time, *rest = own.shape
+        gathered = own.new_empty(self.group.size() * batch, time, *rest)
+        start_collective(dist.all_gather_into_tensor, gathered, own.contiguous(), group=self.group).wait()
+        return gathered.view(-1, *own.shape).transpose(0, 1).reshape(batch, -1, *rest)
+
+    def scatter_sum(self, parts: Iterable[Tensor], count: int) -> Tensor:
+        """Return this rank's tokens of the sum of ``parts`` over all ranks.
+
+        Each rank has ``count`` parts (batch, time, features), one for each of its slices.
+        """
+        rows = (self._group_by_rank(part) for part in parts)
+        if self.is_ordered:
+            return scatter_slices(rows, count, self.group)[0]
+        (total,) = rows
+        own = total.new_empty(total.shape[1:])
+        start_collective(dist.reduce_scatter_tensor, own, total.flatten(0, 1), group=self.group).wait()
+        return own
+
+    def _group_by_rank(self, whole: Tensor) -> Tensor:
+        """Return (ranks, batch, time, features)."""
+        batch, time, features = whole.shape
+        return whole.view(batch, self.group.size(), time // self.group.size(), features).transpose(0, 1).contiguous()
+
+    def reduce(self, gradient: Tensor) -> Tensor:
+        """Return the sum of ``gradient`` over all ranks, in the order of the backend."""
+        return sum_slices([gradient], 1, self.group, is_ordered=False)
+
+
+def divide_tokens(recipe: Recipe, model: nn.Module, split: TokenSplit) -> None:
+    """Divide the tokens of the input of each block, (batch, time, features).
+
+    Raises:
+        ConfigError: the recipe does not define blocks.
+    """
+    for block in list_blocks(recipe, model):
+        block.register_forward_pre_hook(_DividedInput(split), with_kwargs=True)
+
+
+def list_blocks(recipe: Recipe, model: nn.Module) -> Sequence[nn.Module]:
+    """Return the blocks whose tokens are divided.
+
+    Raises:
+        ConfigError: the recipe does not define blocks.
+    """
+    if not (blocks := recipe.blocks(model)):
+        raise ConfigError(
+            f"{_KEY}=true divides the inputs of blocks, but {type(recipe).__name__} does not define Recipe.blocks. "
+            f"Define it, or set {_KEY}=false."
+        )
+    return blocks
+
+
+@final
+@dataclass(frozen=True)
+class _DividedInput:
+    """Divides the first tensor of floating-point numbers among the arguments of a block."""
+
+    split: TokenSplit
+
+    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for key, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                if value.ndim != 3:
+                    raise ConfigError(
+                        f"the input of {type(block).__name__} has shape {tuple(value.shape)}, but {_KEY}=true requires "
+                        f"(batch, time, features). Set {_KEY}=false."
+                    )
+                own = call_by_part(self._divide, value)
+                if key in kwargs:
+                    return args, {**kwargs, key: own}
+                return (*args[:key], own, *args[key + 1 :]), kwargs
+        return args, kwargs
+
+    def _divide(self, hidden: Tensor) -> TokenShard:
+        return hidden if isinstance(hidden, TokenShard) else self.split.cut(hidden)
+
+
+@final
+class TokenShard(Tensor):
+    """This rank's tokens of a tensor (batch, time, ...), of which it has the shape.
+
+    Attributes:
+        own: The tokens of this rank, (batch, time / ranks, ...).
+        token_split: The ranks.
+    """
+
+    own: Tensor
+    token_split: TokenSplit
+
+    def __new__(cls, own: Tensor, split: TokenSplit) -> TokenShard:
+        shape = (own.shape[0], own.shape[_TIME] * split.group.size(), *own.shape[_TIME + 1 :])
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad
+        )
+        made.own, made.token_split = own, split
+        return made  # type: ignore[no-any-return]
+
+    def gather_all(self) -> Tensor:
+        """Return the whole tensor; the gradient of this rank's tokens must be complete on this rank."""
+        whole: Tensor = _Gather.apply(self.token_split, self.own)
+        return whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _call(func, tuple(args), dict(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise _create_refusal(str(func))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TokenShard({self.own})"
+
+
+register_pytree_node(  # FSDP and activation checkpointing look for tensors in arguments
+    TokenShard,
+    lambda shard: ([shard.own], shard.token_split),
+    lambda parts, split: TokenShard(next(iter(parts)), split),
+)
+
+
+def gather_tokens(tree: Any) -> Any:
+    """Return ``tree`` with whole tensors instead of this rank's tokens."""
+    return tree_map_only(TokenShard, TokenShard.gather_all, tree, is_leaf=lambda node: isinstance(node, TokenShard))
+
+
+def _create_refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"the model calls {what} on a tensor of which a rank has a part of the tokens. Set {_KEY}=false."
+    )
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func`` on this rank's tokens if it treats each by itself, otherwise on whole tensors.
+
+    Raises:
+        ConfigError: the function changes a tensor in place, or registers a hook.
+    """
+    name = getattr(func, "__name__", "")
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func in _REFUSED or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+        raise _create_refusal(name)
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        raise _create_refusal(f"{name} with out or inplace")
+    shards = list(_find_shards((args, kwargs)))
+    if func is F.dropout:
+        return _drop(*args, **kwargs)
+    if func is Tensor.register_hook:  # of FSDP, which needs to know when the backward pass arrives
+        return args[0].own.register_hook(*args[1:])
+    if len({shard.shape[_TIME] for shard in shards}) == 1 and _is_by_token(func, args, kwargs):
+        return _call_by_token(func, shards[0], args, kwargs)
+    whole_args, whole_kwargs = gather_tokens((args, kwargs))
+    return func(*whole_args, **whole_kwargs)
+
+
+def _find_shards(node: Any) -> Iterator[TokenShard]:
+    if isinstance(node, TokenShard):
+        yield node
+    elif isinstance(node, tuple | list):
+        for each in node:
+            yield from _find_shards(each)
+    elif isinstance(node, Mapping):
+        yield from _find_shards(tuple(node.values()))
+
+
+def _is_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call computes the results of each token from its inputs only, with the same bits."""
+    if func in _NORMS:
+        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+        return isinstance(args[0], TokenShard) and 0 < len(shape) < args[0].ndim - _TIME
+    if func in _MEANS:  # over the features
+        dims = args[1] if len(args) > 1 else kwargs.get("dim")
+        last = dims[0] if isinstance(dims, tuple | list) and len(dims) == 1 else dims
+        return args[0].ndim > _TIME + 1 and last in (-1, args[0].ndim - 1)
+    if func not in _ELEMENTWISE or (func in _POWERS and args[1:] != (2,)):
+        return False
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    most = max(each.ndim for each in tensors)
+    return all(each.ndim == most for each in tensors if isinstance(each, TokenShard))
+
+
+def _call_by_token(
+    func: Callable[..., Any], like: TokenShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> TokenShard:
+    """Call ``func`` with this rank's tokens of all arguments that have tokens."""
+    split, place = like.token_split, like.ndim - _TIME  # of the tokens, counted from the last dimension
+    given = [*args, *kwargs.values()]
+    leaves = [each for each in given if isinstance(each, Tensor)]
+    has_tokens = [
+        isinstance(each, TokenShard) or (each.ndim >= place and each.shape[-place] == like.shape[_TIME])
+        for each in leaves
+    ]
+
+    def call(*tensors: Tensor) -> Tensor:
+        replacing = iter(tensors)
+        values = [next(replacing) if isinstance(each, Tensor) else each for each in given]
+        own = dict(zip(kwargs, values[len(args) :], strict=True))
+        result: Tensor = func(*values[: len(args)], **own)
+        return result
+
+    is_shared = [torch.is_grad_enabled() and each.requires_grad and not isinstance(each, TokenShard) for each in leaves]
+    own = []
+    for each, shared, tokens in zip(leaves, is_shared, has_tokens, strict=True):
+        if isinstance(each, TokenShard):
+            own.append(each.own)
+            continue
+        if shared:
+            each = each.detach() if split.is_ordered else _Shared.apply(split, each)
+        own.append(split.take_own(each, each.ndim - place) if tokens else each)
+    result = call(*own)
+    if split.is_ordered and any(is_shared):
+        inputs = [each.own.detach() if isinstance(each, TokenShard) else each for each in leaves]
+        is_own = [isinstance(each, TokenShard) for each in leaves]
+        result = _FromWhole.apply(split, call, is_own, is_shared, result, *inputs)
+    return TokenShard(result, split)
+
+
+def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Apply dropout with the numbers that one process would draw for all tokens."""
+    if not training or p == 0.0:
+        return input
+    if inplace:
+        raise _create_refusal("dropout with inplace")
+    with torch.no_grad():
+        scale = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
+        own = input.token_split.take_own(scale)
+    return TokenShard(input.own * own, input.token_split)
+
+
+class _Cut(torch.autograd.Function):
+    """Takes this rank's tokens; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, split: TokenSplit, whole: Tensor) -> Tensor:
+        ctx.split = split
+        return split.take_own(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        _refuse_second_gradient()
+        return None, ctx.split.gather(gradients[0])
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers tokens; each rank has the gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, split: TokenSplit, own: Tensor) -> Tensor:
+        ctx.split = split
+        return split.gather(own)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        _refuse_second_gradient()
+        return None, ctx.split.take_own(gradients[0])
+
+
+class _Shared(torch.autograd.Function):
+    """Uses a tensor for the tokens of all ranks, over which its gradient is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, split: TokenSplit, shared: Tensor) -> Tensor:
+        ctx.split = split
+        return shared.view_as(shared)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        _refuse_second_gradient()
+        return None, ctx.split.reduce(gradients[0])
+
+
+class _FromWhole(torch.autograd.Function):
+    """Returns ``result`` of a function of this rank's tokens, and differentiates it by shared tensors for all tokens.
+
+    Gradients of shared tensors are sums over tokens, which thus have the bits of one process. ``is_own``: the arguments
+    of which this rank has a part. ``is_shared``: those to differentiate by.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        split: TokenSplit,
+        call: Callable[..., Tensor],
+        is_own: Sequence[bool],
+        is_shared: Sequence[bool],
+        result: Tensor,
+        *arguments: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*arguments)
+        ctx.split, ctx.call, ctx.is_own, ctx.is_shared = split, call, is_own, is_shared
+        device = result.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_gradient()
+        split, (device, dtype, enabled) = ctx.split, ctx.autocast
+        wholes = [
+            split.gather(each) if is_part else each.detach().requires_grad_(shared)
+            for each, is_part, shared in zip(ctx.saved_tensors, ctx.is_own, ctx.is_shared, strict=True)
+        ]
+        with torch.enable_grad(), torch.autocast(device, dtype, enabled):
+            result = ctx.call(*wholes)
+        shared = [each for each in wholes if each.requires_grad]
+        found = iter(torch.autograd.grad(result, shared, split.gather(gradients[0])))
+        return None, None, None, None, gradients[0], *(next(found) if each else None for each in ctx.is_shared)
+
+
+def _refuse_second_gradient() -> None:
+    """Raise ConfigError in a backward pass that is differentiated again."""
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            f"a gradient is differentiated again (create_graph=True), which {_KEY}=true does not support. Set it to "
+            "false."
+        )
+
+
+def _list_getters(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+_METADATA = frozenset(
+    (
+        *_list_getters(
+            "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "grad_fn", "is_sparse"
+        ),
+        *_list_getters("is_cuda", "is_cpu", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes"),
+        *(
+            Tensor.size,
+            Tensor.dim,
+            Tensor.numel,
+            torch.numel,
+            Tensor.nelement,
+            Tensor.__len__,
+            Tensor.is_floating_point,
+        ),
+        *(torch.is_floating_point, torch.is_tensor, Tensor.is_complex, torch.is_complex, Tensor.element_size),
+        *(Tensor.get_device, Tensor.is_contiguous, Tensor.__hash__),
+    )
+)
+_REFUSED = frozenset((Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.backward))
+_POWERS = frozenset((torch.pow, Tensor.pow, Tensor.__pow__))
+_ELEMENTWISE = frozenset(  # exact, so that vector and scalar instructions agree
+    (
+        *(getattr(kind, name) for kind in (torch, Tensor) for name in ("add", "sub", "mul", "div", "neg", "square")),
+        *(getattr(Tensor, f"__{name}__") for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg")),
+        *(Tensor.to, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.double, Tensor.type_as, Tensor.contiguous),
+        *(Tensor.clone, torch.clone, Tensor.detach, torch.rsqrt, Tensor.rsqrt, torch.sqrt, Tensor.sqrt),
+        *_POWERS,
+    )
+)
+_MEANS = frozenset((torch.mean, Tensor.mean))
+_NORMS = frozenset((F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm))

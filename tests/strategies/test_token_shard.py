@@ -1,0 +1,122 @@
+"""Between tensor-parallel layers, a rank has a part of the tokens; the results are those of whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recipes.hf_causal_lm.recipe import HFCausalLM
+from recipes.stdlib_lm.recipe import StdlibLM
+from tests.strategies.test_mesh_bits import CONTEXT, ORDERED, SlicedRecipe, end, gradients, recipe, sliced_recipe
+from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, RunContext, Strategy, TensorStyle, World
+from worldsize.strategies.mesh.strategy import Mesh
+from worldsize.strategies.single import Single
+from worldsize.strategies.token_shard import TokenShard, TokenSplit
+from worldsize.testing.worlds import run_in_worlds
+
+pytestmark = pytest.mark.heavy
+
+SHARDED = partial(ORDERED, sequence_parallel=True)
+
+
+class Scaled(nn.Module):
+    """A norm by hand, whose sum over features, power and activation have many kernels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(CONTEXT, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * scaled.to(hidden.dtype) + self.shift
+
+
+class OddBlock(nn.Module):
+    """Layers with biases, norms, dropout, and operations that need whole tensors, between the divided layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.scaled, self.drop = nn.LayerNorm(width), Scaled(width), nn.Dropout(0.2)
+        self.up, self.gate, self.down = nn.Linear(width, 48), nn.Linear(width, 48), nn.Linear(48, width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, mask: Tensor | None, *, hidden: Tensor) -> Tensor:
+        inner = self.norm(hidden)
+        inner = F.gelu(self.gate(inner)) * self.up(inner)
+        hidden = hidden + self.drop(self.down(inner)) * 0.5
+        hidden = self.scaled(hidden)
+        hidden = hidden - hidden.cumsum(1) / CONTEXT  # of earlier tokens
+        mixed: Tensor = F.silu(self.mix(hidden))  # a layer that is not divided
+        assert hidden.shape == mixed.shape
+        return mixed + hidden
+
+
+class OddModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(64, 32), nn.ModuleList(OddBlock(32) for _ in range(2))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        hidden = self.table(tokens_bt)
+        for block in self.blocks:
+            hidden = block(None, hidden=hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class OddRecipe(SlicedRecipe):
+    def model(self) -> nn.Module:
+        return OddModel()
+
+    def blocks(self, model: Any) -> Sequence[nn.Module]:
+        return list(model.blocks)
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, TensorStyle]:
+        styles: dict[str, TensorStyle] = {"up": "column", "gate": "column", "down": "row"}
+        inner = {f"blocks.{place}.{name}": style for place in range(2) for name, style in styles.items()}
+        return {"table": "row", **inner, "head": "gathered"}
+
+
+def odd_recipe() -> OddRecipe:
+    return OddRecipe(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.AdamW, lr=0.003))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_operations_of_any_kind_have_the_bits_of_one_process(precision: Any) -> None:
+    numerics = Numerics(precision=precision, clip_norm=0.3, logical_tensor=4)
+    (alone,) = run_in_worlds(partial(end, odd_recipe(), Single(reduce="ordered"), numerics), 1)
+    for strategy, size in ((SHARDED(tensor=4), 4), (SHARDED(tensor=2, data=2), 4)):
+        ended = run_in_worlds(partial(end, odd_recipe(), strategy, numerics), size)[0]
+        assert (ended[0], ended[2]) == (alone[0], alone[2])
+
+
+def test_without_a_fixed_order_gradients_are_those_of_one_process() -> None:
+    (alone,) = run_in_worlds(partial(gradients, odd_recipe(), Single(), Numerics()), 1)
+    for strategy, size in ((Mesh(tensor=2, sequence_parallel=True), 2), (Mesh(tensor=4, sequence_parallel=True), 4)):
+        found = run_in_worlds(partial(gradients, odd_recipe(), strategy, Numerics()), size)[0]
+        assert found.keys() == alone.keys()
+        for name, expected in alone.items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("options", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2}], ids=str)
+def test_a_llama_has_the_bits_of_one_process(tmp_path: Path, options: dict[str, int]) -> None:
+    (tmp_path / "words.txt").write_text("Same bits at any world size. " * 40)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "llama", **sizes, "intermediate_size": 64, "tie_word_embeddings": False}
+    optimizer = partial(torch.optim.AdamW, lr=0.003)
+    own = HFCausalLM(config=config, text=tmp_path / "words.txt", context=CONTEXT, make_optimizer=optimizer)
+    numerics = Numerics(clip_norm=0.3, logical_tensor=2, logical_context=options.get("context", 1))
+    (alone,) = run_in_worlds(partial(end, own, Single(reduce="ordered"), numerics), 1)
+    size = 2 * options.get("pipeline", 1) * options.get("context", 1)
+    ended = run_in_worlds(partial(end, own, SHARDED(**options), numerics), size)[0]
+    assert (ended[0], ended[2]) == (alone[0], alone[2])
