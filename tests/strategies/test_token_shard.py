@@ -23,7 +23,7 @@ from worldsize.testing.worlds import run_in_worlds
 
 pytestmark = pytest.mark.heavy
 
-SHARDED = partial(ORDERED, sequence_parallel=True)
+SHARDED = partial(ORDERED, sequence_parallel=True, loss_parallel=True)
 
 
 class Scaled(nn.Module):
@@ -101,7 +101,10 @@ def test_operations_of_any_kind_have_the_bits_of_one_process(precision: Any) -> 
 
 def test_without_a_fixed_order_gradients_are_those_of_one_process() -> None:
     (alone,) = run_in_worlds(partial(gradients, odd_recipe(), Single(), Numerics()), 1)
-    for strategy, size in ((Mesh(tensor=2, sequence_parallel=True), 2), (Mesh(tensor=4, sequence_parallel=True), 4)):
+    for strategy, size in (
+        (Mesh(tensor=2, sequence_parallel=True, loss_parallel=True), 2),
+        (Mesh(tensor=4, sequence_parallel=True, loss_parallel=True), 4),
+    ):
         found = run_in_worlds(partial(gradients, odd_recipe(), strategy, Numerics()), size)[0]
         assert found.keys() == alone.keys()
         for name, expected in alone.items():
@@ -114,9 +117,42 @@ def test_a_llama_has_the_bits_of_one_process(tmp_path: Path, options: dict[str, 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"model_type": "llama", **sizes, "intermediate_size": 64, "tie_word_embeddings": False}
     optimizer = partial(torch.optim.AdamW, lr=0.003)
-    own = HFCausalLM(config=config, text=tmp_path / "words.txt", context=CONTEXT, make_optimizer=optimizer)
+    own = HFCausalLM(config=config, text=str(tmp_path / "words.txt"), context=CONTEXT, make_optimizer=optimizer)
     numerics = Numerics(clip_norm=0.3, logical_tensor=2, logical_context=options.get("context", 1))
     (alone,) = run_in_worlds(partial(end, own, Single(reduce="ordered"), numerics), 1)
     size = 2 * options.get("pipeline", 1) * options.get("context", 1)
     ended = run_in_worlds(partial(end, own, SHARDED(**options), numerics), size)[0]
     assert (ended[0], ended[2]) == (alone[0], alone[2])
+
+
+def saved_bytes(own: Recipe, strategy: Strategy, world: World) -> int:
+    """Return the bytes that autograd keeps from the forward pass of one micro-batch."""
+    torch.manual_seed(5)
+    replica = strategy.replica(own, RunContext(world, Numerics(), logical_ranks=1))
+    rows, kept = torch.randint(64, (8, CONTEXT + 1)), list[Tensor]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        replica.step([MicroBatch((rows[:, :-1], rows[:, 1:]), seed=3)])
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
+
+
+def test_a_rank_keeps_only_its_part_of_the_tokens() -> None:
+    tokens, width, size = 8 * CONTEXT, 64, 4
+    own = partial(StdlibLM, width, 2, 4, CONTEXT, 0.1, test_bytes=1000, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+    whole, divided = (
+        run_in_worlds(partial(saved_bytes, own(), Mesh(tensor=size, sequence_parallel=each)), size)[0]
+        for each in (False, True)
+    )
+    repeated = 2 * 6 * 4 * tokens * width  # inputs of norms and of column layers, and dropout, in two blocks
+    assert whole - divided >= 0.9 * repeated * (1 - 1 / size)
+
+    whole, divided = (
+        run_in_worlds(partial(saved_bytes, odd_recipe(), Mesh(tensor=size, loss_parallel=each)), size)[0]
+        for each in (False, True)
+    )
+    logits = 4 * tokens * 64
+    assert whole - divided >= 0.9 * logits * (1 - 1 / size)

@@ -152,7 +152,7 @@ def divide_forward(
         slices: Number of logical slices over all ranks; 1: one product a rank, summed in the order of the backend.
         draws: Shared by all layers of the model.
         group: The tensor-parallel ranks; None: this process computes all slices.
-        token_split: How these ranks divide the tokens of outputs of row layers; None: each has all of them.
+        token_split: How these ranks divide the tokens of outputs, unless ``style`` is "column"; None: each has all.
     """
     kind = _DividedLinear if isinstance(layer, nn.Linear) else _DividedEmbedding
     layer.forward = kind(
@@ -250,7 +250,11 @@ class _DividedLinear(_Divided):
                 if checks_draws:
                     self._draws.mark(device)
         outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
-        return gather_features(outputs, self._group) if self._style == "gathered" else outputs
+        if self._style != "gathered":
+            return outputs
+        if self._token_split is not None and outputs.ndim == 3:
+            return TokenShard.exchange(outputs, self._token_split)
+        return gather_features(outputs, self._group)
 
     def _check_size(self, outputs: Tensor) -> None:
         """Raise ConfigError in training on a CPU if a slice of ``outputs`` (tokens, features) ends within a vector."""

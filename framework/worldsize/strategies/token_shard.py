@@ -1,4 +1,4 @@
-"""Sequence parallelism: between tensor-parallel layers, a rank computes and keeps a part of the tokens.
+"""Sequence and loss parallelism: outside of its layers, a tensor-parallel rank has a part of the tokens.
 
 Without it, tensor-parallel ranks repeat norms, dropout and residual connections, and keep their inputs for the backward
 pass. Here, a column layer gathers its inputs, and a row layer scatters the sum of its outputs (Korthikanti et al. 2022,
@@ -8,12 +8,16 @@ The model runs as it is written. :class:`TokenShard` has the shape of the whole 
 token by itself run on the rank's tokens; any other operation gathers the tensor first. The gradient of a norm's weight
 is summed over the ranks. With ``is_ordered``, it is computed from all tokens instead, in one sum as by one process, so
 the bits do not depend on the number of ranks. Dropout draws the numbers of all tokens, and each rank uses its own.
+
+In loss parallelism, ranks exchange the outputs of a "gathered" head, so that each has all outputs of its own tokens,
+and computes their cross entropy. Unlike with outputs divided by classes, this is exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -28,8 +32,8 @@ from worldsize.collectives.slice_sums import scatter_slices, sum_slices
 from worldsize.core import ConfigError, Recipe
 from worldsize.strategies.chunk_tensor import call_by_part
 
-_TIME = 1  # dimension of tokens
-_KEY = "strategy.sequence_parallel"
+_TIME, _BATCHED = 1, 2  # dimension of tokens; number of dimensions before those of the features
+_REMEDY = "Set strategy.sequence_parallel=false and strategy.loss_parallel=false."
 
 
 @final
@@ -40,10 +44,12 @@ class TokenSplit:
     Attributes:
         group: These ranks.
         is_ordered: Whether results have the same bits at each number of ranks.
+        key: Name of the key that divides the tokens, for messages.
     """
 
     group: ProcessGroup
     is_ordered: bool
+    key: str
 
     def cut(self, whole: Tensor) -> TokenShard:
         """Return this rank's part of ``whole`` (batch, time, ...), which all ranks have.
@@ -59,7 +65,7 @@ class TokenSplit:
         if length % size:
             raise ConfigError(
                 f"a sequence of {length} tokens cannot be divided over strategy.tensor={size} ranks. Use sequences "
-                f"with a multiple of {size} tokens, or set {_KEY}=false."
+                f"with a multiple of {size} tokens, or set {self.key}=false."
             )
         return whole.narrow(dim, self.group.rank() * (length // size), length // size).contiguous()
 
@@ -82,6 +88,20 @@ class TokenSplit:
         own = total.new_empty(total.shape[1:])
         start_collective(dist.reduce_scatter_tensor, own, total.flatten(0, 1), group=self.group).wait()
         return own
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Return all features of this rank's tokens, from all ranks' ``parts`` (batch, time, features / ranks)."""
+        mine = self._group_by_rank(parts)
+        theirs = torch.empty_like(mine)
+        start_collective(dist.all_to_all_single, theirs, mine, group=self.group).wait()
+        return theirs.movedim(0, 2).flatten(2)
+
+    def exchange_back(self, own: Tensor) -> Tensor:
+        """Return this rank's features of all tokens, from the tokens (batch, time / ranks, features) of all ranks."""
+        mine = torch.stack(own.chunk(self.group.size(), dim=2))
+        theirs = torch.empty_like(mine)
+        start_collective(dist.all_to_all_single, theirs, mine, group=self.group).wait()
+        return theirs.transpose(0, 1).flatten(1, 2)
 
     def _group_by_rank(self, whole: Tensor) -> Tensor:
         """Return (ranks, batch, time, features)."""
@@ -111,8 +131,8 @@ def list_blocks(recipe: Recipe, model: nn.Module) -> Sequence[nn.Module]:
     """
     if not (blocks := recipe.blocks(model)):
         raise ConfigError(
-            f"{_KEY}=true divides the inputs of blocks, but {type(recipe).__name__} does not define Recipe.blocks. "
-            f"Define it, or set {_KEY}=false."
+            "strategy.sequence_parallel=true divides the inputs of blocks, but "
+            f"{type(recipe).__name__} does not define Recipe.blocks. Define it, or set it to false."
         )
     return blocks
 
@@ -129,8 +149,8 @@ class _DividedInput:
             if isinstance(value, Tensor) and value.is_floating_point():
                 if value.ndim != 3:
                     raise ConfigError(
-                        f"the input of {type(block).__name__} has shape {tuple(value.shape)}, but {_KEY}=true requires "
-                        f"(batch, time, features). Set {_KEY}=false."
+                        f"the input of {type(block).__name__} has shape {tuple(value.shape)}, but "
+                        f"{self.split.key}=true requires (batch, time, features). Set {self.split.key}=false."
                     )
                 own = call_by_part(self._divide, value)
                 if key in kwargs:
@@ -144,28 +164,37 @@ class _DividedInput:
 
 @final
 class TokenShard(Tensor):
-    """This rank's tokens of a tensor (batch, time, ...), of which it has the shape.
+    """This rank's tokens of a tensor (batch, time, ...) or (batch * time, ...), of which it has the shape.
 
     Attributes:
         own: The tokens of this rank, (batch, time / ranks, ...).
         token_split: The ranks.
+        is_flat: Whether batch and time are one dimension.
     """
 
     own: Tensor
     token_split: TokenSplit
+    is_flat: bool
 
-    def __new__(cls, own: Tensor, split: TokenSplit) -> TokenShard:
-        shape = (own.shape[0], own.shape[_TIME] * split.group.size(), *own.shape[_TIME + 1 :])
+    def __new__(cls, own: Tensor, split: TokenSplit, *, is_flat: bool = False) -> TokenShard:
+        batch, time, *rest = own.shape
+        time *= split.group.size()
+        shape = (batch * time, *rest) if is_flat else (batch, time, *rest)
         made: Any = Tensor._make_wrapper_subclass(
             cls, shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad
         )
-        made.own, made.token_split = own, split
+        made.own, made.token_split, made.is_flat = own, split, is_flat
         return made  # type: ignore[no-any-return]
 
     def gather_all(self) -> Tensor:
         """Return the whole tensor; the gradient of this rank's tokens must be complete on this rank."""
         whole: Tensor = _Gather.apply(self.token_split, self.own)
-        return whole
+        return whole.flatten(0, 1) if self.is_flat else whole
+
+    @staticmethod
+    def exchange(parts: Tensor, split: TokenSplit) -> TokenShard:
+        """Return all features of the tokens, from this rank's ``parts`` (batch, time, features / ranks)."""
+        return TokenShard(_Exchange.apply(split, parts), split)
 
     @classmethod
     def __torch_function__(
@@ -177,7 +206,7 @@ class TokenShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise _create_refusal(str(func))
+        raise ConfigError(f"{func} was called on a part of the tokens. {_REMEDY}")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TokenShard({self.own})"
@@ -185,8 +214,8 @@ class TokenShard(Tensor):
 
 register_pytree_node(  # FSDP and activation checkpointing look for tensors in arguments
     TokenShard,
-    lambda shard: ([shard.own], shard.token_split),
-    lambda parts, split: TokenShard(next(iter(parts)), split),
+    lambda shard: ([shard.own], (shard.token_split, shard.is_flat)),
+    lambda parts, context: TokenShard(next(iter(parts)), context[0], is_flat=context[1]),
 )
 
 
@@ -196,9 +225,7 @@ def gather_tokens(tree: Any) -> Any:
 
 
 def _create_refusal(what: str) -> ConfigError:
-    return ConfigError(
-        f"the model calls {what} on a tensor of which a rank has a part of the tokens. Set {_KEY}=false."
-    )
+    return ConfigError(f"the model calls {what} on a tensor of which a rank has a part of the tokens. {_REMEDY}")
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,13 +242,13 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         raise _create_refusal(name)
     if kwargs.get("out") is not None or kwargs.get("inplace"):
         raise _create_refusal(f"{name} with out or inplace")
-    shards = list(_find_shards((args, kwargs)))
-    if func is F.dropout:
-        return _drop(*args, **kwargs)
-    if func is Tensor.register_hook:  # of FSDP, which needs to know when the backward pass arrives
-        return args[0].own.register_hook(*args[1:])
-    if len({shard.shape[_TIME] for shard in shards}) == 1 and _is_by_token(func, args, kwargs):
-        return _call_by_token(func, shards[0], args, kwargs)
+    result: Any = NotImplemented
+    if handler := _HANDLERS.get(func):
+        result = handler(*args, **kwargs)
+    elif len({(each.is_flat, each.own.shape[:_BATCHED]) for each in _find_shards((args, kwargs))}) == 1:
+        result = _call_by_token(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
     whole_args, whole_kwargs = gather_tokens((args, kwargs))
     return func(*whole_args, **whole_kwargs)
 
@@ -238,25 +265,30 @@ def _find_shards(node: Any) -> Iterator[TokenShard]:
 
 def _is_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call computes the results of each token from its inputs only, with the same bits."""
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    shards = [each for each in tensors if isinstance(each, TokenShard)]
+    if not shards or (shards[0].is_flat and len(tensors) > 1):
+        return False
+    features = shards[0].own.ndim - _BATCHED  # dimensions of the features
     if func in _NORMS:
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
-        return isinstance(args[0], TokenShard) and 0 < len(shape) < args[0].ndim - _TIME
+        return isinstance(args[0], TokenShard) and 0 < len(shape) <= features
     if func in _MEANS:  # over the features
         dims = args[1] if len(args) > 1 else kwargs.get("dim")
         last = dims[0] if isinstance(dims, tuple | list) and len(dims) == 1 else dims
-        return args[0].ndim > _TIME + 1 and last in (-1, args[0].ndim - 1)
-    if func not in _ELEMENTWISE or (func in _POWERS and args[1:] != (2,)):
+        return features > 0 and last in (-1, shards[0].ndim - 1)
+    if func in _POWERS and args[1:] != (2,):
         return False
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     most = max(each.ndim for each in tensors)
-    return all(each.ndim == most for each in tensors if isinstance(each, TokenShard))
+    return func in _ELEMENTWISE and all(each.ndim == most for each in shards)
 
 
-def _call_by_token(
-    func: Callable[..., Any], like: TokenShard, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> TokenShard:
-    """Call ``func`` with this rank's tokens of all arguments that have tokens."""
-    split, place = like.token_split, like.ndim - _TIME  # of the tokens, counted from the last dimension
+def _call_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``func`` with this rank's tokens of all arguments; return NotImplemented if it needs whole tensors."""
+    if not _is_by_token(func, args, kwargs):
+        return NotImplemented
+    like = next(_find_shards((args, kwargs)))
+    split, place = like.token_split, like.own.ndim - _TIME  # of the tokens, counted from the last dimension
     given = [*args, *kwargs.values()]
     leaves = [each for each in given if isinstance(each, Tensor)]
     has_tokens = [
@@ -285,7 +317,7 @@ def _call_by_token(
         inputs = [each.own.detach() if isinstance(each, TokenShard) else each for each in leaves]
         is_own = [isinstance(each, TokenShard) for each in leaves]
         result = _FromWhole.apply(split, call, is_own, is_shared, result, *inputs)
-    return TokenShard(result, split)
+    return TokenShard(result, split, is_flat=like.is_flat)
 
 
 def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -296,8 +328,40 @@ def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = Fal
         raise _create_refusal("dropout with inplace")
     with torch.no_grad():
         scale = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
-        own = input.token_split.take_own(scale)
-    return TokenShard(input.own * own, input.token_split)
+        own = input.token_split.take_own(scale.view(input.own.shape[0], -1, *input.own.shape[_BATCHED:]))
+    return TokenShard(input.own * own, input.token_split, is_flat=input.is_flat)
+
+
+def _reshape(func: Callable[..., Tensor], shard: Any, *args: Any, **kwargs: Any) -> Any:
+    """Merge batch and time, or return NotImplemented."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = func(torch.empty(shard.shape, device="meta"), *args, **kwargs).shape
+        flat = (shard.own.shape[0] * shard.own.shape[1] * shard.token_split.group.size(), *shard.own.shape[_BATCHED:])
+    return TokenShard(shard.own, shard.token_split, is_flat=True) if shape == flat else NotImplemented
+
+
+def _compute_cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Compute the cross entropy of this rank's tokens, and add those of all in the order of one process."""
+    is_usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    if not (is_usual and isinstance(input, TokenShard) and input.is_flat and input.ndim == 2 and target.ndim == 1):
+        return NotImplemented
+    split, batch = input.token_split, len(input.own)
+    own = split.take_own(target.view(batch, -1)).flatten()
+    losses = F.cross_entropy(input.own.flatten(0, 1), own, ignore_index=ignore_index, reduction="none")
+    whole: Tensor = _Gather.apply(split, losses.view(batch, -1)).flatten()
+    if reduction == "none":
+        return whole
+    classes = torch.where(target == ignore_index, -100, 0)  # one class: the loss is its negative score
+    return F.nll_loss(-whole[:, None], classes, reduction=reduction)
 
 
 class _Cut(torch.autograd.Function):
@@ -326,6 +390,20 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         _refuse_second_gradient()
         return None, ctx.split.take_own(gradients[0])
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges features of all tokens for all features of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, split: TokenSplit, parts: Tensor) -> Tensor:
+        ctx.split = split
+        return split.exchange(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        _refuse_second_gradient()
+        return None, ctx.split.exchange_back(gradients[0])
 
 
 class _Shared(torch.autograd.Function):
@@ -384,8 +462,8 @@ def _refuse_second_gradient() -> None:
     """Raise ConfigError in a backward pass that is differentiated again."""
     if torch.is_grad_enabled():
         raise ConfigError(
-            f"a gradient is differentiated again (create_graph=True), which {_KEY}=true does not support. Set it to "
-            "false."
+            "a gradient is differentiated again (create_graph=True), which is not supported for parts of the tokens. "
+            f"{_REMEDY}"
         )
 
 
@@ -412,6 +490,12 @@ _METADATA = frozenset(
         *(Tensor.get_device, Tensor.is_contiguous, Tensor.__hash__),
     )
 )
+_HANDLERS: Mapping[Any, Callable[..., Any]] = {
+    F.dropout: _drop,
+    F.cross_entropy: _compute_cross_entropy,
+    Tensor.register_hook: lambda shard, hook: shard.own.register_hook(hook),  # FSDP awaits the backward pass with it
+    **{func: partial(_reshape, func) for func in (torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape)},
+}
 _REFUSED = frozenset((Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.backward))
 _POWERS = frozenset((torch.pow, Tensor.pow, Tensor.__pow__))
 _ELEMENTWISE = frozenset(  # exact, so that vector and scalar instructions agree

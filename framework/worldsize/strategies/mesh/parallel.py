@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from worldsize.core import Recipe
+from worldsize.core import Recipe, TensorStyle
 from worldsize.strategies.mesh.layout import get_submesh
 from worldsize.strategies.tensor_layers import Draws, divide_forward, divide_parameters, get_tensor_plan
 from worldsize.strategies.token_shard import TokenSplit, divide_tokens
@@ -30,6 +30,7 @@ class Sharding:
     logical_tensor: int = 1  # slices of each layer in the tensor plan
     is_ordered: bool = False  # whether gradients are summed in the fixed tree
     sequence_parallel: bool = False  # whether tensor-parallel ranks divide tokens between the layers they share
+    loss_parallel: bool = False  # whether they divide tokens after the head
 
 
 def shard_model(
@@ -65,16 +66,18 @@ def _divide_layers(
 ) -> None:
     """Shard layers column-wise or row-wise (Shoeybi et al. 2019, arXiv 1909.08053)."""
     group, draws = mesh.get_group(), Draws()
-    split = TokenSplit(group, sharding.is_ordered) if sharding.sequence_parallel else None
-    if split is not None:
-        divide_tokens(recipe, model, split)
+    splits: dict[TensorStyle, TokenSplit] = {}
+    if sharding.sequence_parallel:
+        splits["row"] = TokenSplit(group, sharding.is_ordered, "strategy.sequence_parallel")
+        divide_tokens(recipe, model, splits["row"])
+    if sharding.loss_parallel:
+        splits["gathered"] = TokenSplit(group, sharding.is_ordered, "strategy.loss_parallel")
     for name, style in get_tensor_plan(recipe, model, slices=mesh.size(), key="strategy.tensor").items():
         layer = model.get_submodule(name)
         if layer in mine:
             divide_parameters(layer, style, mesh)
-            divide_forward(
-                name, layer, style, slices=sharding.logical_tensor, group=group, draws=draws, token_split=split
-            )
+            slices = sharding.logical_tensor
+            divide_forward(name, layer, style, slices=slices, group=group, draws=draws, token_split=splits.get(style))
 
 
 def keep_held(optimizer: Optimizer) -> None:

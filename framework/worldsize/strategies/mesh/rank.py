@@ -177,6 +177,7 @@ class MeshRank:
                 device=device,
                 precision=precision,
                 chunks=chunks,
+                is_last=index == self.schedule.stages - 1,
             )
             for index in range(self.schedule.stages)
             if ranks[index] == self._p

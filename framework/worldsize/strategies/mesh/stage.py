@@ -21,7 +21,7 @@ from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
-from worldsize.strategies.token_shard import TokenShard
+from worldsize.strategies.token_shard import TokenShard, TokenSplit
 
 SEQUENCE = 1  # dimension of sequences in tensors between stages; dimension 0 is the batch
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -99,10 +99,12 @@ class Stage(nn.Module):
         device: torch.device,
         precision: PrecisionName,
         chunks: ChunkLayout | None = None,
+        is_last: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.index, self._first = index, first
+        self.index, self._first, self.is_last = index, first, is_last
+        self._token_split: TokenSplit | None = None  # of the last stage's output, if it has a part of the tokens
         self._recipe, self._device, self._precision, self.chunks = recipe, device, precision, chunks
         self._is_trial = False  # whether batches are already cut
         self.at: Callable[[str], None] = lambda point: None  # called where a fault may be injected
@@ -170,6 +172,9 @@ class Stage(nn.Module):
         if isinstance(output, Chunks):
             output = output.join(SEQUENCE)
         if isinstance(output, TokenShard):
+            if self.is_last:
+                self._token_split = output.token_split
+                return output.own
             output = output.gather_all()
         return output.contiguous()
 
@@ -209,6 +214,8 @@ class Stage(nn.Module):
         """Return a stand-in for the whole model that returns the last stage's ``output``, for loss and evaluation."""
         assert self.streams is not None
         known = output if self.chunks is None else self.chunks.wrap(output, SEQUENCE)
+        if self._token_split is not None:
+            known = TokenShard(output, self._token_split)
         return KnownOutput(known, self.streams.enter_loss)
 
     @contextmanager

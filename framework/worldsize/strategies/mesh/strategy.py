@@ -84,6 +84,8 @@ class Mesh(Strategy):
     ``tensor``: number of ranks on a node that split each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053).
     ``sequence_parallel``: whether the ranks of ``tensor`` also divide the tokens between these layers, so that norms,
     dropout and their inputs are not repeated (Korthikanti et al. 2022, arXiv 2205.05198).
+    ``loss_parallel``: whether they divide the tokens of the head's outputs, too, and compute the cross entropy of their
+    own; the head must be "gathered" in ``Recipe.tensor_plan``.
     ``context``: number of ranks that share each sequence (Llama 3, arXiv 2407.21783, section 3.3.2).
     ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank.
     ``schedule``: "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), "interleaved"
@@ -109,6 +111,7 @@ class Mesh(Strategy):
     replicate: Annotated[int, Range(least=1)] = 1
     tensor: Annotated[int, Range(least=1)] = 1
     sequence_parallel: bool = False
+    loss_parallel: bool = False
     context: Annotated[int, Range(least=1)] = 1
     pipeline: Annotated[int, Range(least=1)] = 1
     schedule: Kind = "1f1b"
@@ -193,6 +196,7 @@ class Mesh(Strategy):
         for key, value, off in (
             ("context", self.context, "1"),
             ("sequence_parallel", self.sequence_parallel and self.tensor > 1, "false"),
+            ("loss_parallel", self.loss_parallel and self.tensor > 1, "false"),
         ):
             if numerics.compile and value not in (1, False):
                 shown = f"strategy.{key}={str(value).lower()}"
@@ -248,9 +252,14 @@ class Mesh(Strategy):
         if self.context > 1 and self.reduce != "ordered":  # otherwise, logical_context has been checked
             check_sequences(recipe, model, 2 * self.context, key="strategy.context")
         if self.tensor > 1:
-            get_tensor_plan(recipe, model, slices=self.tensor, key="strategy.tensor")
-        if self.tensor > 1 and self.sequence_parallel:
-            list_blocks(recipe, model)
+            plan = get_tensor_plan(recipe, model, slices=self.tensor, key="strategy.tensor")
+            if self.sequence_parallel:
+                list_blocks(recipe, model)
+            if self.loss_parallel and "gathered" not in plan.values():
+                raise ConfigError(
+                    'strategy.loss_parallel=true requires a head with the style "gathered" in Recipe.tensor_plan, '
+                    f"but {type(recipe).__name__} has none. Set strategy.loss_parallel=false."
+                )
         if self.pipeline > 1:
             stages = split_stages(recipe, model, self.pipeline_schedule.stages, self.split)
             owned = Ownership(model, stages, rank_of_stage=self.pipeline_schedule.rank_of_stage, p=0)
@@ -330,7 +339,8 @@ class Mesh(Strategy):
         reshard = schedule.ranks == 1 if self.reshard_after_forward is None else self.reshard_after_forward
         slices = context.numerics.logical_tensor
         heals, is_ordered = self.on_failure == "heal", self.reduce == "ordered"
-        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, heals, slices, is_ordered, self.sequence_parallel)
+        divides = self.sequence_parallel, self.loss_parallel
+        sharding = Sharding(self.wrap, self.wrap_parameters, reshard, heals, slices, is_ordered, *divides)
         return MeshRank(
             recipe, context, self.create_layout(world.size), schedule, sharding, self.reduce
         ).build_replica()
