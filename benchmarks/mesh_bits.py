@@ -4,6 +4,7 @@ uv run python benchmarks/mesh_bits.py digests 50   # 41 layouts with up to 8 glo
 uv run python benchmarks/mesh_bits.py steps 10     # a step with and without slices, medians of 10 alternating steps
 uv run python benchmarks/mesh_bits.py context 10   # a step and the memory of ranks that share each sequence
 uv run python benchmarks/mesh_bits.py schedules 10 # a step with each schedule of a pipeline
+uv run python benchmarks/mesh_bits.py tokens 10    # a step and the activations of ranks that divide tokens
 """
 
 from __future__ import annotations
@@ -153,6 +154,55 @@ def show_schedules(steps: int) -> None:
     Console().print(table)
 
 
+def _time_tokens(meshes: Sequence[Mesh], numerics: Numerics, steps: int, world: World) -> list[tuple[float, float]]:
+    """Return the median seconds of a step of each mesh, and the MB that autograd keeps of its activations."""
+    optimizer = partial(torch.optim.AdamW, lr=0.001)
+    recipe = StdlibLM(512, 4, 8, 512, 0.1, test_bytes=1000, make_optimizer=optimizer)
+    rows = torch.randint(256, (4, 513), generator=torch.Generator().manual_seed(1))
+    batch = [MicroBatch((rows[:, :-1], rows[:, 1:]), seed=1)]
+    replicas = [strategy.replica(recipe, RunContext(world, numerics, logical_ranks=1)) for strategy in meshes]
+    saved = [_count_saved_bytes(partial(replica.step, batch)) / 1e6 for replica in replicas]
+    seconds: list[list[float]] = [[] for _ in replicas]
+    for _ in range(steps):
+        for replica, times in zip(replicas, seconds, strict=True):
+            dist.barrier()
+            begun = time.perf_counter()
+            replica.step(batch)
+            times.append(time.perf_counter() - begun)
+    return [(statistics.median(times), each) for times, each in zip(seconds, saved, strict=True)]
+
+
+def _count_saved_bytes(step: Callable[[], object]) -> int:
+    """Return the bytes that autograd keeps for the backward pass of ``step``, without parameters."""
+    sizes: dict[int, int] = {}
+    kept: list[Tensor] = []  # so that no two have the same address
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf or not tensor.requires_grad:
+            kept.append(tensor)
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step()
+    return sum(sizes.values())
+
+
+def show_tokens(steps: int) -> None:
+    """Print the time of a step, and the activations of a rank, with and without sequence parallelism."""
+    title = f"width 512, 4 layers, 4 × 512 tokens, medians of {steps} alternating steps"
+    table = Table("tensor", "reduce", "sequence_parallel", "ms per step", "MB of activations", title=title)
+    for size in (2, 4):
+        for reduce in ("flat", "ordered"):
+            numerics = Numerics(logical_tensor=size if reduce == "ordered" else 1)
+            meshes = [Mesh(tensor=size, reduce=reduce, sequence_parallel=each) for each in (False, True)]
+            found = run_in_worlds(partial(_time_tokens, meshes, numerics, steps), size, timeout=900)[0]
+            for mesh, (seconds, saved) in zip(meshes, found, strict=True):
+                shown = f"{seconds * 1e3:.0f} ({seconds / found[0][0]:.2f} ×)"
+                table.add_row(str(size), reduce, str(mesh.sequence_parallel).lower(), shown, f"{saved:.0f}")
+    Console().print(table)
+
+
 def _step_by_hand(recipe: StdlibLM, world: World) -> Callable[[Split], None]:
     """Return a step of DDP whose ranks have one chunk of each sequence and gather keys and values in each layer."""
     torch.manual_seed(5)
@@ -250,4 +300,5 @@ def show_context(steps: int) -> None:
 
 if __name__ == "__main__":
     shows = {"digests": show_digests, "steps": show_steps, "context": show_context, "schedules": show_schedules}
+    shows |= {"tokens": show_tokens}
     shows[sys.argv[1]](int(sys.argv[2]))

@@ -12,14 +12,15 @@ from torch.distributed.pipelining.schedules import _Action, _simulate_comms_comp
 
 from worldsize.collectives.cost import bubble_share
 from worldsize.core import ConfigError
+from worldsize.strategies.mesh.pass_table import PassTable
 from worldsize.strategies.mesh.schedule import Kind, PipelineSchedule, create_schedule, plan_passes, split_rounds
+from worldsize.strategies.mesh.strategy import Mesh
 
 SIZES = [(ranks, stages) for ranks in (2, 3, 4) for stages in (1, 2, 3)]
 SCHEDULES: list[tuple[Kind, int]] = [
     *(("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("zero_bubble", 3)),
     *(("zbv", 2), ("dualpipev", 2)),
 ]
-THIRDS = {"FORWARD": 1, "BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": 1, "FULL_BACKWARD": 2}
 
 
 def stages_of(ranks: int, stages: int) -> list[Any]:
@@ -60,39 +61,62 @@ def test_any_number_of_micro_batches_passes_without_a_deadlock(kind: Kind, stage
 @pytest.mark.parametrize(("kind", "stages"), SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_idle_time_of_a_schedule_is_that_of_its_cost(kind: Kind, stages: int, ranks: int) -> None:
-    """All passes take a third of a micro-batch's time in a stage: forward, and backward of inputs and of weights."""
+    """All passes take a third of a micro-batch's time in a stage: forward, and backward of inputs and of weights.
+
+    The schedule is written as a table, and read again.
+    """
     splits = PipelineSchedule(ranks, kind, stages, None).splits_backward
     count = {"zbv": 2 * ranks - 1, "dualpipev": 2 * ranks}.get(kind, ranks)  # the formula's lower bound
     schedule: Any = create_schedule(kind, stages_of(ranks, stages), count)
-    left = {
-        rank: [each for action in own if action for each in action.sub_actions or (action,)]
-        for rank, own in schedule.pipeline_order.items()
-    }
-    clocks, ended = dict.fromkeys(left, 0), dict[tuple[bool, int, int], int]()
-    while any(left.values()):
-        for rank, own in left.items():
-            while own and (begin := earliest(own[0], ended, last=ranks * stages - 1)) is not None:
-                action = own.pop(0)
-                clocks[rank] = max(clocks[rank], begin) + THIRDS[action.computation_type.name]
-                if action.computation_type.name != "BACKWARD_WEIGHT":
-                    ended[action.computation_type.name == "FORWARD", action.stage_index, number(action)] = clocks[rank]
-    idle = 1 - 3 * count * stages / max(clocks.values())
-    assert idle == pytest.approx(bubble_share(ranks, count, stages, splits_backward=splits))
+    table = PassTable.from_csv(write_csv(schedule), ranks)
+    assert table.idle_share == pytest.approx(bubble_share(ranks, count, stages, splits_backward=splits))
+    assert (table.micro_batches, table.splits_backward) == (count, splits)
+    plan = PipelineSchedule(ranks, kind, stages, None)
+    assert (table.rank_of_stage, table.count_kept()) == (plan.rank_of_stage, plan.count_kept(count))
 
 
-def number(action: _Action) -> int:
-    assert action.microbatch_index is not None
-    return action.microbatch_index
+def write_csv(schedule: Any) -> str:
+    rows = schedule.pipeline_order.values()
+    passes = [[each for action in row if action for each in action.sub_actions or (action,)] for row in rows]
+    return "\n".join(",".join(map(str, row)) for row in passes)
 
 
-def earliest(action: _Action, ended: dict[tuple[bool, int, int], int], *, last: int) -> int | None:
-    """Return when the inputs of a pass are there, or None if they are not known to be."""
-    stage, kind = action.stage_index, action.computation_type.name
-    if kind == "BACKWARD_WEIGHT":
-        return 0  # after the pass for its inputs, on the same rank
-    needed = [(True, stage - 1)] if kind == "FORWARD" else [(True, stage), (False, stage + 1)]
-    times = [ended.get((*each, number(action))) for each in needed if 0 <= each[1] <= last]
-    return None if None in times else max((time for time in times if time is not None), default=0)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("my.csv", r"=my.csv: expected the text of the table, which the run records, not a path. Pass .*cat my.csv"),
+        ("0F0,0B0", "has 1 rows, but strategy.pipeline=2 requires one for each rank. Set strategy.pipeline=1"),
+        (
+            "0F0,0B0\n1F0,1X0",
+            "row 2, column 2: '1X0' is not a pass. Write a stage, F, B, I or W, and a micro-batch, such",
+        ),
+        ("0F0,0B0\n0F1,0B1", "has stage 0 in several rows. Assign it to one rank."),
+        ("0F0,0B0\n2F0,2B0", "has the stages 0, 2. Number them from 0 without gaps."),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0", "the forward passes of stage 1 miss micro-batch 1. List each of the 2 micro-b"),
+        ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B0,1B1", "the backward passes of stage 1 repeat micro-batch 0"),
+        ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", "the backward passes of stage [01] are not in the order of micro-batches"),
+        ("0F0,0B0\n1F0,1I0", "stage 1 needs a W pass for each I pass, in the same order. Use B for a backward pass in"),
+        ("0F0,0B0\n1W0,1F0,1I0", "stage 1 has the passes W, F, I of micro-batch 0, not F, B or F, I, W, in this order"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "passes wait for each other: 0B0 on rank 0, 1F1 on rank 1. Change their"),
+    ],
+)
+def test_a_table_of_passes_that_cannot_run_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match="^strategy.schedule_csv.*" + said):
+        Mesh(pipeline=2, schedule_csv=text)
+
+
+def test_a_table_of_passes_fixes_the_micro_batches_and_the_stages() -> None:
+    text = " 0F0, 0F1,, 0B0,0B1\n1F0,1B0,1F1,1B1\n\n"
+    strategy = Mesh(pipeline=2, schedule_csv=text)
+    assert strategy.default_micro_batches == 2
+    with pytest.raises(
+        ConfigError, match="has 2 micro-batches per data-parallel rank, but the run has 4. Set logical_"
+    ):
+        strategy.check_micro_batches(4)
+    with pytest.raises(ConfigError, match="determines the stages of each rank. Set strategy.stages_per_rank=null"):
+        Mesh(pipeline=2, schedule_csv=text, stages_per_rank=1)
+    with pytest.raises(ConfigError, match="not supported with strategy.on_failure=heal, since its number of micro-ba"):
+        Mesh(pipeline=2, schedule_csv=text, on_failure="heal")
 
 
 def test_rounds_differ_by_one_micro_batch_at_most() -> None:

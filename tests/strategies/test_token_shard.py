@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tests.strategies.test_mesh_bits import CONTEXT, ORDERED, SlicedRecipe, end,
 from worldsize.core import ConfigError, MicroBatch, Numerics, Recipe, RunContext, Strategy, TensorStyle, World
 from worldsize.strategies.mesh.strategy import Mesh
 from worldsize.strategies.single import Single
-from worldsize.strategies.token_shard import TokenShard, TokenSplit
 from worldsize.testing.worlds import run_in_worlds
 
 pytestmark = pytest.mark.heavy
@@ -44,16 +43,18 @@ class OddBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.scaled, self.drop = nn.LayerNorm(width), Scaled(width), nn.Dropout(0.2)
+        self.norm, self.scaled, self.drop = nn.LayerNorm(width), Scaled(width), nn.Dropout(0.2, inplace=True)
         self.up, self.gate, self.down = nn.Linear(width, 48), nn.Linear(width, 48), nn.Linear(48, width)
         self.mix = nn.Linear(width, width)
 
     def forward(self, mask: Tensor | None, *, hidden: Tensor) -> Tensor:
         inner = self.norm(hidden)
         inner = F.gelu(self.gate(inner)) * self.up(inner)
-        hidden = hidden + self.drop(self.down(inner)) * 0.5
+        inner = self.down(inner)
+        inner *= 0.5
+        hidden = hidden + self.drop(inner)
         hidden = self.scaled(hidden)
-        hidden = hidden - hidden.cumsum(1) / CONTEXT  # of earlier tokens
+        hidden -= hidden.cumsum(1) / CONTEXT  # of earlier tokens
         mixed: Tensor = F.silu(self.mix(hidden))  # a layer that is not divided
         assert hidden.shape == mixed.shape
         return mixed + hidden
@@ -156,3 +157,80 @@ def test_a_rank_keeps_only_its_part_of_the_tokens() -> None:
     )
     logits = 4 * tokens * 64
     assert whole - divided >= 0.9 * logits * (1 - 1 / size)
+
+
+class AddingBlock(OddBlock):
+    """Changes its hidden states in place."""
+
+    def forward(self, mask: Tensor | None, *, hidden: Tensor) -> Tensor:
+        hidden = self.norm(hidden)
+        hidden[:, 0] += 1
+        return hidden
+
+
+class PoolingBlock(OddBlock):
+    """Returns the mean of its tokens."""
+
+    def forward(self, mask: Tensor | None, *, hidden: Tensor) -> Tensor:
+        return hidden.mean(1)
+
+
+class OtherRecipe(OddRecipe):
+    kind: type[OddBlock]
+
+    def model(self) -> nn.Module:
+        model = OddModel()
+        model.blocks = nn.ModuleList(self.kind(32) for _ in range(2))
+        return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "said"),
+    [
+        (OddBlock, 15, "a sequence of 15 tokens cannot be divided over strategy.tensor=2 ranks. Use sequences with a"),
+        (
+            AddingBlock,
+            16,
+            "the model calls __setitem__ on a tensor of which a rank has a part of the tokens. Set strategy.",
+        ),
+        (
+            PoolingBlock,
+            16,
+            r"the input of PoolingBlock has shape \(2, 32\), but strategy.sequence_parallel=true requires",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(kind: Any, tokens: int, said: str) -> None:
+    def step(world: World) -> None:
+        own = OtherRecipe(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+        own.kind = kind
+        replica = Mesh(tensor=2, sequence_parallel=True).replica(own, RunContext(world, Numerics(), logical_ranks=1))
+        rows = torch.zeros(2, tokens + 1, dtype=torch.int64)
+        replica.step([MicroBatch((rows[:, :-1], rows[:, 1:]), seed=3)])
+
+    with pytest.raises(RuntimeError, match=said):
+        run_in_worlds(step, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "said"),
+    [
+        ({"sequence_parallel": True}, sliced_recipe(), "SlicedRecipe does not define Recipe.blocks. Define it, or set"),
+        (
+            {"loss_parallel": True},
+            recipe(),
+            'requires a head with the style "gathered" in Recipe.tensor_plan, but StdlibLM',
+        ),
+    ],
+)
+def test_a_recipe_that_cannot_be_divided_is_refused_before_the_start(options: Any, own: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Mesh(tensor=2, **options).check_built(own, model := own.model(), own.optimizer(model))
+    Mesh(tensor=1, **options).check_built(own, model, own.optimizer(model))
+
+
+def test_compiled_code_cannot_divide_tokens() -> None:
+    Mesh(sequence_parallel=True).check_numerics(Numerics(compile=True))
+    for key in ("sequence_parallel", "loss_parallel"):
+        with pytest.raises(ConfigError, match=f"compile=true is not supported with strategy.{key}=true. Set compile=f"):
+            Mesh(tensor=2, **{key: True}).check_numerics(Numerics(compile=True))  # type: ignore[arg-type]

@@ -232,16 +232,13 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Call ``func`` on this rank's tokens if it treats each by itself, otherwise on whole tensors.
 
     Raises:
-        ConfigError: the function changes a tensor in place, or registers a hook.
+        ConfigError: a function that needs whole tensors would change one in place, or register a hook.
     """
     name = getattr(func, "__name__", "")
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if func in _REFUSED or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
-        raise _create_refusal(name)
-    if kwargs.get("out") is not None or kwargs.get("inplace"):
-        raise _create_refusal(f"{name} with out or inplace")
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *_OPERATORS)
     result: Any = NotImplemented
     if handler := _HANDLERS.get(func):
         result = handler(*args, **kwargs)
@@ -249,6 +246,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         result = _call_by_token(func, args, kwargs)
     if result is not NotImplemented:
         return result
+    if is_in_place or func in _REFUSED or kwargs.get("out") is not None or kwargs.get("inplace"):
+        raise _create_refusal(name)
     whole_args, whole_kwargs = gather_tokens((args, kwargs))
     return func(*whole_args, **whole_kwargs)
 
@@ -279,8 +278,17 @@ def _is_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
         return features > 0 and last in (-1, shards[0].ndim - 1)
     if func in _POWERS and args[1:] != (2,):
         return False
+    if func in _IN_PLACE:  # the gradient of a shared tensor may need what the call overwrites
+        whole = [each for each in tensors if not isinstance(each, TokenShard)]
+        is_shared = any(each.requires_grad and not _has_all_tokens(each, shards[0]) for each in whole)
+        return isinstance(args[0], TokenShard) and not is_shared
     most = max(each.ndim for each in tensors)
     return func in _ELEMENTWISE and all(each.ndim == most for each in shards)
+
+
+def _has_all_tokens(tensor: Tensor, like: TokenShard) -> bool:
+    """Return whether a whole tensor has the batch and the tokens of ``like``, so that it can be cut."""
+    return tensor.ndim == like.own.ndim and tensor.shape[:_BATCHED] == like.shape[:_BATCHED]
 
 
 def _call_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -290,10 +298,10 @@ def _call_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     like = next(_find_shards((args, kwargs)))
     split, place = like.token_split, like.own.ndim - _TIME  # of the tokens, counted from the last dimension
     given = [*args, *kwargs.values()]
-    leaves = [each for each in given if isinstance(each, Tensor)]
-    has_tokens = [
-        isinstance(each, TokenShard) or (each.ndim >= place and each.shape[-place] == like.shape[_TIME])
-        for each in leaves
+    leaves = [
+        split.cut(each) if not isinstance(each, TokenShard) and _has_all_tokens(each, like) else each
+        for each in given
+        if isinstance(each, Tensor)
     ]
 
     def call(*tensors: Tensor) -> Tensor:
@@ -305,13 +313,14 @@ def _call_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
     is_shared = [torch.is_grad_enabled() and each.requires_grad and not isinstance(each, TokenShard) for each in leaves]
     own = []
-    for each, shared, tokens in zip(leaves, is_shared, has_tokens, strict=True):
+    for each, shared in zip(leaves, is_shared, strict=True):
         if isinstance(each, TokenShard):
             own.append(each.own)
             continue
         if shared:
             each = each.detach() if split.is_ordered else _Shared.apply(split, each)
-        own.append(split.take_own(each, each.ndim - place) if tokens else each)
+        has_tokens = each.ndim >= place and each.shape[-place] == like.shape[_TIME]
+        own.append(split.take_own(each, each.ndim - place) if has_tokens else each)
     result = call(*own)
     if split.is_ordered and any(is_shared):
         inputs = [each.own.detach() if isinstance(each, TokenShard) else each for each in leaves]
@@ -324,12 +333,11 @@ def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = Fal
     """Apply dropout with the numbers that one process would draw for all tokens."""
     if not training or p == 0.0:
         return input
-    if inplace:
-        raise _create_refusal("dropout with inplace")
     with torch.no_grad():
         scale = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
         own = input.token_split.take_own(scale.view(input.own.shape[0], -1, *input.own.shape[_BATCHED:]))
-    return TokenShard(input.own * own, input.token_split, is_flat=input.is_flat)
+    dropped = input.own.mul_(own) if inplace else input.own * own
+    return TokenShard(dropped, input.token_split, is_flat=input.is_flat)
 
 
 def _reshape(func: Callable[..., Tensor], shard: Any, *args: Any, **kwargs: Any) -> Any:
@@ -441,7 +449,8 @@ class _FromWhole(torch.autograd.Function):
         ctx.split, ctx.call, ctx.is_own, ctx.is_shared = split, call, is_own, is_shared
         device = result.device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        return result.view_as(result)
+        ctx.mark_dirty(result)  # returned as it is, and not as a view, so that the model may change it in place
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -497,6 +506,13 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     **{func: partial(_reshape, func) for func in (torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape)},
 }
 _REFUSED = frozenset((Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.backward))
+_IN_PLACE = frozenset(
+    (
+        *(Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_),
+        *(Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__),
+    )
+)
+_OPERATORS = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
 _POWERS = frozenset((torch.pow, Tensor.pow, Tensor.__pow__))
 _ELEMENTWISE = frozenset(  # exact, so that vector and scalar instructions agree
     (
@@ -504,7 +520,7 @@ _ELEMENTWISE = frozenset(  # exact, so that vector and scalar instructions agree
         *(getattr(Tensor, f"__{name}__") for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg")),
         *(Tensor.to, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.double, Tensor.type_as, Tensor.contiguous),
         *(Tensor.clone, torch.clone, Tensor.detach, torch.rsqrt, Tensor.rsqrt, torch.sqrt, Tensor.sqrt),
-        *_POWERS,
+        *(*_POWERS, *_IN_PLACE),
     )
 )
 _MEANS = frozenset((torch.mean, Tensor.mean))

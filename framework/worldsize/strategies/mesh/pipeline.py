@@ -116,7 +116,10 @@ class Pipeline(GradientReducer):
                 loss, self._records[int(number)] = trainable(self.stages[-1].compute_loss(output, number))
                 return loss / divisor * 0 if int(number) < idle else loss / divisor
 
-        return create_schedule(self.schedule.kind, stages, idle + count, loss_fn=compute_loss, scale_grads=False)
+        plan = self.schedule
+        return create_schedule(
+            plan.kind, stages, idle + count, table=plan.table, loss_fn=compute_loss, scale_grads=False
+        )
 
     def _reduce_shared_tensors(self) -> None:
         """Sum gradients of tied parameters over stages; average buffers over data-parallel ranks."""

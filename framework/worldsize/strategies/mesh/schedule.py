@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise, zip_longest
 from typing import Any, Literal, final, get_args
 
@@ -22,7 +22,9 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
+from worldsize.collectives.cost import bubble_share
 from worldsize.core import ConfigError, FeatureRecipe, Recipe, saves_state
+from worldsize.strategies.mesh.pass_table import PassTable
 
 Kind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 KINDS: Sequence[Kind] = get_args(Kind)
@@ -42,8 +44,14 @@ class PipelineSchedule:
     kind: Kind
     stages_per_rank: int | None
     split: Sequence[int] | None
+    csv: str | None = None
 
     def __post_init__(self) -> None:
+        _ = self.table  # raises for an invalid table
+        if self.csv is not None and self.stages_per_rank is not None:
+            raise ConfigError(
+                "strategy.schedule_csv determines the stages of each rank. Set strategy.stages_per_rank=null."
+            )
         if self.kind not in KINDS:
             raise ConfigError(f"unknown strategy.schedule={self.kind!r}; available: {', '.join(KINDS)}.")
         if self.stages_per_rank not in (None, 1) and self.kind in _ONE_STAGE:
@@ -63,15 +71,24 @@ class PipelineSchedule:
                 "one for the first layer of each stage after the first."
             )
 
+    @cached_property
+    def table(self) -> PassTable | None:
+        """The passes that the user lists, if any."""
+        return None if self.csv is None else PassTable.from_csv(self.csv, self.ranks)
+
     @property
     def stages(self) -> int:
         """Number of stages over all ranks of the pipeline."""
+        if self.table is not None:
+            return len(self.table.rank_of_stage)
         each = self.stages_per_rank or (1 if self.kind in _ONE_STAGE else 2)
         return self.ranks * each if self.ranks > 1 else 1
 
     @property
     def rank_of_stage(self) -> Sequence[int]:
-        """The pipeline rank of each stage: round-robin, or in a V there and back again."""
+        """The pipeline rank of each stage: as listed, in a V there and back again, or round-robin."""
+        if self.table is not None:
+            return self.table.rank_of_stage
         if self.kind in _IN_V and self.ranks > 1:
             return [*range(self.ranks), *reversed(range(self.ranks))]
         return [stage % self.ranks for stage in range(self.stages)]
@@ -79,7 +96,7 @@ class PipelineSchedule:
     @property
     def is_looped(self) -> bool:
         """Whether ranks may have several stages; a sharded stage is then gathered for each pass."""
-        return self.kind not in _ONE_STAGE
+        return self.stages > self.ranks or self.kind not in _ONE_STAGE
 
     @property
     def is_ring(self) -> bool:
@@ -89,10 +106,21 @@ class PipelineSchedule:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed after a stage has sent its input gradient, to fill the bubble."""
+        if self.table is not None:
+            return self.table.splits_backward
         return self.ranks > 1 and self.kind in ("zero_bubble", *_IN_V)
+
+    def estimate_idle_share(self, micro_batches: int) -> float:
+        """Return the idle fraction of a rank in a step, if a backward pass takes twice as long as a forward pass."""
+        if self.table is not None:
+            return self.table.idle_share
+        stages = self.stages // self.ranks
+        return bubble_share(self.ranks, micro_batches, stages, splits_backward=self.splits_backward)
 
     def count_kept(self, micro_batches: int) -> float:
         """Return the number of micro-batches whose activations a rank keeps at most; a stage's count as its share."""
+        if self.table is not None:
+            return self.table.count_kept()
         if self.ranks == 1:
             return min(micro_batches, 1)
         if self.kind == "gpipe":
@@ -102,6 +130,13 @@ class PipelineSchedule:
 
     def check_micro_batches(self, count: int) -> None:
         """Raise ConfigError if a data-parallel part cannot have ``count`` micro-batches per step."""
+        if self.table is not None:
+            if count != self.table.micro_batches:
+                raise ConfigError(
+                    f"strategy.schedule_csv has {self.table.micro_batches} micro-batches per data-parallel rank, but "
+                    f"the run has {count}. Set logical_ranks to {self.table.micro_batches} × strategy.data."
+                )
+            return
         if self.ranks > 1 and self.kind == "1f1b" and count < self.ranks:
             raise ConfigError(
                 f"strategy.schedule=1f1b with strategy.pipeline={self.ranks} requires at least {self.ranks} "
@@ -119,14 +154,18 @@ class PipelineSchedule:
 _LOGGER = logging.getLogger(_PipelineScheduleRuntime.__module__)
 
 
-def create_schedule(kind: Kind, stages: Sequence[PipelineStage], micro_batches: int, **options: Any) -> Any:
-    """Return the schedule of a step; ``stages``: this rank's stages.
+def create_schedule(
+    kind: Kind, stages: Sequence[PipelineStage], micro_batches: int, *, table: PassTable | None = None, **options: Any
+) -> Any:
+    """Return the schedule of a step; ``stages``: this rank's stages; ``table``: its passes, instead of ``kind``.
 
     Any number of micro-batches is supported, since a part of the data may have fewer after others have joined.
     ``options`` are passed to torch's schedules. Errors in a step are raised without torch's log of all passes.
     """
     _LOGGER.setLevel(logging.CRITICAL)
     given: Any = [*stages]
+    if table is not None:
+        return _Listed(given, micro_batches, table.rows, **options)
     is_full = micro_batches >= stages[0].num_stages
     if kind in _ONE_STAGE:
         schedule = Schedule1F1B if kind == "1f1b" and is_full else ScheduleGPipe
@@ -134,7 +173,12 @@ def create_schedule(kind: Kind, stages: Sequence[PipelineStage], micro_batches: 
     if kind in _IN_V:
         in_v = ScheduleDualPipeV if kind == "dualpipev" and is_full else ScheduleZBVZeroBubble
         return in_v(given, micro_batches, **options)
-    return _Looped(given, micro_batches, splits=kind == "zero_bubble", **options)
+    ranks, splits = stages[0].group_size, kind == "zero_bubble"
+    rows = [
+        plan_passes(rank, ranks, stages=len(stages), micro_batches=micro_batches, splits=splits)
+        for rank in range(ranks)
+    ]
+    return _Listed(given, micro_batches, rows, **options)
 
 
 def split_rounds(micro_batches: int, ranks: int) -> list[int]:
@@ -172,16 +216,14 @@ def plan_passes(rank: int, ranks: int, *, stages: int, micro_batches: int, split
 
 
 @final
-class _Looped(_PipelineScheduleRuntime):
-    """Runs the schedule of :func:`plan_passes`."""
+class _Listed(_PipelineScheduleRuntime):
+    """Runs the listed passes of each rank, ``rows``."""
 
-    def __init__(self, stages: list[PipelineStage], micro_batches: int, *, splits: bool, **options: Any) -> None:
+    def __init__(
+        self, stages: list[PipelineStage], micro_batches: int, rows: Sequence[Sequence[_Action]], **options: Any
+    ) -> None:
         super().__init__(stages, micro_batches, **options)  # type: ignore[no-untyped-call]
-        ranks = stages[0].group_size
-        self.pipeline_order = {
-            rank: [*plan_passes(rank, ranks, stages=len(stages), micro_batches=micro_batches, splits=splits)]
-            for rank in range(ranks)
-        }
+        self.pipeline_order = {rank: [*row] for rank, row in enumerate(rows)}
         self._prepare_schedule_with_comms(self.pipeline_order)
 
 

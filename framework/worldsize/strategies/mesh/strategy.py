@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, final
 from worldsize.collectives.cluster_cost import count_leaving_edges, find_limiting_link, get_link, ring_share
 from worldsize.collectives.cost import (
     all_gather_seconds,
-    bubble_share,
     estimate_exposed_seconds,
     message_seconds,
     ring_all_reduce_seconds,
@@ -92,6 +91,8 @@ class Mesh(Strategy):
     (arXiv 2104.04473) or "zero_bubble" (ZB-H1, Qi et al. 2024, arXiv 2401.10241), both with ``stages_per_rank`` stages
     per rank (None: 2). "zbv" (the same, section 6) and "dualpipev" (DeepSeek-V3, arXiv 2412.19437) assign two stages to
     a rank, the first and the last to rank 0. The last three defer weight gradients.
+    ``schedule_csv``: the passes of each rank as CSV text, instead of ``schedule``; see
+    :mod:`~worldsize.strategies.mesh.pass_table`.
     ``split``: index of the first layer of each stage after the first (None: balanced by parameter count).
     ``order``: the axes from innermost (adjacent ranks) to outermost (slowest links), as in Megatron's
     ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which gives the bits of one
@@ -115,6 +116,7 @@ class Mesh(Strategy):
     context: Annotated[int, Range(least=1)] = 1
     pipeline: Annotated[int, Range(least=1)] = 1
     schedule: Kind = "1f1b"
+    schedule_csv: str | None = None
     stages_per_rank: Annotated[int | None, Range(least=1)] = None
     micro_batches: Annotated[int | None, Range(least=1)] = None
     split: list[int] | None = None
@@ -138,6 +140,11 @@ class Mesh(Strategy):
                 f"strategy.replicate={self.replicate} is not supported with strategy.on_failure=heal. Set "
                 "strategy.replicate=1, or strategy.on_failure=restart."
             )
+        if self.schedule_csv is not None and self.on_failure == "heal":
+            raise ConfigError(
+                "strategy.schedule_csv is not supported with strategy.on_failure=heal, since its number of "
+                "micro-batches is fixed. Set strategy.on_failure=restart, or strategy.schedule_csv=null."
+            )
         check_order(self.order)
         _ = self.pipeline_schedule  # raises for incompatible options, before any process starts
         if self.heal_shapes:
@@ -146,7 +153,7 @@ class Mesh(Strategy):
     @property
     def pipeline_schedule(self) -> PipelineSchedule:
         """The pipeline options."""
-        return PipelineSchedule(self.pipeline, self.schedule, self.stages_per_rank, self.split)
+        return PipelineSchedule(self.pipeline, self.schedule, self.stages_per_rank, self.split, self.schedule_csv)
 
     @property
     def shapes(self) -> Sequence[Mesh]:
@@ -193,16 +200,14 @@ class Mesh(Strategy):
                 f"compile=true is not supported with strategy.schedule={self.schedule}: it runs the backward pass of a "
                 "stage in two parts. Set compile=false, or strategy.schedule=interleaved."
             )
-        for key, value, off in (
-            ("context", self.context, "1"),
-            ("sequence_parallel", self.sequence_parallel and self.tensor > 1, "false"),
-            ("loss_parallel", self.loss_parallel and self.tensor > 1, "false"),
+        divides = self.tensor > 1
+        for option, is_on, off in (
+            (f"strategy.context={self.context}", self.context > 1, "strategy.context=1"),
+            ("strategy.sequence_parallel=true", divides and self.sequence_parallel, "strategy.sequence_parallel=false"),
+            ("strategy.loss_parallel=true", divides and self.loss_parallel, "strategy.loss_parallel=false"),
         ):
-            if numerics.compile and value not in (1, False):
-                shown = f"strategy.{key}={str(value).lower()}"
-                raise ConfigError(
-                    f"compile=true is not supported with {shown}. Set compile=false, or strategy.{key}={off}."
-                )
+            if numerics.compile and is_on:
+                raise ConfigError(f"compile=true is not supported with {option}. Set compile=false, or {off}.")
         for axis, size, logical in (
             ("tensor", self.tensor, numerics.logical_tensor),
             ("context", self.context, numerics.logical_context),
@@ -219,6 +224,8 @@ class Mesh(Strategy):
 
     @property
     def default_micro_batches(self) -> int:
+        if (table := self.pipeline_schedule.table) is not None:
+            return self.micro_batches or table.micro_batches
         return self.micro_batches or (2 * self.pipeline if self.pipeline > 1 else 1)
 
     def check_micro_batches(self, count: int) -> None:
@@ -390,7 +397,7 @@ def mesh_cost(
     memory += work.activation_bytes * schedule.count_kept(count) / layout.of_part
     shared = 3 * blocks * count * ring_share(context) * gathered
     sent = sharded + replicated + passed + shared + 2 * ring_share(tensor) * reduced
-    idle = bubble_share(pipeline, count, schedule.stages // pipeline, splits_backward=schedule.splits_backward)
+    idle = schedule.estimate_idle_share(count)
     across = sharded * count_leaving_edges(cluster, shards, strides["data"])
     across += replicated * count_leaving_edges(cluster, copies, strides["data"] * shards)
     across += passed * count_leaving_edges(cluster, pipeline, strides["pipeline"])
