@@ -78,6 +78,7 @@ def test_the_survivors_take_another_shape_if_fewer_of_them_wait(train: Any, undi
     run = train(*HEAL, TENSOR, PIPELINE, *options, planted)
     assert result_of(run) == undisturbed("steps=16")
     assert [len(members) for members in memberships(run.folder)] == [8, 6, 6, 4]
+    assert "training continues with 6 workers (pipeline 2 × data 3 × tensor 1)" in run.output + run.error
 
 
 @pytest.mark.slow

@@ -243,6 +243,7 @@ class MembershipChanged:
         asked: Who requested a process to join or leave ("workers" or "autoscale"), by the process's global rank.
         update_samples: Samples per update, before and after this change; None if unknown.
         waiting: Global ranks of former members that do not form a whole block and wait for others to join.
+        axes: Sizes of the mesh axes from now on, by name; empty if all members are data-parallel.
     """
 
     step: int
@@ -254,6 +255,7 @@ class MembershipChanged:
     asked: Mapping[int, str] = field(default_factory=dict)
     update_samples: float | None = None
     waiting: tuple[int, ...] = ()
+    axes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

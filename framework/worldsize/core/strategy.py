@@ -277,6 +277,10 @@ class Strategy(ABC):
         """Return the variant of this strategy for healing gangs, which works with any number of live processes."""
         return self
 
+    def axis_sizes(self, processes: int) -> Mapping[str, int]:
+        """Return the sizes of the mesh axes by name, with ``processes`` workers; empty if all are data-parallel."""
+        return {}
+
     def groups(self, cluster: Cluster) -> Mapping[str, list[list[int]]]:
         """Return the axes of the device mesh by name, each as disjoint groups of communicating global ranks.
 

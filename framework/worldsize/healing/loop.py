@@ -101,7 +101,9 @@ class HealingMember:
                 if before is not None or membership.members != tuple(range(self._settings.roles[world.role].processes)):
                     step = self._state.progress.step if self._state.progress else 0
                     changed = _create_change_event(membership, before, step, time.perf_counter() - begun)
-                    self._emit(replace(changed, update_samples=update_samples(settings, settings.training.batch_size)))
+                    samples = update_samples(settings, settings.training.batch_size)
+                    axes = settings.strategy.axis_sizes(len(membership.members))
+                    self._emit(replace(changed, update_samples=samples, axes=axes))
                 before = membership
                 return self._run_training(settings, world, replica)
             except Exception as error:

@@ -237,4 +237,7 @@ def _membership_text(row: Mapping[str, Any]) -> str:
     took = f" after {duration(seconds)}" if isinstance(seconds, int | float) else ""
     samples = row.get("update_samples")
     stays = f"; batch size ({samples:g} samples) and lr are unchanged" if isinstance(samples, int | float) else ""
-    return f"{'; '.join(parts) or 'workers left'}; training continues with {len(members)} workers{took}{stays}"
+    axes = row.get("axes")
+    sizes = [f"{axis} {size}" for axis, size in axes.items()] if isinstance(axes, Mapping) else []
+    shape = f" ({' × '.join(sizes)})" if sizes else ""
+    return f"{'; '.join(parts) or 'workers left'}; training continues with {len(members)} workers{shape}{took}{stays}"

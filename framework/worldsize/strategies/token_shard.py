@@ -342,9 +342,8 @@ def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = Fal
 
 def _reshape(func: Callable[..., Tensor], shard: Any, *args: Any, **kwargs: Any) -> Any:
     """Merge batch and time, or return NotImplemented."""
-    with torch._C.DisableTorchFunctionSubclass():
-        shape = func(torch.empty(shard.shape, device="meta"), *args, **kwargs).shape
-        flat = (shard.own.shape[0] * shard.own.shape[1] * shard.token_split.group.size(), *shard.own.shape[_BATCHED:])
+    shape = func(torch.empty(shard.shape, device="meta"), *args, **kwargs).shape
+    flat = (len(shard.own) * shard.own.shape[_TIME] * shard.token_split.group.size(), *shard.own.shape[_BATCHED:])
     return TokenShard(shard.own, shard.token_split, is_flat=True) if shape == flat else NotImplemented
 
 

@@ -13,32 +13,48 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
-
-from torch.distributed.pipelining.schedules import _Action, _ComputationType
+from typing import NamedTuple, final
 
 from worldsize.core import ConfigError
 
 _KEY = "strategy.schedule_csv"
-_FORWARD, _BACKWARD = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
-_INPUTS, _WEIGHTS = _ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT
-_KINDS = {each.value: each for each in (_FORWARD, _BACKWARD, _INPUTS, _WEIGHTS)}
+_FORWARD, _BACKWARD, _INPUTS, _WEIGHTS = "F", "B", "I", "W"
 _SECONDS = {_FORWARD: 1, _BACKWARD: 2, _INPUTS: 1, _WEIGHTS: 1}  # relative duration of passes
+
+
+class ListedPass(NamedTuple):
+    """One pass: the index of its stage, its kind (F, B, I or W), and the index of its micro-batch."""
+
+    stage: int
+    kind: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.number}"
 
 
 @final
 @dataclass(frozen=True)
 class PassTable:
-    """The passes of each pipeline rank, in order."""
+    """The passes of each pipeline rank, in order.
 
-    rows: Sequence[Sequence[_Action]]
+    Raises:
+        ConfigError: passes are missing, repeated, out of order, or wait for each other.
+    """
+
+    rows: Sequence[Sequence[ListedPass]]
+
+    def __post_init__(self) -> None:
+        self._check_stages()
+        self._check_passes()
+        _ = self._seconds  # raises if passes wait for each other
 
     @classmethod
     def from_csv(cls, text: str, ranks: int) -> PassTable:
-        """Parse and check the table of a pipeline with ``ranks`` ranks.
+        """Parse the table of a pipeline with ``ranks`` ranks.
 
         Raises:
-            ConfigError: a cell is not a pass; or passes are missing, repeated, out of order, or wait for each other.
+            ConfigError: a cell is not a pass, or the table cannot run.
         """
         if re.fullmatch(r"\S+\.csv", text):
             raise ConfigError(
@@ -51,32 +67,28 @@ class PassTable:
                 f"{_KEY} has {len(lines)} rows, but strategy.pipeline={ranks} requires one for each rank. Set "
                 f"strategy.pipeline={len(lines)}, or change the rows."
             )
-        table = cls([[*_parse_row(number, row)] for number, row in enumerate(lines, 1)])
-        table._check_stages()
-        table._check_passes()
-        _ = table._seconds  # raises if passes wait for each other
-        return table
+        return cls([[*_parse_row(number, row)] for number, row in enumerate(lines, 1)])
 
     @cached_property
     def rank_of_stage(self) -> Sequence[int]:
         """The pipeline rank of each stage."""
-        ranks = {each.stage_index: rank for rank, row in enumerate(self.rows) for each in row}
+        ranks = {each.stage: rank for rank, row in enumerate(self.rows) for each in row}
         return [ranks[stage] for stage in sorted(ranks)]
 
     @cached_property
     def micro_batches(self) -> int:
         """Number of micro-batches per step of a data-parallel part."""
-        return 1 + max(_number(each) for row in self.rows for each in row)
+        return 1 + max(each.number for row in self.rows for each in row)
 
     @property
     def splits_backward(self) -> bool:
         """Whether some backward passes are in two parts."""
-        return any(each.computation_type == _INPUTS for row in self.rows for each in row)
+        return any(each.kind == _INPUTS for row in self.rows for each in row)
 
     @property
     def idle_share(self) -> float:
         """Idle fraction of a rank in a step, on average, if a backward pass takes twice as long as a forward pass."""
-        busy = sum(_SECONDS[each.computation_type] for row in self.rows for each in row)
+        busy = sum(_SECONDS[each.kind] for row in self.rows for each in row)
         return 1 - busy / (len(self.rows) * self._seconds)
 
     def count_kept(self) -> float:
@@ -85,7 +97,7 @@ class PassTable:
         for row in self.rows:
             kept = 0
             for each in row:
-                kept += (each.computation_type == _FORWARD) - (each.computation_type in (_BACKWARD, _WEIGHTS))
+                kept += (each.kind == _FORWARD) - (each.kind in (_BACKWARD, _WEIGHTS))
                 most = max(most, kept)
         return most * len(self.rows) / len(self.rank_of_stage)
 
@@ -93,7 +105,7 @@ class PassTable:
         ranks: dict[int, set[int]] = {}
         for rank, row in enumerate(self.rows):
             for each in row:
-                ranks.setdefault(each.stage_index, set()).add(rank)
+                ranks.setdefault(each.stage, set()).add(rank)
         for stage, found in ranks.items():
             if len(found) > 1:
                 raise ConfigError(f"{_KEY} has stage {stage} in several rows. Assign it to one rank.")
@@ -106,10 +118,10 @@ class PassTable:
         """Raise ConfigError unless each stage has each micro-batch once, in order."""
         numbers = range(self.micro_batches)
         for row in self.rows:
-            for stage in {each.stage_index for each in row}:
-                mine = [each for each in row if each.stage_index == stage]
-                backward = [_number(each) for each in mine if each.computation_type in (_BACKWARD, _INPUTS)]
-                parts = {kind: [_number(each) for each in mine if each.computation_type == kind] for kind in _SECONDS}
+            for stage in {each.stage for each in row}:
+                mine = [each for each in row if each.stage == stage]
+                backward = [each.number for each in mine if each.kind in (_BACKWARD, _INPUTS)]
+                parts = {kind: [each.number for each in mine if each.kind == kind] for kind in _SECONDS}
                 self._check_order(stage, "forward", parts[_FORWARD])
                 self._check_order(stage, "backward", backward)
                 if parts[_WEIGHTS] != parts[_INPUTS]:
@@ -118,10 +130,10 @@ class PassTable:
                         "backward pass in one part."
                     )
                 for number in numbers:
-                    own = [each.computation_type for each in mine if _number(each) == number]
+                    own = [each.kind for each in mine if each.number == number]
                     if own not in ([_FORWARD, _BACKWARD], [_FORWARD, _INPUTS, _WEIGHTS]):
                         raise ConfigError(
-                            f"{_KEY}: stage {stage} has the passes {', '.join(each.value for each in own)} of "
+                            f"{_KEY}: stage {stage} has the passes {', '.join(own)} of "
                             f"micro-batch {number}, not F, B or F, I, W, in this order."
                         )
 
@@ -153,25 +165,25 @@ class PassTable:
             for rank, row in enumerate(left):
                 while row and (begin := self._find_start(row[0], ended)) is not None:
                     each, has_moved = row.pop(0), True
-                    clocks[rank] = max(clocks[rank], begin) + _SECONDS[each.computation_type]
-                    if each.computation_type != _WEIGHTS:
-                        ended[each.computation_type == _FORWARD, each.stage_index, _number(each)] = clocks[rank]
+                    clocks[rank] = max(clocks[rank], begin) + _SECONDS[each.kind]
+                    if each.kind != _WEIGHTS:
+                        ended[each.kind == _FORWARD, each.stage, each.number] = clocks[rank]
             if not has_moved:
                 waiting = ", ".join(f"{row[0]} on rank {rank}" for rank, row in enumerate(left) if row)
                 raise ConfigError(f"{_KEY}: passes wait for each other: {waiting}. Change their order.")
         return max(clocks)
 
-    def _find_start(self, action: _Action, ended: dict[tuple[bool, int, int], int]) -> int | None:
+    def _find_start(self, action: ListedPass, ended: dict[tuple[bool, int, int], int]) -> int | None:
         """Return when the inputs of a pass are available; None if they are not known to be."""
-        stage, kind, last = action.stage_index, action.computation_type, len(self.rank_of_stage) - 1
+        stage, kind, last = action.stage, action.kind, len(self.rank_of_stage) - 1
         if kind == _WEIGHTS:
             return 0  # after the first part, on the same rank
         needed = [(True, stage - 1)] if kind == _FORWARD else [(True, stage), (False, stage + 1)]
-        times = [ended.get((*each, _number(action))) for each in needed if 0 <= each[1] <= last]
+        times = [ended.get((*each, action.number)) for each in needed if 0 <= each[1] <= last]
         return None if None in times else max((time for time in times if time is not None), default=0)
 
 
-def _parse_row(number: int, row: Sequence[str]) -> Iterator[_Action]:
+def _parse_row(number: int, row: Sequence[str]) -> Iterator[ListedPass]:
     for column, cell in enumerate(row, 1):
         if not (word := cell.strip()):
             continue
@@ -181,9 +193,4 @@ def _parse_row(number: int, row: Sequence[str]) -> Iterator[_Action]:
                 f"{_KEY}, row {number}, column {column}: {word[:40]!r} is not a pass. Write a stage, F, B, I or W, and "
                 "a micro-batch, such as 0F2."
             )
-        yield _Action(int(match[1]), _KINDS[match[2]], int(match[3]))
-
-
-def _number(action: _Action) -> int:
-    assert action.microbatch_index is not None
-    return action.microbatch_index
+        yield ListedPass(int(match[1]), match[2], int(match[3]))

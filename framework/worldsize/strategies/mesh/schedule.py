@@ -165,7 +165,8 @@ def create_schedule(
     _LOGGER.setLevel(logging.CRITICAL)
     given: Any = [*stages]
     if table is not None:
-        return _Listed(given, micro_batches, table.rows, **options)
+        listed = [[_Action(each.stage, _ComputationType(each.kind), each.number) for each in row] for row in table.rows]
+        return _Listed(given, micro_batches, listed, **options)
     is_full = micro_batches >= stages[0].num_stages
     if kind in _ONE_STAGE:
         schedule = Schedule1F1B if kind == "1f1b" and is_full else ScheduleGPipe

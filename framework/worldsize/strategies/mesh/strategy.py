@@ -308,6 +308,10 @@ class Mesh(Strategy):
             )
         return Layout({**part.sizes, "data": data}, part.order, self.replicate)
 
+    def axis_sizes(self, processes: int) -> Mapping[str, int]:
+        layout = self.create_layout(processes)
+        return {axis: layout[axis] for axis in AXES if axis in layout.listed_order}
+
     def roles(self, cluster: Cluster) -> Mapping[str, Role]:
         layout = self.create_layout(cluster.processes)
         check_tensor(layout, cluster)
