@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,52 +159,110 @@ def test_a_rank_keeps_only_its_part_of_the_tokens() -> None:
     assert whole - divided >= 0.9 * logits * (1 - 1 / size)
 
 
-class AddingBlock(OddBlock):
-    """Changes its hidden states in place."""
+class OtherBlock(OddBlock):
+    """Applies a function to its hidden states, which may use the block's parameters."""
+
+    change: Callable[[Any, Tensor], Tensor]
 
     def forward(self, mask: Tensor | None, *, hidden: Tensor) -> Tensor:
-        hidden = self.norm(hidden)
-        hidden[:, 0] += 1
-        return hidden
+        return type(self).change(self, self.norm(hidden))
 
 
-class PoolingBlock(OddBlock):
-    """Returns the mean of its tokens."""
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden * weight
 
-    def forward(self, mask: Tensor | None, *, hidden: Tensor) -> Tensor:
-        return hidden.mean(1)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return gradients[0] * weight, (gradients[0] * hidden).sum((0, 1))
+
+
+def write(block: Any, hidden: Tensor) -> Tensor:
+    hidden[:, 0] = 0.0
+    return hidden
+
+
+def write_to_view(block: Any, hidden: Tensor) -> Tensor:
+    hidden[:, 0] += 1.0
+    return hidden
+
+
+def attend(block: Any, hidden: Tensor) -> Tensor:
+    turned = hidden.transpose(1, 2)
+    return hidden + (turned @ turned.transpose(1, 2) @ turned).transpose(1, 2)
+
+
+def use_twice(block: Any, hidden: Tensor) -> Tensor:
+    return torch.addcmul(hidden, hidden, block.scaled.weight) + hidden
+
+
+def use_hooks(block: Any, hidden: Tensor) -> Tensor:
+    hidden = hidden * 2
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: gradient / (gradient.norm() + 1))  # type: ignore[no-untyped-call]
+    return hidden
+
+
+def convert(block: Any, hidden: Tensor) -> Tensor:
+    weight: Tensor = block.scaled.weight
+    return weight.type_as(hidden) * (hidden.type_as(weight).square() + 1) ** weight
+
+
+def root_in_half(block: Any, hidden: Tensor) -> Tensor:
+    half = hidden.bfloat16()
+    return (half * (half.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()).float()
 
 
 class OtherRecipe(OddRecipe):
-    kind: type[OddBlock]
+    change: Callable[[Any, Tensor], Tensor]
 
     def model(self) -> nn.Module:
-        model = OddModel()
-        model.blocks = nn.ModuleList(self.kind(32) for _ in range(2))
+        model, kind = OddModel(), type("Block", (OtherBlock,), {"change": staticmethod(self.change)})
+        model.blocks = nn.ModuleList(kind(32) for _ in range(2))
         return model
 
 
+def other_recipe(change: Callable[[Any, Tensor], Tensor]) -> OtherRecipe:
+    kind = type("Recipe", (OtherRecipe,), {"change": staticmethod(change)})
+    made: OtherRecipe = kind(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+    return made
+
+
+@pytest.mark.parametrize("change", [use_twice, use_hooks, convert, root_in_half])
+def test_uses_of_divided_tokens_have_the_bits_of_one_process(change: Any) -> None:
+    own, numerics = other_recipe(change), Numerics(logical_tensor=2)
+    (alone,) = run_in_worlds(partial(end, own, Single(reduce="ordered"), numerics), 1)
+    ended = run_in_worlds(partial(end, own, SHARDED(tensor=2), numerics), 2)[0]
+    assert (ended[0], ended[2]) == (alone[0], alone[2])
+
+
 @pytest.mark.parametrize(
-    ("kind", "tokens", "said"),
+    ("change", "tokens", "said"),
     [
-        (OddBlock, 15, "a sequence of 15 tokens cannot be divided over strategy.tensor=2 ranks. Use sequences with a"),
+        (use_hooks, 15, "a sequence of 15 tokens cannot be divided over strategy.tensor=2 ranks. Use sequences with a"),
+        (write, 16, "calls __setitem__ on a tensor whose tokens are divided over ranks, which is not supported"),
+        (write_to_view, 16, "is a view and is being modified inplace"),
+        (attend, 16, "is transposed, so its gradient has other strides, and sums over tokens would have another order"),
         (
-            AddingBlock,
+            lambda block, hidden: hidden.mean(1),
             16,
-            "the model calls __setitem__ on a tensor of which a rank has a part of the tokens. Set strategy.",
+            r"the input of Block has shape \(2, 32\), but strategy.sequence_par",
         ),
         (
-            PoolingBlock,
+            lambda block, hidden: Product.apply(hidden, block.scaled.weight),
             16,
-            r"the input of PoolingBlock has shape \(2, 32\), but strategy.sequence_parallel=true requires",
+            "a custom autograd function, or registers",
         ),
+        (lambda block, hidden: torch.vmap(block.mix)(hidden), 16, "a transform such as torch.vmap on a tensor whose"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(kind: Any, tokens: int, said: str) -> None:
+def test_uses_that_cannot_be_divided_are_refused(change: Any, tokens: int, said: str) -> None:
     def step(world: World) -> None:
-        own = OtherRecipe(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.SGD, lr=0.1))
-        own.kind = kind
-        replica = Mesh(tensor=2, sequence_parallel=True).replica(own, RunContext(world, Numerics(), logical_ranks=1))
+        context = RunContext(world, Numerics(logical_tensor=2), logical_ranks=1)
+        replica = SHARDED(tensor=2).replica(other_recipe(change), context)
         rows = torch.zeros(2, tokens + 1, dtype=torch.int64)
         replica.step([MicroBatch((rows[:, :-1], rows[:, 1:]), seed=3)])
 

@@ -294,8 +294,7 @@ class _Call:
     def _refuse_write(self) -> None:
         """Refuse writing chunks into a tensor that is not cut."""
         name = getattr(self._func, "__name__", "")
-        is_write = name == "__setitem__" or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-        targets = [*(self._args[:1] if is_write else ()), self._kwargs.get("out")]
+        targets = [*(self._args[:1] if writes_in_place(self._func) else ()), self._kwargs.get("out")]
         is_alone = len(self._layout.parts) == 1 and not self._layout.is_complete
         if not is_alone and any(isinstance(each, Tensor) and not isinstance(each, Chunks) for each in targets):
             raise ConfigError(
@@ -308,6 +307,12 @@ class _Call:
         return ConfigError(
             f"the model {what} ({name}), of sequences that are cut into chunks. Set {self._layout.name_key()}=1."
         )
+
+
+def writes_in_place(func: Callable[..., Any]) -> bool:
+    """Return whether a function of torch changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def _find_chunks(node: Any) -> Iterator[Chunks]:
@@ -463,7 +468,12 @@ _RAGGED = frozenset(  # shapes of results depend on values
 )
 _SHAPE: Any = Tensor.shape
 _SHAPES = frozenset((_SHAPE.__get__, Tensor.size, Tensor.numel, torch.numel, Tensor.nelement, Tensor.__len__))
-_WRITING = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "and", "or", "xor"))
+_WRITING = frozenset(
+    (
+        "__setitem__",
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "and", "or", "xor")),
+    )
+)
 _DRAWING = frozenset(
     (
         *(getattr(F, each) for each in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "rrelu")),

@@ -183,7 +183,13 @@ class Draws:
 
 
 class _Divided:
-    """Base: the forward pass of a layer that is divided into ``slices`` over the ranks of ``group``."""
+    """Base: the forward pass of a layer that is divided into ``slices`` over the ranks of ``group``.
+
+    Attributes:
+        held: Number of slices of this rank.
+        is_ordered: Whether slices are summed in the fixed tree.
+        is_separable: Whether it reads no tensors but those of the layer, and returns a plain tensor.
+    """
 
     def __init__(
         self,
@@ -196,15 +202,13 @@ class _Divided:
         token_split: TokenSplit | None,
     ) -> None:
         self._name, self._layer, self._style, self._group, self._draws = name, layer, style, group, draws
-        self._is_ordered, self._token_split = slices > 1, token_split
+        self.is_ordered, self._token_split = slices > 1, token_split
         self.is_separable = token_split is None
-        """Whether it reads no tensors but those of the layer, and returns a plain tensor."""
         self.held = max(1, slices // (group.size() if group else 1))
-        """Number of slices of this rank."""
 
     def sum_parts(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the sum of this rank's ``parts``, one for each slice, and of those of other ranks."""
-        return sum_slices(parts, self.held, self._group, is_ordered=self._is_ordered)
+        return sum_slices(parts, self.held, self._group, is_ordered=self.is_ordered)
 
     def refuse_second_gradient(self) -> None:
         """Raise ConfigError in a backward pass that is differentiated again, if it needs other ranks."""
@@ -230,12 +234,12 @@ class _DividedLinear(_Divided):
         if torch.is_autocast_enabled(device.type):  # once, not for each slice
             dtype = torch.get_autocast_dtype(device.type)
             inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        checks_draws = self._is_ordered and layer.training
+        checks_draws = self.is_ordered and layer.training
         if self._style == "row":
             if checks_draws:
                 self._draws.check(self._name, device)
-            split = self._token_split if inputs.ndim == 3 else None
-            if split is not None:
+            split = self._token_split
+            if split is not None and split.can_divide(inputs):
                 own: Tensor = _Row.apply(inputs, weight, bias, self, split)
                 return TokenShard(own, split)
             total: Tensor = _Row.apply(inputs.reshape(-1, inputs.shape[-1]), weight, None, self, None)
@@ -245,7 +249,7 @@ class _DividedLinear(_Divided):
                 outputs = _Column.apply(inputs.own, weight, bias, self, inputs.token_split)
             else:
                 outputs = _Column.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias, self, None)
-            if self._is_ordered and self._style == "column":
+            if self.is_ordered and self._style == "column":
                 self._check_size(outputs)
                 if checks_draws:
                     self._draws.mark(device)
@@ -354,7 +358,8 @@ class _Row(torch.autograd.Function):
         products = (own.contiguous() @ each.contiguous().t() for own, each in pairs)
         if split is None:
             return layer.sum_parts(products)
-        total = split.scatter_sum((each.view(*inputs.shape[:2], -1) for each in products), layer.held)
+        wholes = (each.view(*inputs.shape[:2], -1) for each in products)
+        total = split.scatter_sum(wholes, layer.held, in_tree=layer.is_ordered)
         return total if bias is None else total + bias
 
     @staticmethod
@@ -381,7 +386,8 @@ def _gather_rows(inputs: Tensor, split: TokenSplit | None) -> Tensor:
 
 def _scatter_rows(products: Iterable[Tensor], like: Tensor, layer: _Divided, split: TokenSplit) -> Tensor:
     """Return this rank's tokens, with the shape of ``like``, of the sum of ``products`` (n, features)."""
-    return split.scatter_sum((each.view(len(like), -1, like.shape[-1]) for each in products), layer.held)
+    wholes = (each.view(len(like), -1, like.shape[-1]) for each in products)
+    return split.scatter_sum(wholes, layer.held, in_tree=layer.is_ordered)
 
 
 class _Vocabulary(torch.autograd.Function):

@@ -1,16 +1,16 @@
-"""Sequence and loss parallelism: outside of its layers, a tensor-parallel rank has a part of the tokens.
+"""Sequence and loss parallelism: outside of its layers, a tensor-parallel rank has only some of the tokens.
 
 Without it, tensor-parallel ranks repeat norms, dropout and residual connections, and keep their inputs for the backward
 pass. Here, a column layer gathers its inputs, and a row layer scatters the sum of its outputs (Korthikanti et al. 2022,
-arXiv 2205.05198, section 4.2.2), which sends as much as an all-reduce.
+arXiv 2205.05198, section 4.2.2). Both together send as much as an all-reduce.
 
-The model runs as it is written. :class:`TokenShard` has the shape of the whole tensor. Operations that treat each
+The model runs as it is written. A :class:`TokenShard` has the shape of the whole tensor. Operations that treat each
 token by itself run on the rank's tokens; any other operation gathers the tensor first. The gradient of a norm's weight
 is summed over the ranks. With ``is_ordered``, it is computed from all tokens instead, in one sum as by one process, so
 the bits do not depend on the number of ranks. Dropout draws the numbers of all tokens, and each rank uses its own.
 
-In loss parallelism, ranks exchange the outputs of a "gathered" head, so that each has all outputs of its own tokens,
-and computes their cross entropy. Unlike with outputs divided by classes, this is exact.
+In loss parallelism, ranks exchange the outputs of a "gathered" head. Each rank then has all classes of its tokens, and
+computes their cross entropy. Unlike with outputs divided by classes, this is exact.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils._pytree import register_pytree_node, tree_map_only
@@ -30,20 +31,19 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.slice_sums import scatter_slices, sum_slices
 from worldsize.core import ConfigError, Recipe
-from worldsize.strategies.chunk_tensor import call_by_part
+from worldsize.strategies.chunk_tensor import call_by_part, writes_in_place
 
-_TIME, _BATCHED = 1, 2  # dimension of tokens; number of dimensions before those of the features
-_REMEDY = "Set strategy.sequence_parallel=false and strategy.loss_parallel=false."
+_TOKEN_DIMS = 2  # batch and time, the first dimensions
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class TokenSplit:
-    """The tensor-parallel ranks over which the tokens of each sequence are divided, in order.
+    """The division of each sequence over tensor-parallel ranks, in order.
 
     Attributes:
         group: These ranks.
-        is_ordered: Whether results have the same bits at each number of ranks.
+        is_ordered: Whether sums over tokens are taken in the order of one process.
         key: Name of the key that divides the tokens, for messages.
     """
 
@@ -52,22 +52,21 @@ class TokenSplit:
     key: str
 
     def cut(self, whole: Tensor) -> TokenShard:
-        """Return this rank's part of ``whole`` (batch, time, ...), which all ranks have.
+        """Return this rank's part of ``whole`` (batch, time, ...); all ranks have the same tensor.
 
         Raises:
             ConfigError: the length is not divisible by the number of ranks.
         """
         return TokenShard(_Cut.apply(self, whole), self)
 
-    def take_own(self, whole: Tensor, dim: int = _TIME) -> Tensor:
+    def can_divide(self, whole: Tensor) -> bool:
+        """Return whether ``whole`` (batch, time, features) has a multiple of as many tokens as there are ranks."""
+        return whole.ndim == 3 and whole.shape[1] % self.group.size() == 0
+
+    def take_own(self, whole: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's tokens of ``whole`` along dimension ``dim``."""
-        length, size = whole.shape[dim], self.group.size()
-        if length % size:
-            raise ConfigError(
-                f"a sequence of {length} tokens cannot be divided over strategy.tensor={size} ranks. Use sequences "
-                f"with a multiple of {size} tokens, or set {self.key}=false."
-            )
-        return whole.narrow(dim, self.group.rank() * (length // size), length // size).contiguous()
+        size = self._count_own(whole.shape[dim])
+        return whole.narrow(dim, self.group.rank() * size, size).contiguous()
 
     def gather(self, own: Tensor) -> Tensor:
         """Return tensors (batch, time, ...) from the parts of all ranks, without a gradient."""
@@ -76,41 +75,52 @@ class TokenSplit:
         start_collective(dist.all_gather_into_tensor, gathered, own.contiguous(), group=self.group).wait()
         return gathered.view(-1, *own.shape).transpose(0, 1).reshape(batch, -1, *rest)
 
-    def scatter_sum(self, parts: Iterable[Tensor], count: int) -> Tensor:
+    def scatter_sum(self, parts: Iterable[Tensor], count: int, *, in_tree: bool) -> Tensor:
         """Return this rank's tokens of the sum of ``parts`` over all ranks.
 
-        Each rank has ``count`` parts (batch, time, features), one for each of its slices.
+        Each rank has ``count`` parts (batch, time, features), one for each of its slices. ``in_tree``: sum in the fixed
+        tree; otherwise, each rank has one part.
         """
         rows = (self._group_by_rank(part) for part in parts)
-        if self.is_ordered:
+        if in_tree:
             return scatter_slices(rows, count, self.group)[0]
         (total,) = rows
         own = total.new_empty(total.shape[1:])
         start_collective(dist.reduce_scatter_tensor, own, total.flatten(0, 1), group=self.group).wait()
         return own
 
+    def sum_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the sum of ``gradient`` over all ranks, in the order of the backend."""
+        return sum_slices([gradient], 1, self.group, is_ordered=False)
+
     def exchange(self, parts: Tensor) -> Tensor:
         """Return all features of this rank's tokens, from all ranks' ``parts`` (batch, time, features / ranks)."""
-        mine = self._group_by_rank(parts)
-        theirs = torch.empty_like(mine)
-        start_collective(dist.all_to_all_single, theirs, mine, group=self.group).wait()
-        return theirs.movedim(0, 2).flatten(2)
+        return self._exchange(self._group_by_rank(parts)).movedim(0, 2).flatten(2)
 
     def exchange_back(self, own: Tensor) -> Tensor:
         """Return this rank's features of all tokens, from the tokens (batch, time / ranks, features) of all ranks."""
-        mine = torch.stack(own.chunk(self.group.size(), dim=2))
+        return self._exchange(torch.stack(own.chunk(self.group.size(), dim=2))).transpose(0, 1).flatten(1, 2)
+
+    def _exchange(self, mine: Tensor) -> Tensor:
         theirs = torch.empty_like(mine)
         start_collective(dist.all_to_all_single, theirs, mine, group=self.group).wait()
-        return theirs.transpose(0, 1).flatten(1, 2)
+        return theirs
 
     def _group_by_rank(self, whole: Tensor) -> Tensor:
         """Return (ranks, batch, time, features)."""
         batch, time, features = whole.shape
-        return whole.view(batch, self.group.size(), time // self.group.size(), features).transpose(0, 1).contiguous()
+        return whole.view(batch, -1, self._count_own(time), features).transpose(0, 1).contiguous()
 
-    def reduce(self, gradient: Tensor) -> Tensor:
-        """Return the sum of ``gradient`` over all ranks, in the order of the backend."""
-        return sum_slices([gradient], 1, self.group, is_ordered=False)
+    def _count_own(self, length: int) -> int:
+        """Return the number of this rank's tokens in a sequence of ``length`` tokens."""
+        own, rest = divmod(length, self.group.size())
+        if rest:
+            size = self.group.size()
+            raise ConfigError(
+                f"a sequence of {length} tokens cannot be divided over strategy.tensor={size} ranks. Use sequences "
+                f"with a multiple of {size} tokens, or set {self.key}=false."
+            )
+        return own
 
 
 def divide_tokens(recipe: Recipe, model: nn.Module, split: TokenSplit) -> None:
@@ -164,11 +174,13 @@ class _DividedInput:
 
 @final
 class TokenShard(Tensor):
-    """This rank's tokens of a tensor (batch, time, ...) or (batch * time, ...), of which it has the shape.
+    """This rank's tokens of a tensor with the same shape: (batch, time, ...), or (batch * time, ...) if flat.
+
+    The graph of autograd belongs to ``own``, not to the shard itself.
 
     Attributes:
-        own: The tokens of this rank, (batch, time / ranks, ...).
-        token_split: The ranks.
+        own: The tokens of this rank, (batch, time / ranks, ...), contiguous.
+        token_split: The division of tokens.
         is_flat: Whether batch and time are one dimension.
     """
 
@@ -184,12 +196,28 @@ class TokenShard(Tensor):
             cls, shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad
         )
         made.own, made.token_split, made.is_flat = own, split, is_flat
+        if own.requires_grad and not torch.compiler.is_compiling():
+            with DisableTorchFunctionSubclass():
+                made.register_hook(partial(_refuse_gradient, split.key))
         return made  # type: ignore[no-any-return]
 
     def gather_all(self) -> Tensor:
         """Return the whole tensor; the gradient of this rank's tokens must be complete on this rank."""
-        whole: Tensor = _Gather.apply(self.token_split, self.own)
-        return whole.flatten(0, 1) if self.is_flat else whole
+        (whole,) = self.gather_copies(1)
+        return whole
+
+    def gather_copies(self, count: int) -> list[Tensor]:
+        """Return the whole tensor ``count`` times, with separate gradients."""
+        wholes: Any = _CopyOfTokens.apply(self.token_split, *[self.own] * count)
+        return [whole.flatten(0, 1) if self.is_flat else whole for whole in wholes]
+
+    def take_own(self, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of a plain tensor with the batch and the tokens of this one."""
+        return self.token_split.take_own(self.split_batch(whole))
+
+    def split_batch(self, whole: Tensor) -> Tensor:
+        """Return a plain tensor of this shape with batch and time as two dimensions."""
+        return whole.reshape(len(self.own), -1, *whole.shape[1:]) if self.is_flat else whole
 
     @staticmethod
     def exchange(parts: Tensor, split: TokenSplit) -> TokenShard:
@@ -206,49 +234,85 @@ class TokenShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise ConfigError(f"{func} was called on a part of the tokens. {_REMEDY}")
+        (first, *_) = _find_shards((args, kwargs or {}))
+        raise _create_refusal(str(func), first.token_split.key)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TokenShard({self.own})"
 
 
+def _unflatten(parts: Iterable[Any], context: tuple[TokenSplit, bool]) -> TokenShard:
+    split, is_flat = context
+    (own,) = parts
+    if not isinstance(own, Tensor):
+        raise _create_refusal("a transform such as torch.vmap", split.key)
+    return TokenShard(own, split, is_flat=is_flat)
+
+
 register_pytree_node(  # FSDP and activation checkpointing look for tensors in arguments
-    TokenShard,
-    lambda shard: ([shard.own], (shard.token_split, shard.is_flat)),
-    lambda parts, context: TokenShard(next(iter(parts)), context[0], is_flat=context[1]),
+    TokenShard, lambda shard: ([shard.own], (shard.token_split, shard.is_flat)), _unflatten
 )
 
 
-def gather_tokens(tree: Any) -> Any:
-    """Return ``tree`` with whole tensors instead of this rank's tokens."""
-    return tree_map_only(TokenShard, TokenShard.gather_all, tree, is_leaf=lambda node: isinstance(node, TokenShard))
+def _gather_arguments(func: Callable[..., Any], arguments: Any) -> Any:
+    """Return ``arguments`` of ``func`` with whole tensors instead of shards.
+
+    A shard that occurs several times is gathered once. Its gradients are added one by one, as by one process.
+    """
+    shards, copies = list(_find_shards(arguments)), dict[int, list[Tensor]]()
+    for shard in shards:
+        if id(shard) not in copies:
+            uses = sum(each is shard for each in shards)
+            copies[id(shard)] = shard.gather_copies(1 if func in _COMPARING else uses)
+
+    def take(shard: TokenShard) -> Tensor:
+        left = copies[id(shard)]
+        return left[0] if func in _COMPARING else left.pop(0)
+
+    return tree_map_only(TokenShard, take, arguments, is_leaf=lambda node: isinstance(node, TokenShard))
 
 
-def _create_refusal(what: str) -> ConfigError:
-    return ConfigError(f"the model calls {what} on a tensor of which a rank has a part of the tokens. {_REMEDY}")
+def _create_refusal(what: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"the model calls {what} on a tensor whose tokens are divided over ranks, which is not supported. Set "
+        f"{key}=false."
+    )
+
+
+def _refuse_gradient(key: str, _: Tensor) -> None:
+    """Raise ConfigError: the gradient would not reach ``TokenShard.own``."""
+    raise _create_refusal("a custom autograd function, or registers a backward hook of a module,", key)
+
+
+def _refuse_second_gradient() -> None:
+    """Raise ConfigError in a backward pass that is differentiated again."""
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            "a gradient is differentiated again (create_graph=True), which is not supported if tokens are divided over "
+            "ranks. Set strategy.sequence_parallel=false and strategy.loss_parallel=false."
+        )
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` on this rank's tokens if it treats each by itself, otherwise on whole tensors.
 
     Raises:
-        ConfigError: a function that needs whole tensors would change one in place, or register a hook.
+        ConfigError: the call would change a whole tensor in place, or needs the gradient of a shard.
     """
-    name = getattr(func, "__name__", "")
-    if func in _METADATA:
-        with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
+        if func in _METADATA:
             return func(*args, **kwargs)
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", *_OPERATORS)
-    result: Any = NotImplemented
-    if handler := _HANDLERS.get(func):
-        result = handler(*args, **kwargs)
-    elif len({(each.is_flat, each.own.shape[:_BATCHED]) for each in _find_shards((args, kwargs))}) == 1:
-        result = _call_by_token(func, args, kwargs)
+        shards = list(_find_shards((args, kwargs)))
+        key = shards[0].token_split.key
+        if any(shard.grad_fn is not None for shard in shards):
+            _refuse_gradient(key, shards[0])
+    handler = _HANDLERS.get(func)
+    result = _TokenCall(func, args, kwargs).run() if handler is None else handler(*args, **kwargs)
     if result is not NotImplemented:
         return result
-    if is_in_place or func in _REFUSED or kwargs.get("out") is not None or kwargs.get("inplace"):
-        raise _create_refusal(name)
-    whole_args, whole_kwargs = gather_tokens((args, kwargs))
+    if writes_in_place(func) or func in _REFUSED or kwargs.get("out") is not None or kwargs.get("inplace"):
+        raise _create_refusal(getattr(func, "__name__", str(func)), key)
+    whole_args, whole_kwargs = _gather_arguments(func, (args, kwargs))
     return func(*whole_args, **whole_kwargs)
 
 
@@ -262,71 +326,108 @@ def _find_shards(node: Any) -> Iterator[TokenShard]:
         yield from _find_shards(tuple(node.values()))
 
 
-def _is_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call computes the results of each token from its inputs only, with the same bits."""
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-    shards = [each for each in tensors if isinstance(each, TokenShard)]
-    if not shards or (shards[0].is_flat and len(tensors) > 1):
-        return False
-    features = shards[0].own.ndim - _BATCHED  # dimensions of the features
-    if func in _NORMS:
-        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
-        return isinstance(args[0], TokenShard) and 0 < len(shape) <= features
-    if func in _MEANS:  # over the features
-        dims = args[1] if len(args) > 1 else kwargs.get("dim")
-        last = dims[0] if isinstance(dims, tuple | list) and len(dims) == 1 else dims
-        return features > 0 and last in (-1, shards[0].ndim - 1)
-    if func in _POWERS and args[1:] != (2,):
-        return False
-    if func in _IN_PLACE:  # the gradient of a shared tensor may need what the call overwrites
-        whole = [each for each in tensors if not isinstance(each, TokenShard)]
-        is_shared = any(each.requires_grad and not _has_all_tokens(each, shards[0]) for each in whole)
-        return isinstance(args[0], TokenShard) and not is_shared
-    most = max(each.ndim for each in tensors)
-    return func in _ELEMENTWISE and all(each.ndim == most for each in shards)
+@final
+class _TokenCall:
+    """A call of ``func`` with shards, which may treat each token by itself.
+
+    It keeps no tensors for the backward pass.
+    """
+
+    def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        given = [*args, *kwargs.values()]
+        self._func, self._names, self._count = func, list(kwargs), len(args)
+        self._values = [None if isinstance(each, Tensor) else each for each in given]
+        self._places = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
+        self._tensors: list[Tensor] = [given[place] for place in self._places]
+
+    def call(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Call the function with ``tensors`` in place of its own."""
+        values = list(self._values)
+        for place, each in zip(self._places, tensors, strict=True):
+            values[place] = each
+        result: Tensor = self._func(
+            *values[: self._count], **dict(zip(self._names, values[self._count :], strict=True))
+        )
+        return result
+
+    def run(self) -> Any:
+        """Return a shard of the result, or NotImplemented if the function needs whole tensors."""
+        tensors, self._tensors = self._tensors, []
+        shards = [each for each in tensors if isinstance(each, TokenShard)]
+        if (
+            self._func not in _BY_TOKEN
+            or not shards
+            or len({(each.is_flat, each.own.shape[:_TOKEN_DIMS]) for each in shards}) > 1
+        ):
+            return NotImplemented
+        like = shards[0]
+        if not self._is_by_token(tensors, like):
+            return NotImplemented
+        split = like.token_split
+        aligned = [split.cut(each) if _has_all_tokens(each, like) else each for each in tensors]
+        is_own = [isinstance(each, TokenShard) for each in aligned]
+        is_shared = [torch.is_grad_enabled() and each.requires_grad for each in aligned]
+        is_shared = [shared and not own for shared, own in zip(is_shared, is_own, strict=True)]
+        result = self.call(self._take_own(each, like) for each in aligned)
+        if split.is_ordered and any(is_shared):
+            inputs = [each.own.detach() if isinstance(each, TokenShard) else each for each in aligned]
+            result = _FromWhole.apply(split, self, is_own, is_shared, result, *inputs)
+        return TokenShard(result, split, is_flat=like.is_flat)
+
+    def _take_own(self, tensor: Tensor, like: TokenShard) -> Tensor:
+        """Return this rank's tokens, or a shared tensor, whose gradient is then summed over ranks unless ordered."""
+        if isinstance(tensor, TokenShard):
+            return tensor.own
+        split, from_end = like.token_split, like.own.ndim - 1  # whole.shape[-from_end] is the time
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor = tensor.detach() if split.is_ordered else _Shared.apply(split, tensor)
+        has_tokens = tensor.ndim >= from_end and tensor.shape[-from_end] == like.own.shape[1] * split.group.size()
+        return split.take_own(tensor, tensor.ndim - from_end) if has_tokens else tensor
+
+    def _is_by_token(self, tensors: Sequence[Tensor], like: TokenShard) -> bool:
+        """Return whether the function computes each token from its inputs only, with the bits of a whole tensor."""
+        func, others = self._func, [each for each in tensors if not isinstance(each, TokenShard)]
+        if like.is_flat and len(tensors) > 1:
+            return False
+        if any(each.ndim > 1 and not each.is_contiguous() for each in others):
+            return False  # the result of whole tensors would have other strides, in which later sums have other orders
+        features = like.own.ndim - _TOKEN_DIMS
+        is_first = isinstance(tensors[0], TokenShard) and self._places[0] == 0
+        if func in _NORMS:
+            shape = self._get_argument(1, "normalized_shape")
+            return is_first and isinstance(shape, Sequence) and 0 < len(shape) <= features
+        if func in _MEANS:  # over the features
+            dims = self._get_argument(1, "dim")
+            last = dims[0] if isinstance(dims, tuple | list) and len(dims) == 1 else dims
+            return features > 0 and (last == -1 or (last == like.ndim - 1 and not like.is_flat))
+        if func in _POWERS:
+            return is_first and len(tensors) == 1 and self._get_argument(1, "exponent") == 2
+        if like.dtype in (torch.bfloat16, torch.float16) and (func in _ROOTS or "alpha" in self._names):
+            return False  # in half precision, vector and scalar instructions round differently
+        if func in _IN_PLACE:  # the gradient of a shared tensor may need what the call overwrites
+            return is_first and not any(each.requires_grad and not _has_all_tokens(each, like) for each in others)
+        most = max(each.ndim for each in tensors)
+        return all(each.ndim == most for each in tensors if isinstance(each, TokenShard))
+
+    def _get_argument(self, place: int, name: str) -> Any:
+        if place < self._count:
+            return self._values[place]
+        return self._values[self._count + self._names.index(name)] if name in self._names else None
 
 
 def _has_all_tokens(tensor: Tensor, like: TokenShard) -> bool:
-    """Return whether a whole tensor has the batch and the tokens of ``like``, so that it can be cut."""
-    return tensor.ndim == like.own.ndim and tensor.shape[:_BATCHED] == like.shape[:_BATCHED]
+    """Return whether a plain tensor has the batch and the tokens of ``like``, so that it can be cut."""
+    is_plain = not isinstance(tensor, TokenShard) and not like.is_flat
+    return is_plain and tensor.ndim == like.own.ndim and tensor.shape[:_TOKEN_DIMS] == like.shape[:_TOKEN_DIMS]
 
 
-def _call_by_token(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func`` with this rank's tokens of all arguments; return NotImplemented if it needs whole tensors."""
-    if not _is_by_token(func, args, kwargs):
-        return NotImplemented
-    like = next(_find_shards((args, kwargs)))
-    split, place = like.token_split, like.own.ndim - _TIME  # of the tokens, counted from the last dimension
-    given = [*args, *kwargs.values()]
-    leaves = [
-        split.cut(each) if not isinstance(each, TokenShard) and _has_all_tokens(each, like) else each
-        for each in given
-        if isinstance(each, Tensor)
-    ]
-
-    def call(*tensors: Tensor) -> Tensor:
-        replacing = iter(tensors)
-        values = [next(replacing) if isinstance(each, Tensor) else each for each in given]
-        own = dict(zip(kwargs, values[len(args) :], strict=True))
-        result: Tensor = func(*values[: len(args)], **own)
-        return result
-
-    is_shared = [torch.is_grad_enabled() and each.requires_grad and not isinstance(each, TokenShard) for each in leaves]
-    own = []
-    for each, shared in zip(leaves, is_shared, strict=True):
-        if isinstance(each, TokenShard):
-            own.append(each.own)
-            continue
-        if shared:
-            each = each.detach() if split.is_ordered else _Shared.apply(split, each)
-        has_tokens = each.ndim >= place and each.shape[-place] == like.shape[_TIME]
-        own.append(split.take_own(each, each.ndim - place) if has_tokens else each)
-    result = call(*own)
-    if split.is_ordered and any(is_shared):
-        inputs = [each.own.detach() if isinstance(each, TokenShard) else each for each in leaves]
-        is_own = [isinstance(each, TokenShard) for each in leaves]
-        result = _FromWhole.apply(split, call, is_own, is_shared, result, *inputs)
-    return TokenShard(result, split, is_flat=like.is_flat)
+def _convert(func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Convert ``tensor`` to a dtype or device, perhaps that of another tensor."""
+    others = [each.own if isinstance(each, TokenShard) else each for each in args]
+    named = {name: each.own if isinstance(each, TokenShard) else each for name, each in kwargs.items()}
+    if not isinstance(tensor, TokenShard):
+        return func(tensor, *others, **named)
+    return TokenShard(func(tensor.own, *others, **named), tensor.token_split, is_flat=tensor.is_flat)
 
 
 def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -334,17 +435,17 @@ def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = Fal
     if not training or p == 0.0:
         return input
     with torch.no_grad():
-        scale = F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p)
-        own = input.token_split.take_own(scale.view(input.own.shape[0], -1, *input.own.shape[_BATCHED:]))
+        own = input.take_own(F.dropout(torch.ones(input.shape, dtype=input.dtype, device=input.device), p))
     dropped = input.own.mul_(own) if inplace else input.own * own
     return TokenShard(dropped, input.token_split, is_flat=input.is_flat)
 
 
 def _reshape(func: Callable[..., Tensor], shard: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merge batch and time, or return NotImplemented."""
-    shape = func(torch.empty(shard.shape, device="meta"), *args, **kwargs).shape
-    flat = (len(shard.own) * shard.own.shape[_TIME] * shard.token_split.group.size(), *shard.own.shape[_BATCHED:])
-    return TokenShard(shard.own, shard.token_split, is_flat=True) if shape == flat else NotImplemented
+    """Merge batch and time; return NotImplemented for any other shape, or for a view as another dtype."""
+    viewed = func(torch.empty(shard.shape, dtype=shard.dtype, device="meta"), *args, **kwargs)
+    flat = (len(shard.own) * shard.own.shape[1] * shard.token_split.group.size(), *shard.own.shape[_TOKEN_DIMS:])
+    is_merged = viewed.shape == flat and viewed.dtype == shard.dtype
+    return TokenShard(shard.own, shard.token_split, is_flat=True) if is_merged else NotImplemented
 
 
 def _compute_cross_entropy(
@@ -357,18 +458,32 @@ def _compute_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute the cross entropy of this rank's tokens, and add those of all in the order of one process."""
+    """Compute the cross entropy of each of this rank's tokens, and sum over all tokens in the order of one process."""
     is_usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     if not (is_usual and isinstance(input, TokenShard) and input.is_flat and input.ndim == 2 and target.ndim == 1):
         return NotImplemented
-    split, batch = input.token_split, len(input.own)
-    own = split.take_own(target.view(batch, -1)).flatten()
+    own = input.take_own(target).flatten()
     losses = F.cross_entropy(input.own.flatten(0, 1), own, ignore_index=ignore_index, reduction="none")
-    whole: Tensor = _Gather.apply(split, losses.view(batch, -1)).flatten()
+    whole = TokenShard(losses.view(len(input.own), -1), input.token_split).gather_all().flatten()
     if reduction == "none":
         return whole
     classes = torch.where(target == ignore_index, -100, 0)  # one class: the loss is its negative score
     return F.nll_loss(-whole[:, None], classes, reduction=reduction)
+
+
+def _register_hook(shard: TokenShard, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Register a hook for the gradient; FSDP's hooks, which only await it, receive this rank's tokens."""
+    register: Any = shard.own.register_hook
+    if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
+        return register(hook)
+    split, is_flat, shape = shard.token_split, shard.is_flat, shard.own.shape
+
+    def call_with_whole(gradient: Tensor) -> Tensor | None:
+        whole = split.gather(gradient)
+        changed = hook(whole.flatten(0, 1) if is_flat else whole)
+        return None if changed is None else split.take_own(changed.reshape(shape[0], -1, *shape[_TOKEN_DIMS:]))
+
+    return register(call_with_whole)
 
 
 class _Cut(torch.autograd.Function):
@@ -385,18 +500,37 @@ class _Cut(torch.autograd.Function):
         return None, ctx.split.gather(gradients[0])
 
 
-class _Gather(torch.autograd.Function):
-    """Gathers tokens; each rank has the gradients of its own."""
+class _CopyOfTokens(torch.autograd.Function):
+    """Gathers tokens, once for all equal arguments; each rank has the gradients of its part.
+
+    It returns views, so that autograd refuses to change a copy, or a view of it, in place.
+    """
 
     @staticmethod
-    def forward(ctx: Any, split: TokenSplit, own: Tensor) -> Tensor:
+    def forward(ctx: Any, split: TokenSplit, *owns: Tensor) -> tuple[Tensor, ...]:
         ctx.split = split
-        return split.gather(own)
+        ctx.set_materialize_grads(False)
+        whole = split.gather(owns[0])
+        return tuple(whole.view_as(whole) for _ in owns)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_second_gradient()
-        return None, ctx.split.take_own(gradients[0])
+        split: TokenSplit = ctx.split
+        for each in gradients:
+            if split.is_ordered and each is not None and _is_transposed(each):
+                raise ConfigError(
+                    "a tensor whose tokens are divided over ranks is transposed, so its gradient has other strides, "
+                    "and sums over tokens would have another order than in one process. Transpose the output of a "
+                    f"layer instead, or set {split.key}=false."
+                )
+        return None, *(None if each is None else split.take_own(each) for each in gradients)
+
+
+def _is_transposed(tensor: Tensor) -> bool:
+    """Return whether the order of dimensions in memory is not that of the shape."""
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride > 0]
+    return strides != sorted(strides, reverse=True)
 
 
 class _Exchange(torch.autograd.Function):
@@ -424,7 +558,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         _refuse_second_gradient()
-        return None, ctx.split.reduce(gradients[0])
+        return None, ctx.split.sum_gradient(gradients[0])
 
 
 class _FromWhole(torch.autograd.Function):
@@ -438,7 +572,7 @@ class _FromWhole(torch.autograd.Function):
     def forward(
         ctx: Any,
         split: TokenSplit,
-        call: Callable[..., Tensor],
+        call: _TokenCall,
         is_own: Sequence[bool],
         is_shared: Sequence[bool],
         result: Tensor,
@@ -460,67 +594,52 @@ class _FromWhole(torch.autograd.Function):
             for each, is_part, shared in zip(ctx.saved_tensors, ctx.is_own, ctx.is_shared, strict=True)
         ]
         with torch.enable_grad(), torch.autocast(device, dtype, enabled):
-            result = ctx.call(*wholes)
+            result = ctx.call.call(wholes)
         shared = [each for each in wholes if each.requires_grad]
         found = iter(torch.autograd.grad(result, shared, split.gather(gradients[0])))
         return None, None, None, None, gradients[0], *(next(found) if each else None for each in ctx.is_shared)
 
 
-def _refuse_second_gradient() -> None:
-    """Raise ConfigError in a backward pass that is differentiated again."""
-    if torch.is_grad_enabled():
-        raise ConfigError(
-            "a gradient is differentiated again (create_graph=True), which is not supported for parts of the tokens. "
-            f"{_REMEDY}"
-        )
-
-
-def _list_getters(*names: str) -> list[Any]:
-    return [getattr(Tensor, name).__get__ for name in names]
-
-
 _METADATA = frozenset(
     (
-        *_list_getters(
-            "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf", "grad_fn", "is_sparse"
-        ),
-        *_list_getters("is_cuda", "is_cpu", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes"),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout")),
         *(
-            Tensor.size,
-            Tensor.dim,
-            Tensor.numel,
-            torch.numel,
-            Tensor.nelement,
-            Tensor.__len__,
-            Tensor.is_floating_point,
+            getattr(Tensor, name).__get__
+            for name in ("is_leaf", "grad_fn", "is_sparse", "is_cuda", "is_cpu", "is_meta")
         ),
-        *(torch.is_floating_point, torch.is_tensor, Tensor.is_complex, torch.is_complex, Tensor.element_size),
+        *(getattr(Tensor, name).__get__ for name in ("is_quantized", "is_nested", "itemsize", "nbytes", "_base")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, torch.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size),
+        *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, torch.is_tensor),
         *(Tensor.get_device, Tensor.is_contiguous, Tensor.__hash__),
     )
 )
+_COMPARING = frozenset((F.multi_head_attention_forward,))  # it compares its arguments by identity
+_CONVERSIONS = (Tensor.to, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
 _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     F.dropout: _drop,
     F.cross_entropy: _compute_cross_entropy,
-    Tensor.register_hook: lambda shard, hook: shard.own.register_hook(hook),  # FSDP awaits the backward pass with it
+    Tensor.register_hook: _register_hook,
+    **{func: partial(_convert, func) for func in _CONVERSIONS},
     **{func: partial(_reshape, func) for func in (torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape)},
 }
-_REFUSED = frozenset((Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.backward))
+_REFUSED = frozenset(
+    (Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.backward, torch.autograd.grad)
+)
 _IN_PLACE = frozenset(
     (
         *(Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_),
         *(Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__),
     )
 )
-_OPERATORS = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
 _POWERS = frozenset((torch.pow, Tensor.pow, Tensor.__pow__))
-_ELEMENTWISE = frozenset(  # exact, so that vector and scalar instructions agree
+_ROOTS = frozenset((torch.rsqrt, Tensor.rsqrt))
+_MEANS = frozenset((torch.mean, Tensor.mean))
+_NORMS = frozenset((F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm))
+_ELEMENTWISE = frozenset(  # vector and scalar instructions round these equally, unlike exp, for example
     (
         *(getattr(kind, name) for kind in (torch, Tensor) for name in ("add", "sub", "mul", "div", "neg", "square")),
         *(getattr(Tensor, f"__{name}__") for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg")),
-        *(Tensor.to, Tensor.float, Tensor.bfloat16, Tensor.half, Tensor.double, Tensor.type_as, Tensor.contiguous),
-        *(Tensor.clone, torch.clone, Tensor.detach, torch.rsqrt, Tensor.rsqrt, torch.sqrt, Tensor.sqrt),
-        *(*_POWERS, *_IN_PLACE),
+        *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.sqrt, Tensor.sqrt, *_ROOTS),
     )
 )
-_MEANS = frozenset((torch.mean, Tensor.mean))
-_NORMS = frozenset((F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm))
+_BY_TOKEN = _ELEMENTWISE | _IN_PLACE | _POWERS | _MEANS | _NORMS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn, final
 
 import torch
@@ -21,7 +22,7 @@ from worldsize.strategies.layer_streams import LayerStreams
 from worldsize.strategies.mesh.groups import Edges
 from worldsize.strategies.mesh.sums import StageSums
 from worldsize.strategies.model_replica import autocast
-from worldsize.strategies.token_shard import TokenShard, TokenSplit
+from worldsize.strategies.token_shard import TokenShard
 
 SEQUENCE = 1  # dimension of sequences in tensors between stages; dimension 0 is the batch
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -80,6 +81,10 @@ class KnownOutput(nn.Module):
         )
 
 
+def _return_whole(output: Tensor) -> Tensor:
+    return output
+
+
 @final
 class Stage(nn.Module):
     """Consecutive layers of the model; the input of the first stage is ``Recipe.model_inputs``.
@@ -104,7 +109,7 @@ class Stage(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.index, self._first, self.is_last = index, first, is_last
-        self._token_split: TokenSplit | None = None  # of the last stage's output, if it has a part of the tokens
+        self._wrap_output: Callable[[Tensor], Tensor] = _return_whole  # for loss and evaluation, in the last stage
         self._recipe, self._device, self._precision, self.chunks = recipe, device, precision, chunks
         self._is_trial = False  # whether batches are already cut
         self.at: Callable[[str], None] = lambda point: None  # called where a fault may be injected
@@ -155,6 +160,7 @@ class Stage(nn.Module):
         for each in hidden:
             if each.requires_grad:
                 each.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]  # gloo requires it of messages
+        self._wrap_output = _return_whole
         args: tuple[Any, ...] = hidden if self._inputs is None else self._inputs
         if self._inputs is None and self.chunks is not None:
             args = tuple(self.chunks.wrap(each, SEQUENCE) for each in hidden)
@@ -173,7 +179,7 @@ class Stage(nn.Module):
             output = output.join(SEQUENCE)
         if isinstance(output, TokenShard):
             if self.is_last:
-                self._token_split = output.token_split
+                self._wrap_output = partial(TokenShard, split=output.token_split, is_flat=output.is_flat)
                 return output.own
             output = output.gather_all()
         return output.contiguous()
@@ -213,9 +219,7 @@ class Stage(nn.Module):
     def create_model(self, output: Tensor) -> KnownOutput:
         """Return a stand-in for the whole model that returns the last stage's ``output``, for loss and evaluation."""
         assert self.streams is not None
-        known = output if self.chunks is None else self.chunks.wrap(output, SEQUENCE)
-        if self._token_split is not None:
-            known = TokenShard(output, self._token_split)
+        known = self._wrap_output(output) if self.chunks is None else self.chunks.wrap(output, SEQUENCE)
         return KnownOutput(known, self.streams.enter_loss)
 
     @contextmanager
