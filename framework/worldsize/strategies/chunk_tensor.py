@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from worldsize.core import ConfigError, Loss, LossOutput, MicroBatch, Recipe
 from worldsize.seeds import get_generator_state, set_generator_state
 
 _Metrics = Mapping[str, tuple[Tensor | float, ...]]
+_T = TypeVar("_T", bound=Tensor)
 
 
 @final
@@ -232,7 +233,7 @@ class _Call:
 
     def __init__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._func, self._args, self._kwargs = func, args, kwargs
-        self._chunks = [*_find_chunks(args), *_find_chunks(kwargs)]
+        self._chunks = list(find_tensors((args, kwargs), Chunks))
         self._layout = self._chunks[0].chunk_layout
         self._is_ragged = func in _RAGGED or any(each.is_ragged for each in self._chunks)
 
@@ -315,15 +316,16 @@ def writes_in_place(func: Callable[..., Any]) -> bool:
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
-def _find_chunks(node: Any) -> Iterator[Chunks]:
-    if isinstance(node, Chunks):
+def find_tensors(node: Any, kind: type[_T]) -> Iterator[_T]:
+    """Iterate over the tensors of a class in tuples, lists and mappings of arguments."""
+    if isinstance(node, kind):
         yield node
     elif isinstance(node, tuple | list):
         for each in node:
-            yield from _find_chunks(each)
+            yield from find_tensors(each, kind)
     elif isinstance(node, Mapping):
         for each in node.values():
-            yield from _find_chunks(each)
+            yield from find_tensors(each, kind)
 
 
 def _select_parts(node: Any, count: int, layout: ChunkLayout) -> list[Any]:

@@ -15,7 +15,7 @@ computes their cross entropy. Unlike with outputs divided by classes, this is ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -31,7 +31,7 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 from worldsize.collectives.group import start_collective
 from worldsize.collectives.slice_sums import scatter_slices, sum_slices
 from worldsize.core import ConfigError, Recipe
-from worldsize.strategies.chunk_tensor import call_by_part, writes_in_place
+from worldsize.strategies.chunk_tensor import call_by_part, find_tensors, writes_in_place
 
 _TOKEN_DIMS = 2  # batch and time, the first dimensions
 
@@ -234,7 +234,7 @@ class TokenShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        (first, *_) = _find_shards((args, kwargs or {}))
+        (first, *_) = find_tensors((args, kwargs or {}), TokenShard)
         raise _create_refusal(str(func), first.token_split.key)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -259,7 +259,7 @@ def _gather_arguments(func: Callable[..., Any], arguments: Any) -> Any:
 
     A shard that occurs several times is gathered once. Its gradients are added one by one, as by one process.
     """
-    shards, copies = list(_find_shards(arguments)), dict[int, list[Tensor]]()
+    shards, copies = list(find_tensors(arguments, TokenShard)), dict[int, list[Tensor]]()
     for shard in shards:
         if id(shard) not in copies:
             uses = sum(each is shard for each in shards)
@@ -302,7 +302,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     with DisableTorchFunctionSubclass():
         if func in _METADATA:
             return func(*args, **kwargs)
-        shards = list(_find_shards((args, kwargs)))
+        shards = list(find_tensors((args, kwargs), TokenShard))
         key = shards[0].token_split.key
         if any(shard.grad_fn is not None for shard in shards):
             _refuse_gradient(key, shards[0])
@@ -314,16 +314,6 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         raise _create_refusal(getattr(func, "__name__", str(func)), key)
     whole_args, whole_kwargs = _gather_arguments(func, (args, kwargs))
     return func(*whole_args, **whole_kwargs)
-
-
-def _find_shards(node: Any) -> Iterator[TokenShard]:
-    if isinstance(node, TokenShard):
-        yield node
-    elif isinstance(node, tuple | list):
-        for each in node:
-            yield from _find_shards(each)
-    elif isinstance(node, Mapping):
-        yield from _find_shards(tuple(node.values()))
 
 
 @final
