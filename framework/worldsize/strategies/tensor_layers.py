@@ -236,7 +236,7 @@ class _DividedLinear(_Divided):
             inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         checks_draws = self.is_ordered and layer.training
         if self._style == "row":
-            if checks_draws:
+            if checks_draws and type(inputs) is Tensor:  # the fakes of a rehearsal have no random numbers
                 self._draws.check(self._name, device)
             split = self._token_split
             if split is not None and split.can_divide(inputs):
@@ -251,7 +251,7 @@ class _DividedLinear(_Divided):
                 outputs = _Column.apply(inputs.reshape(-1, inputs.shape[-1]), weight, bias, self, None)
             if self.is_ordered and self._style == "column":
                 self._check_size(outputs)
-                if checks_draws:
+                if checks_draws and type(outputs) is Tensor:
                     self._draws.mark(device)
         outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
         if self._style != "gathered":

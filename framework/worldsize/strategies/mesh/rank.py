@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,7 +139,7 @@ class MeshRank:
         root = CallingRoot(model)
         shard_model(self.recipe, model, [root], mesh, self.sharding)
         deferred.fill_tensors(self.context.world.device)
-        model.to(self.context.world.device)
+        _move(model, self.context.world.device)
         guard_units(root, remedy=_format_remedy(self.layout), names_uses=not self.context.numerics.compile)
         ranks = self._logical_ranks
         sums = _WithMeshNorm(
@@ -185,7 +187,7 @@ class MeshRank:
         shard_model(self.recipe, model, mine, mesh, self.sharding)
         deferred.fill_tensors(device, lambda slot: owned.has_tensor(slot.module, slot.name))
         for stage in mine:
-            stage.to(device)
+            _move(stage, device)
             stage.register_index_hook()
         owned.leave_others()
         pipeline = self._pipeline(mine, owned, mesh, parts.get_group())
@@ -237,6 +239,12 @@ class MeshRank:
             if group := self._groups.create_group(ranks):
                 found.append(Tied(owned.parameters(names), group, [ranks.index(owner) for owner in owners]))
         return found
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move ``module`` to ``device`` unless it is there: ``Module.to`` cannot replace the fakes of a rehearsal."""
+    if any(each.device != device for each in itertools.chain(module.parameters(), module.buffers())):
+        module.to(device)
 
 
 def _prepare_optimizer(optimizer: Optimizer) -> None:
