@@ -32,7 +32,7 @@ _FRACTION, _SPECIAL = 52, 0x7FF  # float64: number of fraction bits; exponent of
 
 
 def _reachable(tensor: Tensor, world: World) -> tuple[Tensor, ProcessGroup | None]:
-    """Return the tensor and the group to exchange; host memory uses the gloo group, if any.
+    """Return the tensor to exchange and its group; host memory uses the gloo group, if any.
 
     This avoids waiting for the device. Without a gloo group, ranks exchange a copy of ``tensor`` on the device.
     """

@@ -1,7 +1,7 @@
 """Sums over logical slices that several ranks hold, in one fixed tree.
 
-Slice 2i is added to slice 2i + 1, and so on with the sums. A rank holds consecutive slices, a power of two, so the
-first levels of the tree are local; results have the same bits at each number of ranks. In half precision, sums are
+Slice 2i is added to slice 2i + 1, and so on with the sums. A rank holds 2^k consecutive slices, so the first
+levels of the tree are local; results have the same bits at every number of ranks. In half precision, sums are
 taken in float32, and rounded once.
 """
 
@@ -20,9 +20,9 @@ from worldsize.collectives.group import start_collective
 
 
 def sum_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | None, *, is_ordered: bool) -> Tensor:
-    """Return the sum of ``parts``, this rank's ``count`` slices, and of those on the other ranks of ``group``.
+    """Return the sum of ``parts``, this rank's ``count`` slices, over all ranks of ``group``.
 
-    All have the same shape, and so has the result. ``is_ordered``: sum in the fixed tree; otherwise in the order of the
+    All slices and the result have the same shape. ``is_ordered``: sum in the fixed tree; otherwise in the order of the
     backend.
     """
     total, dtype = _sum_own(parts, count)
@@ -43,7 +43,7 @@ def sum_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | None, 
 def scatter_slices(parts: Iterable[Tensor], count: int, group: ProcessGroup | None) -> Tensor:
     """Return this rank's rows of the sum of ``parts``, ``count`` tensors of shape (rows, ...), over all ranks.
 
-    Each rank gets as many consecutive rows. Sums are taken in the tree of :func:`sum_slices`.
+    Each rank gets an equal number of consecutive rows. Sums are taken in the tree of :func:`sum_slices`.
     """
     total, dtype = _sum_own(parts, count)
     if group is None:
@@ -69,7 +69,7 @@ def _sum_shards(mine_ps: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_pairs(nodes: Iterable[Tensor]) -> Tensor:
-    """Sum a power of two of tensors with the same shape, neighbor by neighbor, with few partial sums in memory."""
+    """Sum 2^k tensors of the same shape in pairs of neighbors, with few partial sums in memory."""
     sums: list[tuple[int, Tensor]] = []  # number of nodes and their sum, largest first
     for node in nodes:
         size, total = 1, node

@@ -135,7 +135,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Block:
-    """A kind of data-parallel replica: processes that hold a whole model together."""
+    """Shape of a data-parallel replica: processes that together hold one complete model."""
 
     size: int = 1
     """Number of processes."""
@@ -157,8 +157,8 @@ class Role:
     min_processes: int | None = None
     """Number of live processes that the run needs to continue after failures; None: all."""
     blocks: tuple[Block, ...] = (Block(),)
-    """Possible data-parallel replicas, the preferred one first. A healing role trains in whole blocks of the one that
-    leaves the fewest processes waiting."""
+    """Possible shapes of a data-parallel replica, the preferred one first. A healing role trains in whole blocks of the
+    shape that leaves the fewest processes waiting."""
 
 
 @dataclass(frozen=True)

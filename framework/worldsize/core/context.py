@@ -49,7 +49,7 @@ class FaultPoints(Protocol):
 
 
 class StopFlag(Protocol):
-    """Flag that is set once this process is requested to stop."""
+    """Flag that is set once this process is asked to stop."""
 
     def is_wanted(self) -> bool:
         """Return whether a stop signal has arrived."""

@@ -240,7 +240,7 @@ class MembershipChanged:
         lost: Cause of death of each lost process, by its global rank.
         joined: Global ranks of the new members.
         seconds: Time from the interruption of this process until it resumes.
-        asked: Who requested a process to join or leave ("workers" or "autoscale"), by the process's global rank.
+        asked: Who asked a process to join or leave ("workers" or "autoscale"), by the process's global rank.
         update_samples: Samples per update, before and after this change; None if unknown.
         waiting: Global ranks of former members that do not form a whole block and wait for others to join.
         axes: Sizes of the mesh axes from now on, by name; empty if all members are data-parallel.

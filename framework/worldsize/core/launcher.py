@@ -79,7 +79,7 @@ class Failure:
 
 
 class MembershipRecord(TypedDict):
-    """One membership of a healing gang: the processes that trained together, and their first step.
+    """One membership of a healing gang: the processes that trained together, and from which step.
 
     Attributes:
         number: Number of the membership in the attempt, from 1.

@@ -173,7 +173,7 @@ class FilePath(Limit):
 
 @final
 class ReservedNames(Limit):
-    """A mapping without reserved names, with ``_`` or ``-``, or abbreviated to at least 3 letters.
+    """A mapping without reserved names; ``_`` equals ``-``, and prefixes of 3 or more letters are reserved too.
 
     Args:
         remedies: the reserved names, each with an imperative for the error message, e.g. "Set cluster.nodes".

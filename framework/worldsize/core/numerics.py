@@ -57,10 +57,10 @@ class Numerics:
         activation_checkpointing: Activations of a block that are recomputed in the backward pass instead of stored:
             all ("full"), or all except the results of matrix products and attention ("selective").
         activation_offload: Whether to keep activations in host memory until the backward pass.
-        logical_tensor: Number of slices, a power of two, in which layers of the recipe's tensor plan are computed; the
-            same bits at each ``strategy.tensor`` that divides it. 1: whole layers.
-        logical_context: Number of chunks per sequence, a power of two, computed one by one; the same bits at each
-            ``strategy.context`` that divides it. 1: whole sequences.
+        logical_tensor: Number of slices, a power of two, into which layers of the recipe's tensor plan are split.
+            Results are bitwise identical at every ``strategy.tensor`` that divides it. 1: whole layers.
+        logical_context: Number of chunks per sequence, a power of two, computed one by one. Results are bitwise
+            identical at every ``strategy.context`` that divides it. 1: whole sequences.
     """
 
     precision: PrecisionName = "fp32"

@@ -216,15 +216,15 @@ class Recipe(ABC):
         return {}
 
     def tensor_units(self, model: nn.Module) -> Mapping[str, int]:
-        """Return numbers of units that are not cut by tensor parallelism, such as attention heads, by their names."""
+        """Return counts of units that tensor parallelism must not split, by name, e.g. ``{"recipe.heads": 12}``."""
         return {}
 
     def cut_sequences(self, batch: Batch, cut: Callable[[Tensor, int], Tensor]) -> Batch:
-        """Return ``batch`` with ``cut(tensor, dim)`` for each tensor that has a sequence, along dimension ``dim``.
+        """Return ``batch`` with ``cut(tensor, dim)`` applied to each tensor with sequences along dimension ``dim``.
 
         Context parallelism calls it before :meth:`loss`, :meth:`evaluate` and :meth:`model_inputs`. They then see a
-        chunk of each sequence, and return the sum over its tokens and their number; a mean weighs all chunks alike.
-        Shift targets before the cut. In the model, only ``scaled_dot_product_attention`` may combine tokens, and
+        chunk of each sequence, and return the sum over its tokens and the token count; a mean weights chunks equally.
+        Shift targets before cutting. In the model, only ``scaled_dot_product_attention`` may combine tokens, and
         positions must come from :func:`~worldsize.strategies.sequence_chunks.sequence_positions`. For a batch of inputs
         and targets, both (batch, time)::
 

@@ -229,7 +229,7 @@ class Strategy(ABC):
     def __post_init__(self) -> None:
         check_limits(type(self), vars(self), key="strategy")
 
-    def check_numerics(self, numerics: Numerics) -> None:  # noqa: B027 - most strategies carry all of them
+    def check_numerics(self, numerics: Numerics) -> None:  # noqa: B027 - most strategies support all of them
         """Raise ConfigError if this strategy does not support ``numerics``; called before a process starts."""
 
     @abstractmethod

@@ -315,7 +315,7 @@ def _check_alone(dataset: Iterable[Any]) -> None:
 
 @final
 class _Ahead(IterableDataset[Any]):
-    """Data set for a DataLoader worker: yields steps, and at the end a WorldsizeError if there is one."""
+    """Data set for a DataLoader worker: yields steps, and finally a WorldsizeError if reading fails."""
 
     def __init__(self, reading: _Reading, begin: _Beginning) -> None:
         self._reading, self._begin = reading, begin

@@ -35,7 +35,7 @@ Request = tuple[int, int]
 
 
 class Fetcher(Protocol):
-    """Loads the batch for a request, in the method that a DataLoader calls with a list of indices."""
+    """Loads the batch for a request; a DataLoader calls ``__getitems__`` with a list of indices."""
 
     def __getitems__(self, request: Request) -> Batch: ...
 

@@ -49,7 +49,7 @@ def muon(
             the output layer.
 
     Raises:
-        ConfigError: a pattern has no matches, or AdamW does not have an option.
+        ConfigError: a pattern has no matches, or an option in ``adamw`` is unknown or malformed.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
     """

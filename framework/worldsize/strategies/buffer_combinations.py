@@ -51,7 +51,7 @@ class StepShape:
 
     @property
     def passes(self) -> int:
-        """Maximum number of micro-batches per process, if all must make equally many passes."""
+        """Number of passes per process if all must make equally many: the maximum of their micro-batches."""
         return -(-self.logical_ranks // self.size)
 
     def logical_rank(self, batch: int) -> int:
@@ -191,7 +191,7 @@ class _Same(Combination):
 
 @final
 class _Equal(Combination):
-    """Keeps the values of a micro-batch, after checking that all logical ranks have equal bits."""
+    """Keeps the values of a micro-batch, after checking that they are bitwise equal on all logical ranks."""
 
     def __init__(self, slots: Sequence[BufferSlot], shape: StepShape) -> None:
         self._slots, self._shape = slots, shape

@@ -6,8 +6,8 @@ mask is created. Keys and values are gathered again in the backward pass instead
 parallelism (arXiv 2407.21783, section 3.3.2); a rank keeps only its own chunks. Their gradients are summed over the
 chunks of queries in the tree of the layout.
 
-On CPUs, both passes use torch's flash kernels. On other devices, and for masks, the backward pass computes the
-attention of a chunk again, with the kernels that torch selects.
+On CPUs, both passes use torch's flash kernels. On other devices, and for masks, the backward pass recomputes the
+attention of a chunk, with the kernels that torch selects.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _flash, _flash_backward = (getattr(torch.ops.aten, name) for name in (_KERNEL, f
 class _Options:
     is_causal: bool
     scale: float | None
-    masks: Sequence[Tensor | None]  # for each part, of its queries and all keys
+    masks: Sequence[Tensor | None]  # for each part, broadcastable to (its queries, all keys)
 
     def uses_flash(self, query: Tensor, value: Tensor) -> bool:
         """Return whether to use torch's flash kernels for CPUs, since they return the log-sum-exp."""
@@ -60,7 +60,7 @@ def attend_by_chunk(
     :func:`~worldsize.strategies.sequence_chunks.document_mask`.
 
     Raises:
-        ConfigError: attention has dropout, a mask for the keys of one chunk, or tensors that are not in chunks.
+        ConfigError: an argument is not supported, such as dropout, a mask over one chunk's keys, or unchunked tensors.
     """
     if dropout_p:
         raise ConfigError(
@@ -106,7 +106,7 @@ def _list_masks(layout: ChunkLayout, mask: Tensor | None, key: Chunks) -> Sequen
 
 
 class _Attention(torch.autograd.Function):
-    """Outputs for each part of queries, keys and values."""
+    """Attention over gathered keys and values, with one output per part of the queries."""
 
     @staticmethod
     def forward(ctx: Any, layout: ChunkLayout, options: _Options, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
         of_queries: list[Tensor] = []
 
         def differentiate() -> Iterator[Tensor]:
-            """Yield the gradients of all keys and values from the queries of each part."""
+            """Yield each query part's contribution to the gradients of all keys and values."""
             for index, blocks in enumerate(_list_blocks(layout, queries[0], whole_k, options)):
                 if sums:
                     known = (outputs[index], sums[index], gradients[index])
@@ -173,7 +173,7 @@ def _gather_pairs(layout: ChunkLayout, keys: Sequence[Tensor], values: Sequence[
 @final
 @dataclass(frozen=True)
 class _Span:
-    """Queries [first, last) of a part, keys [0, past) for all of them, and keys [past, end) up to their own place."""
+    """Queries [first, last) of a part. All attend to keys [0, past), and causally to keys [past, end)."""
 
     first: int
     last: int
@@ -182,7 +182,7 @@ class _Span:
 
 
 def _list_blocks(layout: ChunkLayout, query: Tensor, keys: Tensor, options: _Options) -> Iterator[list[_Span]]:
-    """Yield the blocks of each part, one for each of its chunks if attention is causal, otherwise one."""
+    """Yield the blocks of each part, one per chunk if attention is causal, otherwise a single one."""
     length = query.shape[-2] // layout.chunks_per_part
     for part in layout.parts:
         if options.is_causal:
@@ -195,7 +195,7 @@ def _list_blocks(layout: ChunkLayout, query: Tensor, keys: Tensor, options: _Opt
 
 
 def _repeat_heads(query: Tensor, shared: Tensor) -> Tensor:
-    """Return keys or values for each head of ``query``, of shape (batch, heads, time, features)."""
+    """Repeat the heads of keys or values to match ``query``; both are (batch, heads, time, features)."""
     groups = query.shape[1] // shared.shape[1]
     return shared if groups == 1 else shared.repeat_interleave(groups, 1)
 
@@ -225,10 +225,10 @@ def _merge_blocks(
 
 
 def _merge_sums(past: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-sum-exp of both (batch, heads, queries), and the share of each.
+    """Return the combined log-sum-exp (batch, heads, queries), and the weight of each input in it.
 
-    Kernels round the last elements of a tensor differently, so that padding keeps the bits of a head at each number of
-    heads on a rank.
+    Kernels round the last elements of a tensor differently. Padding makes the bits of a head independent of the number
+    of heads on a rank.
     """
     flat = [F.pad(each.flatten(), (0, -each.numel() % VECTOR)) for each in (past, present)]
     total = torch.logaddexp(*flat)
@@ -245,7 +245,7 @@ def _differentiate_blocks(
     blocks: Sequence[_Span],
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a part's queries, and of all keys and values from them.
+    """Return the gradients of a part's queries, and their contributions to those of all keys and values.
 
     ``known``: the part's output, its log-sum-exp, and the gradient of the output.
     """
@@ -293,7 +293,7 @@ def _differentiate_again(
     blocks: Sequence[_Span],
     scale: float | None,
 ) -> Sequence[Tensor]:
-    """Compute the attention of a part again, and return its gradients of queries, keys and values."""
+    """Recompute the attention of a part; return the gradients of its queries, and of all keys and values."""
     leaves = [each.detach().requires_grad_() for each in (query, keys, values)]
     with torch.enable_grad():
         output = _attend(leaves[0], leaves[1], leaves[2], mask, blocks, scale)

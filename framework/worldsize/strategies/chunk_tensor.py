@@ -1,4 +1,4 @@
-"""Context parallelism: sequences are cut into chunks, with the same bits at each ``strategy.context``.
+"""Context parallelism over chunks of sequences, optionally with the same bits at every ``strategy.context``.
 
 All chunks have the same length. Operations of the model run on one chunk at a time. Only attention combines tokens
 (:mod:`worldsize.strategies.chunk_attention`). With ``logical_context=C``, each of C chunks is computed separately on
@@ -9,7 +9,7 @@ data-parallel ranks.
 Under a causal mask, the last chunk attends to C times as many keys as the first. A rank therefore holds chunks from
 both ends: consecutive elements of the tree's order 0, C-1, 1, C-2, ...
 
-The model runs as it is written: each operation sees chunks instead of whole sequences. Operations whose result would
+The model runs unchanged: each operation sees chunks instead of whole sequences. Operations whose result would
 depend on the division of chunks over ranks are refused.
 """
 
@@ -45,8 +45,8 @@ class ChunkLayout:
     Attributes:
         chunks: Number of chunks, a power of two.
         size: Number of ranks that share a sequence.
-        rank: This rank among them.
-        group: These ranks; None if there is only one.
+        rank: Index of this rank among them.
+        group: Their process group; None if there is only one.
         is_ordered: Whether each chunk is computed by itself, with sums in the fixed tree. Otherwise, this rank's chunks
             are one tensor.
         is_complete: Whether gradients, losses and metrics are summed over the ranks. Otherwise, they cover only this
@@ -62,11 +62,11 @@ class ChunkLayout:
 
     @cached_property
     def parts(self) -> Sequence[Sequence[int]]:
-        """The chunks in each tensor of this rank."""
+        """Indices of the chunks in each tensor of this rank."""
         return self._list_parts(self.rank)
 
     def _list_parts(self, rank: int) -> Sequence[Sequence[int]]:
-        """Return the chunks in each tensor of ``rank``: as many consecutive ones, in the order of the tree."""
+        """Return the chunk indices in each tensor of ``rank``; ranks hold equal, consecutive runs in tree order."""
         held = self.chunks // self.size
         places = range(rank * held, (rank + 1) * held)
         own = [self.chunks - 1 - place // 2 if place % 2 else place // 2 for place in places]
@@ -89,7 +89,7 @@ class ChunkLayout:
         return "logical_context" if self.is_ordered else "strategy.context"
 
     def wrap(self, joined: Tensor, dim: int) -> Chunks:
-        """Return the chunks in the result of :meth:`Chunks.join`."""
+        """Split the result of :meth:`Chunks.join` into chunks again."""
         return Chunks([each.contiguous() for each in joined.chunk(len(self.parts), dim)], self)
 
     def gather(self, parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -103,7 +103,7 @@ class ChunkLayout:
         return torch.cat([pieces[place] for place in range(self.chunks)], dim)
 
     def scatter_sum(self, wholes: Iterable[Tensor], dim: int) -> list[Tensor]:
-        """Return this rank's parts of the sum of ``wholes``, one for each part of each rank."""
+        """Return this rank's parts of the sum of ``wholes``; every part of every rank contributes one tensor."""
         rows = (
             torch.stack([pieces[place] for place in self._gathered_order])
             for pieces in (each.chunk(self.chunks, dim) for each in wholes)
@@ -118,7 +118,7 @@ class ChunkLayout:
 
     @cached_property
     def _gathered_order(self) -> Sequence[int]:
-        """The chunks of all ranks, in the order of ranks."""
+        """Indices of the chunks of all ranks, in rank order."""
         return [place for rank in range(self.size) for part in self._list_parts(rank) for place in part]
 
     def reduce_parts(self, parts: Sequence[Tensor]) -> Tensor:
@@ -266,7 +266,7 @@ class _Call:
         return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in items)
 
     def _draw(self) -> Any:
-        """Call the function for each part with its own random stream, derived from one number of the current stream."""
+        """Call the function for each part with its own random stream, seeded by one draw from the current stream."""
         device, count = self._chunks[0].parts[0].device, len(self._layout.parts)
         seed = int(torch.randint(2**62, (), device="cpu"))
         state, results = get_generator_state(device), []
@@ -311,7 +311,7 @@ class _Call:
 
 
 def writes_in_place(func: Callable[..., Any]) -> bool:
-    """Return whether a function of torch changes its first argument."""
+    """Return whether a torch function modifies its first argument in place."""
     name = getattr(func, "__name__", "")
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
@@ -347,7 +347,7 @@ def _select_parts(node: Any, count: int, layout: ChunkLayout) -> list[Any]:
 
 
 def _check_own(chunks: Chunks) -> None:
-    """Raise ConfigError if a custom autograd function returned ``chunks``, since it does not differentiate parts."""
+    """Raise ConfigError if a custom autograd function returned ``chunks``: gradients would not reach the parts."""
     with torch._C.DisableTorchFunctionSubclass():
         if chunks.grad_fn is not None:
             raise _create_function_error("a custom autograd function")
@@ -378,7 +378,7 @@ class _ChunkSum(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Gives each part its own use of a tensor, so that gradients are summed in the tree, over all ranks."""
+    """Gives each part its own view of a tensor, so that its gradient is summed in the tree, over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, layout: ChunkLayout, shared: Tensor) -> tuple[Tensor, ...]:
@@ -393,7 +393,7 @@ class _Share(torch.autograd.Function):
 
 
 def _refuse_second_gradient(layout: ChunkLayout) -> None:
-    """Raise ConfigError in a backward pass that is differentiated again."""
+    """Raise ConfigError in a backward pass with ``create_graph=True`` (double backward)."""
     if torch.is_grad_enabled():
         raise ConfigError(
             "a gradient over a sequence in chunks is differentiated again (create_graph=True), which is not "

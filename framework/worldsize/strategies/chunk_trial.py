@@ -25,13 +25,13 @@ from worldsize.strategies.chunk_tensor import ChunkLayout, Chunks
 from worldsize.strategies.model_replica import evaluating
 
 _LENGTH = 8  # tokens of each chunk in the trial
-_TOLERANCE = 1e-2  # of an output's norm; rounding, also of TF32, stays far below it
+_TOLERANCE = 1e-2  # relative to an output's norm; rounding errors are far smaller, even with TF32
 _SUMS = {"cpu": 1e-4}  # relative tolerance of losses and metrics, by device; on others 2e-3
 
 Passes: TypeAlias = "Callable[[MicroBatch, bool], tuple[Loss | None, Mapping[str, Any]]]"
 """Computes the loss and the metrics of a micro-batch whose sequences are already cut, with the model or its stages.
 
-It is told whether sequences are in chunks. The loss is None on a rank without the last stage.
+Its second argument is whether sequences are in chunks. The loss is None on a rank without the last stage.
 """
 
 
@@ -145,7 +145,7 @@ def _compare_tensors(whole: _Tensors, parts: _Tensors, layout: ChunkLayout, leng
 def _pair_parts(
     whole: Tensor, parts: Chunks, layout: ChunkLayout, length: int
 ) -> Iterable[tuple[Tensor, Tensor]] | None:
-    """Return each part with its tokens in ``whole``, of ``length`` tokens; None if no dimension has the tokens."""
+    """Pair the tokens of each part with those of ``whole``, which has ``length``; None if no dimension has tokens."""
     if whole.ndim != parts.ndim:
         return None
     own = length // layout.chunks * layout.chunks_per_part  # tokens of a part
@@ -153,7 +153,7 @@ def _pair_parts(
     if len(dims) != 1 or whole.shape[dims[0]] * own != parts.shape[dims[0]] * length:
         return None
     dim = dims[0]
-    for tokens_last in (True, False):  # of a dimension that has the batch and the tokens
+    for tokens_last in (True, False):  # if a dimension merges batch and tokens: whether tokens vary faster
         inner = whole.shape[dim] // length
         shapes = [(inner, size) if tokens_last else (size, inner) for size in (length, own)]
         divided = torch.unflatten(whole, dim, shapes[0])
@@ -193,6 +193,6 @@ def _compare_results(
 
 
 def _convert_pair(values: Any) -> Tensor:
-    """Return a mean, or a sum and its weight, float64 (1,) or (2,)."""
+    """Convert a mean, or a sum and its weight, to a float64 tensor (1,) or (2,)."""
     numbers = values if isinstance(values, tuple) else (values,)
     return torch.stack([torch.as_tensor(each).double().detach() for each in numbers])

@@ -108,8 +108,8 @@ def is_needed(part: Part) -> bool:
 def allow_deferring(stage: nn.Module) -> None:
     """Give the linear layers and convolutions of ``stage`` separate graphs.
 
-    Layers that share a parameter with others are omitted, to keep the summation order of its gradients, and layers with
-    a forward method of the user's.
+    Layers that share a parameter with others are skipped, to keep the summation order of its gradients, and so are
+    layers with a custom forward method.
     """
     holders = Counter(id(own) for module in stage.modules() for own in module.parameters(recurse=False))
     for module in stage.modules():

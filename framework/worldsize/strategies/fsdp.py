@@ -68,11 +68,11 @@ class FSDP(Strategy):
     an integer. ``wrap``: the units to gather: the recipe's "blocks"; modules of at least ``wrap_parameters`` ("size");
     blocks if the recipe has any, else by size ("auto"); or the whole model, for losses that use it freely ("none").
     ``reshard_after_forward=False`` keeps gathered parameters until the backward pass (ZeRO stage 2).
-    ``param_dtype``: dtype of gathered parameters and their computations. ``reduce_dtype``: dtype of gradient
-    reduction. None leaves either unchanged; ``numerics.precision`` is autocast, as in all strategies.
-    ``accumulate``: between the micro-batches of a step, keep gradients "whole" and reduce them once, or keep them
-    "sharded" and reduce them each time; "auto" shards gradients that would take more than 1 GiB unsharded. With either
-    choice, ``reduce="ordered"`` gives the same bits as every other strategy at every world size.
+    ``param_dtype``: dtype of gathered parameters and their computations (None: unchanged); ``numerics.precision`` is
+    autocast. ``reduce_dtype``: dtype of gradient reduction (None: ``param_dtype``). ``cpu_offload``: keep all shards in
+    host memory, and update them there. ``accumulate``: between micro-batches, keep gradients "whole" and reduce them
+    once per step, or keep them "sharded" and reduce them each time; "auto" shards gradients above 1 GiB. Either way,
+    ``reduce="ordered"`` gives the same bits as every other strategy at every world size.
     ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards in the memory of
     peers. If ``shard`` does not divide their number, they use the next larger number of shards that does.
     """
@@ -159,7 +159,7 @@ class FSDP(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def _shard_size(self, processes: int, per_node: int) -> int:
-        """Return the number of shards per copy; a gang that heals rounds up to a divisor, in fixed order at least 2."""
+        """Return the number of shards per copy; a healing gang rounds up to a divisor, at least 2 if ordered."""
         planned: int = {"all": processes, "node": per_node}.get(self.shard, self.shard)  # type: ignore[arg-type]
         if self.on_failure == "heal":
             least = max(planned, 2) if self.reduce == "ordered" else planned

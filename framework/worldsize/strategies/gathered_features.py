@@ -39,7 +39,7 @@ class GatheredFeatures:
     ) -> None:
         self._recipe, self._model, self._device, self._call = recipe, model, device, call
         self._features: Sequence[Tensor] = ()  # of all logical ranks, in order
-        self._own: dict[int, Sequence[slice]] = {}  # its rows in each tensor, by the id of a micro-batch
+        self._own: dict[int, Sequence[slice]] = {}  # rows of a micro-batch in each tensor, by its id()
         self._gradients: dict[int, Sequence[Tensor | None]] = {}  # by the same id
 
     def gather_features(
@@ -48,7 +48,7 @@ class GatheredFeatures:
         shape: StepShape,
         dropped: _Repeated,
     ) -> None:
-        """Gather the features of all logical ranks, and differentiate all losses by them.
+        """Gather the features of all logical ranks, and differentiate all losses with respect to them.
 
         All processes must call it before :meth:`compute_loss`. ``dropped``: returns the context of a discarded pass.
         """

@@ -106,7 +106,7 @@ class GradientReducer(ABC):
 
 
 class OrderedSums(GradientReducer):
-    """Abstract base of reducers with the same bits at every world size."""
+    """Abstract base of reducers whose gradients have the same bits at every world size."""
 
     @property
     def is_ordered(self) -> bool:

@@ -2,7 +2,7 @@
 
 A micro-batch has one random stream. In a pipeline, each process runs only some layers, so it cannot know what earlier
 layers have drawn. Here, each layer in ``Recipe.layers`` begins a stream that depends on the seed of the micro-batch and
-on the layer's place, and what follows the layer has the stream of the next place.
+on the layer's place in the chain; code after the layer uses the stream of the next place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from worldsize.core import ConfigError, FeatureRecipe, Recipe
 from worldsize.seeds import derive_seed, seed_generators
 
-_KEPT = 4096  # calls of a layer that may be recomputed; more than micro-batches in flight
+_KEPT = 4096  # calls remembered per layer, for recomputation; exceeds the micro-batches in flight
 
 
 class AdaptedLayer(nn.Module, ABC):
-    """A layer for ``Recipe.layers`` that calls ``module``, a module of the model, with more arguments than the input.
+    """A layer for ``Recipe.layers`` that passes additional arguments to ``module``, a module of the model.
 
-    It has the random stream of ``module``. Subclasses may have other modules of the model as attributes.
+    It uses the random stream of ``module``. Subclasses may have other modules of the model as attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -51,7 +51,7 @@ class LayerStreams:
     def __init__(self, recipe: Recipe, model: nn.Module, device: torch.device, *, by_layer: bool) -> None:
         self.device = device
         self.unseen: frozenset[int] = frozenset()
-        """Places of layers without a stream of their own: neither they nor the layers before are in the model."""
+        """Places of layers without a separate stream: neither they nor their predecessors are modules of the model."""
         self._seed, self._count = 0, 0
         self._all_calls: list[_Calls] = []
         self._expected: int | None = None
@@ -77,7 +77,7 @@ class LayerStreams:
 
     @property
     def by_layer(self) -> bool:
-        """Whether layers have streams of their own."""
+        """Whether each layer has a separate random stream."""
         return self._count > 0
 
     def begin(self, seed: int) -> None:
@@ -88,17 +88,17 @@ class LayerStreams:
         seed_generators(seed, self.device)
 
     def expect(self, place: int) -> None:
-        """Announce that the next call is that of the layer at ``place``, for a stage, which runs only some layers."""
+        """Announce that the layer at ``place`` is called next; needed in a stage, which runs only some layers."""
         self._expected = place
 
     def enter(self, place: int, repeat: int = 0) -> None:
-        """Begin the stream of the layer at ``place``, in its call number ``repeat`` of the batch."""
+        """Begin the stream of the layer at ``place``, for its call number ``repeat`` (from 0) in the batch."""
         if self._count:
             numbers = (place, repeat) if repeat else (place,)
             seed_generators(derive_seed(self._seed, "layer", *numbers), self.device)
 
     def enter_loss(self) -> None:
-        """Begin the stream of what follows the model, unless layers have no streams."""
+        """Begin the stream of the code after the model, if layers have separate streams."""
         self.enter(self._count)
 
     def _enter_layer(self, calls: _Calls, *_: Any) -> None:
@@ -115,7 +115,7 @@ class LayerStreams:
         calls.record_seed(before, torch.initial_seed())
 
     def _leave_layer(self, calls: _Calls, *_: Any) -> None:
-        """Begin the stream of what follows a layer, which may not be a module of the model."""
+        """Begin the stream of the next place, whose layer may not be a module of the model."""
         if not torch.compiler.is_compiling() and not _is_backward():
             self.enter(calls.place + 1, calls.repeat)
 
@@ -126,26 +126,26 @@ class _Calls:
     def __init__(self, places: Sequence[int]) -> None:
         self._places, self.count = places, 0
         self.place, self.repeat = places[0], 0
-        """Place in the chain, and number of times that the whole chain ran before, of the current call."""
+        """The current call's place in the chain, and the number of earlier runs of the chain in the batch."""
         self.seeds: dict[int, int] = {}
-        """Seeds of the latest calls, by the seed before: a recomputed call begins with the state before that call."""
+        """Seeds of recent calls, keyed by the generator's seed before the call, which recomputation restores."""
 
     def begin_call(self, expected: int | None) -> None:
-        """Count a call; ``expected``: its place, if that is known."""
+        """Count a call; ``expected``: its place, if known."""
         self.repeat, index = divmod(self.count, len(self._places))
         self.place, self.count = self._places[index], self.count + 1
         if expected is not None:
             self.place, self.repeat = expected, 0
 
     def record_seed(self, before: int, seed: int) -> None:
-        """Record the ``seed`` of a call for its recomputation, and forget old ones."""
+        """Record the ``seed`` of a call for its recomputation, and drop old ones."""
         self.seeds[before] = seed
         if len(self.seeds) > _KEPT:
             del self.seeds[next(iter(self.seeds))]
 
 
 def _is_backward() -> bool:
-    """Return whether autograd runs a backward pass, so that a call is a recomputation."""
+    """Return whether a backward pass is running, so that a forward call is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

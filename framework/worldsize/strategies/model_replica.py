@@ -219,7 +219,7 @@ class ModelReplica(Replica):
     def _weigh_gradients(
         self, parameters: Sequence[nn.Parameter], records: Sequence[LossRecord], update: Sequence[str] = ()
     ) -> Sequence[Tensor]:
-        """Scale gradients of summed losses by their weights; return losses averaging to the step's.
+        """Scale gradients of summed losses by their weights; return losses whose mean is the step's loss.
 
         ``update``: names of the optimizers that step, for a recipe with several.
         """

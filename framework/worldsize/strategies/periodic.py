@@ -258,7 +258,7 @@ class Rounds(OuterOptimizer):
 
 
 def find_trained_parameters(model: nn.Module) -> list[Tensor]:
-    """Return the trainable parameters, in their shapes."""
+    """Return the trainable parameters of ``model``."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -268,7 +268,7 @@ def frozen_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def find_averaged_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the saved floating-point buffers, such as BatchNorm's statistics, in their shapes."""
+    """Return the saved floating-point buffers, such as BatchNorm's statistics."""
     kept = model.state_dict().keys()
     return [buffer for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
 

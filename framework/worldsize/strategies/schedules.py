@@ -25,7 +25,7 @@ class Schedule:
         needs_metric: Whether it is advanced by the metric of each evaluation instead of after each update.
 
     Raises:
-        ConfigError: it cannot be advanced after an update or by a metric, or lacks a state to save.
+        ConfigError: its ``step`` requires other arguments than a metric, or it lacks a scheduler's methods.
     """
 
     def __init__(self, plain: LRScheduler) -> None:

@@ -1,6 +1,6 @@
 """Functions for models whose sequences may be cut into chunks, and checks of their recipes.
 
-Use them instead of ``torch.arange`` and causal masks; without chunks, they return the same.
+Use them instead of ``torch.arange`` and causal masks; without chunks, they are equivalent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gather_sequence(tokens: Tensor, dim: int = 1) -> Tensor:
 def document_mask(documents_bt: Tensor) -> Tensor:
     """Return the causal mask within documents, bool (batch, 1, time, keys), for ``scaled_dot_product_attention``.
 
-    ``documents_bt``: the number of each token's document, (batch, time). The mask has a row for each of its tokens, and
+    ``documents_bt``: document index of each token, (batch, time). The mask has a row for each of these tokens, and
     a column for each token of the whole sequence.
     """
     whole_bk = gather_sequence(documents_bt)

@@ -47,8 +47,8 @@ class BufferMean:
     """Combines the saved buffers that training changes over logical ranks, each by its rule.
 
     Each micro-batch starts from the values at the start of the step. Statistics of norm layers are averaged: their
-    changes are summed in the fixed tree, so that an unchanged buffer keeps its bits. Batch counters get their values
-    after one micro-batch, since a step counts once. Other buffers use the rules that the recipe declares; changes of
+    changes are summed in the fixed tree, so that an unchanged buffer keeps its bits. Batch counters keep their values
+    after one micro-batch, so that a step counts once. Other buffers use the rules that the recipe declares; changes of
     buffers without a rule are refused.
 
     ``logical_ranks``: total over all processes, if their shares may differ because the gang heals; a failed step may

@@ -1,12 +1,12 @@
 """Linear layers divided over tensor-parallel ranks, and over logical slices that do not depend on the ranks.
 
 A layer is divided along its output features ("column") or its input features ("row"), as in Shoeybi et al. 2019, arXiv
-1909.08053. With ``logical_tensor=L``, each of L slices is a product of its own, wherever it is computed, and sums over
+1909.08053. With ``logical_tensor=L``, each of L slices is a separate product, wherever it is computed, and sums over
 slices are taken in one fixed tree: slice 2i is added to slice 2i + 1, and so on with the sums. A rank holds consecutive
 slices, so the first levels of the tree are local; the results have the same bits at each number of ranks that divides
 L. In half precision, products are rounded, summed in float32, and rounded again.
 
-Between a column layer and its row layer, a rank computes on its own features only. Kernels of functions such as GELU
+Between a column layer and its row layer, a rank computes only on its own features. Kernels of functions such as GELU
 treat the last elements of a tensor differently, so the tensor of a slice must have a multiple of ``VECTOR`` elements.
 """
 
@@ -149,10 +149,10 @@ def divide_forward(
         name: Name of the layer in the model, for messages.
         layer: A linear layer or an embedding; with ``group``, its parameters are already sharded.
         style: How the layer is divided.
-        slices: Number of logical slices over all ranks; 1: one product a rank, summed in the order of the backend.
+        slices: Number of logical slices over all ranks; 1: one product per rank, summed in the order of the backend.
         draws: Shared by all layers of the model.
         group: The tensor-parallel ranks; None: this process computes all slices.
-        token_split: How these ranks divide the tokens of outputs, unless ``style`` is "column"; None: each has all.
+        token_split: How these ranks divide output tokens, unless ``style`` is "column"; None: each has all tokens.
     """
     kind = _DividedLinear if isinstance(layer, nn.Linear) else _DividedEmbedding
     layer.forward = kind(
@@ -186,9 +186,9 @@ class _Divided:
     """Base: the forward pass of a layer that is divided into ``slices`` over the ranks of ``group``.
 
     Attributes:
-        held: Number of slices of this rank.
+        held: Number of slices on this rank.
         is_ordered: Whether slices are summed in the fixed tree.
-        is_separable: Whether it reads no tensors but those of the layer, and returns a plain tensor.
+        is_separable: Whether it reads only the layer's own tensors, and returns a plain tensor.
     """
 
     def __init__(
@@ -207,11 +207,11 @@ class _Divided:
         self.held = max(1, slices // (group.size() if group else 1))
 
     def sum_parts(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the sum of this rank's ``parts``, one for each slice, and of those of other ranks."""
+        """Return the sum of ``parts``, one for each slice on this rank, over all ranks."""
         return sum_slices(parts, self.held, self._group, is_ordered=self.is_ordered)
 
     def refuse_second_gradient(self) -> None:
-        """Raise ConfigError in a backward pass that is differentiated again, if it needs other ranks."""
+        """Raise ConfigError for double backward (``create_graph=True``), if it needs other ranks."""
         if self._group is not None and torch.is_grad_enabled():
             raise ConfigError(
                 f"the gradient of {self._name} is differentiated again (create_graph=True), which tensor parallelism "
@@ -221,7 +221,7 @@ class _Divided:
 
 @final
 class _DividedLinear(_Divided):
-    """A linear layer: inputs (..., features) to outputs (..., features), of which a rank holds its slices."""
+    """A linear layer, (..., in) to (..., out); a rank holds slices of the inputs ("row") or of the outputs."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
         layer = self._layer
@@ -391,9 +391,9 @@ def _scatter_rows(products: Iterable[Tensor], like: Tensor, layer: _Divided, spl
 
 
 class _Vocabulary(torch.autograd.Function):
-    """Rows (..., features) of a table (vocabulary, features) of which a rank holds the part that begins at index 0.
+    """Looks up rows (..., features) in a table sharded by vocabulary; ``indices`` (...) are relative to this shard.
 
-    Other ranks have the rows of ``indices`` (...) outside of this part.
+    Indices outside of this rank's shard belong to other ranks; the rows are summed over ranks.
     """
 
     @staticmethod
@@ -403,12 +403,12 @@ class _Vocabulary(torch.autograd.Function):
         ctx.save_for_backward(indices.where(is_trained, len(weight)))
         ctx.rows = len(weight)
         rows = F.embedding(indices.where(is_mine, 0), weight)
-        return layer.sum_parts([rows.masked_fill(~is_mine.unsqueeze(-1), 0.0)])  # only one rank has other values
+        return layer.sum_parts([rows.masked_fill(~is_mine.unsqueeze(-1), 0.0)])  # nonzero on at most one rank
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None]:
         (indices,) = ctx.saved_tensors
-        # one row more, which collects nothing, for the indices of other ranks and of the padding
+        # an extra row, which is dropped, for the indices of other ranks and of the padding
         rows = torch.ops.aten.embedding_dense_backward(gradients[0], indices, ctx.rows + 1, ctx.rows, False)
         return None, rows[: ctx.rows], None, None
 

@@ -4,9 +4,9 @@ Without it, tensor-parallel ranks repeat norms, dropout and residual connections
 pass. Here, a column layer gathers its inputs, and a row layer scatters the sum of its outputs (Korthikanti et al. 2022,
 arXiv 2205.05198, section 4.2.2). Both together send as much as an all-reduce.
 
-The model runs as it is written. A :class:`TokenShard` has the shape of the whole tensor. Operations that treat each
-token by itself run on the rank's tokens; any other operation gathers the tensor first. The gradient of a norm's weight
-is summed over the ranks. With ``is_ordered``, it is computed from all tokens instead, in one sum as by one process, so
+The model runs unchanged. A :class:`TokenShard` has the shape of the whole tensor. Operations that are independent for
+each token run on the rank's tokens; any other operation gathers the tensor first. The gradient of a norm's weight
+is summed over the ranks. With ``is_ordered``, it is computed from all tokens instead, in one sum as in one process, so
 the bits do not depend on the number of ranks. Dropout draws the numbers of all tokens, and each rank uses its own.
 
 In loss parallelism, ranks exchange the outputs of a "gathered" head. Each rank then has all classes of its tokens, and
@@ -43,7 +43,7 @@ class TokenSplit:
 
     Attributes:
         group: These ranks.
-        is_ordered: Whether sums over tokens are taken in the order of one process.
+        is_ordered: Whether sums over tokens have the same order as in one process.
         key: Name of the key that divides the tokens, for messages.
     """
 
@@ -60,7 +60,7 @@ class TokenSplit:
         return TokenShard(_Cut.apply(self, whole), self)
 
     def can_divide(self, whole: Tensor) -> bool:
-        """Return whether ``whole`` (batch, time, features) has a multiple of as many tokens as there are ranks."""
+        """Return whether ``whole`` is (batch, time, features), with ``time`` divisible by the number of ranks."""
         return whole.ndim == 3 and whole.shape[1] % self.group.size() == 0
 
     def take_own(self, whole: Tensor, dim: int = 1) -> Tensor:
@@ -69,7 +69,7 @@ class TokenSplit:
         return whole.narrow(dim, self.group.rank() * size, size).contiguous()
 
     def gather(self, own: Tensor) -> Tensor:
-        """Return tensors (batch, time, ...) from the parts of all ranks, without a gradient."""
+        """Gather a whole tensor (batch, time, ...) from the parts of all ranks, without a gradient."""
         batch, time, *rest = own.shape
         gathered = own.new_empty(self.group.size() * batch, time, *rest)
         start_collective(dist.all_gather_into_tensor, gathered, own.contiguous(), group=self.group).wait()
@@ -107,7 +107,7 @@ class TokenSplit:
         return theirs
 
     def _group_by_rank(self, whole: Tensor) -> Tensor:
-        """Return (ranks, batch, time, features)."""
+        """Reorder (batch, time, features) to contiguous (ranks, batch, time / ranks, features)."""
         batch, time, features = whole.shape
         return whole.view(batch, -1, self._count_own(time), features).transpose(0, 1).contiguous()
 
@@ -150,7 +150,7 @@ def list_blocks(recipe: Recipe, model: nn.Module) -> Sequence[nn.Module]:
 @final
 @dataclass(frozen=True)
 class _DividedInput:
-    """Divides the first tensor of floating-point numbers among the arguments of a block."""
+    """Divides the tokens of the first floating-point tensor in a block's arguments."""
 
     split: TokenSplit
 
@@ -176,7 +176,7 @@ class _DividedInput:
 class TokenShard(Tensor):
     """This rank's tokens of a tensor with the same shape: (batch, time, ...), or (batch * time, ...) if flat.
 
-    The graph of autograd belongs to ``own``, not to the shard itself.
+    The autograd graph belongs to ``own``, not to the shard itself.
 
     Attributes:
         own: The tokens of this rank, (batch, time / ranks, ...), contiguous.
@@ -212,7 +212,7 @@ class TokenShard(Tensor):
         return [whole.flatten(0, 1) if self.is_flat else whole for whole in wholes]
 
     def take_own(self, whole: Tensor) -> Tensor:
-        """Return this rank's tokens of a plain tensor with the batch and the tokens of this one."""
+        """Return this rank's tokens of a plain tensor with this tensor's batch and tokens."""
         return self.token_split.take_own(self.split_batch(whole))
 
     def split_batch(self, whole: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ register_pytree_node(  # FSDP and activation checkpointing look for tensors in a
 def _gather_arguments(func: Callable[..., Any], arguments: Any) -> Any:
     """Return ``arguments`` of ``func`` with whole tensors instead of shards.
 
-    A shard that occurs several times is gathered once. Its gradients are added one by one, as by one process.
+    A shard that occurs several times is gathered once. Its gradients are added one by one, as in one process.
     """
     shards, copies = list(find_tensors(arguments, TokenShard)), dict[int, list[Tensor]]()
     for shard in shards:
@@ -285,7 +285,7 @@ def _refuse_gradient(key: str, _: Tensor) -> None:
 
 
 def _refuse_second_gradient() -> None:
-    """Raise ConfigError in a backward pass that is differentiated again."""
+    """Raise ConfigError in a backward pass with ``create_graph=True`` (double backward)."""
     if torch.is_grad_enabled():
         raise ConfigError(
             "a gradient is differentiated again (create_graph=True), which is not supported if tokens are divided over "
@@ -294,7 +294,7 @@ def _refuse_second_gradient() -> None:
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func`` on this rank's tokens if it treats each by itself, otherwise on whole tensors.
+    """Call ``func`` on this rank's tokens if it computes each independently, otherwise on whole tensors.
 
     Raises:
         ConfigError: the call would change a whole tensor in place, or needs the gradient of a shard.
@@ -318,7 +318,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 @final
 class _TokenCall:
-    """A call of ``func`` with shards, which may treat each token by itself.
+    """A call of ``func`` with shards, which may compute each token independently.
 
     It keeps no tensors for the backward pass.
     """
@@ -375,12 +375,12 @@ class _TokenCall:
         return split.take_own(tensor, tensor.ndim - from_end) if has_tokens else tensor
 
     def _is_by_token(self, tensors: Sequence[Tensor], like: TokenShard) -> bool:
-        """Return whether the function computes each token from its inputs only, with the bits of a whole tensor."""
+        """Return whether the function computes tokens independently, with the same bits as on whole tensors."""
         func, others = self._func, [each for each in tensors if not isinstance(each, TokenShard)]
         if like.is_flat and len(tensors) > 1:
             return False
         if any(each.ndim > 1 and not each.is_contiguous() for each in others):
-            return False  # the result of whole tensors would have other strides, in which later sums have other orders
+            return False  # on whole tensors, the result would have different strides, and later sums a different order
         features = like.own.ndim - _TOKEN_DIMS
         is_first = isinstance(tensors[0], TokenShard) and self._places[0] == 0
         if func in _NORMS:
@@ -412,7 +412,7 @@ def _has_all_tokens(tensor: Tensor, like: TokenShard) -> bool:
 
 
 def _convert(func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Convert ``tensor`` to a dtype or device, perhaps that of another tensor."""
+    """Convert ``tensor`` to a dtype or device, given directly or by another tensor."""
     others = [each.own if isinstance(each, TokenShard) else each for each in args]
     named = {name: each.own if isinstance(each, TokenShard) else each for name, each in kwargs.items()}
     if not isinstance(tensor, TokenShard):
@@ -491,9 +491,9 @@ class _Cut(torch.autograd.Function):
 
 
 class _CopyOfTokens(torch.autograd.Function):
-    """Gathers tokens, once for all equal arguments; each rank has the gradients of its part.
+    """Gathers tokens once, and returns one copy per argument; backward takes this rank's part of each gradient.
 
-    It returns views, so that autograd refuses to change a copy, or a view of it, in place.
+    The copies are views, so that autograd refuses to change a copy, or a view of it, in place.
     """
 
     @staticmethod
@@ -518,7 +518,7 @@ class _CopyOfTokens(torch.autograd.Function):
 
 
 def _is_transposed(tensor: Tensor) -> bool:
-    """Return whether the order of dimensions in memory is not that of the shape."""
+    """Return whether dimensions have a different order in memory than in the shape."""
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride > 0]
     return strides != sorted(strides, reverse=True)
 
@@ -538,7 +538,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """Uses a tensor for the tokens of all ranks, over which its gradient is summed."""
+    """Shares a tensor among the tokens of all ranks; its gradient is summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, split: TokenSplit, shared: Tensor) -> Tensor:
@@ -552,10 +552,10 @@ class _Shared(torch.autograd.Function):
 
 
 class _FromWhole(torch.autograd.Function):
-    """Returns ``result`` of a function of this rank's tokens, and differentiates it by shared tensors for all tokens.
+    """Returns ``result``, computed from this rank's tokens; backward recomputes it from all tokens.
 
-    Gradients of shared tensors are sums over tokens, which thus have the bits of one process. ``is_own``: the arguments
-    of which this rank has a part. ``is_shared``: those to differentiate by.
+    Gradients of shared tensors are sums over tokens, which thus have the bits of one process. ``is_own``: whether an
+    argument is this rank's part of a tensor. ``is_shared``: whether it is a shared tensor that needs a gradient.
     """
 
     @staticmethod
@@ -572,7 +572,7 @@ class _FromWhole(torch.autograd.Function):
         ctx.split, ctx.call, ctx.is_own, ctx.is_shared = split, call, is_own, is_shared
         device = result.device.type
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.mark_dirty(result)  # returned as it is, and not as a view, so that the model may change it in place
+        ctx.mark_dirty(result)  # returned itself, not as a view, so that the model may change it in place
         return result
 
     @staticmethod

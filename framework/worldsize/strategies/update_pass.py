@@ -124,7 +124,7 @@ class UpdatePass:
         """Pop the metrics that the generator returned at its end.
 
         Raises:
-            ConfigError: the generator did not return metrics.
+            ConfigError: the generator returned something other than metrics.
         """
         returned, self._returned = self._returned, None
         if not isinstance(returned, Mapping | None):

@@ -43,7 +43,7 @@ class WebDataset(IndexedSource):
     """WebDataset tar files: consecutive members ``KEY.ENDING`` with the same key form a sample.
 
     A sample is a dict with ``__key__`` and the bytes of each member, keyed by its ending in lower case. An index stores
-    the start and size of each sample, which is read at once without extracting files. With ``on_error=skip``, the last
+    the start and size of each sample, so that one read loads it, without extraction. With ``on_error=skip``, the last
     sample of a truncated file is dropped, since members may be missing.
 
     Args:

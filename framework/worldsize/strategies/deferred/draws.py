@@ -71,7 +71,7 @@ class PendingDraws:
         """Record a generator before the constructor uses it.
 
         Raises:
-            SeededError: as in :meth:`check_states`, or it was given a different generator's placeholder state.
+            SeededError: as in :meth:`check_states`, or its state is the placeholder of a different generator.
         """
         self.check_states()
         if generator not in self._stands:

@@ -205,7 +205,7 @@ class DeferredModel:
 
 
 def _no_numbers(described: Deferred) -> Tensor:
-    """Return NaN (0 for integers), expanded without memory, so that an unloaded value shows."""
+    """Return NaNs (0 for integers), expanded without memory, to expose values that are never loaded."""
     value = math.nan if described.dtype.is_floating_point or described.dtype.is_complex else 0
     return torch.full((), value, dtype=described.dtype).expand(described.size)
 
@@ -219,7 +219,7 @@ def _place_value(value: Tensor, slots: Sequence[Slot], devices: Devices) -> None
 
 
 def _collect_saved_ids(model: nn.Module) -> set[int]:
-    """Return the ids of tensors that are in the model's state dict as they are."""
+    """Return the ids of tensors that the model's state dict contains as the same objects."""
     return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
 
 
@@ -229,7 +229,7 @@ _fakes: ContextVar[FakeTensorMode | None] = ContextVar("_fakes", default=None)
 
 @contextmanager
 def state_follows() -> Iterator[None]:
-    """Skip the initialization of weights within the context, if a model's state is loaded next.
+    """Skip weight initialization within the context, for models whose state is loaded next.
 
     Generating the weights of a model with 70 B parameters would take every process minutes.
     """

@@ -295,7 +295,7 @@ class BorrowedTensors:
         self._tensors.append((tensor, tensor._version, _hash_tensor(tensor)))
 
     def list_tensors(self) -> list[Tensor]:
-        """Return the borrowed tensors, in their shapes."""
+        """Return the borrowed tensors, in the order of their use."""
         return [tensor for tensor, *_ in self._tensors]
 
     def check_unchanged(self) -> None:

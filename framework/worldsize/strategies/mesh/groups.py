@@ -49,7 +49,7 @@ class MeshGroups:
         """Create the device mesh of all ranks.
 
         ``merges_context``: its data axis includes the context axis. ``copies``: size of an additional axis "replicate",
-        by which its data axis is shorter.
+        which is split off its data axis.
         """
         number = str(next(_MESHES)) if self.interruptible else ""
         sizes, strides = zip(*((self.layout[axis], self.layout.strides[axis]) for axis in AXES), strict=True)

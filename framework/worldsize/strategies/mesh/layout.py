@@ -234,7 +234,7 @@ class Ownership:
         self._parameters = {name for name, each in model.named_parameters() if each.requires_grad}
         self.stages: dict[str, list[int]] = {name: [] for name in self._aliases.values()}
         self._places: dict[str, Place] = {}
-        self._uses: Counter[tuple[str, int]] = Counter()  # layers with a parameter, by its name and stage
+        self._uses: Counter[tuple[str, int]] = Counter()  # number of layers with a parameter, by its name and the stage
         for index, layers in enumerate(stages):
             self._add_stage(index, layers, mine=rank_of_stage[index] == p)
         self.ranks = {
@@ -265,7 +265,7 @@ class Ownership:
         return (module, key) not in self._others
 
     def check_shared(self, *, is_sharded: bool, is_ordered: bool) -> None:
-        """Raise ConfigError for parameters that stages share, but cannot share if sharded, or in ordered sums."""
+        """Raise ConfigError for parameters shared by stages in a way that sharding or ordered sums do not support."""
         if is_sharded or is_ordered:
             self._check_sharded_once()
         if is_ordered:
@@ -309,7 +309,7 @@ class Ownership:
         return [getattr(*self._places[name]) for name in names if name in self._places]
 
     def find_spare_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of this rank that an earlier rank holds, too."""
+        """Return the parameters of this rank that an earlier rank also holds."""
         names = [name for group in self.find_tied_parameters().values() for name in group]
         return self.parameters([name for name in names if self.ranks[name][0] != self._p])
 

@@ -30,7 +30,7 @@ class Sharding:
     logical_tensor: int = 1  # slices of each layer in the tensor plan
     is_ordered: bool = False  # whether gradients are summed in the fixed tree
     sequence_parallel: bool = False  # whether tensor-parallel ranks divide tokens between the layers they share
-    loss_parallel: bool = False  # whether they divide tokens after the head
+    loss_parallel: bool = False  # whether they also divide the tokens of the head's outputs
 
 
 def shard_model(

@@ -82,7 +82,7 @@ class PassTable:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward passes are in two parts."""
+        """Whether some backward passes compute input and weight gradients separately."""
         return any(each.kind == _INPUTS for row in self.rows for each in row)
 
     @property
@@ -92,7 +92,7 @@ class PassTable:
         return 1 - busy / (len(self.rows) * self._seconds)
 
     def count_kept(self) -> float:
-        """Return the number of micro-batches whose activations a rank keeps at most; a stage's count as its share."""
+        """Return a rank's peak number of micro-batches with activations; each stage counts as its share of the rank."""
         most = 0
         for row in self.rows:
             kept = 0
@@ -174,7 +174,7 @@ class PassTable:
         return max(clocks)
 
     def _find_start(self, action: ListedPass, ended: dict[tuple[bool, int, int], int]) -> int | None:
-        """Return when the inputs of a pass are available; None if they are not known to be."""
+        """Return the time at which the inputs of a pass are available; None if not yet known."""
         stage, kind, last = action.stage, action.kind, len(self.rank_of_stage) - 1
         if kind == _WEIGHTS:
             return 0  # after the first part, on the same rank

@@ -56,7 +56,7 @@ class MeshRank:
     def _sums_context_apart(self) -> bool:
         """Whether each gradient is summed over the context axis in the backward pass, instead of with the data axis.
 
-        This keeps the order of sums, and the logical ranks of parts that may differ.
+        Required for ordered sums, and if data-parallel parts may have different numbers of logical ranks.
         """
         return self.reduce == "ordered" or self.sharding.interruptible
 
@@ -92,7 +92,7 @@ class MeshRank:
         return get_submesh(mesh, "replicate").get_group() if self.layout.copies > 1 else None
 
     def _create_chunks(self) -> ChunkLayout | None:
-        """Return the chunks of sequences of this rank; all ranks of the mesh must call it."""
+        """Return the layout of sequence chunks, None for whole sequences; all ranks of the mesh must call it."""
         group, size, rank = (
             self._groups.create_context_group(),
             self.layout["context"],

@@ -86,7 +86,7 @@ class PipelineSchedule:
 
     @property
     def rank_of_stage(self) -> Sequence[int]:
-        """The pipeline rank of each stage: as listed, in a V there and back again, or round-robin."""
+        """The pipeline rank of each stage: as listed, in a V (0, 1, ..., 1, 0), or round-robin."""
         if self.table is not None:
             return self.table.rank_of_stage
         if self.kind in _IN_V and self.ranks > 1:
@@ -118,7 +118,7 @@ class PipelineSchedule:
         return bubble_share(self.ranks, micro_batches, stages, splits_backward=self.splits_backward)
 
     def count_kept(self, micro_batches: int) -> float:
-        """Return the number of micro-batches whose activations a rank keeps at most; a stage's count as its share."""
+        """Return a rank's peak number of micro-batches with activations; each stage counts as its share of the rank."""
         if self.table is not None:
             return self.table.count_kept()
         if self.ranks == 1:
@@ -159,7 +159,7 @@ def create_schedule(
 ) -> Any:
     """Return the schedule of a step; ``stages``: this rank's stages; ``table``: its passes, instead of ``kind``.
 
-    Any number of micro-batches is supported, since a part of the data may have fewer after others have joined.
+    Any number of micro-batches is supported, since a data-parallel part may have fewer after others have joined.
     ``options`` are passed to torch's schedules. Errors in a step are raised without torch's log of all passes.
     """
     _LOGGER.setLevel(logging.CRITICAL)

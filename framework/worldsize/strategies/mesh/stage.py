@@ -90,8 +90,8 @@ class Stage(nn.Module):
     """Consecutive layers of the model; the input of the first stage is ``Recipe.model_inputs``.
 
     The first stage uses the random stream of the micro-batch, so that code before the model generates the same random
-    numbers as without a pipeline. Other stages begin at the stream of their first layer; without streams of layers,
-    each has its own.
+    numbers as without a pipeline. Other stages begin with the stream of their first layer, or without separate
+    streams of layers, a stream of their own.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class TimedStage(PipelineStage):
         self._deferred: dict[int, DeferredWeights] = {}  # by micro-batch
 
     def _to_tensor(self, arg: Any) -> Tensor:
-        """Return the input of torch's pass that finds shapes: zeros instead of memory that may hold any values."""
+        """Return the input of torch's shape-inference pass: zeros instead of uninitialized memory."""
         tensor = super()._to_tensor(arg)
         if not isinstance(arg, Tensor):
             tensor.detach().zero_()

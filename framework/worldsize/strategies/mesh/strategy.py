@@ -81,10 +81,10 @@ class Mesh(Strategy):
     ``data``: number of data-parallel parts, over which the model is sharded as in FSDP (None: as many as possible).
     ``replicate``: number of copies of the shards, as in HSDP; each is sharded over ``data / replicate`` parts.
     ``tensor``: number of ranks on a node that split each layer (Megatron, Shoeybi et al. 2019, arXiv 1909.08053).
-    ``sequence_parallel``: whether the ranks of ``tensor`` also divide the tokens between these layers, so that norms,
-    dropout and their inputs are not repeated (Korthikanti et al. 2022, arXiv 2205.05198).
-    ``loss_parallel``: whether they divide the tokens of the head's outputs, too, and compute the cross entropy of their
-    own; the head must be "gathered" in ``Recipe.tensor_plan``.
+    ``sequence_parallel``: whether these ranks also divide the tokens outside of these layers, so that norms, dropout
+    and their inputs are not replicated (Korthikanti et al. 2022, arXiv 2205.05198).
+    ``loss_parallel``: whether they also divide the tokens of the head's outputs, and each computes the cross entropy of
+    its own tokens; the head must be "gathered" in ``Recipe.tensor_plan``.
     ``context``: number of ranks that share each sequence (Llama 3, arXiv 2407.21783, section 3.3.2).
     ``pipeline``: number of pipeline ranks; each micro-batch is one logical rank.
     ``schedule``: "gpipe" (Huang et al. 2018, arXiv 1811.06965), "1f1b" (PipeDream, arXiv 1806.03377), "interleaved"
@@ -95,14 +95,14 @@ class Mesh(Strategy):
     :mod:`~worldsize.strategies.mesh.pass_table`.
     ``split``: index of the first layer of each stage after the first (None: balanced by parameter count).
     ``order``: the axes from innermost (adjacent ranks) to outermost (slowest links), as in Megatron's
-    ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which gives the bits of one
-    process, with ``logical_tensor`` a multiple of ``tensor``, and ``logical_context`` of ``context``.
+    ``initialize_model_parallel``. It does not affect results with ``reduce="ordered"``, which are bitwise equal to
+    those of one process; ``logical_tensor`` must be a multiple of ``tensor``, and ``logical_context`` of ``context``.
     ``micro_batches``: default number of logical ranks per data-parallel part (None: 2 × pipeline, or 1 without one).
-    ``reshard_after_forward``: as in FSDP (None: only if ``pipeline`` is 1, since each micro-batch would gather again).
+    ``wrap``, ``wrap_parameters``, ``reshard_after_forward``: as in FSDP (None for the last: only without a pipeline).
     ``on_failure="heal"``: the other processes continue without a dead one, from copies of its shards in the memory of
-    peers. They form as many data-parallel parts as possible, at first ``data``; excess processes wait.
-    ``heal_shapes``: other sizes of ``tensor``, ``context`` and ``pipeline`` that they may then take, if fewer of them
-    would wait; for example ``[{"tensor": 1}]``, with the other sizes unchanged. Of equal ones, the first is used.
+    peers. They form as many data-parallel parts as possible, initially ``data``; excess processes wait.
+    ``heal_shapes``: sizes of ``tensor``, ``context`` and ``pipeline`` to change to if fewer processes would then wait.
+    For example, ``[{"tensor": 1}]`` keeps the other sizes. If several shapes are equally good, the first is used.
     """
 
     supports = frozenset({"state_metrics", "ema", "compile", "activation_checkpointing", "features"})
@@ -157,7 +157,7 @@ class Mesh(Strategy):
 
     @property
     def shapes(self) -> Sequence[Mesh]:
-        """This strategy in each shape that it may take, without others, its own first."""
+        """This strategy in each of its possible shapes, its own first, without ``heal_shapes``."""
         plain = replace(self, heal_shapes=[])
         return [plain, *(replace(plain, data=None, **shape) for shape in self.heal_shapes)]  # type: ignore[arg-type]
 

@@ -98,7 +98,7 @@ class StageSums(ABC):
     """
 
     by_micro_batch = False
-    """Whether :meth:`record_backward` needs the gradients of each micro-batch apart."""
+    """Whether :meth:`record_backward` needs the gradients of each micro-batch separately."""
 
     @abstractmethod
     @contextmanager
@@ -117,7 +117,7 @@ class StageSums(ABC):
     def record_backward(self, *, is_passed_on: bool = False) -> None:
         """Record that the next backward pass is done, and add its gradients.
 
-        ``is_passed_on``: whether the stage before already has the gradient of its output.
+        ``is_passed_on``: whether the previous stage already has the gradient of its output.
         """
 
 

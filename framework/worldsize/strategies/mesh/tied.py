@@ -2,7 +2,7 @@
 
 Without a pipeline, autograd adds the gradients of both uses in each micro-batch, and then the sums of micro-batches are
 added in the tree of logical ranks. For the same bits, the first stage that holds such a parameter gets the gradient of
-each micro-batch from the others, which computed theirs before, and their sums stay zero.
+each micro-batch from the others, which have already computed theirs; the sums of the others stay zero.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TiedGradients:
     def send_held(self) -> None:
         """Start sending the gradients of the last pass.
 
-        The schedule has then sent the pass's gradient to the stage before, which the first stage needs to receive ours.
+        The schedule must have sent the pass's input gradient: without it, the first stage would never receive ours.
         """
         while self._sent and self._sent[0][0].is_completed():
             self._sent.pop(0)[0].wait()
@@ -91,7 +91,7 @@ class TiedGradients:
 
 
 def _find_full_parameter(stage: nn.Module, parameter: nn.Parameter) -> Callable[[], nn.Parameter]:
-    """Return a function that returns ``parameter``, or in a unit of FSDP, its gathered values with their gradient."""
+    """Return a getter of ``parameter``, or in an FSDP unit, of the unsharded parameter with the full gradient."""
     units = [module for module in stage.modules() if isinstance(module, FSDPModule)]
     groups: list[Any] = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
     for each in (each for group in groups for each in group.fsdp_params):
