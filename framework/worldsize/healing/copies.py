@@ -50,7 +50,7 @@ class ShardCopies:
         device: Device of the state.
         before: Generation left by the previous membership, kept until the first new one is complete.
         layout: The distribution of shards, if it is already known.
-        at: Called at named points, to inject faults in tests.
+        at: Called with the name of each point at which a fault can be injected.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ShardCopies:
 class _Buffers:
     """Memory of one generation: copies of this rank's own shards and of its peer's.
 
-    Shards to be sent come first in the buffer, so that they can be sent from there directly.
+    Shards to send come first, so that a contiguous slice of the buffer can be sent without a copy.
     """
 
     def __init__(self, layout: PieceLayout, rank: int, device: torch.device) -> None:
@@ -149,7 +149,7 @@ class _Buffers:
         synchronize_stream(self._device)
 
     def start_exchange(self, group: ProcessGroup) -> Collective:
-        """Start sending this rank's copies to its peer, and receiving those of a peer."""
+        """Start sending this rank's copies to its peer, and receiving another rank's."""
         to, from_ = self._peers
         sent, received = [0] * group.size(), [0] * group.size()
         sent[to], received[from_] = self._sent, len(self._received)
@@ -177,7 +177,7 @@ class ShardRecovery:
 
     @property
     def step(self) -> int:
-        """The newest step of which this process has copies; NEWCOMER if there is none."""
+        """Newest step with copies in this process; NEWCOMER without copies."""
         newest = self._copies.newest if self._copies else None
         return max((each.step for each in (*self._left, *([newest] if newest else ()))), default=NEWCOMER)
 
@@ -286,7 +286,7 @@ def send_state(
 ) -> None:
     """Send this process's complete ``state`` and plain ``facts`` to ``receivers``, one by one.
 
-    Tensors are moved to ``device``, which the group's backend supports, since a state may be on several devices.
+    Tensors are moved to ``device``, which the group's backend must support, since a state may span several devices.
     """
     tensors, values = split_tensors(state)
     forms = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]

@@ -1,7 +1,7 @@
 """Process groups of a healing gang: their stores, connections and release.
 
-Waits in a store from :class:`Meetings`, in a private folder or on the first host, end as soon as the membership
-changes. :class:`Connections` cuts the connections of process groups, so that waits for a lost peer fail at once.
+:class:`Meetings` opens stores in a private folder or on the first host; waits in them end when the membership changes.
+:class:`Connections` cuts the connections of process groups, so that waits for a lost peer fail at once.
 :class:`LeftGroups` frees groups late: freeing a gloo group waits for its collectives, and one that sends to a killed
 process ends only at the group's timeout.
 """
@@ -39,7 +39,7 @@ class Meetings:
     """Creates a store per membership and keeps the newest alive, since process groups do not keep theirs.
 
     Args:
-        place: URL of a folder (on one host), or of a server's address and port.
+        place: ``file://PREFIX`` for folders on one host, or ``tcp://HOST:PORT`` of a store's server.
         check: Raises an error if waiting is pointless.
         timeout: Maximum time to wait for the server or a key.
     """
@@ -164,12 +164,12 @@ class PatientStore(_InterruptibleStore):
 def rebuild_groups(
     world: World, members: Sequence[int], cluster: Cluster, store: Store, *, copies: bool = False
 ) -> World:
-    """Leave the groups of ``world`` and join groups of ``members``, all of which must call this.
+    """Leave the groups of ``world``, and join groups of ``members``; all members must call this.
 
     Args:
         world: This process's current World.
         members: Global ranks of the new members.
-        cluster: Its backend and timeout are used.
+        cluster: Provides the backend and the timeout of collectives.
         store: Rendezvous used only by these members; the caller must keep it alive.
         copies: Whether to create the role's group "copies/", for sending copies of shards between members.
 
@@ -225,9 +225,9 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)  # a d
 class Connections:
     """Context manager that records the sockets of process groups created in it; reentrant.
 
-    ``ProcessGroup.abort`` ends operations of NCCL but not of gloo, which end when their sockets are shut down. A gloo
-    group may open connections later, when two ranks first communicate. But it has a listening socket from its creation,
-    and one thread that polls all its sockets: those polled together with its listening socket belong to the group.
+    ``ProcessGroup.abort`` ends NCCL's operations but not gloo's, which end only when their sockets are shut down. A
+    gloo group may open connections later, when two ranks first communicate. It listens on a socket from its creation,
+    and one thread polls all its sockets, so those polled together with the listening socket belong to the group.
     """
 
     def __init__(self) -> None:

@@ -172,7 +172,7 @@ class HealingMember:
         return settings, world
 
     def _hand_over_shards(self, world: World, membership: Membership, settings: Settings, store: Store | None) -> World:
-        """Transfer shards from processes that will wait to those that train, in temporary groups."""
+        """Transfer shards from processes that become spares to those that train, in temporary groups."""
         if store is not None and self._shards:
             everyone = (*membership.members, *membership.waiting)
             world = rebuild_groups(world, everyone, settings.cluster, store, copies=True)

@@ -55,9 +55,9 @@ class LoopState:
 
     Attributes:
         progress: Progress of this process; None to start from ``checkpoint``.
-        checkpoint: The first checkpoint to load; None if there is none.
+        checkpoint: Checkpoint to start from; None if the run has none.
         log: The logged steps of all processes.
-        saves: State of the save interval; empty to use that of ``checkpoint``.
+        saves: State of the save interval; empty to restore it from ``checkpoint``.
     """
 
     progress: TrainingProgress | None = None

@@ -3,8 +3,8 @@
 Neither host can detect whether its peer is dead, disconnected or only suspended. The host that creates a file, one per
 connection, wins: either the first host, which continues without its peer, or the peer, which then requeues the job.
 The file server creates a file only once, so the decision does not depend on the hosts' clocks or on delays in seeing
-the folder's content. The file name is derived from the connection's keys, so that it cannot be confused with that of
-a different attempt or start of the job.
+the folder's content. The file name is derived from the connection's keys, so each attempt and each start of the job
+has its own file.
 """
 
 from __future__ import annotations

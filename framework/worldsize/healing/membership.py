@@ -1,4 +1,4 @@
-"""Memberships of a healing gang, and the channel through which a process learns of new ones."""
+"""Memberships of a healing gang, and the channel that announces them to a process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STARTING = 60.0  # maximum seconds from the fork of a process until it is ready
 _LONGEST = 1 << 20  # maximum bytes per message
 _SETTLED = 3  # at the start of this step of a membership, one-time setup such as DDP's buckets is complete
 _STUCK = 2.0  # seconds without CPU use after which a stopping process counts as stuck
-_BUSY = 0.01  # seconds of CPU time after which it does not count as stuck
+_BUSY = 0.01  # CPU seconds above which it does not count as stuck
 _WAITS_FOR_PEERS = re.compile(r"(torch|worldsize)\.(?!utils\.data|loop|data|world\.|healing\.groups)")  # module names
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket", re.IGNORECASE
@@ -67,8 +67,8 @@ class Membership:
         steps: Each member's last completed step; NEWCOMER for a member without a state.
         lost: Global ranks that died since the previous membership, with reasons.
         asked: Global ranks that join or leave on request, with the source of the request.
-        waiting: Global ranks that trained before but exceed a multiple of the block size; they transfer their shards
-            of the state, and wait as spares.
+        waiting: Global ranks that trained before but do not fit into whole blocks; they transfer their shards of the
+            state, and wait as spares.
     """
 
     number: int
@@ -124,7 +124,7 @@ def receive_message(pipe: Pipe) -> Message:
 
 @final
 class MembershipChannel:
-    """A process's end of the pipe through which it learns of new memberships.
+    """A process's end of the pipe that announces new memberships.
 
     When membership ``n`` ends, the launching process sends ``{"stop": n}``, and all communication of this process is
     cut. The process answers with its step, ``{"stopped": n, "step": s}``, and receives the next membership.
@@ -178,7 +178,7 @@ class MembershipChannel:
     def wait_for_membership(self, step: int, *, is_spare: bool = False) -> Membership:
         """Report that this process stopped after ``step``, and wait for the next membership.
 
-        A process that has not belonged to a membership yet, or ``is_spare`` now, waits without a timeout.
+        A spare, or a process that has not belonged to a membership yet, waits without a timeout.
 
         Raises:
             WorldsizeError: the next membership does not start in time.
@@ -222,7 +222,7 @@ class MembershipChannel:
         clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         used, since = time.clock_gettime(clock), time.monotonic()
         while not self._is_over and not self._has_stopped.wait(_STUCK / 8):
-            self._cut()  # connections opened meanwhile
+            self._cut()  # includes connections opened meanwhile
             now = time.clock_gettime(clock)
             if now - used > _BUSY or not _waits_for_peers():
                 used, since = now, time.monotonic()

@@ -46,7 +46,7 @@ class Generation:
 
     Attributes:
         number: Number of the membership that made the copies.
-        step: The step.
+        step: Step after which the copies were made.
         skipped: Number of steps so far with skipped updates.
         values: The plain values of the state, see :func:`worldsize.checkpoint.manifest_tree.split_tensors`.
         elements: Number of elements in all tensors of the state.
@@ -129,7 +129,7 @@ class PieceLayout:
         self._distance = self._best_distance()
 
     def list_sole(self, rank: int) -> list[Piece]:
-        """Return the shards that, of their holders, only ``rank`` stores; it sends copies to its peer."""
+        """Return the shards stored by ``rank`` but by no other holder; it sends copies of these to its peer."""
         return [piece for piece, keepers in self._assign_keepers(rank) if len(keepers) == 1]
 
     def list_shared(self, rank: int) -> list[Piece]:
@@ -187,7 +187,7 @@ class PieceLayout:
         return first, next((rank for rank in others if self._hosts[rank] != self._hosts[first]), following)
 
     def _best_distance(self) -> int:
-        """Return the rank distance to peers that puts the fewest on the same host; 0 without peers.
+        """Return the rank distance that gives the fewest ranks a peer on their own host; 0 without peers.
 
         Ties are broken by the fewest peers with the same data-parallel rank.
         """
@@ -203,7 +203,7 @@ class PieceLayout:
         return best
 
     def _die_apart(self, ranks: Sequence[int]) -> bool:
-        """Return whether several ranks hold a shard, and not all in one data-parallel replica if there are several."""
+        """Return whether there are several ``ranks``, in different data-parallel replicas if the gang has several."""
         is_one_part = not self._has_one_part and len({self._parts[rank] for rank in ranks}) == 1
         return len(ranks) > 1 and not is_one_part
 

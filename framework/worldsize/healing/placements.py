@@ -174,7 +174,7 @@ def plan_transfers(
 
 
 def plan_handover(ranks: int, rank: int, kept: Sequence[TensorPlacement], names: Sequence[str]) -> list[Transfer]:
-    """Return ``rank``'s transfers to the first ``ranks`` ranks, of shards that none of these stores."""
+    """Return ``rank``'s part of the transfers that give the first ``ranks`` ranks the shards none of them stores."""
     transfers = []
     for placement in kept:
         by_turn = _group_by_turn(placement.tensors, ranks)

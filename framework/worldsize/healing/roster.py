@@ -18,7 +18,7 @@ _MOST_REPEATS = 3  # after this many equal memberships (members and first step),
 @final
 @dataclass
 class Roster:
-    """Decides on memberships, without I/O, so that processes on several hosts can share it.
+    """Decides on memberships; leaves I/O to the caller, so that the processes may be on any hosts.
 
     A membership ends when a member dies or reports a lost peer. If a newcomer is ready or a member is to leave, it ends
     once all members have trained a few steps in it. Every member then receives a stop and answers with its last
@@ -80,7 +80,7 @@ class Roster:
                 self._stop_membership()
             case {"began": int(number), "first": int(first)} if number == self.number:
                 self._begun[rank] = False
-                self.records[-1]["first"] = first  # may precede the members' last steps, if shards of these were lost
+                self.records[-1]["first"] = first  # may precede the members' last steps, if their shards were lost
                 if self.records[-1]["began"] is None and self._begun.keys() >= set(self.members):
                     self.records[-1]["began"] = self.records[-1]["ended"] + time.monotonic() - self._ended
             case {"trained": int(number)} if number == self.number:
@@ -145,7 +145,7 @@ class Roster:
         return max(map(self._fill_blocks, self.blocks), key=len)  # the first kind of those with most members
 
     def _fill_blocks(self, block: Block) -> tuple[int, ...]:
-        """Return the next members in whole blocks of one kind, in a number that :func:`find_block` assigns to it."""
+        """Return the next members in whole blocks of one kind; :func:`find_block` must map their number to it."""
         staying = {rank: None for rank in self.members if rank not in self._leaving}  # an ordered set
         newcomers = sorted(self._stopped.keys() - {*self.members})  # sorted, so that a host's ranks are adjacent
         able = _split_groups([*staying, *newcomers], block.together, self.node_of)

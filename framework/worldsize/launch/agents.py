@@ -145,7 +145,7 @@ class _Healing(Job):
 def combine_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Combine the outcomes of a run's hosts; the earliest failure is the cause.
 
-    In a healing gang, all processes of a host may be dead or spares, so the last step is the newest on any host.
+    In a healing gang, all processes of a host may be dead or spares, so the last step is the maximum over the hosts.
     """
     outcome, last = _choose_outcome(outcomes), max((each.steps[1] for each in outcomes if each.steps), default=0)
     if not outcome.memberships or not outcome.steps:
@@ -175,7 +175,7 @@ def _build_network_variables(plan: Plan, address: str) -> dict[str, str]:
 
 
 def _rendezvous(plan: Plan, first: str, port: int, address: str) -> NodeRendezvous:
-    """Return this host's rendezvous, with the store of the first host's agent for all ranks."""
+    """Return this host's rendezvous; all ranks use the store of the first host's agent."""
     store = {
         "MASTER_ADDR": first,
         "MASTER_PORT": str(port),
@@ -198,7 +198,7 @@ class Follower:
         self._attempt = 0
         self._aborted = -1  # the last aborted attempt; it may not have started on this host
         self._is_lost = False  # whether the first host is lost, so that its attempts must be aborted
-        self.is_asked = False  # whether a signal has requested to save and end
+        self.is_asked = False  # whether a signal has asked this host to save and exit
 
     def follow_leader(self) -> int:
         """Take part in attempts until the first host announces the end; return the exit code.

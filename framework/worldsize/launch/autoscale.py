@@ -68,7 +68,7 @@ def _run_policy(plan: Plan, parent: int) -> None:
 
 
 def query_policy(policy: Autoscaler, plan: Plan, seconds: float) -> str:
-    """Resize the gang as ``policy`` requests ``seconds`` into the attempt; return the error, or ""."""
+    """Query ``policy`` at ``seconds`` into the attempt, and resize the gang; return an error message, or ""."""
     sign = RunDirectory(plan.run_dir).control
     blocks = get_blocks(plan.roles)
     least, most = get_min_processes(plan.roles), policy.max_processes or count_at_most(blocks, plan.logical_ranks)

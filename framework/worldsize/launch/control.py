@@ -1,4 +1,4 @@
-"""Adds, removes and lists a running job's processes, by requests on a Unix socket."""
+"""Control socket of a running job: requests to add, remove and list its processes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from worldsize.files import read_regular
 from worldsize.net.agent_connection import receive_line
 from worldsize.strict_json import parse_strict_json
 
-MOST = 64  # processes that one request may add or remove, so that they start before the request times out
-_PATIENCE = 5.0  # seconds for one request, from the connection to its last byte
+MOST = 64  # maximum processes per request, so that they start before it times out
+_PATIENCE = 5.0  # timeout of a request in seconds, from connecting to its last byte
 _LONGEST_REQUEST = 1 << 12  # maximum bytes
 _LONGEST_ANSWER = 1 << 17  # maximum bytes; fits into a socket's buffer, so that sending never blocks
 _LONGEST_PATH = 1 << 12  # maximum bytes
-_AT_ONCE = 16  # maximum requests being received; a new one replaces the oldest
+_AT_ONCE = 16  # maximum pending requests; a new one evicts the oldest
 
 
 class ListedProcess(TypedDict):
@@ -57,7 +57,7 @@ class Resizable(Protocol):
 @final
 @dataclass
 class _Request:
-    """A request, possibly received only in part."""
+    """A request, possibly still incomplete."""
 
     connection: socket.socket
     text: bytearray = field(default_factory=bytearray)
@@ -166,12 +166,12 @@ class Control:
 def _try_action(action: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"answer": action()}
-    except (WorldsizeError, OSError) as error:  # an error here would end the run
+    except (WorldsizeError, OSError) as error:  # uncaught, it would end the run
         return {"error": str(error)}
 
 
 def send_request(sign: Path, **facts: Any) -> Any:
-    """Send a request to the launching process that ``sign`` announces; return its answer.
+    """Send a request to the launching process, whose socket path is in the file ``sign``; return its answer.
 
     Raises:
         ConfigError: the process does not exist or refuses the request.

@@ -1,4 +1,4 @@
-"""Evaluates a run's checkpoint in separate processes; the run's metrics do not change."""
+"""Evaluates a run's checkpoint in new processes, without changing the run's metrics."""
 
 from __future__ import annotations
 

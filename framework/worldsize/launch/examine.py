@@ -124,7 +124,7 @@ def _describe_first_host(place: Node, port: int) -> dict[str, Any] | None:
 
 
 def _interface(cluster: Cluster, place: Node) -> dict[str, Any] | None:
-    """Describe the network interfaces for collectives and to the first host; None with one host."""
+    """Describe the interfaces used for collectives and for the route to the first host; None with one host."""
     if place.count == 1:
         return None
     try:
@@ -197,7 +197,7 @@ def _join_first_host(
 def _meet_hosts(
     run: RunDirectory, place: Node, facts: dict[str, Any], port: int, waits: Mapping[str, float]
 ) -> tuple[list[RemoteAgent], Meeting]:
-    """Wait for the other hosts on the first host; return those that connected, and the findings."""
+    """On the first host, wait for the others; return those that connected, and the findings."""
     if place.count == 1:
         return [], {"hosts": [facts]}
     try:

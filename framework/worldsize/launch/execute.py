@@ -59,7 +59,7 @@ def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path],
 
     Args:
         cfg: The composed configuration.
-        sweep: Receives the runs that :func:`submit_sweep` submits together.
+        sweep: List to append the run to if :func:`submit_sweep` submits it later, together with others.
         recorded: Callback with the run folder, called once the run has a record.
 
     Raises:
@@ -116,7 +116,7 @@ def _find_reason(outcome: Outcome, run: RunDirectory) -> str:
 def prepare_settings(cfg: DictConfig, asked: list[tuple[LaunchMethod, Cluster]]) -> Settings:
     """Build a new run's settings, and run all checks that need neither folder nor processes.
 
-    ``asked`` lists launchers and clusters that are already checked; this run's are appended.
+    ``asked`` lists the (launcher, cluster) pairs already checked; this run's pair is appended.
 
     Raises:
         ConfigError: the run cannot be started.

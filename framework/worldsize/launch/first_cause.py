@@ -34,7 +34,7 @@ class Ending:
 
     role: str
     rank: int
-    exit_code: int  # negative for the signal that killed it
+    exit_code: int  # negative signal number if killed by a signal
     error: ProcessError | None
     beat: Beat | None
     log: Path

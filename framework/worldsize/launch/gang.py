@@ -102,7 +102,7 @@ class Gang(Job):
         return outcome
 
     def _ask_to_save(self, signals: Signals, control: Control | None) -> None:
-        """Ask all processes to save and exit; wait for a further signal or the grace period."""
+        """Ask all processes to save and exit; wait until they do, a second signal arrives, or the grace period ends."""
         grace = self._graces.save
         if signals.seen[0] == signal.SIGINT:
             grace = self._graces.interrupt

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 def collect_host_facts(recipe: Recipe, place: Node) -> dict[str, Any]:
-    """Describe this host: what ``must_match`` on all hosts of a run, and what ``should_match``."""
+    """Return this host's facts, including those that ``must_match`` or ``should_match`` on all hosts of a run."""
     environment = capture_environment()
     return {
         "node": place.rank,
@@ -78,7 +78,7 @@ def data_digest(files: Mapping[str, Path]) -> str:
 
 
 def check_hosts(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, on_mismatch: str) -> None:
-    """Raise WorldsizeError, or warn if ``on_mismatch="warn"``, if a host differs from the first."""
+    """Raise WorldsizeError (``on_mismatch="warn"``: warn) if a host's ``must_match`` facts differ from the first's."""
     differences = [
         f"{other['host']} (node {other['node']}) has {name} {its_value}, {first['host']} has {value}"
         for other in others

@@ -28,9 +28,9 @@ _PATIENCE = 60.0  # timeout of kubectl in seconds
 @final
 @dataclass(frozen=True)
 class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
-    """Starts one pod per node that runs an agent; the image contains code and environment."""
+    """Runs an agent in one pod per node; the image must contain the code and the environment."""
 
-    run_root: str = cluster_option("/runs")  # the pods' folder for run folders, on one of the volumes
+    run_root: str = cluster_option("/runs")  # root of the run folders in the pods; must be on one of the volumes
     workdir: str | None = cluster_option(None)  # the project's folder in the image
     namespace: str = cluster_option("default")
     kind: Annotated[str, OneOf("auto", "jobset", "job")] = cluster_option("auto")  # auto: jobset if installed
@@ -42,7 +42,7 @@ class Kubernetes(ImageLauncher, NodeLauncher, BatchLauncher):
     memory: str | None = cluster_option(None)  # per pod, e.g. 64Gi
     pod_restarts: Annotated[int, Range(least=0)] = 3  # maximum restarts of failed pods
     python: str = "python"  # interpreter in the image
-    kubectl: Sequence[str] = ("kubectl",)  # with its options, e.g. [kubectl, --context, mine]
+    kubectl: Sequence[str] = ("kubectl",)  # command and its options, e.g. [kubectl, --context, mine]
     shares_run_folder = False
     finds_job_by = ("namespace",)
 

@@ -23,9 +23,9 @@ from worldsize.world.topology import missing_interfaces
 class Local(NodeLauncher, Launcher):
     """Starts all processes with ``fork``, so that K workers need only one import of torch.
 
-    The launching process must not have threads or a CUDA context at that time. This does not use torch's elastic agent,
-    which polls every 0.1 s, waits 30 s for a gang that ignores SIGTERM, and reports the failure that it notices first,
-    which is often not the first one.
+    The launching process must not have threads or a CUDA context when it forks. Torch's elastic agent is not used: it
+    polls every 0.1 s, waits 30 s for a gang that ignores SIGTERM, and reports the first failure that it notices, which
+    is often not the root cause.
     """
 
     def check(self, cluster: Cluster) -> None:

@@ -32,7 +32,7 @@ _FULL_BYTES = 64 << 10  # free space below which a process may fail to write its
 
 
 class Process(Protocol):
-    """A gang's process on this or a remote host."""
+    """Interface of a gang's process, local or remote."""
 
     @property
     def sentinel(self) -> int: ...
@@ -176,7 +176,7 @@ class Members:
 
     @property
     def must_end(self) -> bool:
-        """Whether a failure is final, or only processes that may come and go remain."""
+        """Whether the gang must end: a failure is final, or all deciding processes have exited."""
         deciding = self.deciding
         is_over = bool(deciding) and all(member in self.ended for member in deciding)
         return is_over or any(member.failed for member in self.ended)
@@ -195,7 +195,7 @@ class Members:
         return alive
 
     def _is_deciding(self, member: Member) -> bool:
-        """Return whether the run needs the process; only processes of the last role may come and go."""
+        """Return whether the run needs the process; False only in a last role with individual restarts."""
         return member.role != list(self.roles)[-1] or self.roles[member.role].restart != "individual"
 
     def _heal_process(self, member: Member, *, is_ending: bool) -> None:
@@ -255,7 +255,7 @@ def _get_step(beat: Beat | None) -> int | None:
 
 
 def _count_starts(lost: Sequence[Member], role: str, rank: int) -> int:
-    """Return how often the process with this role and rank has failed, and so how often it was started before."""
+    """Return the number of previous starts of the process with this role and rank, all of which failed."""
     return sum((each.role, each.rank) == (role, rank) for each in lost)
 
 

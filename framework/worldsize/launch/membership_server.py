@@ -66,7 +66,7 @@ class MembershipServer:
                 self._killed.append(member)
         pipes = [member.pipe for member in self._members.current if member.pipe is not None and not member.pipe.closed]
         returns = self._others.returns if self._others and not self._members.ended else []
-        return [*pipes, *returns], seconds or None  # 0: late members are killed, and sentinels report their exits
+        return [*pipes, *returns], seconds or None  # 0: late members were just killed; sentinels report it
 
     def serve_pipe(self, ready: Pipe) -> None:
         """Read and handle a message from a readable pipe."""
@@ -90,7 +90,7 @@ class MembershipServer:
             self._roster.has_ended(self._compute_rank(member))
 
     def make_room(self, count: int, training: Sequence[Member]) -> None:
-        """Allow ``count`` processes more than ``training``; raise ConfigError if logical ranks run out."""
+        """Set the roster's target to ``count`` more than ``training``; raise ConfigError if logical ranks run out."""
         wanted = len(training)
         if wanted + count > self._most:
             ranks, free = self._parts, self._most - wanted
@@ -149,7 +149,7 @@ class Resize:
         self._members, self._server = members, server
 
     def add_processes(self, count: int, *, asked: str = "workers") -> list[str]:
-        """Start ``count`` more processes as requested by ``asked``; return their names.
+        """Start ``count`` more processes on behalf of ``asked``; return their names.
 
         Raises:
             WorldsizeError: a host cannot start them all; the message names the started processes, which keep running.
@@ -175,7 +175,7 @@ class Resize:
         return names
 
     def remove_processes(self, count: int, *, asked: str = "workers") -> list[str]:
-        """Ask the ``count`` newest processes to leave as requested by ``asked``; return their names."""
+        """Ask the ``count`` newest processes to leave, on behalf of ``asked``; return their names."""
         role, alive = self._find_role(), self._training()
         must_stay = self._members.roles[role].min_processes or (1 if self._server else 0)
         if len(alive) - count < must_stay:

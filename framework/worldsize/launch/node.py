@@ -1,4 +1,4 @@
-"""Starts one host's processes as forks of the launching process, to import torch once."""
+"""Starts one host's processes by forking, so that torch is imported only once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NodeLauncher(LaunchMethod):
         return False
 
     def is_current(self) -> bool:
-        """Return whether this start still owns the run; called on the first host after a loss."""
+        """Return whether this start still owns the run; called on the first host after it lost another."""
         return True
 
     def start_node(self, plan: Plan, node: Node, rendezvous: NodeRendezvous, others: RemoteHosts | None = None) -> Gang:
@@ -178,7 +178,7 @@ def _run_worker(
     die_with_parent(parent)
     for number in filter_signals(SIGNALS):
         signal.signal(number, signal.SIG_DFL)
-    # a terminal sends SIGINT and SIGHUP to every process; the launcher decides what to do
+    # a terminal sends SIGINT and SIGHUP to every process; only the launcher acts on them
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_hangups()
     del sys.argv[1:]  # the command line may contain a secret, and loggers record it

@@ -26,7 +26,7 @@ class Outpost:
 
     Args:
         start: Starts a process, given its role, its rank in the role, and the number of previous starts.
-        mail: Messages from the first host; a None message means that it is lost.
+        mail: Messages from the first host; None once it is lost.
         connection: The connection to the first host.
         attempt: Number of the attempt.
     """
@@ -41,7 +41,7 @@ class Outpost:
         self._start, self._mail, self._connection, self._attempt = start, mail, connection, attempt
         self._members: dict[int, Member] = {}  # running processes by global rank
         self._beats: dict[int, Beat | None] = {}
-        self.is_asked = False  # whether a signal has requested to save and end
+        self.is_asked = False  # whether a signal has asked this host to save and exit
 
     def run(self) -> bool:
         """Serve until the first host ends the attempt (True) or is lost (False); then kill all processes."""
@@ -65,7 +65,7 @@ class Outpost:
                             self._report_end(members[ready])
                         else:
                             self._pass_on(pipes[ready])
-                    if signals.seen and not asked:  # this host's suffice, since all agree on the step to save
+                    if signals.seen and not asked:  # other hosts' ranks then agree to save at the same step
                         asked = True
                         self._send_signal([*self._members], signal.SIGTERM)
                     self._report_beats()

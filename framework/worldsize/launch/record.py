@@ -58,7 +58,7 @@ _logger = logging.getLogger(__name__)
 
 
 def create_scrubber(cfg: DictConfig, config: Mapping[str, Any]) -> Scrubber:
-    """Return a scrubber for the secrets in ``cfg``, whose values are in ``config``, the resolved ``cfg``."""
+    """Return a scrubber for the secrets in ``config``, the resolved form of ``cfg``."""
     return scrubber(config, os.environ, Path.home() / ".netrc", interpolated=find_env_variables(cfg))
 
 
@@ -242,7 +242,7 @@ def _record_lock(run: RunDirectory, clean: Scrubber) -> dict[str, Any]:
 
 
 def _describe_image(launcher: LaunchMethod) -> dict[str, Any] | None:
-    """Describe the processes' container image; local processes share this process's."""
+    """Describe the container image of the run's processes; local ones use this process's image."""
     name = launcher.image
     if name is None and isinstance(launcher, Launcher):
         name = read_image_name(os.environ)
@@ -266,7 +266,7 @@ def _parentage(settings: Settings, manifest: Mapping[str, Any]) -> dict[str, Any
 
 
 def _describe_cluster(plan: Plan) -> dict[str, Any]:
-    """Describe the cluster in a size independent of its ranks; see the record's schema."""
+    """Describe the cluster, without an entry per rank; see the record's schema."""
     cluster = plan.cluster
     return {
         "name": cluster.name,

@@ -1,4 +1,4 @@
-"""Reuses a recorded run: decides what to trust, enters its project, returns its options.
+"""Reuses a recorded run: checks its trustworthiness, enters its project, returns its options.
 
 A record is the user's own if it was signed with the user's key (:func:`worldsize.record.manifest.is_own`). A foreign
 record may name any code, so this code is not imported, installed or run before the user has seen it and agreed.
@@ -264,7 +264,7 @@ def take_code(manifest: Mapping[str, Any], project: Path, run: RunDirectory) -> 
 
 
 def _find_yaml_files(project: Path) -> Iterator[Path]:
-    """Yield a project's configuration files, except those that worldsize has, too."""
+    """Yield a project's configuration files, except those that worldsize itself provides."""
     own = (main_conf().parent, get_bundle_folder())
     for conf in (project / "conf", *(folder / "conf" for folder in list_root_folders(project))):
         for file in list_plugin_files(conf):

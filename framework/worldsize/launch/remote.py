@@ -246,7 +246,7 @@ class RemoteHosts:
 
     @property
     def returns(self) -> Sequence[Any]:
-        """The file that becomes readable when a host has returned (see :meth:`admit_host`), or empty."""
+        """File that becomes readable when a host returns, see :meth:`admit_host`; empty if hosts cannot return."""
         return [self._door.arrivals.arrival] if self._door else []
 
     def admit_host(self, present: Set[int]) -> Sequence[int]:

@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 
 SILENT = "the scheduler is not responding"
 _INTERVAL = 15.0  # seconds between two queries; a scheduler's controller serves many users
-_POLL, _SLOWEST = 0.5, 5.0  # seconds between two queries of wait_for: initially, and for a long job
+_POLL, _SLOWEST = 0.5, 5.0  # seconds between two queries of wait_for: initial and maximum
 
 
 @final

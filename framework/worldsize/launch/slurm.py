@@ -82,7 +82,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     account: str | None = cluster_option(None)
     qos: str | None = cluster_option(None)
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)
-    gpu_type: str | None = cluster_option(None)  # the cluster's name for it, e.g. a100; None: any
+    gpu_type: str | None = cluster_option(None)  # type of GPU as Slurm names it, e.g. a100; None: any
     # per node; None: as many as its processes need
     cpus_per_task: Annotated[int | None, Range(least=1)] = cluster_option(None)
     memory: str | None = cluster_option(None)  # per node, e.g. 64G
@@ -91,7 +91,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     exclusive: bool = cluster_option(False)
     setup: Sequence[str] = cluster_option(())  # shell commands before the start, e.g. "module load cuda"
     container_runtime: Annotated[str, OneOf("pyxis", "apptainer")] = cluster_option("pyxis")  # for ``image``
-    mounts: Sequence[str] = cluster_option(())  # folders to mount in addition to this one and run.root
+    mounts: Sequence[str] = cluster_option(())  # folders to mount, besides the working directory and run.root
     # further sbatch options by long name; None for a flag
     options: Annotated[Mapping[str, Any], ReservedNames(_REMEDIES, setter="the job script")] = cluster_option({})
     signal_before: Annotated[int, Range(least=0, most=65535)] = 120  # seconds for saving before the time limit
@@ -188,7 +188,7 @@ class Slurm(ImageLauncher, NodeLauncher, BatchLauncher):
     def is_current(self) -> bool:
         """Return whether Slurm confirms within ``node_timeout`` seconds that this start still runs.
 
-        When other nodes lose the first node, they requeue the job. A first node that cannot reach Slurm either must not
+        Other nodes requeue the job when they lose the first node, so a first node that cannot reach Slurm must not
         continue.
         """
         job, deadline = read_job(os.environ), time.monotonic() + self.node_timeout

@@ -39,7 +39,7 @@ class Ssh(NodeLauncher, AgentLauncher):
 
     hosts: Sequence[str] = cluster_option()  # names for ssh; all hosts must be able to reach the first
     gpus_per_node: Annotated[int | None, Range(least=0)] = cluster_option(None)  # one process per GPU
-    folder: str | None = cluster_option(None)  # target for the code (%h: host name); None: same path, without a copy
+    folder: str | None = cluster_option(None)  # destination of the code (%h: host name); None: no copy, same path
     python: str | None = cluster_option(None)  # interpreter on the hosts; None: created by uv from the lock file
     ssh: Sequence[str] = cluster_option(("ssh",))  # command and its options, e.g. [ssh, -F, my_config]
 

@@ -42,7 +42,7 @@ class Lineup:
     lost: str | None = None
 
     def replace_first(self, answering: set[str]) -> Lineup:
-        """Return a lineup of the ``answering`` hosts, then the absent ones; the lost host is the last of its part."""
+        """Return a lineup with ``answering`` hosts first, then absent ones; the lost first host ends its group."""
         first, *others = self.hosts
         there = [host for host in (*others, first) if host in answering]
         absent = [host for host in (*others, first) if host not in answering]
@@ -268,7 +268,7 @@ class SshJob(Job):
             if len(self._seen) > 1 or time.monotonic() > deadline:
                 return
             if self.succession and self._agents[0].process.poll() == _UNREACHED:
-                return  # the other hosts would wait for the first one, possibly for long
+                return  # the other hosts might wait for the first one for a long time
             if deadline == float("inf") and self._must_end():
                 deadline = time.monotonic() + self.grace  # the other agents exit by themselves
             elif self._agents[0].process.poll() is None:

@@ -254,7 +254,7 @@ class SweepEnds:
         return [end.exit_code for end in self.read_ends()]
 
     def show_summary(self, console: Console) -> None:
-        """Show a summary of the runs, unless all of them were left to a scheduler."""
+        """Show a summary of the runs if any of them ran here rather than in a scheduler."""
         ends = self.read_ends()
         if any(end.folder for end in ends):
             show_ends(console, ends)

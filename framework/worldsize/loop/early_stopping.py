@@ -21,7 +21,7 @@ class EarlyStopping:
     An improvement must exceed ``min_delta`` in ``direction``. NaN is never an improvement.
 
     Attributes:
-        metric: The metric that must improve; null in the configuration: the run does not end early.
+        metric: The metric that must improve; null in the configuration disables early stopping.
         direction: Whether smaller (min) or larger (max) values are better.
         patience: Number of evaluations without improvement before the run ends.
         min_delta: Smallest difference that counts as an improvement.

@@ -116,7 +116,7 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
 @final
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what happens, in which process, and when.
+    """One fault: its action, its process and its time.
 
     Without ``point``, it happens at the start of ``step``. With ``point``, it happens when the process first reaches
     that point in or after ``step``. Action "slow" repeats; its default point is "step:compute".

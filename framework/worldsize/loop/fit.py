@@ -59,13 +59,13 @@ class LoopConfig:
         return self.logs(step) or self.evaluates(step)
 
     def evaluates(self, step: int) -> bool:
-        """Return whether an evaluation follows ``step``, as it always does after the last step."""
+        """Return whether ``step`` is followed by an evaluation; the last step always is."""
         return step == self.steps or _is_due(step, self.evaluate_every)
 
     def saves_first(self, step: int) -> bool:
         """Return whether ``step`` is saved before it is evaluated.
 
-        This applies to the last step, whose evaluation is often the first, so that its failure does not lose training.
+        Only the last step is: its evaluation is often the first, and an error in it must not lose the trained model.
         """
         return step == self.steps and self.saves(step) and not self.keeps_best
 
@@ -83,7 +83,7 @@ class LoopConfig:
 
 
 def _is_due(step: int, every: int) -> bool:
-    """Return whether something is due after ``step`` that follows each multiple of ``every`` but 0; 0: never."""
+    """Return whether ``step`` is a positive multiple of ``every``; False if ``every`` is 0."""
     return min(step, every) > 0 and step % every == 0
 
 

@@ -41,7 +41,7 @@ class InitialWeights:
             makes_rows: Whether servers create the rows of sparse embeddings on first use.
 
         Raises:
-            ConfigError: a name or a shape differs; the message contains it and the closest name.
+            ConfigError: a shape or, if ``strict``, a name differs; or servers create rows of the model's embeddings.
         """
         model = build_empty_model(recipe)
         if makes_rows and sparse_embeddings(model):
@@ -76,7 +76,7 @@ class InitialWeights:
     def _match_sources(
         self, shapes: Mapping[str, tuple[int, ...]], weights: Weights, ties: Mapping[str, str]
     ) -> dict[str, str]:
-        """Map each of the model's weight names that is available in the files to its name there.
+        """Map the model's weight names to names in the files, omitting weights that the files lack.
 
         A tied weight, which has several names in the model, may have any of these names in the files.
 

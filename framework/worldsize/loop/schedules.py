@@ -185,7 +185,7 @@ _NAMED: Mapping[str, Callable[..., LRScheduler]] = {
 
 
 def _parse_length(index: int, part: Mapping[str, Any], steps: int) -> int:
-    """Return the number of steps of a part, for all parts except the last."""
+    """Return the number of steps of a part other than the last."""
     own, share, key = part.get("steps"), part.get("share"), f"schedule.parts[{index}]"
     if (own is None) == (share is None):
         raise ConfigError(f"{key} requires either steps or share (a fraction of the run's steps). Set one of them.")

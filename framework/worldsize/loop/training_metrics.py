@@ -81,7 +81,7 @@ class TrainingMetrics:
 
         Args:
             world: The participating ranks.
-            padding: Number of micro-batches by which this rank has fewer than others.
+            padding: Number of zero micro-batches to append, if other ranks have more.
 
         Raises:
             ConfigError: a rank's names differ from rank 0's.

@@ -75,7 +75,7 @@ class LogWindow:
     def close(self, step: int, facts: Mapping[str, Any]) -> LoggedStep:
         """Start to gather the window's measurements from all ranks, and open the next window.
 
-        Before the update of the current step, the time breakdown of this step is not included.
+        If called before the update of the current step, its time breakdown is not included.
         """
         elapsed = time.perf_counter() - self._opened
         steps = len(self._losses)
@@ -109,7 +109,7 @@ class LogWindow:
 @final
 @dataclass(frozen=True)
 class LoggedStep:
-    """The last step of a closed window, for which the measurements of all ranks are being gathered."""
+    """The last step of a closed window, with the all-gather of the ranks' measurements in flight."""
 
     step: int
     batch_size: int

@@ -195,7 +195,7 @@ class AgentConnection:
 
 @final
 class HeartbeatSender:
-    """Context manager that sends heartbeats over ``connections`` from a thread."""
+    """Context manager for a thread that sends a heartbeat over ``connections`` every ``patience`` / 4 seconds."""
 
     def __init__(self, connections: Sequence[AgentConnection], patience: float) -> None:
         self._connections, self._interval = connections, patience / 4

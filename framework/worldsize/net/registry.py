@@ -145,7 +145,7 @@ class Dialer:
 
         Args:
             service: Name of the service in the registry.
-            kind: Purpose of the connection, by which the server selects a handler.
+            kind: Purpose of the connection; selects the service that handles it.
             facts: Further facts for the server, as plain values.
 
         Returns:

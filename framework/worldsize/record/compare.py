@@ -102,7 +102,7 @@ def _read_series(run: Path) -> dict[str, Series]:
 
 
 def _extract_figures(row: Row) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the metrics in a row that are compared."""
+    """Yield the name and value of each compared metric in a row."""
     if row["event"] == "evaluation":
         yield from ((format_display_name(name), value) for name, value in row["metrics"].items())
     else:

@@ -1,4 +1,4 @@
-"""Capture a run's software and hardware without initializing CUDA, as this process forks."""
+"""Capture a run's software and hardware without initializing CUDA, since this process will fork."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _get_content(file: Mapping[str, Any] | None) -> tuple[int, str] | None:
 
 
 def link_data(data: Mapping[str, Any], folder: Path, root: Path, sources: Sequence[Path]) -> None:
-    """Create symbolic links to data files that a checkout lacks, as git does not track them.
+    """Create symbolic links to data files that a checkout lacks because git does not track them.
 
     Args:
         data: Fingerprint of the data. Only files with relative paths are linked.

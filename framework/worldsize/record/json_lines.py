@@ -42,7 +42,7 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """Yield each complete line from byte ``start`` on, and the byte offset of the next line.
 
     A missing file counts as empty. A last line without a newline is skipped, since it is still being written or its
-    writer was killed. A line above 16 MiB is replaced by an empty line, which is not valid.
+    writer was killed. A line longer than 16 MiB is yielded as an empty, and thus invalid, line.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.

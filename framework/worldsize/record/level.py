@@ -121,7 +121,7 @@ def changes_but(changes: Sequence[tuple[str, Any, Any]], ignore: Sequence[str]) 
 
 
 def drop_copies(changes: Sequence[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """Drop copies made by interpolation: changes with the last name and the values of a less nested key."""
+    """Drop copies made by interpolation: changes with the same last name and values as a less nested key."""
     kept: list[tuple[str, Any, Any]] = []
     for key, then, now in sorted(changes, key=lambda change: change[0].count(".")):
         of_one_name = (other for other in kept if other[0].rpartition(".")[2] == key.rpartition(".")[2])

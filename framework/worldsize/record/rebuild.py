@@ -188,7 +188,7 @@ def _list_moved_paths(clones: Sequence[Path], code: Path) -> Iterator[Path]:
 
 
 def _framework() -> tuple[Path, ...]:
-    """Return the folder of this worldsize if it is a clone, which locks cannot install."""
+    """Return the folder of this worldsize if it is a clone, since locks cannot install it; otherwise empty."""
     source = Path(__file__).resolve().parents[2]
     return (source,) if source.name == "framework" else ()
 

@@ -142,7 +142,7 @@ def scrubber(config: Any, environ: Mapping[str, str], netrc: Path, *, interpolat
     """Create a scrubber for values of secret-looking names, and passwords in a netrc file.
 
     ``interpolated`` are the variables that the configuration reads with ``${oc.env:NAME}``. Their values are treated as
-    secrets, since the user did not write them down, except for locations such as ``HOME`` or ``DATA_DIR``.
+    secrets, since the user kept them out of the configuration, except for locations such as ``HOME`` or ``DATA_DIR``.
 
     Values with fewer than 8 characters are ignored.
     """
@@ -231,7 +231,7 @@ _RANDOM = re.compile(r"[0-9a-f-]{32,}|(?=.*[a-z])(?=.*[A-Z])(?=.*\d).*")
 
 
 def why_private(path: Path, name: str, *, include: Sequence[str] = ()) -> str | None:
-    """Return why a file must not be copied into a run folder; None if it seems not private.
+    """Return why a file must not be copied into a run folder; None if it does not seem private.
 
     ``name`` is the path relative to the project. Files that match a pattern in ``include`` are never private. Names of
     ``.py`` files are ignored, since ``secret_sharing.py`` is a module.

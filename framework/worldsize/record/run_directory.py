@@ -79,7 +79,7 @@ class RunDirectory:
         return self.path / "logs" / f"lost_{connection}"
 
     def listener_lock(self, name: str) -> Path:
-        """Return the lock file of the listener ``name``, so that it waits for an earlier attempt's to end."""
+        """Return the lock file with which the listener ``name`` waits until an earlier attempt's listener ends."""
         return self.path / "logs" / f"{name}.lock"
 
     def nccl_logs(self, host: str) -> Path:
@@ -212,7 +212,7 @@ def _get_write_time(run: RunDirectory) -> float:
 
 
 def check_entries(directory: RunDirectory) -> None:
-    """Raise WorldsizeError if an entry would make a run write elsewhere, or block.
+    """Raise WorldsizeError if an entry would block the run, or redirect its writes out of the run folder.
 
     The folder ``wandb`` is not checked, since only wandb writes through its links to logs. Other loggers'
     folders are checked. Entries that vanish during the check are ignored.

@@ -30,7 +30,7 @@ class Checkpointing:
         saver: Writes the checkpoints.
         emit: Receives each event.
         on_failure: What to do if a save fails.
-        interval: Determines further steps to save; None: only the configuration does.
+        interval: Chooses steps to save in addition to the configured ones; None: no additional ones.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Checkpointing:
             self._saver.save(state, step=step, facts=facts, streams=streams)
 
     def resume(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Continue after ``step`` with the save interval in ``facts``, the facts of its checkpoint, if any."""
+        """Continue after ``step``, with the save interval from its checkpoint's ``facts`` if they contain one."""
         if self._interval:
             self._interval.resume(step, facts.get("save_interval") or {})
 

@@ -204,7 +204,7 @@ class ProcessResources:
         self.evaluation.build_splits(self.settings.evaluation.splits)
 
     def get_saver(self, world: World, group: ProcessGroup | None) -> Saver:
-        """Return the checkpoint writer for the ranks of ``world``, which use ``group`` only for this purpose."""
+        """Return the checkpoint writer for the ranks of ``world``; ``group`` must be reserved for it."""
         if self._saver is not None:
             self._saver = self._saver.regroup_ranks(world, group)
             return self._saver
@@ -256,7 +256,7 @@ def create_listeners(
     """Create the listeners of a process: every training process writes its timing, and the first logs global events.
 
     If all processes serve, the run's first process leads and logs. In a healing gang the first member logs, which may
-    not be the first process. ``shows``: the first also shows the progress, since no launching process does.
+    not be the first process. ``shows``: the first process also shows the progress, as there is no launching process.
     """
     role, rank = find_role(global_rank, settings.roles)
     own: list[Listener] = [] if settings.roles[role].serves else [Timing(run, rank=rank)]
@@ -286,14 +286,14 @@ def global_listeners(
     return [MetricsFile(run.metrics), EventLog(run.events), loggers]
 
 
-_VOTING = 10.0  # seconds that ranks wait for the others' votes; a rank that is computing does not vote
+_VOTING = 10.0  # timeout of a vote in seconds; a rank that is computing does not vote
 _POLL = 0.05  # seconds between two polls
 _STOP, _GO_ON = b"stop", b"go on"
 
 
 @final
 class StopVote:
-    """Vote of the ranks of ``world``, in their rendezvous store, on stopping after the same step."""
+    """Lets the ranks of ``world`` vote, through their rendezvous store, to stop after the same step."""
 
     def __init__(self, world: World) -> None:
         self._size, self._key = world.size, f"stop_vote/{world.role}"

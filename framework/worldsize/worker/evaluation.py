@@ -64,8 +64,8 @@ class EvaluationData:
 def try_evaluation(replica: Replica, data: EvaluationData, settings: Settings, part: World) -> None:
     """Evaluate one batch of each split, so that errors in the evaluation show up before the first step.
 
-    Afterwards generators, buffers and modes are the same as before. Streams are skipped, since their position would
-    change. Nothing is compiled, since that would depend on the shapes of evaluation batches.
+    Generators, buffers and modes do not change. Streams are skipped, since their position would change. Nothing is
+    compiled, since that would depend on the shapes of evaluation batches.
 
     Raises:
         ConfigError: the evaluation lacks a metric that the run needs.

@@ -163,7 +163,7 @@ def _collectives() -> list[Mapping[str, Any]]:
 def _count_collectives() -> dict[str, list[int]]:
     """Return the numbers of collectives that this process has started and completed in each group.
 
-    They do not rely on torch's last completed collective, since its threads may record completions out of order.
+    Torch's last completed collective is not used, since its threads may record completions out of order.
     """
     record = _read_flight_recorder()
     pending = {

@@ -42,7 +42,7 @@ class Effort:
 
 _THOROUGH, _SHORT = Effort(1 << 26, _REPEATS), Effort(1 << 23, 1)
 _SHARED = Effort(1 << 26, _REPEATS, statistics.fmean)  # the minimum would overestimate a link shared by several hosts
-_GATHER_SECONDS, _GATHERS = 0.1, 20  # of a ring: target seconds, and repeats with few bytes
+_GATHER_SECONDS, _GATHERS = 0.1, 20  # per ring: target seconds for large messages, repeats for small ones
 
 Turn = tuple[int, int] | None  # edge (source, target) that a member measures in this round; None: wait
 

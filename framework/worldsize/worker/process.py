@@ -231,7 +231,7 @@ def _run_in_world(resources: ProcessResources, placement: Placement, channel: Me
 
 
 def _beginning(settings: Settings, run: RunDirectory, world: World) -> tuple[LoopState, AbstractContextManager[None]]:
-    """Return the initial state, and a context for creating the replica without weights that will be loaded anyway."""
+    """Return the initial state, and a context for the replica that skips the initialization of weights to be loaded."""
     if settings.run.evaluates is not None:
         return LoopState(), state_follows()
     if settings.roles[world.role].serves:  # a server loads its own state

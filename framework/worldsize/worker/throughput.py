@@ -95,7 +95,7 @@ class Throughput:
             return event
         rate, mfu, size = event.samples_per_second, None, self._tokens
         if self._peak is not None and self._flops is None and self._first is not None:
-            self._record_flops(self._first)  # here between two steps, it does not count as waiting for data
+            self._record_flops(self._first)  # between two steps, so that it does not count as waiting for data
         if self._flops and self._peak:
             mfu = rate * self._flops / self._peak
         return replace(

@@ -313,7 +313,7 @@ def plugin_folders(environ: Environ) -> list[Path]:
 
 
 def withheld_secrets(environ: MutableMapping[str, str]) -> list[tuple[list[str | int], Any]]:
-    """Pop secret configuration values, which are in no file, from ``WORLDSIZE_SECRETS``.
+    """Pop the configuration's secrets, which are not written to files, from ``WORLDSIZE_SECRETS``.
 
     Child processes do not inherit the variable. Returns pairs of a configuration key path and its value.
     """

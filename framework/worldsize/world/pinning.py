@@ -64,7 +64,7 @@ class Pin:
 @final
 @dataclass(frozen=True)
 class Pins:
-    """Pins of a machine's processes by local rank; if empty, ``reason`` says why."""
+    """Pins of a machine's processes by local rank, or the ``reason`` for not pinning them."""
 
     processes: tuple[Pin, ...] = ()
     reason: str = ""

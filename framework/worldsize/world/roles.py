@@ -17,7 +17,7 @@ def role_ranks(roles: Mapping[str, Role]) -> dict[str, range]:
 
 
 def can_heal(roles: Mapping[str, Role]) -> bool:
-    """Return whether the remaining processes of a gang continue after some of its processes die."""
+    """Return whether a gang with these roles continues after some of its processes die."""
     return any(role.restart == "heal" for role in roles.values())
 
 

@@ -53,7 +53,7 @@ def socket_folder() -> Path:
 
 
 def short_folder() -> Path | None:
-    """Return a folder for sockets; None if the one for temporary files is short enough.
+    """Return a folder with a short path for Unix sockets; None if the temporary folder's path is short enough.
 
     Raises:
         ConfigError: the temporary folder's path is too long, and no alternative folder is writable.

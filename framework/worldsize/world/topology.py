@@ -280,7 +280,7 @@ def _read_speed(interface: str) -> float | None:
 
 
 def variables(backend: str, interface: str | None, hca: str | None = None) -> dict[str, str]:
-    """Return variables that bind collectives to ``interface``, and NCCL to adapters ``hca``.
+    """Return environment variables that bind collectives to ``interface``, and NCCL to adapters ``hca``.
 
     Gloo is bound for every backend, since processes coordinate checkpoints through it. Gloo does not support NCCL's
     list syntax, so in a run with NCCL it uses the first of this host's interfaces that NCCL may use.

@@ -69,7 +69,7 @@ def create_world(
     """Return the World of this process on ``device``, including its process groups for training.
 
     All members of the default process group must call this; a single process does not have such a group.
-    ``host_backend`` is the backend of the groups in which ranks coordinate on the host, such as for checkpoints.
+    ``host_backend`` is the backend of the groups that exchange data in host memory, such as for checkpoints.
     """
     timeout = timedelta(seconds=cluster.timeout)
     groups = _create_groups(placement, roles, timeout, host_backend, device) if dist.is_initialized() else {}
@@ -100,7 +100,7 @@ def threads_per_process(local_world_size: int) -> int:
 
 
 def select_device(placement: Placement, cluster: Cluster) -> torch.device:
-    """Return this process's device; an accelerator (by local rank) becomes the current one."""
+    """Return this process's device; an accelerator, chosen by local rank, is made the current device."""
     if cluster.device == "cpu":
         return torch.device("cpu")
     index = 0 if device_count(cluster.device) == 1 else placement.local_rank  # as with srun --gpus-per-task=1
@@ -181,7 +181,7 @@ def _node_groups(placement: Placement, timeout: timedelta) -> dict[str, ProcessG
 
 
 def _tier_groups(placement: Placement, tiers: Mapping[str, int], timeout: timedelta) -> dict[str, ProcessGroup]:
-    """Return this rank's group per tier: ranks with its index in each sub-unit of its unit."""
+    """Return this rank's group per tier: the ranks of its unit that have the same index in their sub-units."""
     everyone, below = range(placement.world_size), placement.local_world_size
     units = {name: nodes * placement.local_world_size for name, nodes in tiers.items()}
     groups = {}
