@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-_KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # listed in an error message, with this machine's accelerator
+_KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")  # listed in errors, plus this machine's accelerator
 _NO_DEVICES = ("meta", "lazy", "vulkan", "opengl", "opencl", "ideep", "mkldnn", "fpga", "ve", "ipu", "hip")
 _CALLED = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}  # alias to torch's name
 _XLA = (
@@ -24,7 +24,7 @@ _XLA = (
 
 
 def device_count(kind: str) -> int:
-    """Return the number of devices of ``kind``, other than "cpu", that torch can use on this machine.
+    """Return the number of accelerators of type ``kind`` (not "cpu") that torch can use on this machine.
 
     Raises:
         ConfigError: torch does not support this kind.

@@ -30,7 +30,7 @@ def open_regular(path: Path, *, append: bool = False) -> BinaryIO:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         run = next((each for each in path.absolute().parents if os.path.lexists(each / RECORD)), None)
         if run is not None:
-            # The path without links; on Linux, that of the open descriptor, so the file cannot be swapped meanwhile.
+            # The resolved path; on Linux, read from the open descriptor, so that the file cannot be swapped meanwhile.
             real = Path(f"/proc/self/fd/{descriptor}").readlink() if sys.platform == "linux" else path.resolve()
             if not real.is_relative_to(run.resolve()):
                 raise OSError(errno.ELOOP, "a link points outside of the run folder", str(path))

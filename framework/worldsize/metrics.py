@@ -53,7 +53,7 @@ class MetricCollector:
         tensors of any shape.
 
         Raises:
-            ConfigError: a metric is neither a (sum, count) nor in ``Recipe.metrics``, or one in the latter is missing.
+            ConfigError: a metric in ``Recipe.metrics`` is missing, or another one is not a (sum, count) pair.
         """
         if missing := self._metrics.keys() - metrics.keys():
             raise ConfigError(f"Recipe.metrics names {min(missing)!r}, but Recipe.evaluate does not return it.")
@@ -69,7 +69,7 @@ class MetricCollector:
         """Return the metrics over the batches of all processes of ``world``, identical on every process.
 
         Raises:
-            ConfigError: two metrics computed values with the same name.
+            ConfigError: two metrics have the same name.
         """
         values = reduce_metrics(self.sums, self.names, world)
         if not self._metrics:
@@ -127,7 +127,7 @@ def _group_by_part(states: Mapping[int, Mapping[str, Tensor]]) -> dict[str, dict
 
 
 def _merge_local_states(reduction: StateReduction, by_index: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    """Merge states locally if the result does not depend on the order (unlike float sums), to send only one state."""
+    """Merge states locally, to send only one, if the reduction is order-independent (unlike float sums)."""
     parts = list(by_index.values())
     if reduction == "cat" or (reduction == "sum" and any(part.is_floating_point() for part in parts)):
         return by_index

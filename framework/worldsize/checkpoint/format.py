@@ -32,13 +32,13 @@ from worldsize.strict_json import parse_strict_json
 SCHEMA_VERSION = 2
 STREAMS = "streams"  # reader positions in the training stream, one tensor per reader (data/streams.py)
 RECIPE_STATES = "recipe_states"  # recipe state, one tensor per logical rank (worker/step_memory.py)
-ALONE = (STREAMS, RECIPE_STATES)  # parts of the state with tensors that only the writing rank has
+ALONE = (STREAMS, RECIPE_STATES)  # parts of the state whose tensors exist only on the rank that writes them
 PARTS = ("model", "optimizer", "schedule", "scaler", "ema", *ALONE)  # parts of the state that a load can ignore
 HYPERPARAMETERS = "hyperparameters"  # learning rates, weight decay etc. of the optimizer and the schedule
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 _FOLDER = re.compile(r"step_(\d{7,})")
 _LARGEST = 1 << 30  # maximum size of a manifest in bytes
-_SLACK = 8  # a wrong header is parsed, for the error message, if at most this many times as long as expected
+_SLACK = 8  # a wrong header is parsed for the error message only up to this multiple of the expected length
 _DEEPEST = 400  # maximum nesting of a manifest; one level of the state takes up to four (checkpoint/manifest_tree.py)
 _PIECE = 8 << 20  # bytes hashed per read
 

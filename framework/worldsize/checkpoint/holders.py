@@ -17,9 +17,9 @@ DIFFERENT = "tensor names, dtypes or shapes differ between ranks; pass the same 
 
 
 def partly_held(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return the ranks that hold each tensor, bool (ranks,) by name, for tensors that some ranks have on meta.
+    """Return which ranks hold each partly held tensor, as masks by name, bool (ranks,).
 
-    The tensors may have any shapes. This is a collective: every rank must call it.
+    A partly held tensor is on the meta device on some ranks. This is a collective: every rank must call it.
 
     Raises:
         CheckpointError: the tensor names differ between ranks.

@@ -33,7 +33,7 @@ def split_tensors(tree: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def join_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild a tree: the inverse of :func:`split_tensors`, possibly with other tensors of any shapes."""
+    """Rebuild a tree from JSON and tensors of any shapes; the inverse of :func:`split_tensors`."""
     if isinstance(value, list):
         return [join_tensors(child, tensors) for child in value]
     if not isinstance(value, dict):
@@ -78,7 +78,7 @@ def _references(node: Any, path: str, depth: int) -> Iterator[str]:
 
 
 def _children(node: Any, path: str) -> list[tuple[Any, Any]]:
-    """Return a node's keys and children; raise ValueError if :func:`split_tensors` never returns such a node."""
+    """Return a node's keys and children; raise ValueError if it is not valid output of :func:`split_tensors`."""
     match node:
         case None | bool() | int() | str():
             return []

@@ -40,7 +40,7 @@ class Weights(ABC):
         """Return the files that determine the weights, keyed by name."""
 
     def verify(self) -> None:  # noqa: B027 - most sources have no digests
-        """Raise CheckpointError if files do not match digests; does nothing without digests."""
+        """Raise CheckpointError if a file does not match its digest; a no-op for sources without digests."""
 
     @abstractmethod
     def read_tensor(self, name: str) -> Tensor:
@@ -176,7 +176,7 @@ class SafetensorsWeights(Weights):
 
 @final
 class TorchWeights(Weights):
-    """A state_dict from torch.save, also under the key ``state_dict``; only unpickles tensors."""
+    """A state_dict from torch.save, at the top level or under ``state_dict``; unpickles only tensors."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

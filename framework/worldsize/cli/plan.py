@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from worldsize.record.run_record import RunView
 
 
-_MOST_ROWS = 16  # more ranks are shown by node, and more nodes are abbreviated
+_MOST_ROWS = 16  # above this, ranks are shown by node, and nodes are abbreviated
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per element
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # seconds
 
@@ -181,7 +181,7 @@ _UNKNOWN = "Device memory is unknown. Set cluster.device_memory to reject plans 
 
 
 def _list_assumptions(options: argparse.Namespace, cluster: Cluster, given: Given) -> Iterator[str]:
-    """Yield the assumed inputs of the forecasts, neither given by the user nor measured, each with a remedy."""
+    """Yield the inputs of the forecasts that are neither given nor measured but assumed, with remedies."""
     if options.overlap is None and (options.model_size is not None or options.payload is not None):
         yield assumed_overlap_text()
     if options.precision is None and options.model_size is not None:
@@ -248,7 +248,7 @@ def _strategies(
     typed = task_overrides()
     chosen = next((word.partition("=")[2] for word in typed if word.startswith("strategy=")), "")
     others = [word for word in typed if not word.startswith(("strategy=", "strategy.", "+strategy."))]
-    others += ["cluster.scale_lr=none", "cluster.base_batch=null"]  # costs do not depend on lr; most refuse a rule
+    others += ["cluster.scale_lr=none", "cluster.base_batch=null"]  # costs ignore lr, and most strategies refuse a rule
     for name in names:
         words = [*typed, *more] if name == chosen else [*others, *more, f"strategy={name}"]
         try:

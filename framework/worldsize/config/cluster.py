@@ -50,15 +50,15 @@ def tier_around(node: Mapping[str, Any]) -> str:
 
 
 def _select_tiers(nodes_of_unit: Mapping[str, int], nodes: int) -> tuple[dict[str, int], str]:
-    """Return the tiers, innermost first, without those that have room for all nodes in one unit.
+    """Return the tiers that split the nodes into several units, innermost first.
 
     A unit of a tier consists of several units of the tier below.
 
     Returns:
-        The remaining tiers, and the innermost omitted tier, whose link is the network of these nodes ("" if none).
+        These tiers, and the innermost omitted tier, whose link is the network of all nodes ("" if none).
 
     Raises:
-        ConfigError: a tier has the name of a built-in link, or its units do not divide evenly.
+        ConfigError: a tier has a reserved name, or the nodes or units of tiers do not divide evenly.
     """
     tiers: dict[str, int] = {}
     below, told, around = 1, "a node", ""

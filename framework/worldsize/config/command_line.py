@@ -248,7 +248,7 @@ class _Types:
         node, section = _find_node(self._schema, key), key.partition(".")[0]
         if node is None and section in ("cluster", "launcher", "logger"):  # keys of the chosen options
             node = _find_node(self._compose_chosen(), key)
-            if node is None and key.startswith("cluster.options."):  # options of a scheduler, passed as they are typed
+            if node is None and key.startswith("cluster.options."):  # scheduler options, passed on unchanged
                 return str
             if section == "logger" and isinstance(node, AnyNode):
                 return str if isinstance(node._value(), str | None) else None

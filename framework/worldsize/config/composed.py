@@ -164,7 +164,7 @@ def collect_lengths(cfg: DictConfig) -> dict[str, Length]:
 
 
 def _scale_learning_rate(cfg: DictConfig, shape: RunShape) -> dict[str, object]:
-    """Return the learning rate, by its key, if ``cluster.scale_lr`` changes it.
+    """Return ``{"lr": scaled}`` if ``cluster.scale_lr`` changes the learning rate, otherwise ``{}``.
 
     Raises:
         ConfigError: the scaling rule does not apply to this run.
@@ -215,7 +215,7 @@ _SWITCHES: tuple[_Switch, ...] = (
     (("init_from_strict",), lambda cfg: cfg.init_from is not None, "init_from=PATH"),
 )
 _PURPOSES = {"run.evaluates": "evaluate", "run.examine": "doctor"}  # keys set by other commands
-_GROUPS = ("optimizer", "schedule", "data")  # a recipe's YAML refers to the groups that it uses
+_GROUPS = ("optimizer", "schedule", "data")  # groups that only take effect if the recipe's YAML refers to them
 
 
 def check_effects(cfg: DictConfig) -> None:

@@ -273,7 +273,7 @@ def _plain_hints(target: Any) -> Mapping[str, Any]:
 
 
 def _can_match_hint(value: Any, hint: Any) -> bool:
-    """Return whether a plain value matches an annotation, or the annotation is one that only the object can check."""
+    """Return whether a plain value matches an annotation; True if only the object itself can check it."""
     if get_origin(hint) in (Union, UnionType):
         return any(_can_match_hint(value, option) for option in get_args(hint))
     if get_origin(hint) is Literal:

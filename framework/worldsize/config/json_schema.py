@@ -75,7 +75,7 @@ def _describe_type(hint: Any) -> JsonSchema:
         keywords["pattern"] = f"{pattern}|{_INTERPOLATION}" if pattern else _INTERPOLATION
     names = [_TYPES.get(get_origin(option) or option, "object") for option in options if option is not str]
     if str in options and not words:
-        names.append("number")  # a number is read as text
+        names.append("number")  # an unquoted number is valid text
     described: JsonSchema = {"type": [*names, "string"], **keywords}
     return {"anyOf": [{"enum": words}, described]} if words else described
 

@@ -66,7 +66,7 @@ class Examine:
             "cluster.timeout": self.patience,
             "launcher.wait": True,
             "launcher.agents": True,
-            "launcher.save_grace": 2 * self.patience,  # lets agents time out on a failed one and still report
+            "launcher.save_grace": 2 * self.patience,  # lets agents time out on a failed agent and still report
         }
 
 

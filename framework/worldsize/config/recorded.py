@@ -74,7 +74,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def read_launcher(view: RunView) -> BatchLauncher | None:
     """Build the launcher of a recorded run, to query its scheduler; return None if it submits no jobs.
 
-    Another user's record may only select a launcher of worldsize itself and names to look up, not commands or code.
+    Another user's record may only select a bundled launcher and names that find its job, not commands or code.
 
     Raises:
         ConfigError: another user's record names a launcher that does not exist or is not part of worldsize.

@@ -37,7 +37,7 @@ def build_section_schema(*kinds: type) -> type:
 
 
 def __getattr__(name: str) -> Any:
-    import_module("worldsize.config.schema")  # it makes the schemas of all sections
+    import_module("worldsize.config.schema")  # creates the schemas of all sections
     if name in globals():
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -169,7 +169,7 @@ class Objects:
 
 
 def load_shape(objects: Objects) -> RunShape:
-    """Build and check the processes of the run and their strategy.
+    """Build and check the run's cluster, strategy, numerics and launcher.
 
     Raises:
         ConfigError: a value, a combination of values, or a target is invalid.

@@ -173,7 +173,7 @@ def check_compiles(numerics: Numerics, strategy: Strategy, *, exact: str | None)
 
 
 def check_slices(numerics: Numerics, strategy: Strategy) -> None:
-    """Raise ConfigError for logical slices or chunks if sums have no fixed order, or with compiled passes."""
+    """Raise ConfigError for logical slices or chunks without ordered reductions, or with ``compile``."""
     for key, parts in (("tensor", "features of a slice"), ("context", "tokens of a chunk")):
         number = getattr(numerics, f"logical_{key}")
         if number == 1:
@@ -268,7 +268,7 @@ def check_copies(roles: Mapping[str, Role], strategy: Strategy, peers: int) -> N
 
 
 def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMethod) -> None:
-    """Raise ConfigError if the run should heal, but its launcher or backend does not support it."""
+    """Raise ConfigError if healing is not supported here, or options that require it are set without it."""
     if not can_heal(roles):
         for name, count in {"spares": cluster.spares, "spare_nodes": cluster.spare_nodes}.items():
             if count:
@@ -304,7 +304,7 @@ def check_heals(roles: Mapping[str, Role], cluster: Cluster, launcher: LaunchMet
 
 
 def check_autoscale(policy: Autoscaler, roles: Mapping[str, Role], cluster: Cluster, logical_ranks: int) -> None:
-    """Raise ConfigError if an autoscaling policy is set for a gang of fixed size, or its bounds are contradictory."""
+    """Raise ConfigError if the gang cannot be resized, or ``max_processes`` does not fit the run."""
     if not can_heal(roles):
         raise ConfigError(
             "autoscale requires strategy.on_failure=heal. Set strategy.on_failure=heal with a strategy such as ddp, or "
@@ -388,7 +388,7 @@ def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchM
 
 
 def check_resumes(recipe: Recipe, step: int, *, exact: str | None) -> None:
-    """Warn, or raise ConfigError if ``exact``, if a run resumes after ``step`` without its recipe's state.
+    """Warn if a run resumes after ``step`` without its recipe's state; raise ConfigError if ``exact``.
 
     ``exact``: the reproducibility mode if it guarantees bitwise identical results, otherwise None.
     """

@@ -40,7 +40,7 @@ _NAMES: Mapping[type, str] = {
     MembershipChanged: "membership",
     TransportFellBack: "transport",
 }
-GOOD_NEWS = (OVERFLOW, "data_workers", "save_interval")  # events without a problem
+GOOD_NEWS = (OVERFLOW, "data_workers", "save_interval")  # events that do not report a problem
 _LOGGED = (OVERFLOW, "transport")  # already logged where they are detected
 _OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # a full disk may prevent writing these; they are then only logged
 

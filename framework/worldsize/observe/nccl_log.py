@@ -157,7 +157,7 @@ def _format_process(log: NcclLog) -> str:
 
 
 def _warnings(text: str) -> Iterator[str]:
-    """Yield torch's warnings in a process's output, and NCCL's unless in a separate file."""
+    """Yield torch's warnings in a process's output, and NCCL's unless it logs to a separate file."""
     for line in text.splitlines():
         if match := _TORCH.match(line):
             yield f"{match['place']} {match['text']}"
@@ -170,7 +170,7 @@ def _describe_gloo(transport: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _networks(logs: Sequence[NcclLog], written: int) -> Iterator[str]:
-    """Yield a summary of NCCL's ranks and networks; ``written``: number of logs, read or not."""
+    """Yield a summary of NCCL's ranks and networks; ``written``: number of log files, including unread ones."""
     size = max(log.size for log in logs)
     connected = {log.rank for log in logs if log.is_connected and log.rank is not None}
     versions = sorted({log.version for log in logs if log.version})
@@ -209,7 +209,7 @@ def _collectives(outputs: Sequence[Path]) -> Iterator[str]:
 
 
 def _summarize_warnings(warnings: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield each distinct warning with its processes, most frequent first; numbers in it do not count."""
+    """Yield each warning with its processes, most frequent first; merge those that differ only in numbers."""
     texts: dict[str, str] = {}
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for process, text in warnings:

@@ -95,7 +95,7 @@ class Stragglers:
         return new
 
     def _is_time(self) -> bool:
-        """Return whether enough steps were added since the last judgment for another one."""
+        """Return whether enough new steps were added for another judgment."""
         steps = sum(map(len, self._fresh))
         return steps >= _BLOCKS and steps * float(self._fresh[-1].sum(2).mean()) >= _SECONDS / _BLOCKS
 
@@ -181,8 +181,8 @@ class SlowLinkSearch:
     """Decides when to measure links, identically on all ranks, from shared step times.
 
     A measurement blocks all ranks for a second or two. One is due if ranks wait for communication for more than half of
-    a step in the first windows. Later ones are due if the wait is more than 1.5 times the shortest since the previous
-    measurement (or the first windows). Each measurement without a finding delays the next one.
+    a step in the first windows. Later ones are due if the wait exceeds 10% of a step and 1.5 times the shortest wait
+    since the previous measurement (or the first windows). Each measurement without a finding delays the next one.
 
     A host is reported if all its links have less than a third of the median bandwidth of hosts in two measurements. The
     first measures links to neighbors, the second links at a distance of two, to acquit a host between two slow ones. A
@@ -236,7 +236,7 @@ class SlowLinkSearch:
         return is_full
 
     def find_slow_hosts(self, links: Mapping[tuple[int, int], Link]) -> list[Straggler]:
-        """Return hosts with slow ``links`` between nodes, each by its first rank."""
+        """Return hosts that are slow in this measurement, ``links``, and the last; each by its first rank."""
         best = {
             node: max(link.bandwidth for ends, link in links.items() if node in ends)
             for node in sorted({node for ends in links for node in ends})

@@ -40,7 +40,7 @@ class SubprocessListeners:
     Args:
         makers: Functions that create the listeners, by the name used in warnings.
         timeout: Seconds that a finished run waits for the remaining events to be delivered.
-        grace: Returns the seconds until a failed or ending run is killed, the maximum wait in that case.
+        grace: Returns the seconds until a failed or ending run is killed; listeners get no more in that case.
         lock: Returns a lock file per listener name, shared by all attempts of a run: the listener of a killed attempt
             continues until it has delivered its events.
         alerts: Returns node alerts since its last call, in the listeners' processes. Listeners receive them between

@@ -68,10 +68,10 @@ _PHASES = ("compute_seconds", "communication_seconds", "update_seconds")
 
 @final
 class UnitTimes:
-    """Writes times of a process that computes parts of steps, called units, like :class:`Timing`.
+    """Like :class:`Timing`, for a process that computes parts of steps (units).
 
-    Every ``every`` steps, it writes the means since the last line. Time outside data loading and compute counts as
-    waiting for weights or tasks.
+    Every ``every`` steps, it writes the means since the last line. Time outside data loading, compute and updates
+    counts as waiting for weights or tasks.
     """
 
     def __init__(self, timing: Timing, device: torch.device, *, every: int) -> None:

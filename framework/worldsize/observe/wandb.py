@@ -183,7 +183,7 @@ def _init_run(mode: Literal["online", "offline", "disabled"], **facts: Any) -> w
         disable_git=True,
         disable_code=True,
         disable_job_creation=True,
-        # a run that ends waits 30 s for this; without a server, init is slow only on a busy machine
+        # online: below the 30 s that an ending run waits; offline: init is slow only on a busy machine
         init_timeout=15.0 if mode == "online" else 120.0,
     )
     return wandb.init(mode=mode, resume="allow", save_code=False, settings=settings, **facts)

@@ -17,7 +17,7 @@ from worldsize.core import Cluster, Link
 from worldsize.observe.health.counters import Memory, find_memory_limit
 from worldsize.plan.predictor import Forecast
 
-_ALIKE = 1.1  # forecasts closer than this factor may be in a different order when measured; see benchmarks/README.md
+_ALIKE = 1.1  # measurements may reverse the order of forecasts within this factor; see benchmarks/README.md
 WANTED = 0.8  # desired efficiency
 _CUDA_BYTES = 2e9  # GPU bytes unavailable to tensors: CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers
 

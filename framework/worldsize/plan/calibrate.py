@@ -156,8 +156,8 @@ class Activations:
     def compute_peak_bytes(self, numerics: Numerics) -> float:
         """Return the peak bytes on the device during the backward pass, given ``numerics``.
 
-        A block that is recomputed or copied back from the host is present as a whole. Without blocks, activations on
-        the host return one by one and are ignored.
+        Recomputing a block, or copying it back from the host, needs memory for the whole block. Without blocks,
+        offloaded activations return one by one and are ignored.
         """
         block, outside = max(self.blocks, default=0.0), self.total - sum(self.blocks)
         if numerics.activation_offload:
@@ -172,7 +172,7 @@ class Activations:
 
 
 def measure_activations(model: nn.Module, blocks: Sequence[nn.Module], forward: Callable[[], object]) -> Activations:
-    """Measure the activations of ``forward``, a call of ``model`` with repeated ``blocks``."""
+    """Measure the activations of ``forward``, which calls ``model``, in total and for each of ``blocks``."""
     counter = _Counter({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
     hooks = [block.register_forward_pre_hook(counter.enter_block) for block in blocks]
     hooks += [block.register_forward_hook(counter.leave_block) for block in blocks]
@@ -194,7 +194,7 @@ def measure_activations(model: nn.Module, blocks: Sequence[nn.Module], forward: 
 @final
 @dataclass
 class _Counter:
-    """Counts saved storages by block; the first entry is for storages outside of blocks."""
+    """Bytes of saved storages, by block and address; the first entry is for storages outside of blocks."""
 
     parameters: set[int]
     kept: list[dict[int, float]] = field(default_factory=lambda: [{}])

@@ -36,7 +36,7 @@ _SECONDS = 0.25  # minimum total duration of the steps
 
 
 def slowdown(settings: Settings, kind: str, *, at_once: int = 1, threads: int = 1) -> float:
-    """Measure how much longer a rank computes per step than a single process, as a factor.
+    """Measure the compute time of a rank's step, as a multiple of a single process's.
 
     Both use the same micro-batches. Hooks, encoding and copies are included, other ranks' work is not. The factor is
     the ratio of medians over at least eleven alternating steps each, on this machine's first device of type ``kind``
@@ -132,7 +132,7 @@ class SharedBarrier:
         self._barrier.abort()
 
 
-_barriers: list[SharedBarrier] = []  # at most one, in a forked process: barriers can only be inherited
+_barriers: list[SharedBarrier] = []  # one in each worker, else empty; a barrier can only be inherited by fork
 
 
 def run_concurrently(count: int, threads: int, work: Callable[..., T], *given: Any) -> T:

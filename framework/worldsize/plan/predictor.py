@@ -96,7 +96,7 @@ class Predictor:
     def _measure_compute(self, settings: Settings) -> float | None:
         """Measure the compute seconds of a rank's step under the strategy itself.
 
-        Return None if compute is given, if the strategy cannot run without peers, or if there is only one rank.
+        Return None if compute is given, there is only one rank, the strategy requires peers, or memory is too small.
         """
         given, cluster = self.given, settings.cluster
         is_given = given.parameter_bytes or given.compute_seconds is not None
@@ -143,7 +143,7 @@ class Predictor:
 
     def _select_device(self, cluster: Cluster) -> str:
         """Return the cluster's device type, or "cpu" if it is missing here and the step time is given."""
-        if cluster.device == "cpu" or device_count(cluster.device):  # this process can still fork after that
+        if cluster.device == "cpu" or device_count(cluster.device):  # counting does not prevent a later fork
             return cluster.device
         if self.given.compute_seconds is None:
             raise ConfigError(
@@ -163,9 +163,9 @@ class Predictor:
 
 
 def _rehearse_memory(settings: Settings) -> tuple[float, str | None]:
-    """Return the peak tensor bytes of the first rank in two steps and an evaluation, and None.
+    """Rehearse two steps and an evaluation of rank 0; return its peak tensor bytes.
 
-    If it cannot be rehearsed, return 0 and the reason.
+    The second value is None, or the reason if the rehearsal is impossible or failed; the bytes are then 0.
     """
     if settings.numerics.activation_offload:
         return 0.0, "activations offloaded to the host are estimated"
@@ -187,9 +187,9 @@ def _count_threads(cluster: Cluster) -> int:
 class Forecast:
     """The predicted times of a step on one rank.
 
-    ``compute_seconds``: of the workload, without the strategy's overhead; ``step_seconds``: of the whole step;
-    ``exposed_seconds``: waiting for communication. ``by_formula``: why memory is the strategy's own estimate, with
-    estimated activations if any, or None if it was rehearsed.
+    ``compute_seconds`` excludes the strategy's overhead, ``exposed_seconds`` is the wait for communication, and
+    ``step_seconds`` covers the whole step. ``by_formula``: why memory is the strategy's own estimate, with estimated
+    activations if any; None if memory was rehearsed.
     """
 
     cost: Cost
@@ -205,7 +205,7 @@ class Forecast:
 
     @property
     def added_seconds(self) -> float:
-        """Seconds per step of additional computation for the strategy, such as encoding."""
+        """Seconds per step of computation added by the strategy, such as encoding."""
         computed = (self.step_seconds - self.exposed_seconds) * (1 - self.cost.idle)
         return max(0.0, computed - self.compute_seconds)
 
@@ -223,7 +223,7 @@ class Forecast:
 def forecast(cost: Cost, work: Workload, computed: float | None = None) -> Forecast:
     """Predict a step; ``computed``: measured compute seconds under the strategy, or None.
 
-    A rank is idle for ``cost.idle`` of the time without exposed communication. Overlapped communication is free.
+    ``cost.idle`` is the idle fraction of a step excluding exposed communication. Overlapped communication is free.
     """
     if computed is None:
         computed = work.compute_seconds + cost.added_seconds

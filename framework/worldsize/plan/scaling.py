@@ -78,7 +78,7 @@ def compute_spread(seconds: Sequence[float]) -> float:
 def read_timed(run: Path, batch_size: int) -> Timed:
     """Read the step times of a run folder: per rank, or else from the throughput.
 
-    Timing files are missing with ``observe.step_breakdown=false``, and if servers lead.
+    Timing files are missing with ``observe.step_breakdown=false``, or if a server leads the training.
     """
     files = sorted((run / "timing").rglob("worker_*.jsonl"))
     if files:
@@ -89,7 +89,7 @@ def read_timed(run: Path, batch_size: int) -> Timed:
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:
-    """Return throughput per process, relative to the smallest size with least accumulation."""
+    """Return throughput per process, relative to the smallest world size with the least accumulation."""
     base = min(points, key=lambda point: (point.world_size, point.accumulation))
     alone = base.samples_per_second / base.world_size
     return [point.samples_per_second / point.world_size / alone for point in points]
@@ -165,7 +165,7 @@ def _strategies(points: Sequence[Point]) -> list[str]:
 
 
 def _last_worth(points: Sequence[Point], strategy: str, least: float) -> int:
-    """Return the last size before the best series' marginal efficiency falls below ``least``."""
+    """Return the last size before marginal efficiency (best series per size) falls below ``least``."""
     best: dict[int, float] = {}
     for point, share in zip(points, marginals(points), strict=True):
         if point.strategy == strategy:

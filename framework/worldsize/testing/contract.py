@@ -4,7 +4,7 @@
         strategy = EASGD(period=4)
         tolerance = 0.05                # its algorithm differs from a single process's
 
-Processes that serve are started in addition to those that train, according to the strategy's roles. Each test trains
+Serving processes run in addition to training processes, as the strategy's roles require. Each test trains
 :class:`~worldsize.testing.recipes.Chain` in real gloo processes, and compares with plain PyTorch on one process.
 """
 
@@ -48,7 +48,7 @@ from worldsize.testing.training import (
 )
 from worldsize.world.roles import can_heal
 
-_Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # plus the processes and ports still open afterward
+_Ended = tuple[Trained, set[int], dict[str, tuple[str, int]]]  # result, child processes, and listening ports by inode
 _ended: dict[tuple[type, int], list[_Ended]] = {}
 _saved: dict[type, tuple[Path, Trained]] = {}
 
@@ -116,7 +116,7 @@ class StrategyContract:
         return _saved[type(self)]
 
     def test_the_loss_is_that_of_one_process(self, size: int) -> None:
-        """Compare loss and test error with plain PyTorch at all sizes, also of averaged weights."""
+        """Compare loss and test error with plain PyTorch at all sizes, with averaged weights if supported."""
         compare = _comparison(type(self))
         expected = reference(recipe_for(self.strategy))
         for rank, (actual, *_) in enumerate(self._train_once(size)):
@@ -144,7 +144,7 @@ class StrategyContract:
         assert_same(resumed.model, straight.model)
 
     def test_its_checkpoint_holds_the_plain_model(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """Compare saved weights by name with those in memory, 4 steps, at the largest size."""
+        """Compare saved weights by name with those in memory after 4 steps, at the largest size."""
         folder, saved = self._save_checkpoints(tmp_path_factory)
         checkpoint = find_newest(folder, ALONE)
         assert checkpoint is not None
@@ -193,8 +193,8 @@ class StrategyContract:
     def test_several_updates_a_step_are_those_of_one_process(self, tmp_path: Path) -> None:
         """Compare :class:`~worldsize.testing.recipes.TwoPlayers` with plain PyTorch, and resume.
 
-        Strategies without support for such recipes must refuse them before any process starts. Those without optimizer
-        hooks train the recipe without them.
+        Strategies without support for several updates must refuse the recipe before any process starts. Strategies
+        that refuse its step hook train it without weight clipping.
         """
         recipe, size = TwoPlayers(), self.sizes[-1]
         try:

@@ -89,7 +89,7 @@ class FailurePoint(FaultPoints):
 def find_interruption_changes(
     strategy: Strategy, context: RunContext, cases: Sequence[tuple[Recipe, int]]
 ) -> list[str]:
-    """Interrupt steps of each (recipe, logical ranks) case; return changed tensors' names.
+    """Interrupt steps of each (recipe, logical ranks) case; list changed tensors and unreached points.
 
     All ranks must call it with the same cases and own equally many logical ranks.
     """
@@ -198,7 +198,7 @@ def remembering_loop(logical_ranks: int) -> Mapping[str, Tensor]:
 class _Survivor:
     """Trains like a survivor that repeats a step interrupted at ``point``.
 
-    It continues with its own state, or with a copy from before the step if processes hold shards.
+    It continues with its own state or, if the state is sharded, with a copy from before the step.
     """
 
     def __init__(self, strategy: Strategy, context: RunContext, point: str) -> None:

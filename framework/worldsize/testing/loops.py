@@ -41,7 +41,7 @@ class Case:
         steps: Number of steps to train.
         numerics: Precision and clipping.
         reference: Trains on whole batches, one per step, and returns the weights by name. None for a plain loop.
-        apart: Whether only some ranks may refuse, so that the case needs separate processes.
+        apart: Whether only some ranks may refuse, so that the case needs its own processes.
         tolerance: Maximum difference of a weight from the reference.
     """
 
@@ -169,7 +169,7 @@ def _train_cases(
 
 
 def _run_case(strategy: Strategy, case: Case, context: RunContext, logical_ranks: int, *, apart: bool) -> CaseOutcome:
-    """Train ``case``. If ``apart``, a refusal raises, since others would wait."""
+    """Train ``case``; return a refusal, or re-raise it if ``apart``, since other ranks would wait."""
     run = replace(context, numerics=case.numerics, logical_ranks=logical_ranks)
     try:
         trained = train(strategy, run, case.steps, recipe=case.recipe)
@@ -183,7 +183,7 @@ def _run_case(strategy: Strategy, case: Case, context: RunContext, logical_ranks
 def find_faults(cases: Sequence[Case], ended: Mapping[str, CaseOutcome], *, exact: bool = True) -> list[str]:
     """Return a message for each case neither trained like the loop nor refused with a remedy.
 
-    ``exact``: whether to compare weights with the plain loop; otherwise a case need only end.
+    ``exact``: whether to compare weights with the plain loop; otherwise a case only has to complete.
     """
     lines = []
     for case in cases:

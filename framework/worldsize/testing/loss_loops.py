@@ -111,7 +111,7 @@ _EXPERTS = 6
 
 @dataclass(frozen=True)
 class Experts(Loop):
-    """Routes samples to six experts, more than a micro-batch uses; one layer is unused.
+    """Routes samples to six experts, not all used by each micro-batch; one layer is unused.
 
     Weight decay distinguishes a zero gradient from a missing one.
     """
@@ -156,7 +156,7 @@ class Unfreezing(Loop):
 
 @dataclass(frozen=True)
 class Hooked(Loop):
-    """Parameters with a gradient-clipping hook of either kind, from the start or a later step."""
+    """Clips gradients in tensor or post-accumulate hooks, registered at the start or after ``from_step``."""
 
     accumulated: bool = False
     from_step: int = 0
@@ -194,7 +194,7 @@ def _clip_accumulated(parameter: Tensor) -> None:
 
 
 class PartlyOptimized(Loop):
-    """The optimizer has only the last layer, although the first one requires gradients."""
+    """The optimizer updates only the last layer, although the first one requires gradients, too."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         assert isinstance(model, nn.Sequential)

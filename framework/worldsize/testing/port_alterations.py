@@ -51,10 +51,10 @@ class Alteration:
 
     Attributes:
         cause: The message to report if it explains the losses.
-        mean: "all": (sum over all micro-batches) / (their weight); "means": the mean of the micro-batches' means.
+        mean: The loss of a step: "all", total loss / total weight, or "means", the mean of the micro-batches' means.
         divides: Whether gradients are averaged over micro-batches instead of summed.
         zero_grad: Whether gradients are zeroed before each step.
-        schedule: Whether a step uses its own learning rate, the next or previous step's, or always the first.
+        schedule: Learning rate used by a step: its own, the next or previous step's, or always the first.
         groups: Changes the optimizer's groups before the first step.
         clip: Maximum gradient norm. None for no clipping, "recipe" for the configured norm.
         dropout: Whether dropout is enabled.
@@ -275,7 +275,7 @@ def explaining(
         config: Settings of the comparison.
         losses: Losses of the unaltered recipe.
         expected: Losses of the reference.
-        tolerance: Tolerance of the comparison; an explanation may be off by up to a hundredth of the difference.
+        tolerance: Tolerance of the comparison; an explanation may differ by this, or 1% of the difference if larger.
     """
     allowed = max(tolerance, find_worst_difference(losses, expected) / 100)
     explained: dict[str, float] = {}

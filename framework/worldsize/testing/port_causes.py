@@ -32,7 +32,7 @@ def first_different(losses: Sequence[float], expected: Sequence[float], toleranc
 
 
 def format_loss_difference(step: int, loss: float, expected: float, tolerance: float) -> str:
-    """Describe from which ``step`` on the losses differ, and by how much."""
+    """Describe the first ``step`` with different losses, and the difference."""
     before = {1: "", 2: " The losses of step 1 match."}.get(step, f" The losses of steps 1 to {step - 1} match.")
     off = relative(loss, expected)
     return (
@@ -135,7 +135,7 @@ def loss_causes(
 
 
 def _wrong_batches(taken: Sequence[int], config: PortConfig) -> str | None:
-    """Return the cause if the reference's micro-batches per step differ, else None."""
+    """Return the cause if the reference uses a different number of micro-batches per step, else None."""
     first, wanted = taken[0], config.micro_batches
     if first == 0:
         return (

@@ -107,7 +107,7 @@ def recipe_trained(recipe: Recipe, config: PortConfig) -> Trained:
 
 
 def create_run_context(world: World, config: PortConfig) -> RunContext:
-    """Return the context of a process that trains alone or with others."""
+    """Return the run context of a process in ``world``, with the settings in ``config``."""
     return RunContext(
         world, config.numerics, config.seed, config.steps, workers=world.size, logical_ranks=config.micro_batches
     )
@@ -186,7 +186,7 @@ def reference_trained(
         except StopIteration as end:
             returned = end.value
             break
-        if number == config.steps:  # a program with its own batches continues
+        if number == config.steps:  # a program with its own batches may yield further losses
             break
         losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
         taken.append(batches.taken)

@@ -99,7 +99,7 @@ class AveragedChain(Chain):
 
 @dataclass(frozen=True)
 class TwoPlayers(MultiUpdateRecipe):
-    """A player learns the targets of a :class:`Chain`, and to fool a critic of its outputs.
+    """Like a GAN: a player learns the targets of a :class:`Chain`, and to fool a critic.
 
     The critic is updated twice in every third step, and its learning rate falls. Unless ``clips`` is False, a hook
     clips its weights after each update. The player's loss is (sum, weight). An observer with weight decay learns the

@@ -1,4 +1,4 @@
-"""Programs with more state than parameters: counters, queues, averages, bounded rows."""
+"""Programs with state beyond trained parameters: counters, queues, averages, bounded rows."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class _Bounded(Loop):
 
 
 def _train_and_evaluate(case: Case, batches: Sequence[Batch]) -> Mapping[str, Tensor]:
-    """Train in a plain loop, then evaluate once, since lookups in evaluation shorten rows, too."""
+    """Train in a plain loop, then evaluate once, since ``max_norm`` also renormalizes rows in evaluation."""
     recipe = case.recipe
     model = recipe.model()
     optimizer = recipe.optimizer(model)

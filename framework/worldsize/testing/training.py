@@ -144,7 +144,7 @@ def train(
     first = _load_newest_checkpoint(replica, memory, world, folder)
     before = _clone_local_weights(replica)
     batches = (
-        repeat([])  # a process that leads does not load data
+        repeat([])  # a leading server does not load data
         if serves
         else micro_batches(recipe.data("train"), order, world.device, first=first, collate=get_collate_fn(recipe))
     )
@@ -181,7 +181,7 @@ def _run_server(
     folder: Path | None,
     disturb: Callable[[], None],
 ) -> Replica | None:
-    """Serve until the end, or return the replica with which this process leads the training."""
+    """Serve until the end and return None, or return the replica if this process leads the training."""
     run = replace(
         context,
         seed=SEED,
@@ -267,7 +267,7 @@ def cluster_with(strategy: Strategy, workers: int) -> Cluster:
 def run_in_roles(
     strategy: Strategy, body: Callable[[RunContext], Any], workers: int, *, local_size: int | None = None
 ) -> list[Any]:
-    """Call ``body`` in all processes of ``strategy``; return the results of ``workers``.
+    """Call ``body`` in all processes of a run with ``workers`` workers; return the workers' results.
 
     If all processes serve, the list has only the result of the first one, the leader.
     """

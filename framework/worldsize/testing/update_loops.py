@@ -118,7 +118,7 @@ class Closures(Loop):
 
 @dataclass(frozen=True)
 class ByEpoch(Loop):
-    """The schedule needs the epoch, as in timm."""
+    """The schedule's ``step`` requires the epoch, as in timm."""
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
         schedule: Any = _EpochSchedule()
@@ -128,7 +128,7 @@ class ByEpoch(Loop):
 @final
 class _EpochSchedule:
     def step(self, epoch: int) -> None:
-        """Accept ``epoch``, which schedules of torch do not require."""
+        """Accept ``epoch``, which torch's schedules do not require."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state."""

@@ -33,7 +33,7 @@ def run_in_worlds(
     tiers: Mapping[str, int] | None = None,
     roles: Mapping[str, Role] | None = None,
 ) -> list[T]:
-    """Run ``body(world)`` in ``size`` forked processes of one thread; return results by rank.
+    """Run ``body(world)`` in ``size`` forked single-threaded processes; return results by rank.
 
     ``local_size`` processes form one node (default: all). ``tiers`` are the cluster's tiers, in nodes. ``roles``: roles
     of the processes in rank order (default: all train); those that serve are not in a process group.
@@ -93,7 +93,7 @@ def _run_process(
         with open_world(placement, cluster, roles) as world:
             try:
                 _send_result(sender, succeeded=True, result=body(world))
-            except BaseException:  # answer before its connections close, which makes other processes fail
+            except BaseException:  # report before open_world closes connections, which makes other processes fail
                 _send_result(sender, succeeded=False, result=traceback.format_exc())
     except BaseException:
         _send_result(sender, succeeded=False, result=traceback.format_exc())
@@ -105,7 +105,7 @@ def _send_result(sender: Connection[bytes, bytes], *, succeeded: bool, result: o
 
 
 def _receive_all(connections: Sequence[Connection[bytes, bytes]], timeout: float) -> list[Any]:
-    """Return the results by rank; ranks get ``_FAILING`` seconds after a failure elsewhere."""
+    """Return the results by rank; after a failure, stop once no rank answers for ``_FAILING`` seconds."""
     results, failures, waiting = dict[int, Any](), list[str](), {each: rank for rank, each in enumerate(connections)}
     while waiting:
         answered = wait(list(waiting), _FAILING if failures else timeout)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_FIRST = 5.0  # seconds before the sampler starts, and again before its first sample; short runs have no overhead
+_FIRST = 5.0  # seconds before the sampler starts, and again before its first sample; spares short runs the overhead
 _COLLECT = 5.0  # seconds between checks for other nodes' alerts
 _NICENESS = 5  # lower priority than ranks; with 19, a run on a busy machine would wait seconds for this process to exit
 _LAST = 5.0  # seconds for this process to end
@@ -73,7 +73,7 @@ class HealthProcess:
 def _run_sampler(run: RunDirectory, limits: HealthLimits, node: int, root: int, parent: int) -> None:
     """Sample until this process receives SIGTERM."""
     die_with_parent(parent)
-    gc.freeze()  # otherwise a collection would copy the memory that it shares with its parent
+    gc.freeze()  # otherwise garbage collection would copy the memory shared with the parent
     for number in SIGNALS:  # the launching process ends this process by SIGTERM
         signal.signal(number, signal.SIG_IGN if number != signal.SIGTERM else _exit_process)
     alerts, events, sampler = AlertFiles(run), EventLog(run.events), None

@@ -135,7 +135,7 @@ def _list_event_facts(events: Iterable[Line]) -> Iterator[Fact]:
     """Yield events, but only the first of many overflows, which the summary counts."""
     has_overflowed = False
     for event in events:
-        if event["event"] != FAILURE and isinstance(event.get("time"), int | float):  # attempts show their failures
+        if event["event"] != FAILURE and isinstance(event.get("time"), int | float):  # failures are shown by attempt
             if event["event"] == OVERFLOW:
                 if has_overflowed:
                     continue

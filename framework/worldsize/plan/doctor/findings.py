@@ -33,7 +33,7 @@ def write_facts(folder: Path, name: str, facts: Facts) -> None:
 
 
 def read_facts(folder: Path, name: str) -> Facts:
-    """Read a file of :func:`write_facts`; return an empty mapping if missing or invalid."""
+    """Read facts written by :func:`write_facts`; return an empty mapping if missing or invalid."""
     with suppress(OSError, ValueError):
         facts: Facts = json.loads(read_regular(folder / f"{name}.json", at_most=LARGEST))
         return facts
@@ -46,8 +46,8 @@ class Findings:
 
     nodes: int  # expected number of nodes
     hosts: Mapping[int, Facts]  # by node
-    meeting: Facts = field(default_factory=dict)  # facts that the first host has received from the others
-    ranks: Sequence[Facts] = ()  # facts that each process has written about itself
+    meeting: Facts = field(default_factory=dict)  # facts received by the first host from the others
+    ranks: Sequence[Facts] = ()  # facts reported by each process
     edges: Sequence[Facts] = ()  # measured links from rank to rank
     rings: Mapping[str, Facts] = field(default_factory=dict)  # ring measurements by tier
     names: Sequence[str] = ()  # host names by node, if the launcher knows them
@@ -70,7 +70,7 @@ def read_findings(folder: Path, nodes: int, names: Sequence[str] = ()) -> Findin
     hosts = {int(facts["node"]): facts for facts in meeting.get("hosts", ())}
     for path in sorted(folder.glob("node_*.json")):
         facts = read_facts(folder, path.stem)
-        # a host's clock relative to the file system's, for hosts without a connection
+        # clock offset from the file system's, for hosts that cannot connect to the first one
         hosts[int(facts["node"])] = {**facts, "ahead": facts["written"] - path.stat().st_mtime}
     ranks = [read_facts(folder, path.stem) for path in sorted(folder.glob("rank_*.json"))]
     return Findings(nodes, dict(sorted(hosts.items())), meeting, ranks, names=names, **read_facts(folder, "links"))
@@ -88,7 +88,7 @@ def count_unit_ranks(cluster: Cluster) -> dict[str, int]:
 
 
 def count_sharing_ranks(cluster: Cluster) -> dict[str, int]:
-    """Return the number of ranks that share a link, by tier: one, or those of a node or rack."""
+    """Return the number of ranks per link, by tier: 1 in a node, else all ranks of a unit of the tier below."""
     sizes = count_unit_ranks(cluster)
     return dict(zip(sizes, (1, *sizes.values()), strict=False))
 
@@ -99,8 +99,8 @@ def aggregate_links(
     """Aggregate rank-to-rank measurements to node-to-node links, by tier.
 
     Between nodes, ranks share a link, so their bandwidths add up. Within a node the slowest rank counts, since it
-    delays the others. ``shared``: number of ranks that share a link, by tier, if more than one node's. An uplink of
-    several nodes has the number of its first node.
+    delays the others. ``shared``: number of ranks that share a link, by tier, if more than one node's. An uplink
+    shared by several nodes is keyed by the first of them.
     """
     edges_by_tier: dict[str, dict[tuple[int, int], list[Facts]]] = defaultdict(lambda: defaultdict(list))
     for edge in edges:

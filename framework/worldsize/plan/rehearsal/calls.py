@@ -42,9 +42,9 @@ class Call:
 
     Attributes:
         operation: The name of the torch.distributed function, such as "all_reduce".
-        group: The members that must call it too.
+        group: The group whose members must all make the call.
         form: The arguments that must match on all members: types, sizes, reductions and roots.
-        peer: The global rank that a message goes to or comes from. None for any rank, or for collectives.
+        peer: Global rank of a message's receiver or sender. None for any sender, or for collectives.
         nbytes: Bytes of this rank's input tensors.
         site: The line of code and its function.
         step: The step, from 1; 0 before the first.
@@ -76,7 +76,7 @@ class Call:
 
     @property
     def when(self) -> str:
-        """Description of the time in the run."""
+        """Position of the call in the run, such as "evaluation after step 2"."""
         if not self.step:
             return "before the first step"
         texts = {"logging": "logging of step", "evaluation": "evaluation after step"}
@@ -96,7 +96,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         """The calls so far, in order."""
         self.waits: dict[int, int] = {}
-        """By call number: how many calls had been made when the rank waited for it."""
+        """Number of calls made before the rank first waited for a call, by that call's number."""
         self.step = 0
         """The step of subsequent calls."""
         self.phase: Phase = "building"
@@ -121,7 +121,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # dispatched again later, as the rank's own computation
+            return NotImplemented  # the inner tensors are dispatched later
         kwargs = kwargs or {}
         if func.namespace == "_c10d_functional" and func._opname == "wait_tensor":
             self._waits_for(self._pending.pop_number(args[0]))
@@ -172,7 +172,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._groups[group]
 
     def _makes_group(self, members: Sequence[int] | None, *, is_local: bool) -> None:
-        """Record the creation of a group by all ranks, or by its members if it ``is_local``."""
+        """Record the creation of a group: a call of all ranks, or with ``is_local``, of its members only."""
         everyone = range(dist.get_world_size())
         ranks = sorted(everyone if members is None else members)
         if is_local and dist.get_rank() not in ranks:
@@ -238,7 +238,7 @@ class PendingCalls:
 
 @contextmanager
 def waits_watched(pending: PendingCalls, report: Callable[[int | None], None]) -> Iterator[None]:
-    """Call ``report`` for each call waited for, and set the sender of received messages."""
+    """Call ``report`` with the number of each awaited call, and set the senders of received messages."""
     with ExitStack() as stack:
         for kind in _walk_subclasses(Work):
             if "wait" in vars(kind):
@@ -299,7 +299,7 @@ def find_call_site() -> tuple[str, bool]:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_TORCH):
             is_object = is_object or "object" in name
-        elif not file.startswith(_PASSED_ON) and name != "__torch_function__":  # of a mode around the recorded call
+        elif not file.startswith(_PASSED_ON) and name != "__torch_function__":  # skips torch function modes
             return f"{short_path(file)}:{frame.f_lineno} ({name})", is_object
     return "torch", is_object
 

@@ -95,9 +95,9 @@ class SentMessages:
     messages: Mapping[CallIndex, Mapping[int, Message]] = field(default_factory=dict)
 
     def read_all_tensors(self, place: CallIndex, call: str, own_tensors: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Return all members' tensors, in group order, shaped like ``own_tensors``, or None.
+        """Return all members' tensors, in group order, shaped like ``own_tensors``; None if all are unknown.
 
-        Unknown members, or those with a different call at that index, are assumed to have ``own_tensors``.
+        A member that is unknown or made a different call at that index is assumed to have ``own_tensors``.
         """
         known = self.messages.get(place)
         if known is None:
@@ -108,7 +108,7 @@ class SentMessages:
     def read_rank_tensors(
         self, place: CallIndex, rank: int, call: str, like: Sequence[Tensor], part: int | None = None
     ) -> list[Tensor] | None:
-        """Return ``rank``'s tensors in ``call``, or one ``part``, shaped like ``like``, or None."""
+        """Return ``rank``'s tensors in ``call`` (or only index ``part``), shaped like ``like``; None if unknown."""
         message = self.messages.get(place, {}).get(rank)
         if message is not None and part is not None:
             message = message._replace(tensors=message.tensors[part : part + 1])
@@ -150,7 +150,7 @@ def _decode_message(message: Message | None, call: str, like: Sequence[Tensor]) 
 def combine_tensors(operation: str, reduction: str, received: Sequence[Sequence[Tensor]]) -> list[Tensor] | None:
     """Return the result of a gather or reduction: one tensor per position in ``received``.
 
-    ``received``: each member's tensors. Gathered ones are flattened and joined. None if the reduction is unknown.
+    ``received``: each member's tensors. A gather flattens and concatenates them. None if the reduction is unknown.
     """
     columns = list(zip(*received, strict=True))
     if operation in ("all_gather", "gather"):
@@ -234,7 +234,7 @@ class MessageRecorder:
         return CallIndex(group, number, route)
 
     def _find_sender(self, group: Group, operator: Operator, this_rank: int) -> int:
-        """Return the rank that a receive gets its message from; without a given source, take the others in turn."""
+        """Return the source rank of a receive; if any source is allowed, assume the other ranks in turn."""
         if operator.root is not None:
             return group.ranks[operator.root]
         others = [rank for rank in group.ranks if rank != this_rank]

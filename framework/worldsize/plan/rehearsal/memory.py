@@ -38,7 +38,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self, owns: Callable[[FakeTensor], bool] | None = None) -> Iterator[None]:
-        """Track tensors created in the context; ``owns``: whether a fake tensor is the rank's."""
+        """Track tensors created in the context; ``owns``: whether a fake tensor belongs to the rank."""
         self._owns = owns
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._label_gradients).remove)
@@ -89,7 +89,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def label_state(self, state: StateDict) -> None:
-        """Label storages of buffers, and of parameters never stepped, given a replica's state."""
+        """Label the storages of buffers, and of parameters that no optimizer has stepped, in a replica's state."""
         values = [get_local_shard(each) for each in state["model"].values() if isinstance(each, Tensor)]
         tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         parameters = {_get_address(each) for each in tensors if isinstance(each, nn.Parameter)}
@@ -228,7 +228,7 @@ class StorageLog:
 
 @final
 class FakeTensors:
-    """Creates fakes, without memory or values, within :meth:`create_fakes`; ``item()`` returns 1."""
+    """Creates fake tensors, without memory or values, in :meth:`create_fakes`; ``item()`` returns 1."""
 
     def __init__(self) -> None:
         self.mode = _Mode(allow_non_fake_inputs=True)

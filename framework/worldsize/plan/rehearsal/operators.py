@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from worldsize.messages import format_ranks
 
-# operators in torch's collective namespaces, with the name of the torch.distributed function
+# names of torch.distributed functions, by the operator in torch's collective namespaces
 OPERATIONS: Mapping[str, str] = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -63,7 +63,7 @@ _ROOTS: Mapping[str, Sequence[str]] = {  # argument names
     "send": ("dst",),
     "recv": ("src",),
 }
-_SECOND = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # in c10d, outputs are the first argument
+_SECOND = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # in c10d, inputs are the second argument
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
@@ -104,7 +104,7 @@ class Operator:
 
     @property
     def root(self) -> int | None:
-        """The group index of a root or peer. None if there is none, or it may be any."""
+        """The group index of a root or peer. None without one, or to receive from any source."""
         names = _ROOTS.get(self.name, ())
         return next((int(self.given[name]) for name in names if name in self.given), None)
 
@@ -120,7 +120,7 @@ class Operator:
         return _collect_tensors(self.args[1 if self.func.namespace == "c10d" and self.name in _SECOND else 0])
 
     def get_outputs(self, result: Any) -> list[Tensor]:
-        """Return the call's output tensors; ``result``: what a functional operator returned."""
+        """Return the call's output tensors; ``result``: a functional operator's return value."""
         return _collect_tensors(self.args[0] if self.func.namespace == "c10d" else result)
 
     def get_compared_tensors(self) -> list[Tensor]:

@@ -58,8 +58,8 @@ class Rehearsed:
         messages: The small tensors that it has sent.
         error: The error that ended it early, with the line. None if there was none.
         building: Its peak memory while building the replica.
-        waits: Maps a call number, from 0, to the number of calls made when the rank waited for that call. It never
-            waits for missing calls. None if it waits for each call immediately.
+        waits: Maps a call's number, from 0, to the number of calls made when the rank waited for it. Calls that it
+            never waits for are missing. None if it waits for each call immediately.
         refusal: The message of a ConfigError. None if there was none.
         is_settled: Whether its calls were unchanged when it was rehearsed again with the others' messages.
     """
@@ -178,7 +178,7 @@ def take_part(
     seed_generators(derive_seed(settings.training.seed, "init"), world.device)
     context = RunContext(
         world,
-        replace(settings.numerics, compile=False),  # a compiled pass lacks operations to record
+        replace(settings.numerics, compile=False),  # operations in compiled code cannot be recorded
         seed=settings.training.seed,
         steps=settings.training.steps,
         workers=world.size,
@@ -214,7 +214,7 @@ def take_part(
 
 @contextmanager
 def _equal_pace() -> Iterator[None]:
-    """Let all ranks report equal speed to each other, since the loop's decisions depend on it."""
+    """Make all ranks report the same speed, since the loop's decisions depend on it."""
     tell = Agreement.update_interval
 
     def tell_equal_rate(agreement: Agreement, done: StepDone) -> None:

@@ -31,8 +31,8 @@ _LONGEST = 1800.0  # maximum seconds per rank
 def choose_ranks(cluster: Cluster) -> list[int]:
     """Return representative ranks.
 
-    In a large world, these are up to eight ranks on each of the first two nodes, the last rank, and all powers of two,
-    which are the distances in trees.
+    In a large world, these are up to eight ranks on each of the first two nodes, the last rank, and all powers of two
+    (the distances in tree algorithms).
     """
     size, per_node = cluster.processes, cluster.processes_per_node
     if size <= _ALL:

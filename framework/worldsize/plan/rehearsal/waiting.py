@@ -20,7 +20,7 @@ _Route = tuple[Group, int, int, int]  # with sender, receiver and tag
 @final
 @dataclass(frozen=True)
 class Deadlock:
-    """Ranks that wait for each other forever, each with the call that it waits for."""
+    """Ranks that wait for each other forever, each with its blocking call."""
 
     waiting: Mapping[int, Call]
 
@@ -106,7 +106,7 @@ class _Play:
 
 
 def _list_actions(rehearsed: Rehearsed) -> Iterator[tuple[int, Call, bool]]:
-    """Yield a rank's actions: call number, call, and whether it only waits for it."""
+    """Yield a rank's actions: call number, call, and whether the action is the wait for the call."""
     later: dict[int, list[int]] = defaultdict(list)
     for number, moment in (rehearsed.waits or {}).items():
         later[moment].append(number)
@@ -171,7 +171,7 @@ class Difference:
         group: The group.
         place: The number of the call in the group, from 1.
         ranks: Each different call, as text with its line, and the ranks that make it, fewest ranks first.
-        when: The time in the run.
+        when: Position in the run; see :attr:`Call.when`.
     """
 
     group: Group
