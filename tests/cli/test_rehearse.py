@@ -70,6 +70,20 @@ def test_a_large_model_is_rehearsed_on_fakes(rehearse: Any, tmp_path: Path) -> N
         assert gathered >= 2 * parts["parameters"] * 0.9  # for the forward and the backward pass
 
 
+def test_a_mesh_of_slices_and_chunks_is_rehearsed_on_fakes(rehearse: Any, tmp_path: Path) -> None:
+    """With divided tokens, a rank keeps fewer activations."""
+    peaks = []
+    mesh = ("recipe=stdlib_lm", "strategy=mesh", "strategy.tensor=2", "strategy.context=2", "cluster.processes=4")
+    for divides in ("false", "true"):
+        words = (*mesh, "reproducibility=elastic", "logical_tensor=2", "logical_context=2", "recipe.dropout=0.1")
+        file = tmp_path / "ranks.json"
+        own = (f"strategy.sequence_parallel={divides}", "--fake", "--without-evaluation", "--json", str(file))
+        done = rehearse(*words, *own)
+        assert done.returncode == 0, done.stdout + done.stderr
+        peaks.append(json.loads(file.read_text())[0]["peak"]["parts"]["activations"])
+    assert peaks[1] < peaks[0]
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

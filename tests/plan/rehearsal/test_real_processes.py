@@ -49,7 +49,7 @@ def both(settings: Settings) -> tuple[Sequence[Real], Sequence[Rehearsed], float
         ("strategy=fsdp",),
         ("strategy=fsdp", "activation_checkpointing=full", "logical_ranks=8"),
         pytest.param(("strategy=hsdp", "cluster.nodes=2"), marks=pytest.mark.slow),  # fsdp with two axes, like mesh
-        ("strategy=mesh", "strategy.tensor=2"),
+        ("strategy=mesh", "strategy.tensor=2", "strategy.sequence_parallel=true"),
         ("strategy=diloco", "strategy.inner_steps=2"),
     ],
     ids=" ".join,
