@@ -24,7 +24,7 @@ def lightning_recipe(program: LightningProgram, *, run_decides: bool = False, **
     """Create the recipe that trains what ``program`` would pass to ``lightning.Trainer.fit``.
 
     Args:
-        run_decides: whether the run's values override differing DataLoaders; otherwise they raise an error.
+        run_decides: whether the run's batch sizes and shuffling override the DataLoaders'; otherwise a mismatch raises.
         keys: configuration keys that ``program`` was built from; ignored.
 
     Raises:

@@ -175,7 +175,7 @@ class WorkerService:
         fields = Fields._make(header.fields)
         if fields.epoch != session.epoch or fields.sequence != session.sequence + 1:
             raise RefusedError(
-                f"received PUSH {fields.sequence} of epoch {fields.epoch}, expected {session.sequence + 1} of "
+                f"received PUSH {fields.sequence} of epoch {fields.epoch}, expected PUSH {session.sequence + 1} of "
                 f"{session.epoch}"
             )
         payload, gradient = self._master.receiver.receive_push(channel, header)

@@ -40,7 +40,7 @@ def read_texts() -> tuple[str, ...]:
 
 
 def split_words(text: str) -> list[str]:
-    """Split a text into its lower-case words."""
+    """Split a text into words, converted to lower case."""
     return _WORD.findall(text.lower())
 
 

@@ -145,5 +145,7 @@ def test_hsdp_with_two_shards_a_copy_needs_an_even_number_of_ranks() -> None:
 def test_ordered_sums_over_copies_of_one_rank_are_refused(shard: Any) -> None:
     two_nodes = Cluster("test", 2, 2, "cpu", "gloo")
     FSDP(shard=shard).roles(two_nodes)
-    with pytest.raises(ConfigError, match=f"strategy.shard={shard} is one rank per copy.*shard=2, or strategy=ddp"):
+    with pytest.raises(
+        ConfigError, match=f"strategy.shard={shard} puts a whole copy of the model on each.*shard=2, or strategy=ddp"
+    ):
         FSDP(shard=shard, reduce="ordered").roles(two_nodes)

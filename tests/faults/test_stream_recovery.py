@@ -263,7 +263,7 @@ def complete(of_two: Path, project: Path) -> Iterator[Path]:
 def test_other_logical_ranks_are_refused_until_the_states_are_left_out(complete: Path, resume: Resume) -> None:
     words = ("steps=8", "logical_ranks=6", "--ignore", "logical_ranks")
     refused = resume(complete, *words)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "has the states of 12 reader(s) of the training stream, but the run has 6 readers" in refused.stderr
     done = resume(complete, *words, "--ignore", "streams")
     assert done.returncode == 0, done.stderr

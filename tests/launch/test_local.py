@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -158,7 +159,7 @@ def test_the_terminal_shows_what_this_attempt_writes_and_nothing_earlier(
     assert capsys.readouterr().out == "[worker 0] new\n[worker 0] last"
 
 
-def test_a_configuration_that_a_worker_refuses_before_the_first_step_leaves_no_folder(
+def test_a_refusal_in_the_first_step_leaves_no_folder_but_never_deletes_what_was_saved(
     planted: Path, command: Command
 ) -> None:
     def call(action: str, *words: str) -> Done:
@@ -173,7 +174,15 @@ def test_a_configuration_that_a_worker_refuses_before_the_first_step_leaves_no_f
     done = call(f"self.count = getattr(self, 'count', 0) + 1; assert self.count < 3, exec({refuse!r})")
     assert done.returncode == 1
     assert done.stderr.startswith("worker 1 failed at step 3:\nthe action is unknown.\nrun folder: ")
-    assert list((planted / "runs" / "planted").iterdir())
+    shutil.rmtree(planted / "runs")
+
+    # the first attempt saves and dies; the second one is refused
+    later = "from pathlib import Path; self.count = getattr(self, 'count', 0) + 1; died = Path('died'); "
+    later += f"died.exists() and exec({refuse!r}); self.count == 3 and died.touch(); self.count == 3 and os._exit(7)"
+    done = call(later, "launcher.max_restarts=2", "checkpoint.every=1")
+    assert done.returncode == 2
+    assert ":\nthe action is unknown.\nrun folder: " in done.stderr
+    assert list((planted / "runs" / "planted").glob("*/checkpoints/step_*"))
 
 
 def test_every_process_has_a_log_and_the_terminal_names_the_worker(planted: Path, train: Any) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _Action, _simulate_comms_compute
 
+from recipes.stdlib_lm.recipe import StdlibLM
 from worldsize.collectives.cost import bubble_share
 from worldsize.core import ConfigError
 from worldsize.strategies.mesh.pass_table import PassTable
@@ -85,7 +88,7 @@ def write_csv(schedule: Any) -> str:
     ("text", "said"),
     [
         ("my.csv", r"=my.csv: expected the text of the table, which the run records, not a path. Pass .*cat my.csv"),
-        ("0F0,0B0", "has 1 rows, but strategy.pipeline=2 requires one for each rank. Set strategy.pipeline=1"),
+        ("0F0,0B0", "has 1 rows, but strategy.pipeline=2 requires one for each rank. Change the rows"),
         (
             "0F0,0B0\n1F0,1X0",
             "row 2, column 2: '1X0' is not a pass. Write a stage, F, B, I or W, and a micro-batch, such",
@@ -97,6 +100,11 @@ def write_csv(schedule: Any) -> str:
         ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", "the backward passes of stage [01] are not in the order of micro-batches"),
         ("0F0,0B0\n1F0,1I0", "stage 1 needs a W pass for each I pass, in the same order. Use B for a backward pass in"),
         ("0F0,0B0\n1W0,1F0,1I0", "stage 1 has the passes W, F, I of micro-batch 0, not F, B or F, I, W, in this order"),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1F1,1I0,1B1,1W0",
+            "last backward passes of stage 1 are not in the order of micro-batches",
+        ),
+        ("", "has 0 rows, but strategy.pipeline=2 requires one for each rank. Change the rows"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "passes wait for each other: 0B0 on rank 0, 1F1 on rank 1. Change their"),
     ],
 )
@@ -113,6 +121,12 @@ def test_a_table_of_passes_fixes_the_micro_batches_and_the_stages() -> None:
         ConfigError, match="has 2 micro-batches per data-parallel rank, but the run has 4. Set logical_"
     ):
         strategy.check_micro_batches(4)
+    with pytest.raises(ConfigError, match="requires a pipeline. Set strategy.pipeline to its number of rows, or"):
+        Mesh(schedule_csv="0F0,1F0,1B0,0B0")
+    shared = StdlibLM(32, 2, 2, 8, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+    tied, model = Mesh(pipeline=2, schedule_csv=text, reduce="ordered"), shared.model()
+    with pytest.raises(ConfigError, match="a weight shared by several pipeline ranks, such as a tied embedding"):
+        tied.check_built(shared, model, shared.optimizer(model))
     with pytest.raises(ConfigError, match="determines the stages of each rank. Set strategy.stages_per_rank=null"):
         Mesh(pipeline=2, schedule_csv=text, stages_per_rank=1)
     with pytest.raises(ConfigError, match="not supported with strategy.on_failure=heal, since its number of micro-ba"):

@@ -67,8 +67,12 @@ PLAN: dict[str, TensorStyle] = {"inner": "column", "outer": "row"}
         ({"outer": "row"}, 8, "outer has 12 features"),
         ({"table": "row"}, 4, "table has 10 features"),
         ({"scaled": "row"}, 2, r"scaled is a Scaled, but only torch.nn.Linear and torch.nn.Embedding can be divided"),
-        ({"head": "gathered"}, 2, r"the weight of table and head is one parameter.* Leave head out of Recipe"),
-        ({"table": "row"}, 2, r"the weight of table and head is one parameter.* Leave table out of Recipe"),
+        (
+            {"head": "gathered"},
+            2,
+            r"table and head share their weight, and a shared parameter.* Leave head out of Recipe",
+        ),
+        ({"table": "row"}, 2, r"table and head share their weight, and a shared parameter.* Leave table out of Recipe"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_refused(

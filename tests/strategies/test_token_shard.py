@@ -243,6 +243,7 @@ def test_uses_of_divided_tokens_have_the_bits_of_one_process(change: Any) -> Non
     ("change", "tokens", "said"),
     [
         (use_hooks, 15, "a sequence of 15 tokens cannot be divided over strategy.tensor=2 ranks. Use sequences with a"),
+        (lambda block, hidden: hidden.data, 16, "calls __get__ on a tensor whose tokens are divided over ranks"),
         (write, 16, "calls __setitem__ on a tensor whose tokens are divided over ranks, which is not supported"),
         (write_to_view, 16, "is a view and is being modified inplace"),
         (attend, 16, "is transposed, so its gradient has other strides, and sums over tokens would have another order"),

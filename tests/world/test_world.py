@@ -31,7 +31,7 @@ def test_a_process_started_alone_is_rank_0_of_1() -> None:
 
 
 def test_an_incomplete_environment_is_an_error_that_names_what_is_missing() -> None:
-    missing = r"missing environment variables WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE \(set: RANK\)"
+    missing = r"missing environment variables: WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE \(set: RANK\)"
     with pytest.raises(ConfigError, match=missing):
         placed({"RANK": "0"})
 

@@ -8,6 +8,7 @@ from worldsize.api.run import Run, add_keywords
 from worldsize.api.subprocesses import call_command, call_in_fork
 from worldsize.errors import ConfigError, RunFailedError, WorldsizeError
 from worldsize.messages import CONFIG_ERROR
+from worldsize.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:  # slow imports
     from omegaconf import DictConfig
@@ -41,7 +42,7 @@ def train(*words: str, recipe: type[Recipe] | str | None = None, **values: Any) 
     else:
         named = {} if recipe is None else {"recipe": recipe}
         ended = call_command("train", *add_keywords(words, {**named, **values}), has_result=True)
-    if ended.result is not None and ended.result.exists():  # removed if a worker refused the configuration
+    if ended.result is not None and RunDirectory(ended.result).manifest.exists():  # removed if a worker refused to run
         run = Run(ended.result)
         if ended.code:
             raise RunFailedError(run.failure or ended.messages or f"exit code {ended.code}", run.folder)

@@ -98,7 +98,7 @@ def read_log_lines(scheduler: Scheduler, ranks: list[int] | None, *, follow: boo
     while True:
         ended = not is_alive(scheduler)
         paths = sorted((run.path / "logs").rglob("*.log"), key=lambda path: path.name)
-        if not paths and (ended or not follow or run.metrics.exists()):  # a process that trains has opened its log
+        if not paths and (ended or not follow or run.metrics.exists()):  # once metrics exist, any log would exist too
             raise WorldsizeError(_explain_missing_logs(run))
         for path in paths:
             prefix, rank = _format_prefix(path)

@@ -75,7 +75,7 @@ class Failure:
     step: int | None = None  # the step in progress, if known
     time_ns: int = 0  # Unix time in ns on its host's clock; 0, i.e. earliest, if it was killed or its host was lost
     host: str = ""  # host name; empty if unknown
-    is_refusal: bool = False  # a ConfigError: the process cannot run this configuration
+    is_refusal: bool = False  # the process cannot run this configuration, so that a restart would fail, too
 
 
 class MembershipRecord(TypedDict):
@@ -125,7 +125,7 @@ class Outcome:
 
     @property
     def is_refused(self) -> bool:
-        """Whether a process refused the configuration before the first step was completed; a restart would fail too."""
+        """Whether a process refused the configuration before the attempt completed a step."""
         completed = self.steps is not None and self.steps[1] > self.steps[0]
         return self.failure is not None and self.failure.is_refusal and not completed
 

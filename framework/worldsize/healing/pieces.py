@@ -227,7 +227,7 @@ def collect_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
 
 
 def gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Gather a plain value from each rank of ``group`` (None: one process)."""
+    """All-gather a picklable value over ``group`` (None: one process); return all values in rank order."""
     if group is None:
         return [value]
     values = [None] * group.size()

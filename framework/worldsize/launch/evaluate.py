@@ -27,7 +27,7 @@ from worldsize.checkpoint.format import (
 )
 from worldsize.config.purpose import Evaluate
 from worldsize.config.settings import Settings
-from worldsize.core import Launcher, Outcome, format_display_name
+from worldsize.core import Launcher, format_display_name
 from worldsize.errors import ConfigError
 from worldsize.launch.execute import build_checked_settings
 from worldsize.launch.record import add_secrets, config_text, create_scrubber
@@ -117,28 +117,24 @@ def evaluate_checkpoint(
     name = f"step_{checkpoint.step:07d}_{stamp}_{os.urandom(3).hex()}"
     run = RunDirectory(record.directory.path / "evaluations" / name)
     clean = create_scrubber(cfg, settings.config)
-    with create_run_folder(run, is_private=settings.run.private) as remove_folder:
+    with create_run_folder(run, is_private=settings.run.private):
         write_configuration(run, config=config_text(clean.scrub_tree(settings.config)))
-    outcome = _run_processes(settings, launcher, run, clean)
-    if outcome.failure and outcome.is_refused:
-        remove_folder()
-        raise ConfigError(outcome.failure.cause.rstrip())
-    if outcome.exit_code:
-        return outcome.exit_code
+    if code := _run_processes(settings, launcher, run, clean):
+        return code
     metrics = read_result(run)["metrics"]
     _write_evaluation(run, checkpoint, settings, metrics=metrics, words=clean.scrub_arguments(words))
     return _format_table(metrics, checkpoint, run), run.path
 
 
-def _run_processes(settings: Settings, launcher: Launcher, run: RunDirectory, clean: Scrubber) -> Outcome:
-    """Start the processes and wait until they exit; return the outcome."""
+def _run_processes(settings: Settings, launcher: Launcher, run: RunDirectory, clean: Scrubber) -> int:
+    """Start the processes and wait until they exit; return the exit code."""
     plan = settings.create_plan(run.path)
     settings.strategy.prepare(run.get_servers_folder(1))
     outcome = launcher.launch(replace(add_secrets(settings.config, plan, clean), attempt=1)).wait()
-    if (failure := outcome.failure) and not outcome.is_refused:
+    if failure := outcome.failure:
         _logger.error("%s %d failed:\n%s", failure.role, failure.rank, failure.cause.rstrip())
         _logger.error("logs: %s", run.path / "logs")
-    return outcome
+    return outcome.exit_code
 
 
 def _write_evaluation(

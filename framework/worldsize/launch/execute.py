@@ -29,10 +29,11 @@ from worldsize.data.source import check_paths
 from worldsize.errors import ConfigError, MissingProgramError, RunFolderError, SchedulerUnreachableError, WorldsizeError
 from worldsize.launch.local import Local
 from worldsize.launch.record import add_secrets, amend_record, check_same, create_scrubber, write_record
-from worldsize.launch.restarts import command_line, run_attempts
+from worldsize.launch.restarts import command_line, is_discarded, run_attempts
 from worldsize.launch.scheduled import wait_for
 from worldsize.launch.sweep import read_run_end, show_ends
 from worldsize.messages import last_error, outlive_output
+from worldsize.observe.subprocess_listeners import wait_for_listeners
 from worldsize.observe.summary import show_summary
 from worldsize.plan.construction import check_construction, check_trainable
 from worldsize.record.run_directory import RunDirectory, create_run_folder, plan_run_directory, wrap_write_errors
@@ -64,7 +65,7 @@ def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path],
 
     Raises:
         ConfigError: the run cannot start; no process was started, and no run folder remains. If a process on this
-            machine refuses the configuration before the first step, the folder is removed too, and the exit code is 2.
+            machine refuses the configuration before the first step, the exit code is 2, and the folder is removed, too.
         SweepEnded: the run ended without the metric that the sweep optimizes.
     """
     settings = prepare_settings(cfg, [(each.settings.launcher, each.settings.cluster) for each in sweep])
@@ -94,7 +95,9 @@ def execute_run(cfg: DictConfig, sweep: list[Launch], recorded: Callable[[Path],
         sweep.append(Launch(settings, plan, run))
         return Trial(0)
     outcome = _start_run(settings, plan, run, open_record(run, plan.secrets))
-    if outcome.failure and outcome.is_refused and isinstance(settings.launcher, Launcher):
+    is_local = isinstance(settings.launcher, Launcher)
+    if outcome.failure and is_local and is_discarded(outcome, run, len(refresh_run(run).attempts)):
+        wait_for_listeners(run.path / "logs")
         remove_folder()
         return Trial(outcome.exit_code, why=last_error(outcome.failure.cause))
     if outcome.exit_code:
@@ -221,7 +224,8 @@ def _launch_run(
             return outcome
         case launcher:
             with record as held:
-                return run_attempts(launcher, settings.strategy, plan, held, steps=settings.training.steps)
+                steps, is_new = settings.training.steps, not held.attempts
+                return run_attempts(launcher, settings.strategy, plan, held, steps=steps, is_new=is_new)
 
 
 def _record_failed_start(run: RunDirectory, failure: Failure, plan: Plan) -> None:

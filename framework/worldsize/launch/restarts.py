@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from worldsize.checkpoint.format import complete
 from worldsize.core import Launcher, Outcome, Plan, Strategy
 from worldsize.errors import RunFolderError
 from worldsize.launch.record import apply_downgrades
@@ -28,14 +29,21 @@ from worldsize.world.pinning import pins_here
 _logger = logging.getLogger(__name__)
 
 
-def run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, *, steps: int) -> Outcome:
+def is_discarded(outcome: Outcome, run: RunDirectory, attempts: int) -> bool:
+    """Return whether a new run's first attempt was refused before it saved anything, so that its folder has no use."""
+    return outcome.is_refused and attempts == 1 and not complete(run.checkpoints)
+
+
+def run_attempts(
+    launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, *, steps: int, is_new: bool = False
+) -> Outcome:
     """Run ``steps`` steps, with up to ``launcher.max_restarts`` restarts; return the outcome.
 
-    Two consecutive failures at the same step end the run, since a third attempt would fail there, too. So does a
-    configuration that a process refuses.
+    Two consecutive failures at the same step end the run, since a third attempt would fail there, too. A refusal of the
+    configuration also ends it. ``is_new``: whether the caller discards the folder of a refused run.
     """
     try:
-        return _run_attempts(launcher, strategy, plan, record, steps)
+        outcome = _run_attempts(launcher, strategy, plan, record, steps)
     except RunFolderError as error:
         _logger.error("%s", error)
         record.give_up(str(error))
@@ -43,6 +51,13 @@ def run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: Run
     except Exception as error:
         record.give_up(f"{type(error).__name__}: {error}")
         raise
+    if is_new and outcome.failure and is_discarded(outcome, record.directory, len(record.attempts)):
+        _logger.error("%s", outcome.failure.cause.rstrip())
+    else:
+        _report_outcome(record.directory, outcome, Console())
+        if plan.cluster.debug:
+            _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))
+    return outcome
 
 
 def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: RunRecord, steps: int) -> Outcome:
@@ -60,9 +75,6 @@ def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: Ru
         restarts, failed_at = restarts + 1, step
         why = failure_text(record.attempts[-1]["failure"])
         _logger.error("%s; restarting (%d of %d)", why, restarts, launcher.max_restarts)
-    _report_outcome(record.directory, outcome, console)
-    if plan.cluster.debug:
-        _logger.info("%s", debug_summary(record.directory, record.attempts[-1]))
     return outcome
 
 
@@ -83,10 +95,7 @@ def _run_attempt(
 
 
 def _report_outcome(run: RunDirectory, outcome: Outcome, console: Console) -> None:
-    failure = outcome.failure
-    if failure and outcome.is_refused:
-        _logger.error("%s", failure.cause.rstrip())
-    elif failure:
+    if failure := outcome.failure:
         at = f" at step {failure.step}" if failure.step else ""
         _logger.error("%s %d failed%s:\n%s", failure.role, failure.rank, at, failure.cause.rstrip())
         _logger.error("run folder: %s", run.path)

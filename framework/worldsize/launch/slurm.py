@@ -305,7 +305,7 @@ def _run_command(
     """Run a Slurm command for at most ``patience`` seconds; return its output.
 
     Raises:
-        SchedulerUnreachableError: the command fails before Slurm receives the request.
+        SchedulerUnreachableError: the command cannot start or reach Slurm; or it times out, perhaps too late.
         ConfigError: Slurm rejects the request; the error includes Slurm's message.
     """
     try:

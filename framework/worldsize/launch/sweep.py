@@ -212,7 +212,7 @@ class RunEnd:
         words: Overrides that the sweep varies.
         exit_code: Exit code of the run.
         why: Reason why the run failed or was refused; "" if it completed.
-        folder: Run folder; None if no process was started.
+        folder: Run folder; None if the run was refused.
         value: Value of the sweep's metric; None if the sweep has no metric or the run did not complete.
         of_search: Whether a sweeper uses the value.
         metric: Name of the sweep's metric.

@@ -118,7 +118,7 @@ def count_missing_ranks(own: int, parts: int, logical_ranks: int | None) -> int:
     Args:
         own: Number of its logical ranks.
         parts: Number of data-parallel replicas.
-        logical_ranks: Total number of logical ranks; None: all replicas have equally many.
+        logical_ranks: Total number of logical ranks; None: all replicas have the same number.
     """
     return 0 if logical_ranks is None else -(-logical_ranks // parts) - own
 

@@ -135,7 +135,7 @@ def _judge_ranks(recent_wspk: Figures, ranks: Sequence[int], since: int) -> list
 
 
 def _compute_block_medians(seconds_wsp: Figures) -> Figures:
-    """Return the medians of blocks of equally many steps: (windows, blocks, ranks)."""
+    """Return the medians of blocks with the same number of steps: (windows, blocks, ranks)."""
     windows, steps, ranks = seconds_wsp.shape
     return np.asarray(np.median(seconds_wsp.reshape(windows, _BLOCKS, steps // _BLOCKS, ranks), 2))
 

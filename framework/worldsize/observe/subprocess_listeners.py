@@ -188,6 +188,13 @@ def _run_listener(
         )
 
 
+def wait_for_listeners(folder: Path) -> None:
+    """Wait a limited time until the listeners whose lock files are in ``folder`` have ended."""
+    for lock in folder.glob("*.lock"):
+        with _wait_for_lock(lock):
+            pass
+
+
 def _wait_for_lock(lock: Path | None) -> AbstractContextManager[object]:
     """Wait a limited time for ``lock``; return its file, unlocked if locks are unsupported."""
     if lock is None:

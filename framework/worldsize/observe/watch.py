@@ -29,7 +29,7 @@ from worldsize.record.run_directory import RunDirectory
 
 _EVENTS = 6  # number of latest events shown
 _RANKS = 16  # maximum ranks shown, the slowest ones
-_NODES = 8  # maximum nodes shown, those with most problems
+_NODES = 8  # maximum nodes shown, those with the most problems
 _HEALTH = 5.0  # seconds between reads of node health
 _PER_RANK = 0.01  # additional seconds per rank between reads of all ranks' times
 _END = 4096  # bytes at the end of a file that contain its last line

@@ -51,7 +51,7 @@ class StepShape:
 
     @property
     def passes(self) -> int:
-        """Number of passes per process if all must make equally many: the maximum of their micro-batches."""
+        """Number of passes per process if all must make the same number: the maximum of their micro-batches."""
         return -(-self.logical_ranks // self.size)
 
     def logical_rank(self, batch: int) -> int:

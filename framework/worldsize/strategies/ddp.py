@@ -112,13 +112,13 @@ class DDP(Strategy):
         return worker_roles(cluster, self.on_failure)
 
     def _check_density(self, cluster: Cluster) -> None:
-        """Refuse a density at which gathered values and indices exceed the uncompressed gradients."""
+        """Refuse a density at which gathering values and indices sends more than an uncompressed all-reduce."""
         senders, kind = gathering(cluster, self.reduce)
         if senders * self.density > 1 and senders > 1:
             raise ConfigError(
-                f"strategy.density={self.density:g} is too high for strategy.compress=topk on {senders} {kind}: the "
-                "gathered values and indices exceed the uncompressed gradients. Set strategy.density to at most "
-                f"1/{senders}, or strategy.compress=randomk."
+                f"strategy.density={self.density:g} is too high for strategy.compress=topk on {senders} {kind}: "
+                "gathering values and indices would send more than an uncompressed all-reduce. Set strategy.density to "
+                f"at most 1/{senders}, or strategy.compress=randomk."
             )
 
     def check_recipe(self, recipe: Recipe) -> None:

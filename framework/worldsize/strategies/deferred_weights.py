@@ -171,7 +171,7 @@ class _Apart(torch.autograd.Function):
 
 
 def _accumulates(ctx: Any) -> bool:
-    """Return whether the pass adds gradients to ``.grad``, unlike a call of torch.autograd.grad within it."""
+    """Return whether the running backward pass accumulates into ``.grad``; False inside a torch.autograd.grad call."""
     try:
         return _C._will_engine_execute_node(ctx.next_functions[-1][0])  # of the last weight
     except RuntimeError:  # raised for a leaf whose gradient torch.autograd.grad returns

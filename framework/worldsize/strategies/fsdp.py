@@ -137,9 +137,9 @@ class FSDP(Strategy):
         if size == 1 < cluster.processes and self.reduce == "ordered":
             shard = next(each for each in range(2, cluster.processes + 1) if cluster.processes % each == 0)
             raise ConfigError(
-                f"strategy.shard={self.shard} is one rank per copy of the model here, so FSDP would not sum gradients "
-                f"in the order of reproducibility=elastic. Set strategy.shard={shard}, or strategy=ddp, which has the "
-                "same bits."
+                f"strategy.shard={self.shard} puts a whole copy of the model on each rank here, so FSDP would not sum "
+                f"gradients in the order of reproducibility=elastic. Set strategy.shard={shard}, or strategy=ddp, "
+                "which gives the same bits."
             )
         if self.accumulate == "sharded" and not self._may_sum_shards(cluster.processes):
             raise ConfigError(

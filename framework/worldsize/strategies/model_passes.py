@@ -208,7 +208,7 @@ def from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
 
 
 _MULTIPLE = 16  # both sizes of a weight must be a multiple, as required by tensor cores
-_LEAST_CAPABILITY = (8, 9)  # minimum compute capability for 8-bit products
+_LEAST_CAPABILITY = (8, 9)  # minimum compute capability for FP8 matrix products
 
 
 def use_fp8(recipe: Recipe, model: nn.Module, device: torch.device) -> None:

@@ -44,7 +44,7 @@ def _compute_meta_state(state_of: Callable[[nn.Module], StateDict], model: nn.Mo
 
 @final
 class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reads each tensor value as 1 (bool: False); state shapes do not depend on the values."""
+    """Makes ``.item()`` and the like return 1 (bool: False), since state shapes do not depend on tensor values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class ShardedOptimizerState(OptimizerState):
             ]
             part: Any = {"state": {name: state["state"][name] for name in mine["state"]}, "param_groups": groups}
             load_named_state(self.model, self.optimizer, {**part, "extra": state.get("extra", {})})
-        # torch does not save options of groups without parameters
+        # torch may drop the options of groups without parameters when it loads them
         for saved, group in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
             group.update(_get_options(saved))
 

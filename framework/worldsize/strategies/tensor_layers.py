@@ -106,7 +106,7 @@ def _check_unshared(model: nn.Module, plan: Mapping[str, TensorStyle]) -> None:
         for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
             if len(holders[parameter]) > 1:
                 raise ConfigError(
-                    f"the {key} of {' and '.join(holders[parameter])} is one parameter, which cannot be divided. "
+                    f"{' and '.join(holders[parameter])} share their {key}, and a shared parameter cannot be divided. "
                     f"Leave {name} out of Recipe.tensor_plan, or give each module its own parameter."
                 )
 
@@ -256,8 +256,9 @@ class _DividedLinear(_Divided):
         outputs = outputs.view(*inputs.shape[:-1], outputs.shape[-1])
         if self._style != "gathered":
             return outputs
-        if self._token_split is not None and outputs.ndim == 3:
-            return TokenShard.exchange(outputs, self._token_split)
+        split = self._token_split
+        if split is not None and outputs.ndim == 3 and (split.can_divide(outputs) or torch.is_grad_enabled()):
+            return TokenShard.exchange(outputs, split)
         return gather_features(outputs, self._group)
 
     def _check_size(self, outputs: Tensor) -> None:

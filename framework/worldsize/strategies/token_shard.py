@@ -168,8 +168,9 @@ class _DividedInput:
                 return (*args[:key], own, *args[key + 1 :]), kwargs
         return args, kwargs
 
-    def _divide(self, hidden: Tensor) -> TokenShard:
-        return hidden if isinstance(hidden, TokenShard) else self.split.cut(hidden)
+    def _divide(self, hidden: Tensor) -> Tensor:
+        is_whole = not torch.is_grad_enabled() and not self.split.can_divide(hidden)  # any length may be evaluated
+        return hidden if is_whole or isinstance(hidden, TokenShard) else self.split.cut(hidden)
 
 
 @final
@@ -306,11 +307,13 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         key = shards[0].token_split.key
         if any(shard.grad_fn is not None for shard in shards):
             _refuse_gradient(key, shards[0])
+    if func in _REFUSED or kwargs.get("out") is not None:
+        raise _create_refusal(getattr(func, "__name__", str(func)), key)
     handler = _HANDLERS.get(func)
     result = _TokenCall(func, args, kwargs).run() if handler is None else handler(*args, **kwargs)
     if result is not NotImplemented:
         return result
-    if writes_in_place(func) or func in _REFUSED or kwargs.get("out") is not None or kwargs.get("inplace"):
+    if writes_in_place(func) or kwargs.get("inplace"):
         raise _create_refusal(getattr(func, "__name__", str(func)), key)
     whole_args, whole_kwargs = _gather_arguments(func, (args, kwargs))
     return func(*whole_args, **whole_kwargs)
@@ -430,12 +433,12 @@ def _drop(input: Any, p: float = 0.5, training: bool = True, inplace: bool = Fal
     return TokenShard(dropped, input.token_split, is_flat=input.is_flat)
 
 
-def _reshape(func: Callable[..., Tensor], shard: Any, *args: Any, **kwargs: Any) -> Any:
+def _reshape(func: Callable[..., Tensor], input: Any, *args: Any, **kwargs: Any) -> Any:
     """Merge batch and time; return NotImplemented for any other shape, or for a view as another dtype."""
-    viewed = func(torch.empty(shard.shape, dtype=shard.dtype, device="meta"), *args, **kwargs)
-    flat = (len(shard.own) * shard.own.shape[1] * shard.token_split.group.size(), *shard.own.shape[_TOKEN_DIMS:])
-    is_merged = viewed.shape == flat and viewed.dtype == shard.dtype
-    return TokenShard(shard.own, shard.token_split, is_flat=True) if is_merged else NotImplemented
+    viewed = func(torch.empty(input.shape, dtype=input.dtype, device="meta"), *args, **kwargs)
+    flat = (len(input.own) * input.own.shape[1] * input.token_split.group.size(), *input.own.shape[_TOKEN_DIMS:])
+    is_merged = viewed.shape == flat and viewed.dtype == input.dtype
+    return TokenShard(input.own, input.token_split, is_flat=True) if is_merged else NotImplemented
 
 
 def _compute_cross_entropy(
@@ -605,15 +608,19 @@ _METADATA = frozenset(
 )
 _COMPARING = frozenset((F.multi_head_attention_forward,))  # it compares its arguments by identity
 _CONVERSIONS = (Tensor.to, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
+_RESHAPING = (torch.flatten, Tensor.flatten, Tensor.view, torch.reshape, Tensor.reshape)
 _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     F.dropout: _drop,
     F.cross_entropy: _compute_cross_entropy,
     Tensor.register_hook: _register_hook,
     **{func: partial(_convert, func) for func in _CONVERSIONS},
-    **{func: partial(_reshape, func) for func in (torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape)},
+    **{func: partial(_reshape, func) for func in _RESHAPING},
 }
 _REFUSED = frozenset(
-    (Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.backward, torch.autograd.grad)
+    (
+        *(Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.backward, torch.autograd.grad),
+        *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+    )
 )
 _IN_PLACE = frozenset(
     (

@@ -91,7 +91,7 @@ def find_interruption_changes(
 ) -> list[str]:
     """Interrupt steps of each (recipe, logical ranks) case; list changed tensors and unreached points.
 
-    All ranks must call it with the same cases and own equally many logical ranks.
+    All ranks must call it with the same cases, and own the same number of logical ranks.
     """
     return [each for recipe, total in cases for each in _find_case_changes(strategy, context, recipe, total)]
 

@@ -117,7 +117,7 @@ def _identity(device: torch.device) -> str | None:
 
 
 def _measure_edges(world: World, tier: str, turns: Iterable[Turn], effort: Effort) -> list[Edge]:
-    """Measure this rank's edges while the other ranks, which have equally many turns, measure theirs."""
+    """Measure this rank's edges while the other ranks, which have the same number of turns, measure theirs."""
     edges_measured = []
     for turn in turns:
         if world.size > 1:

@@ -192,12 +192,21 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scr
         text += f"{_OUT_OF_MEMORY}\n"
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     cause |= {"host": socket.gethostname(), "is_own": isinstance(error, DataWaitError)}
-    cause["is_refusal"] = isinstance(error, ConfigError)
+    cause["is_refusal"] = isinstance(error, ConfigError) and not _is_from_storage(error)
     if is_from_gone_peer(error):
         cause["lost_peer"] = _summarize_error(error)
     with suppress(OSError):  # the disk is full, or the run folder was deleted; the launching process reports that
         create_parent_folders(path, run)
         path.write_text(json.dumps(clean.scrub_tree(cause)))
+
+
+def _is_from_storage(error: BaseException | None) -> bool:
+    """Return whether an operation on a file or the network failed first, which may succeed in a restart."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _summarize_error(error: BaseException) -> str:

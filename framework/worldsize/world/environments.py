@@ -294,8 +294,8 @@ def _read_numbers(environ: Environ, names: tuple[str, ...]) -> list[int]:
     if missing:
         present = [name for name in names if name in environ]
         raise ConfigError(
-            f"missing environment variables {', '.join(missing)} (set: {', '.join(present) or 'none'}). "
-            "Start workers with torchrun or a launcher, or unset them all."
+            f"missing environment variables: {', '.join(missing)} (set: {', '.join(present) or 'none'}). "
+            "Start workers with torchrun or a launcher, or unset all of these variables."
         )
     return [_read_number(environ, name) for name in names]
 

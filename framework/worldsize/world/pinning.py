@@ -87,7 +87,7 @@ def plan_pins(
 
     "numa" gives a process all cores of one NUMA node, preferably its GPU's. "exclusive" gives it an equal share of
     these cores, without overlap with other processes. "auto" acts as "numa" on a machine with several NUMA nodes
-    that get equally many processes (or whose GPUs are known), unless this process is already bound to some cores.
+    that get the same number of processes (or whose GPUs are known), unless this process is already bound to some cores.
 
     Args:
         pinning: The value of ``cluster.pin``.

@@ -106,7 +106,7 @@ class Topology:
         return sorted({*several})
 
     def check_tiers(self, hosts: Sequence[str], tiers: Mapping[str, int]) -> None:
-        """Raise ConfigError unless ``hosts`` form these ``tiers`` (numbers of hosts by name)."""
+        """Raise ConfigError unless the switches group ``hosts`` into units of these sizes (hosts per unit, by tier)."""
         sizes, around = self.count_hosts_per_switch(hosts), self._hosts_around(hosts)
         fitting = {name for name, count in tiers.items() if count in sizes or (around and around <= count)}
         if missing := [f"{name}={count}" for name, count in tiers.items() if name not in fitting]:

@@ -202,7 +202,7 @@ def _create_group(members: range, everyone: range, timeout: timedelta) -> Proces
 def _own_group(members: range, everyone: range, timeout: timedelta) -> ProcessGroup:
     """Return a group that only ``members`` create; a world has one such group per node.
 
-    All ranks must create equally many groups this way, since torch names groups by a counter.
+    All ranks must create the same number of groups this way, since torch names groups by a counter.
     """
     if members == everyone and dist.group.WORLD is not None:
         return dist.group.WORLD

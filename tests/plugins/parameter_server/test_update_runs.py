@@ -168,5 +168,5 @@ def test_checkpoints_go_over_between_ddp_and_servers_and_can_be_evaluated(
 )
 def test_a_step_that_cannot_be_taken_ends_the_run_with_its_cause(train: Any, kind: str, message: str) -> None:
     run = train(*WORDS, SERVER, "cluster.processes=3", f"recipe.kind={kind}")
-    assert run.code == 1
+    assert run.code == (2 if kind == "thaws" else 1)  # refused before the first step is complete
     assert message in run.error

@@ -86,7 +86,7 @@ def _open_shard(vector: Vector, bounds: Mapping[str, ByteFile], cache: Cache) ->
     name = f"{folder}/{own.replace('tokens_', 'documents_', 1)}"
     file = bounds.get(name)
     if file is None and own.startswith("tokens_"):
-        with suppress(ConfigError):  # a pattern may only match token files
+        with suppress(ConfigError):  # the path may be a pattern that matches only the token files
             (file,) = open_files(name, cache)
     if file is None:
         raise ConfigError(

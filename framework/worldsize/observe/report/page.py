@@ -235,7 +235,7 @@ def commands(record: Record) -> list[tuple[str, str]]:
 
 
 def format_figure(value: Any) -> str:
-    """Format a number: as an integer from 1000 on, else with four digits; "–" if not finite."""
+    """Format a number: as an integer from 1,000 to 1e12, else with four significant digits; "–" if not finite."""
     amount = parse_number(value)
     if amount != amount:
         return "–"

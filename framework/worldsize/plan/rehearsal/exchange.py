@@ -174,7 +174,7 @@ class CallResult:
     """The result of one call for this rank, if known.
 
     Attributes:
-        answers: The result tensors, each split over equally many outputs. None to leave the fake group's result.
+        answers: The result tensors, each split over the same number of outputs. None to leave the fake group's result.
         source: The sender's index in the group, for a received message, else None.
     """
 

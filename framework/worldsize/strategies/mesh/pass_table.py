@@ -7,7 +7,6 @@ format.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -56,16 +55,19 @@ class PassTable:
         Raises:
             ConfigError: a cell is not a pass, or the table cannot run.
         """
-        if re.fullmatch(r"\S+\.csv", text):
+        if re.fullmatch(r".+\.csv", text.strip(), re.IGNORECASE):
             raise ConfigError(
                 f"{_KEY}={text}: expected the text of the table, which the run records, not a path. Pass "
                 f"\"{_KEY}='$(cat {text})'\"."
             )
-        lines = [row for row in csv.reader(text.strip().splitlines()) if any(cell.strip() for cell in row)]
+        rows = (line.split(",") for line in text.splitlines())
+        lines = [row for row in rows if any(cell.strip() for cell in row)]
         if len(lines) != ranks:
+            remedy = (
+                f"Set strategy.pipeline={len(lines)}, or change the rows." if len(lines) > 1 else "Change the rows."
+            )
             raise ConfigError(
-                f"{_KEY} has {len(lines)} rows, but strategy.pipeline={ranks} requires one for each rank. Set "
-                f"strategy.pipeline={len(lines)}, or change the rows."
+                f"{_KEY} has {len(lines)} rows, but strategy.pipeline={ranks} requires one for each rank. {remedy}"
             )
         return cls([[*_parse_row(number, row)] for number, row in enumerate(lines, 1)])
 
@@ -129,6 +131,7 @@ class PassTable:
                         f"{_KEY}: stage {stage} needs a W pass for each I pass, in the same order. Use B for a "
                         "backward pass in one part."
                     )
+                self._check_order(stage, "last backward", [each.number for each in mine if each.kind in "BW"])
                 for number in numbers:
                     own = [each.kind for each in mine if each.number == number]
                     if own not in ([_FORWARD, _BACKWARD], [_FORWARD, _INPUTS, _WEIGHTS]):
@@ -187,7 +190,7 @@ def _parse_row(number: int, row: Sequence[str]) -> Iterator[ListedPass]:
     for column, cell in enumerate(row, 1):
         if not (word := cell.strip()):
             continue
-        match = re.fullmatch(r"(\d{1,4})([FBIW])(\d{1,6})", word)
+        match = re.fullmatch(r"([0-9]{1,4})([FBIW])([0-9]{1,6})", word)
         if match is None:
             raise ConfigError(
                 f"{_KEY}, row {number}, column {column}: {word[:40]!r} is not a pass. Write a stage, F, B, I or W, and "

@@ -47,6 +47,11 @@ class PipelineSchedule:
     csv: str | None = None
 
     def __post_init__(self) -> None:
+        if self.csv is not None and self.ranks == 1:
+            raise ConfigError(
+                "strategy.schedule_csv requires a pipeline. Set strategy.pipeline to its number of rows, or "
+                "strategy.schedule_csv=null."
+            )
         _ = self.table  # raises for an invalid table
         if self.csv is not None and self.stages_per_rank is not None:
             raise ConfigError(

@@ -244,7 +244,7 @@ class Stage(nn.Module):
 class TimedStage(PipelineStage):
     """A pipeline stage that times its passes as computation, apart from the schedule's waits.
 
-    It reports each pass to the sums of ``stage``. ``edges``: carries messages if their waits must end with the gang.
+    It reports each pass to the sums of ``stage``. ``edges``: sends messages whose waits must end with the gang.
     """
 
     def __init__(self, stage: Stage, *args: Any, edges: Edges | None, **kwargs: Any) -> None:

@@ -197,8 +197,11 @@ class Mesh(Strategy):
             )
         if self.pipeline_schedule.splits_backward and numerics.compile:
             raise ConfigError(
-                f"compile=true is not supported with strategy.schedule={self.schedule}: it runs the backward pass of a "
-                "stage in two parts. Set compile=false, or strategy.schedule=interleaved."
+                "compile=true is not supported with I and W passes in strategy.schedule_csv. Set compile=false, or use "
+                "B passes."
+                if self.schedule_csv
+                else f"compile=true is not supported with strategy.schedule={self.schedule}: it runs the backward pass "
+                "of a stage in two parts. Set compile=false, or strategy.schedule=interleaved."
             )
         divides = self.tensor > 1
         for option, is_on, off in (
@@ -262,7 +265,10 @@ class Mesh(Strategy):
             plan = get_tensor_plan(recipe, model, slices=self.tensor, key="strategy.tensor")
             if self.sequence_parallel:
                 list_blocks(recipe, model)
-            if self.loss_parallel and "gathered" not in plan.values():
+            from torch.nn import Linear  # imported here, since torch takes seconds
+
+            heads = [model.get_submodule(name) for name, style in plan.items() if style == "gathered"]
+            if self.loss_parallel and not any(isinstance(head, Linear) for head in heads):
                 raise ConfigError(
                     'strategy.loss_parallel=true requires a head with the style "gathered" in Recipe.tensor_plan, '
                     f"but {type(recipe).__name__} has none. Set strategy.loss_parallel=false."
@@ -272,6 +278,12 @@ class Mesh(Strategy):
             owned = Ownership(model, stages, rank_of_stage=self.pipeline_schedule.rank_of_stage, p=0)
             is_sharded = self.on_failure == "heal" or (self.data or 1) * self.context > 1
             owned.check_shared(is_sharded=is_sharded, is_ordered=self.reduce == "ordered")
+            if self.schedule_csv is not None and self.reduce == "ordered" and owned.find_tied_parameters():
+                raise ConfigError(
+                    "strategy.schedule_csv with reproducibility=elastic does not support a weight shared by several "
+                    "pipeline ranks, such as a tied embedding: its gradient could wait for a later pass. Set "
+                    "strategy.schedule_csv=null, or do not share the weight."
+                )
             if is_sharded:
                 refuse_scalars(model)
 
