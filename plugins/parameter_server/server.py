@@ -176,7 +176,7 @@ class WorkerService:
         if fields.epoch != session.epoch or fields.sequence != session.sequence + 1:
             raise RefusedError(
                 f"received PUSH {fields.sequence} of epoch {fields.epoch}, expected PUSH {session.sequence + 1} of "
-                f"{session.epoch}"
+                f"epoch {session.epoch}"
             )
         payload, gradient = self._master.receiver.receive_push(channel, header)
         self._master.apply_push(header, payload, gradient, session)

@@ -105,7 +105,7 @@ SHAPES = {
     "pipeline8": (ORDERED(pipeline=8), 8),
     "context4": (ORDERED(context=4), 4),
     "data2-context4": (ORDERED(data=2, context=4), 8),
-    "context2-tensor2": (ORDERED(context=2, tensor=2, sequence_parallel=True), 4),
+    "context2-tensor2": (ORDERED(context=2, tensor=2), 4),
     "tensor2-pipeline4": (ORDERED(tensor=2, pipeline=4), 8),
     "data2-pipeline2-interleaved": (ORDERED(data=2, pipeline=2, schedule="interleaved"), 4),
     "context2-tensor2-pipeline2": (ORDERED(context=2, tensor=2, pipeline=2), 8),

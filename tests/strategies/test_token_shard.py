@@ -91,7 +91,7 @@ def odd_recipe() -> OddRecipe:
     return OddRecipe(8, 1, 1, CONTEXT, 0.0, test_bytes=1000, make_optimizer=partial(torch.optim.AdamW, lr=0.003))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bits)])
 def test_operations_of_any_kind_have_the_bits_of_one_process(precision: Any) -> None:
     numerics = Numerics(precision=precision, clip_norm=0.3, logical_tensor=4)
     (alone,) = run_in_worlds(partial(end, odd_recipe(), Single(reduce="ordered"), numerics), 1)

@@ -113,8 +113,8 @@ BAD = {
     "a step": (with_fields(step=3), "the shard is at step 1"),
     "a part": (with_fields(width=4), "part 0 of 4"),
     "no part": (with_fields(node=7), "part 7 of 1"),
-    "an epoch": (with_fields(epoch=9), ", expected 1 of 1"),
-    "a number": (with_fields(sequence=5), "PUSH 5 of epoch 1, expected 1 of 1"),
+    "an epoch": (with_fields(epoch=9), ", expected PUSH 1 of epoch 1"),
+    "a number": (with_fields(sequence=5), "PUSH 5 of epoch 1, expected PUSH 1 of epoch 1"),
     "an operation": (GOOD._replace(operation=Operation.APPLY), "APPLY from a worker"),
     "much": (GOOD._replace(shape=(1 << 36,)), "expected torch.float32 [20]"),
 }
@@ -154,11 +154,11 @@ def test_a_frame_that_is_sent_twice_counts_once(server: ShardServer) -> None:
     channel = joined(server)
     push(channel, torch.ones(20))
     after = weights(server)
-    with pytest.raises(RefusedError, match="received PUSH 1 of epoch 1, expected 2 of 1"):
+    with pytest.raises(RefusedError, match="received PUSH 1 of epoch 1, expected PUSH 2 of epoch 1"):
         push(channel, torch.ones(20))
     assert torch.equal(weights(server), after)
     again = joined(server)  # the same epoch, as after a broken connection
-    with pytest.raises(RefusedError, match="expected 2 of 1"):
+    with pytest.raises(RefusedError, match="expected PUSH 2 of epoch 1"):
         push(again, torch.ones(20))
     assert torch.equal(weights(server), after)
     assert_it_serves(server)
