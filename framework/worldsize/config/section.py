@@ -97,7 +97,7 @@ def _build_default(option: Field[Any], hint: Any) -> Any:
 
 
 def _find_section_type(hint: Any) -> type | None:
-    """Return the dataclass if an annotation is a section, which is never null even if optional; otherwise None."""
+    """Return the dataclass if an annotation is a section (never null, even if optional); otherwise None."""
     if get_origin(hint) is Annotated:
         return None if (key := _find_key_annotation(hint)) and key.kind else _find_section_type(get_args(hint)[0])
     options = _list_union_types(hint)

@@ -236,7 +236,7 @@ class _DividedLinear(_Divided):
             inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         checks_draws = self.is_ordered and layer.training
         if self._style == "row":
-            if checks_draws and type(inputs) is Tensor:  # the fakes of a rehearsal have no random numbers
+            if checks_draws and type(inputs) is Tensor:  # a rehearsal with fakes does not draw random numbers
                 self._draws.check(self._name, device)
             split = self._token_split
             if split is not None and split.can_divide(inputs):

@@ -57,7 +57,7 @@ class TokenSplit:
         Raises:
             ConfigError: the length is not divisible by the number of ranks.
         """
-        return TokenShard(_Cut.apply(self, whole), self)
+        return TokenShard(_MovedTokens.apply(self.take_own, self.gather, whole), self)
 
     def can_divide(self, whole: Tensor) -> bool:
         """Return whether ``whole`` is (batch, time, features), with ``time`` divisible by the number of ranks."""
@@ -214,16 +214,12 @@ class TokenShard(Tensor):
 
     def take_own(self, whole: Tensor) -> Tensor:
         """Return this rank's tokens of a plain tensor with this tensor's batch and tokens."""
-        return self.token_split.take_own(self.split_batch(whole))
-
-    def split_batch(self, whole: Tensor) -> Tensor:
-        """Return a plain tensor of this shape with batch and time as two dimensions."""
-        return whole.reshape(len(self.own), -1, *whole.shape[1:]) if self.is_flat else whole
+        return self.token_split.take_own(whole.reshape(len(self.own), -1, *whole.shape[1:]) if self.is_flat else whole)
 
     @staticmethod
     def exchange(parts: Tensor, split: TokenSplit) -> TokenShard:
         """Return all features of the tokens, from this rank's ``parts`` (batch, time, features / ranks)."""
-        return TokenShard(_Exchange.apply(split, parts), split)
+        return TokenShard(_MovedTokens.apply(split.exchange, split.exchange_back, parts), split)
 
     @classmethod
     def __torch_function__(
@@ -361,19 +357,20 @@ class _TokenCall:
         is_own = [isinstance(each, TokenShard) for each in aligned]
         is_shared = [torch.is_grad_enabled() and each.requires_grad for each in aligned]
         is_shared = [shared and not own for shared, own in zip(is_shared, is_own, strict=True)]
-        result = self.call(self._take_own(each, like) for each in aligned)
+        pairs = zip(aligned, is_shared, strict=True)
+        result = self.call(self._take_own(each, like, is_shared=shared) for each, shared in pairs)
         if split.is_ordered and any(is_shared):
             inputs = [each.own.detach() if isinstance(each, TokenShard) else each for each in aligned]
             result = _FromWhole.apply(split, self, is_own, is_shared, result, *inputs)
         return TokenShard(result, split, is_flat=like.is_flat)
 
-    def _take_own(self, tensor: Tensor, like: TokenShard) -> Tensor:
-        """Return this rank's tokens, or a shared tensor, whose gradient is then summed over ranks unless ordered."""
+    def _take_own(self, tensor: Tensor, like: TokenShard, *, is_shared: bool) -> Tensor:
+        """Return this rank's tokens, or a shared tensor; unless ordered, its gradient is then summed over ranks."""
         if isinstance(tensor, TokenShard):
             return tensor.own
         split, from_end = like.token_split, like.own.ndim - 1  # whole.shape[-from_end] is the time
-        if tensor.requires_grad and torch.is_grad_enabled():
-            tensor = tensor.detach() if split.is_ordered else _Shared.apply(split, tensor)
+        if is_shared:
+            tensor = tensor.detach() if split.is_ordered else _MovedTokens.apply(_view, split.sum_gradient, tensor)
         has_tokens = tensor.ndim >= from_end and tensor.shape[-from_end] == like.own.shape[1] * split.group.size()
         return split.take_own(tensor, tensor.ndim - from_end) if has_tokens else tensor
 
@@ -415,7 +412,7 @@ def _has_all_tokens(tensor: Tensor, like: TokenShard) -> bool:
 
 
 def _convert(func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Convert ``tensor`` to a dtype or device, given directly or by another tensor."""
+    """Convert ``tensor`` to a dtype or device, given directly or by a second tensor."""
     others = [each.own if isinstance(each, TokenShard) else each for each in args]
     named = {name: each.own if isinstance(each, TokenShard) else each for name, each in kwargs.items()}
     if not isinstance(tensor, TokenShard):
@@ -479,18 +476,24 @@ def _register_hook(shard: TokenShard, hook: Callable[[Tensor], Tensor | None]) -
     return register(call_with_whole)
 
 
-class _Cut(torch.autograd.Function):
-    """Takes this rank's tokens; the gradient is gathered."""
+class _MovedTokens(torch.autograd.Function):
+    """Calls ``move`` with a tensor, and ``move_back`` with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, split: TokenSplit, whole: Tensor) -> Tensor:
-        ctx.split = split
-        return split.take_own(whole)
+    def forward(
+        ctx: Any, move: Callable[[Tensor], Tensor], move_back: Callable[[Tensor], Tensor], tensor: Tensor
+    ) -> Tensor:
+        ctx.move_back = move_back
+        return move(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
         _refuse_second_gradient()
-        return None, ctx.split.gather(gradients[0])
+        return None, None, ctx.move_back(gradients[0])
+
+
+def _view(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
 class _CopyOfTokens(torch.autograd.Function):
@@ -524,34 +527,6 @@ def _is_transposed(tensor: Tensor) -> bool:
     """Return whether dimensions have a different order in memory than in the shape."""
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and stride > 0]
     return strides != sorted(strides, reverse=True)
-
-
-class _Exchange(torch.autograd.Function):
-    """Exchanges features of all tokens for all features of this rank's tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, split: TokenSplit, parts: Tensor) -> Tensor:
-        ctx.split = split
-        return split.exchange(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        _refuse_second_gradient()
-        return None, ctx.split.exchange_back(gradients[0])
-
-
-class _Shared(torch.autograd.Function):
-    """Shares a tensor among the tokens of all ranks; its gradient is summed over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, split: TokenSplit, shared: Tensor) -> Tensor:
-        ctx.split = split
-        return shared.view_as(shared)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        _refuse_second_gradient()
-        return None, ctx.split.sum_gradient(gradients[0])
 
 
 class _FromWhole(torch.autograd.Function):
