@@ -60,6 +60,17 @@ class NonfiniteLossError(WorldsizeError):
     """The loss became NaN or infinite while ``nonfinite=stop``."""
 
 
+class BitMismatchError(WorldsizeError):
+    """Processes that must have the same bits have different ones.
+
+    ``is_guilty``: whether this process has the wrong bits, or may have them because there is no majority.
+    """
+
+    def __init__(self, message: str, *, is_guilty: bool) -> None:
+        super().__init__(message)
+        self.is_guilty = is_guilty
+
+
 class RunFailedError(WorldsizeError):
     """A run, or a command on a run, ended before completion; ``folder`` is the run folder."""
 

@@ -17,7 +17,7 @@ from worldsize.core.events import Listener
 from worldsize.core.launcher import HealthLimits
 from worldsize.core.limits import COUNT, LARGEST, NO_KEY, PORT, FilePath, FolderName, Key, OneOf, Range
 from worldsize.core.numerics import Numerics
-from worldsize.core.sections import ShuffleConfig, WeightAverage
+from worldsize.core.sections import IntegrityConfig, ShuffleConfig, WeightAverage
 from worldsize.errors import ConfigError, neighbours
 from worldsize.loop.early_stopping import EarlyStopping
 from worldsize.world.environments import ENVIRONMENTS
@@ -319,6 +319,7 @@ class _TopLevel:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig
     ema: WeightAverage | None = None
+    integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     early_stopping: EarlyStopping | None = None
     sweep: SweepConfig = field(default_factory=SweepConfig)
     faults: Sequence[Mapping[str, Any]] = ()

@@ -34,6 +34,7 @@ from worldsize.config.shape import (
     check_device,
     check_graphs,
     check_heals,
+    check_integrity,
     check_precision,
     check_reduce,
     check_remembers,
@@ -56,7 +57,7 @@ from worldsize.core import (
     metric_key,
     parse_metric_key,
 )
-from worldsize.core.sections import WeightAverage
+from worldsize.core.sections import IntegrityConfig, WeightAverage
 from worldsize.data.order import Order, assign_logical_ranks
 from worldsize.data.permutation import Shuffle
 from worldsize.loop.early_stopping import EarlyStopping
@@ -77,6 +78,7 @@ class Settings(RunShape):
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     average: WeightAverage | None  # moving average of the weights, or None
+    integrity: IntegrityConfig
     early_stopping: EarlyStopping | None
     initial: InitialWeights | None  # initial weights of a new run, or None for random weights
     observe: ObserveConfig
@@ -217,7 +219,9 @@ def load_settings(objects: Objects) -> Settings:
             check_node(node, allowed=objects.allowed, key=group)
     shape.check_batch(training.batch_size)
     recipe, initial = load_recipe(objects)
+    integrity = build_dataclass(IntegrityConfig, config.get("integrity", {}))
     if shape.trains:
+        check_integrity(integrity, shape, recipe)
         check_remembers(recipe, shape.roles, shape.launcher, exact=shape.determinism.exact_mode)
         check_graphs(shape.numerics, cluster, shape.micro_batches, recipe)
     return Settings(
@@ -227,6 +231,7 @@ def load_settings(objects: Objects) -> Settings:
         evaluation=_evaluation(config, recipe, keep),
         checkpoint=checkpoint,
         average=_build_weight_average(config["ema"], strategy),
+        integrity=integrity,
         initial=initial,
         early_stopping=None
         if metric is None

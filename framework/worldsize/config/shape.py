@@ -13,6 +13,8 @@ from worldsize.core import (
     Autoscaler,
     BatchLauncher,
     Cluster,
+    FeatureRecipe,
+    IntegrityConfig,
     Launcher,
     LaunchMethod,
     Numerics,
@@ -385,6 +387,44 @@ def check_remembers(recipe: Recipe, roles: Mapping[str, Role], launcher: LaunchM
             f"launcher.max_restarts={launcher.max_restarts} is not supported with reproducibility={exact}: {fact}. "
             "Implement state and load_state, or set launcher.max_restarts=0 or reproducibility=seeded."
         )
+
+
+def check_integrity(integrity: IntegrityConfig, shape: RunShape, recipe: Recipe) -> None:
+    """Raise ConfigError if ``integrity`` asks for comparisons that this run cannot make."""
+    if not (integrity.audit or integrity.replicas):
+        return
+    key = "audit" if integrity.audit else "replicas"
+    strategy = type(shape.strategy).__name__
+    if shape.cluster.processes < 2:
+        raise ConfigError(
+            f"integrity.{key} requires at least two processes, which compare their bits; the cluster has one. Set "
+            f"cluster.processes=2 or more, or integrity.{key}=0."
+        )
+    if "integrity" not in shape.strategy.supports:
+        raise ConfigError(
+            f"integrity.{key} is not supported with {strategy}. Use strategy=ddp, zero, fsdp or hsdp, or set "
+            f"integrity.{key}=0."
+        )
+    if integrity.on_mismatch == "heal" and not shape.heals:
+        raise ConfigError(
+            "integrity.on_mismatch=heal requires strategy.on_failure=heal. Set strategy.on_failure=heal, or "
+            "integrity.on_mismatch=stop."
+        )
+    if not integrity.audit:
+        return
+    if shape.strategy.reduce != "ordered":
+        raise ConfigError(
+            "integrity.audit requires reproducibility=elastic: in other modes, processes do not compute the same bits "
+            "for a logical rank. Set reproducibility=elastic, or integrity.audit=0."
+        )
+    kind = type(recipe).__name__
+    for fact, applies in {
+        "makes several updates per step": recipe.has_several_updates,
+        "uses the features of all logical ranks": isinstance(recipe, FeatureRecipe),
+        "has state, which only the process of a logical rank holds": saves_state(recipe) or recipe.remembers,
+    }.items():
+        if applies:
+            raise ConfigError(f"integrity.audit is not supported with {kind}, which {fact}. Set integrity.audit=0.")
 
 
 def check_resumes(recipe: Recipe, step: int, *, exact: str | None) -> None:

@@ -2,9 +2,11 @@
 
 from worldsize.core.cluster import Block, Cluster, ContainerImage, Link, Pinning, Role, Spot, World
 from worldsize.core.context import (
+    BitFlips,
     CheckpointSource,
     DataSource,
     FaultPoints,
+    FlipTarget,
     Rendezvous,
     RunContext,
     StepTiming,
@@ -20,6 +22,7 @@ from worldsize.core.evaluation import (
     parse_metric_key,
 )
 from worldsize.core.events import (
+    BitMismatch,
     CheckpointFailed,
     CheckpointSaved,
     DataWorkersChanged,
@@ -73,6 +76,7 @@ from worldsize.core.recipe import (
     saves_state,
 )
 from worldsize.core.recipe_kinds import FeatureRecipe, Features, MultiUpdateRecipe
+from worldsize.core.sections import IntegrityConfig
 from worldsize.core.state_metric import StateMetric, StateReduction
 from worldsize.core.strategy import Capability, Cost, Dealing, Reduction, Replica, StepResult, Strategy, Workload
 from worldsize.core.streams import ShardedStream, StatefulStream
@@ -85,6 +89,8 @@ __all__ = [
     "Autoscaler",
     "Batch",
     "BatchLauncher",
+    "BitFlips",
+    "BitMismatch",
     "Block",
     "BufferRule",
     "Capability",
@@ -109,9 +115,11 @@ __all__ = [
     "FeatureRecipe",
     "Features",
     "FilePath",
+    "FlipTarget",
     "FolderName",
     "GangState",
     "HealthLimits",
+    "IntegrityConfig",
     "Job",
     "LaunchMethod",
     "Launcher",

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
 from worldsize.core.cluster import World
+from worldsize.core.events import Emit, Event
 from worldsize.core.numerics import Numerics
 from worldsize.core.recipe import EvaluationBatch, MicroBatch, StateDict
+from worldsize.core.sections import IntegrityConfig
 from worldsize.errors import ConfigError
 
 if TYPE_CHECKING:  # importing torch takes seconds
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 class DataSource(Protocol):
@@ -46,6 +48,28 @@ class FaultPoints(Protocol):
 
     def report_point(self, point: str) -> None:
         """Report that this process reached the point named ``point``."""
+
+    @property
+    def flips(self) -> BitFlips | None:
+        """The bits to flip in this process; None if there are none."""
+        return None
+
+
+FlipTarget = Literal["batch", "weight", "activation", "product", "gradient", "optimizer"]
+"""Values in which a bit may be flipped; "product": the result of a matrix product."""
+
+
+class BitFlips(Protocol):
+    """Flips bits as a failing processor or memory would; see :mod:`worldsize.loop.bit_flips`."""
+
+    def plans(self, target: FlipTarget) -> bool:
+        """Return whether a bit of ``target`` is flipped in the current step."""
+
+    def flip(self, target: FlipTarget, tensors: Mapping[str, Tensor]) -> None:
+        """Flip the planned bits of ``tensors``, in place; they have any shapes."""
+
+    def flipping_passes(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Flip the planned bits of activations and products of ``model`` in this block."""
 
 
 class StopFlag(Protocol):
@@ -104,6 +128,10 @@ def _ignore_results(losses: Sequence[Tensor], metrics: Mapping[str, Tensor]) -> 
     pass
 
 
+def _ignore_event(event: Event) -> None:
+    pass
+
+
 @final
 @dataclass(frozen=True)
 class Rendezvous:
@@ -158,6 +186,12 @@ class RunContext:
     logs_norm: Callable[[], bool] = field(default_factory=lambda: _skip_norms)
     """Whether replicas compute the norm of the current step's gradient even without clipping, because the step is
     logged; the same on all ranks."""
+    audit_data: Callable[[int, int], MicroBatch] = field(default_factory=lambda: _NoData().micro_batch)
+    """Loads the data of any (step, logical rank), to audit another process."""
+    integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
+    """How replicas detect wrong results of processors and memory."""
+    emit: Emit = field(default_factory=lambda: _ignore_event)
+    """Receives the events of a replica in this process, such as :class:`~worldsize.core.BitMismatch`."""
     making_groups: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered by healing replicas while they create their own process groups. The connections of these groups are
     closed as soon as a peer is lost."""

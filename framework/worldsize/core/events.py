@@ -159,6 +159,45 @@ class Straggling:
 
 
 @dataclass(frozen=True)
+class BitMismatch:
+    """Processes that must have the same bits have different ones.
+
+    Attributes:
+        step: The step that was computed, or was to be computed next.
+        tensor: The first differing tensor, such as "loss" or "gradient of head.weight".
+        ranks: Global ranks of the processes whose bits differ from the majority's; empty if there is no majority.
+        hosts: Their hosts, in the same order.
+        devices: Their devices, in the same order.
+        suspects: Global ranks of all processes that took part if there is no majority.
+        logical_rank: Logical rank of the micro-batch; None if the tensor does not belong to one.
+    """
+
+    step: int
+    tensor: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    devices: tuple[str, ...]
+    suspects: tuple[int, ...] = ()
+    logical_rank: int | None = None
+
+    def describe(self) -> str:
+        """Describe the mismatch in one sentence."""
+        places = zip(self.ranks or self.suspects, self.hosts, self.devices, strict=True)
+        named = ", ".join(f"rank {rank} on {host} ({device})" for rank, host, device in places)
+        where = self.tensor if self.logical_rank is None else f"{self.tensor}, logical rank {self.logical_rank}"
+        if self.ranks:
+            return f"step {self.step}: wrong bits on {named}: {where}."
+        return f"step {self.step}: different bits on {named}, without a majority: {where}."
+
+    @property
+    def remedy(self) -> str:
+        """What the user can do."""
+        if self.ranks:
+            return "Test the memory and the processor of this host, and resume the run without it."
+        return "Resume the run on other hosts, or with three or more processes, which identify the wrong one."
+
+
+@dataclass(frozen=True)
 class NodeAlert:
     """A node's health metric exceeds its limit.
 
@@ -296,6 +335,7 @@ Event = (
     | CheckpointSaved
     | CheckpointFailed
     | Straggling
+    | BitMismatch
     | NodeAlert
     | UpdateOverflowed
     | DataWorkersChanged

@@ -76,6 +76,7 @@ class Failure:
     time_ns: int = 0  # Unix time in ns on its host's clock; 0, i.e. earliest, if it was killed or its host was lost
     host: str = ""  # host name; empty if unknown
     is_refusal: bool = False  # the process cannot run this configuration, so that a restart would fail, too
+    has_wrong_bits: bool = False  # bits of a process were wrong, so that a restart may compute wrong bits again
 
 
 class MembershipRecord(TypedDict):

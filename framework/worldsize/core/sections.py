@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, final
+from typing import Annotated, Literal, final
 
 from worldsize.core.limits import COUNT, LARGEST, Key, Range
 from worldsize.errors import ConfigError
@@ -22,6 +22,25 @@ class ShuffleConfig:
     enabled: bool = True
     block: Annotated[int, COUNT, LARGEST] = 1
     window: Annotated[int, COUNT, LARGEST] = 64
+
+
+@final
+@dataclass(frozen=True)
+class IntegrityConfig:
+    """Detection of wrong results of a processor or memory, by processes that compute or hold the same bits.
+
+    Attributes:
+        audit: Fraction of the steps, drawn from the seed, in which each process also computes its neighbor's logical
+            ranks and compares the bits of losses, gradients and buffers; requires ``reproducibility=elastic``.
+        replicas: Steps between two comparisons of the weights, optimizer state and buffers that several processes
+            hold; 0: never.
+        on_mismatch: "stop" ends the run; "heal" ends only the process with the wrong bits and repeats the step, which
+            requires ``strategy.on_failure=heal``; "warn" reports the mismatch and continues.
+    """
+
+    audit: Annotated[float, Range(least=0, most=1, hint="0.02 audits 2 % of the steps")] = 0.0
+    replicas: Annotated[int, Range(least=0, hint="0 means never"), LARGEST] = 0
+    on_mismatch: Literal["stop", "heal", "warn"] = "stop"
 
 
 @final

@@ -32,6 +32,7 @@ Capability = Literal[
     "ema",  # the section ``ema``; replicas implement ``trained_weights``
     "multi_update",  # a MultiUpdateRecipe
     "features",  # a FeatureRecipe
+    "integrity",  # the section ``integrity``
     "compile",  # Numerics.compile
     "activation_checkpointing",  # Numerics.activation_checkpointing and activation_offload
     "sparse_gradients",  # all-reduce of gradients of embeddings with sparse=True; NCCL does not support it

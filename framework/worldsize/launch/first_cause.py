@@ -24,6 +24,8 @@ class ProcessError(TypedDict):
     is_of_host: NotRequired[bool]  # the host was lost; the process itself did not fail
     lost_peer: NotRequired[str]  # the error in one line, if a collective raised it because of a lost peer
     is_refusal: NotRequired[bool]  # the process cannot run this configuration
+    has_wrong_bits: NotRequired[bool]  # memory or a processor of this or another process fails
+    is_of_other: NotRequired[bool]  # another process, which fails too, caused the error
     is_own: NotRequired[bool]  # the process was not waiting for a peer, even if it timed out
 
 
@@ -49,6 +51,11 @@ class Ending:
     def has_failed_itself(self) -> bool:
         """Whether the process wrote an error itself; False if it was killed or its host was lost."""
         return self.error is not None and not self.error.get("is_of_host", False)
+
+    @property
+    def has_wrong_bits(self) -> bool:
+        """Whether bits of this or another process were wrong, so that a restart may compute wrong bits again."""
+        return self.error is not None and self.error.get("has_wrong_bits", False)
 
     @property
     def cause(self) -> str:
@@ -95,7 +102,8 @@ def determine_outcome(
 
 def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure:
     """Return the earliest failure; for a timeout, blame the peer that did not respond."""
-    first = min(failed, key=lambda ending: ending.time_ns)
+    own = [ending for ending in failed if ending.error is None or not ending.error.get("is_of_other", False)]
+    first = min(own or failed, key=lambda ending: ending.time_ns)
     cause = first.cause
     is_own = first.error is not None and first.error.get("is_own", False)
     waited = _is_timeout(cause) and not is_own
@@ -109,7 +117,17 @@ def first_failure(failed: Sequence[Ending], silent: Sequence[Ending]) -> Failure
         cause = f"did not respond{at}; the other processes waited until cluster.timeout.\n{cause}"
     step = first.beat.step if first.beat else None
     refuses = first.error is not None and first.error.get("is_refusal", False)
-    return Failure(first.role, first.rank, cause, first.exit_code or 1, step, first.time_ns, first.host, refuses)
+    return Failure(
+        first.role,
+        first.rank,
+        cause,
+        first.exit_code or 1,
+        step,
+        first.time_ns,
+        first.host,
+        is_refusal=refuses,
+        has_wrong_bits=first.has_wrong_bits,
+    )
 
 
 def _is_timeout(cause: str) -> bool:

@@ -219,7 +219,8 @@ class Members:
         is_spare = able >= (least if role.min_processes is None else role.min_processes)
         if role.restart == "heal" and not is_spare:
             return
-        if starts < self._max_restarts:
+        restarts = starts < self._max_restarts and not member.read_ending().has_wrong_bits
+        if restarts:
             what = f"restarting ({starts + 1} of {self._max_restarts})"
         elif is_spare:
             what = "continuing without it"
@@ -230,7 +231,7 @@ class Members:
         self.ended.remove(member)
         self.current.remove(member)
         self.lost.append(member)
-        if starts < self._max_restarts:
+        if restarts:
             self._start_again(member, is_spare=is_spare)
 
     def _start_again(self, member: Member, *, is_spare: bool) -> None:

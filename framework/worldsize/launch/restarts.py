@@ -68,6 +68,9 @@ def _run_attempts(launcher: Launcher, strategy: Strategy, plan: Plan, record: Ru
             outcome = _run_attempt(launcher, strategy, plan, record, show)
         if (failure := outcome.failure) is None or outcome.is_refused or restarts == launcher.max_restarts:
             break
+        if failure.has_wrong_bits:
+            _logger.error("not restarting, since a process with wrong bits may compute wrong bits again.")
+            break
         step = failure.step or 0
         if step == failed_at:
             _logger.error("the run failed at step %d twice in a row; not restarting.", step)

@@ -25,6 +25,8 @@ Action "perturb" makes a process allocate memory at different addresses, at ever
 change.
 
     train.py 'faults=[{action: perturb, rank: null, attempt: null}]'
+
+Action "flip" changes a bit of a value, see :mod:`worldsize.loop.bit_flips`.
 """
 
 from __future__ import annotations
@@ -37,13 +39,15 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, TypeVar, final
+from typing import Annotated, Any, TypeVar, final, get_args
 
 import torch
 from torch import Tensor
 
+from worldsize.core import FlipTarget
 from worldsize.core.limits import GRACE, Range, check_limits
 from worldsize.errors import ConfigError, neighbours
+from worldsize.loop.bit_flips import Flip, PlannedFlip, ProcessFlips
 
 T = TypeVar("T")
 
@@ -111,6 +115,7 @@ ACTIONS: Mapping[str, Callable[[float], None]] = {
     "sleep": time.sleep,
     "slow": time.sleep,
 }
+FLIP = "flip"  # changes a value; see worldsize.loop.bit_flips
 
 
 @final
@@ -119,7 +124,8 @@ class Fault:
     """One fault: its action, its process and its time.
 
     Without ``point``, it happens at the start of ``step``. With ``point``, it happens when the process first reaches
-    that point in or after ``step``. Action "slow" repeats; its default point is "step:compute".
+    that point in or after ``step``. Action "slow" repeats; its default point is "step:compute". Action "flip" also
+    takes the keys of :class:`~worldsize.loop.bit_flips.Flip`.
     """
 
     action: str
@@ -129,6 +135,7 @@ class Fault:
     # attempt of the run, or of a process that restarts individually; None: all attempts
     attempt: Annotated[int | None, Range(least=1)] = 1
     seconds: Annotated[float, GRACE] = 3600.0  # duration of the actions "sleep" and "slow"
+    flip: Flip | None = None
 
 
 @final
@@ -140,6 +147,7 @@ class Faults:
     _mine: list[Fault] = field(default_factory=list)
     _step: int = 0
     _heap: Heap = field(default_factory=Heap)
+    flips: ProcessFlips | None = None  # of this process
 
     @staticmethod
     def from_rows(rows: Iterable[Mapping[str, Any]]) -> Faults:
@@ -152,7 +160,14 @@ class Faults:
 
     def arm_faults(self, rank: int, attempt: int) -> None:
         """Select the faults of this process: ``rank`` in attempt number ``attempt`` of the run."""
-        self._mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
+        mine = [f for f in self.planned if f.rank in (None, rank) and f.attempt in (None, attempt)]
+        self._mine = [fault for fault in mine if fault.flip is None]
+        flips = [
+            PlannedFlip(each.flip, each.step, f"{rank}/{each.step}/{place}")
+            for place, each in enumerate(mine)
+            if each.flip is not None
+        ]
+        self.flips = ProcessFlips(flips) if flips else None
         self.report_point("process:begin")
 
     def inject_into_steps(self, steps: Iterable[T], first: int) -> Generator[T]:
@@ -165,6 +180,8 @@ class Faults:
         """Inject the faults of ``step``, unless it has already started."""
         if step != self._step:
             self._step = step
+            if self.flips is not None:
+                self.flips.step = step
             self._inject_faults(None)
             self.report_point("step:data")
 
@@ -184,16 +201,36 @@ class Faults:
 
 
 def _parse_fault(row: Mapping[str, Any]) -> Fault:
-    known = [each.name for each in fields(Fault)]
-    for key in row:
-        if key not in known:
-            raise ConfigError(f"faults: unknown key {key!r}{neighbours(key, known)}")
     action = str(row.get("action"))
-    if action not in (actions := (*ACTIONS, PERTURB)):
+    if action not in (actions := (*ACTIONS, PERTURB, FLIP)):
         raise ConfigError(f"faults: unknown action {action!r}{neighbours(action, actions)}")
+    if action == FLIP:
+        return _parse_flip(row)
+    _check_keys(row, _OWN_KEYS)
     point = row.get("point")
     space, colon, _ = str(point).partition(":")
     if point is not None and point not in POINTS and (not colon or space in _SPACES):  # plugins use their own prefix
         raise ConfigError(f"faults: unknown point {point!r}{neighbours(str(point), POINTS)}")
     check_limits(Fault, row, key="faults")
     return Fault(**({"point": "step:compute", **row} if action == "slow" else row))
+
+
+_OWN_KEYS = [each.name for each in fields(Fault) if each.name != FLIP]
+
+
+def _check_keys(row: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in row:
+        if key not in known:
+            raise ConfigError(f"faults: unknown key {key!r}{neighbours(key, known)}")
+
+
+def _parse_flip(row: Mapping[str, Any]) -> Fault:
+    times, bits = ("action", "rank", "step", "attempt"), [each.name for each in fields(Flip)]
+    _check_keys(row, (*times, *bits))
+    targets = get_args(FlipTarget)
+    if (target := row.get("target")) not in targets:
+        raise ConfigError(f"faults: unknown target {str(target)!r} of a flip{neighbours(str(target), targets)}")
+    check_limits(Flip, {key: row[key] for key in row if key in bits}, key="faults")
+    check_limits(Fault, {key: row[key] for key in row if key in times}, key="faults")
+    flip = Flip(**{key: value for key, value in row.items() if key in bits})
+    return Fault(**{key: value for key, value in row.items() if key in times}, flip=flip)

@@ -6,11 +6,12 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
 from worldsize.core import (
+    BitMismatch,
     CheckpointFailed,
     DataWorkersChanged,
     Event,
@@ -29,9 +30,11 @@ from worldsize.record.json_lines import JsonRows, Row
 _logger = logging.getLogger(__name__)
 
 NODE_ALERT = "node_alert"  # name of a NodeAlert event
+MISMATCH = "bit_mismatch"  # name of a BitMismatch event
 OVERFLOW = "overflow"  # name of an UpdateOverflowed event
 _NAMES: Mapping[type, str] = {
     Straggling: "straggling",
+    BitMismatch: MISMATCH,
     NodeAlert: NODE_ALERT,
     UpdateOverflowed: OVERFLOW,
     CheckpointFailed: "checkpoint_failed",
@@ -47,6 +50,7 @@ _OF_FULL_DISKS = (NODE_ALERT, "checkpoint_failed")  # a full disk may prevent wr
 # keys with integer values, by event name
 _NUMBERS = {
     "straggling": ("step", "rank"),
+    MISMATCH: ("step",),
     OVERFLOW: ("step",),
     "data_workers": ("step", "rank"),
     "checkpoint_failed": ("step", "in_a_row"),
@@ -120,6 +124,8 @@ def alert_for(event: Event) -> Alert | None:
     match event:
         case Straggling(rank=rank, step=step):
             return Alert(f"slow_rank.{rank}", f"rank {rank} is slow", _format_event(event), step)
+        case BitMismatch(step=step):
+            return Alert("bit_mismatch", "wrong bits detected", _format_event(event), step, is_error=True)
         case NodeAlert(node=node, host=host, what=what):
             return Alert(f"node_alert.{node}.{what}", f"{host}: {what}", _format_event(event))
         case CheckpointFailed(step=step):
@@ -135,6 +141,8 @@ def _format_event(event: Event) -> str:
     """Describe an event in one line, as for its log message."""
     if isinstance(event, Straggling):
         return describe_straggler(event)
+    if isinstance(event, BitMismatch):
+        return event.describe()
     return describe_event({"event": _NAMES[type(event)], **asdict(event)})
 
 
@@ -150,6 +158,8 @@ def describe_event(event: Mapping[str, Any]) -> str:
         return f"step {event.get('step')}: {_failure_text(event)}"
     if event.get("event") == "save_interval":
         return f"step {event.get('step')}: {_interval_text(event)}"
+    if event.get("event") == MISMATCH:
+        return _mismatch_text(event)
     if event.get("event") == "membership":
         return f"after step {event.get('step')}: {_membership_text(event)}"
     if event.get("event") == "transport":  # without a step: it is detected when the ranks connect
@@ -184,6 +194,14 @@ def describe_straggler(event: Straggling) -> str:
         f"rank {event.rank} on {event.host} ({event.device}) has been {event.slower - 1:.0%} slower than its peers "
         f"since step {event.since}: {_CAUSES[event.cause]}{_enclose_in_brackets(event.health)}."
     )
+
+
+def _mismatch_text(row: Mapping[str, Any]) -> str:
+    """Describe wrong bits in one line, even if fields are damaged."""
+    try:
+        return BitMismatch(**{each.name: row[each.name] for each in fields(BitMismatch)}).describe()
+    except (KeyError, TypeError, ValueError):
+        return f"step {row.get('step')}: wrong bits"
 
 
 def _enclose_in_brackets(text: str) -> str:

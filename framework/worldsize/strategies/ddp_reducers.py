@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import final
 from weakref import proxy
@@ -24,10 +25,13 @@ from worldsize.core import MicroBatch, StateDict
 from worldsize.strategies.gradient_reducer import (
     Backward,
     GradientReducer,
+    Observe,
     Presence,
     check_reduced,
     disable_sync,
+    observe_parameters,
     pop_gradients,
+    set_gradients_aside,
 )
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.step_buffers import BufferMean
@@ -196,6 +200,18 @@ class OrderedReducer(GradientReducer):
             check_reduced(self._module)
         self._counters = []  # release gradients
         return [losses[leaf] for leaf in range(len(batches))]
+
+    def run_apart(self, batch: MicroBatch, backward: Backward) -> LossRecord:
+        kept = self._buffers.snapshot_buffers()
+        with set_gradients_aside(list(self._module.parameters())), disable_sync(self._module):
+            try:
+                return backward(batch, 1.0)
+            finally:
+                kept.restore()
+
+    def observe_gradients(self, observe: Observe) -> AbstractContextManager[None]:
+        model = self._module.module.model if isinstance(self._module, DistributedDataParallel) else self._module
+        return observe_parameters(model.named_parameters(), observe)
 
     def undo(self) -> None:
         self._buffers.undo()

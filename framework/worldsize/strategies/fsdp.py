@@ -77,7 +77,7 @@ class FSDP(Strategy):
     peers. If ``shard`` does not divide their number, they use the next larger number of shards that does.
     """
 
-    supports = CAPABILITIES | {"schedule_free"}
+    supports = CAPABILITIES | {"integrity", "schedule_free"}
     shards_state = True
 
     shard: Literal["all", "node"] | Annotated[int, Range(least=1)] = "all"

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import final
 
 import torch
@@ -29,6 +30,8 @@ from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.loss_scaling import scale_gradients
 
 Backward = Callable[[MicroBatch, float], LossRecord]
+Observe = Callable[[str, Tensor], Tensor]
+"""Takes the name and the gradient of a tensor, of any shape; returns the gradient to use."""
 
 
 class GradientReducer(ABC):
@@ -59,6 +62,20 @@ class GradientReducer(ABC):
     def begin_updates(self) -> AbstractContextManager[None]:
         """Return the context of a step with several updates, each a call of :meth:`run`."""
         return nullcontext()
+
+    def run_apart(self, batch: MicroBatch, backward: Backward) -> LossRecord:
+        """Compute a pass of ``batch`` outside :meth:`run`, and discard its gradients and changes of buffers.
+
+        Only called if the strategy supports "integrity". All ranks must call it.
+        """
+        raise NotImplementedError
+
+    def observe_gradients(self, observe: Observe) -> AbstractContextManager[None]:
+        """Call ``observe`` in this block with each gradient of a pass, before it is added to others.
+
+        Only called if the strategy supports "integrity". The names are those of parameters or of units of them.
+        """
+        raise NotImplementedError
 
     def commit(self) -> None:  # noqa: B027 - most change only gradients
         """Accept the changes of the last :meth:`run` to the model, before the update."""
@@ -111,6 +128,31 @@ class OrderedSums(GradientReducer):
     @property
     def is_ordered(self) -> bool:
         return True
+
+
+@contextmanager
+def observe_parameters(parameters: Iterable[tuple[str, nn.Parameter]], observe: Observe) -> Iterator[None]:
+    """Call ``observe`` in this block with the gradient that each backward pass computes for a named parameter."""
+    trained = [(name, each) for name, each in parameters if each.requires_grad]
+    hooks = [each.register_hook(partial(observe, name)) for name, each in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def set_gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Remove the gradients of ``parameters`` in this block, and restore them afterwards."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def pop_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

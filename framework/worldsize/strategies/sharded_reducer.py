@@ -24,7 +24,15 @@ from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import Tree, summation_tree
 from worldsize.collectives.step_timer import measure_phase
 from worldsize.core import Dealing, MicroBatch, Reduction, World
-from worldsize.strategies.gradient_reducer import Backward, GradientReducer, OrderedSums, compute_aligned_norm
+from worldsize.strategies.gradient_reducer import (
+    Backward,
+    GradientReducer,
+    Observe,
+    OrderedSums,
+    compute_aligned_norm,
+    observe_parameters,
+    set_gradients_aside,
+)
 from worldsize.strategies.loss_record import LossRecord
 from worldsize.strategies.reducers import gradient_reducer
 from worldsize.strategies.step_buffers import BufferMean
@@ -218,6 +226,23 @@ class OrderedShardReducer(OrderedSums):
                     self._model.zero_grad()  # remove shards of zeros
         self._scalars.set_means()
         return [losses[leaf] for leaf in range(len(batches))]
+
+    def run_apart(self, batch: MicroBatch, backward: Backward) -> LossRecord:
+        kept = self._buffers.snapshot_buffers()
+        self._scatters.begin_step(1, 0, logical_ranks=self._world.size)
+        self._units.gradients.begin_step()
+        with set_gradients_aside(list(self._model.parameters())):
+            try:
+                return backward(batch, 1.0)
+            finally:
+                kept.restore()
+
+    @contextmanager
+    def observe_gradients(self, observe: Observe) -> Iterator[None]:
+        model = getattr(self._model, "model", self._model)
+        scalars = [(name, each) for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+        with self._scatters.observe_units(observe), observe_parameters(scalars, observe):
+            yield
 
     def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the norm of full gradients, gathered one at a time, with the same bits as for an unsharded model."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from worldsize.collectives.per_rank import make_equal
 from worldsize.collectives.step_timer import backward, measure_phase, time_buffers
@@ -34,6 +35,7 @@ from worldsize.strategies.buffer_combinations import StepShape
 from worldsize.strategies.chunk_tensor import ChunkLayout
 from worldsize.strategies.chunk_trial import try_chunks
 from worldsize.strategies.gathered_features import GatheredFeatures
+from worldsize.strategies.gradient_audit import GradientAudit
 from worldsize.strategies.gradient_reducer import GradientReducer
 from worldsize.strategies.loss_record import LossRecord, step_metrics, trainable
 from worldsize.strategies.model_replica import CallingRoot, ModelReplica
@@ -77,6 +79,9 @@ class SynchronousReplica(ModelReplica):
         self._untried_chunks = self.chunks  # until the first pass
         divides = reducer.divides_gradients
         self._changes = ParameterChanges(self.model, hooks=divides) if divides or self.world.size > 1 else None
+        self._audit: GradientAudit | None = None
+        if context.integrity.audit and self._group is not None:
+            self._audit = GradientAudit(context, self.model, self.dealing, self._run_apart)
         self._features: GatheredFeatures | None = None
         if isinstance(recipe, FeatureRecipe) and context.logical_ranks > 1:
             self._features = GatheredFeatures(recipe, self.model, self.world.device, self._run_action)
@@ -85,6 +90,8 @@ class SynchronousReplica(ModelReplica):
         if not all(isinstance(batch, MicroBatch) for batch in micro_batches):
             raise ConfigError("a step needs micro-batches with seeds. Pass the result of ws.micro_batches.")
         self._check_saves()
+        if (flips := self._context.faults.flips) is not None:
+            flips.flip("weight", dict(self.model.named_parameters()))
         try:
             losses, metrics = self._compute_gradient(micro_batches)
         except BaseException:  # the gang may heal and repeat the step
@@ -95,13 +102,15 @@ class SynchronousReplica(ModelReplica):
         with measure_phase("update"):
             norm, skipped, overflowed = self._step_optimizers(self._parts, self._parameters)
             self.scaler.update()
+        if flips is not None:
+            flips.flip("optimizer", self._list_optimizer_state())
         return StepResult(losses, lr, norm, skipped, metrics, overflowed=overflowed)
 
     def _compute_gradient(self, micro_batches: Sequence[MicroBatch]) -> tuple[Sequence[Tensor], Mapping[str, Tensor]]:
         """Compute the mean gradient into ``.grad``; return the losses and metrics of the step."""
         self.optimizer.zero_grad()
         try:
-            with self._watch.watching(), self._hooks.suspend_hooks():
+            with self._watch.watching(), self._hooks.suspend_hooks(), self._observe_passes(micro_batches[0].step):
                 if self._features is not None:
                     shape = StepShape.from_group(self._group, self.dealing, len(micro_batches), self._logical_ranks)
                     with self._autocast():
@@ -118,9 +127,43 @@ class SynchronousReplica(ModelReplica):
         self._context.before_update(losses, metrics)
         return losses, metrics
 
+    def _list_optimizer_state(self) -> dict[str, Tensor]:
+        """Return this process's tensors of the optimizer's state, by index and name."""
+        states = self.optimizer.state.values()
+        return {
+            f"{place}.{name}": each
+            for place, state in enumerate(states)
+            for name, each in state.items()
+            if isinstance(each, Tensor)
+        }
+
+    @contextmanager
+    def _observe_passes(self, step: int) -> Iterator[None]:
+        """Audit the passes in this block if ``step`` is audited, and flip bits of their gradients if configured."""
+        audit, flips = self._audit if self._audit and self._audit.is_due(step) else None, self._context.faults.flips
+
+        def observe(name: str, gradient: Tensor) -> Tensor:
+            if flips is not None and flips.plans("gradient"):
+                gradient = gradient.clone()
+                flips.flip("gradient", {name: gradient})
+            return gradient if audit is None else audit.observe_gradient(name, gradient)
+
+        if audit is None and flips is None:
+            yield
+            return
+        with self.reducer.observe_gradients(observe), audit.audit_step(step) if audit else nullcontext():
+            yield
+
+    def _run_apart(self, batch: MicroBatch) -> Tensor:
+        """Compute a pass apart from the step, for an audit; return its detached loss."""
+        return self._watch.run_reducer(partial(self.reducer.run_apart, batch, self._backward)).loss
+
     def _backward(self, batch: MicroBatch, scale: float) -> LossRecord:
         with self._passes.discard_pass(batch) if scale == 0 else nullcontext():
-            return self._run_pass(batch, scale)
+            record = self._run_pass(batch, scale)
+        if self._audit is not None:
+            self._audit.end_pass(batch, record.loss, is_discarded=scale == 0)
+        return record
 
     def _run_pass(self, batch: MicroBatch, scale: float) -> LossRecord:
         if self._untried_chunks is not None:
@@ -129,16 +172,20 @@ class SynchronousReplica(ModelReplica):
             self._untried_chunks = None
         self._context.faults.report_point("step:forward")
         self.streams.begin(batch.seed)
-        with self._autocast():
+        flips = self._context.faults.flips
+        if flips is not None:
+            flips.flip("batch", {str(place): each for place, each in enumerate(tree_leaves(batch.data))})
+        with self._autocast(), flips.flipping_passes(self.model) if flips is not None else nullcontext():
             compute = partial(self._compute_loss, batch)
             loss, record = compute() if self._module is None else self._module(compute)
         self._agreed.check_form(record)
         self._context.faults.report_point("step:backward")
         scaled = self._scale_loss(loss, record, scale)
-        if self._module is self._root:
-            scaled.backward()  # type: ignore[no-untyped-call]
-        else:
-            backward(scaled)
+        with flips.flipping_passes(self.model) if flips is not None else nullcontext():
+            if self._module is self._root:
+                scaled.backward()  # type: ignore[no-untyped-call]
+            else:
+                backward(scaled)
         self._context.faults.report_point("step:reduce")
         return record
 

@@ -26,6 +26,7 @@ from worldsize.collectives.group import start_collective
 from worldsize.collectives.ordered import Counter, Tree, sum_level
 from worldsize.collectives.step_timer import mark_phase
 from worldsize.core import ConfigError, Dealing
+from worldsize.strategies.gradient_reducer import Observe
 
 _END = -1  # event after the last collective of a step
 _LOSS = -2  # event after the last collective of a forward pass; collectives outside units may follow
@@ -230,9 +231,10 @@ class OrderedScatters:
         self, model: nn.Module, group: ProcessGroup, copies: ProcessGroup | None = None, dealing: Dealing = "cyclic"
     ) -> None:
         self.dealing: Dealing = dealing
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._scatters = [_OrderedScatter(_Exchange(group, copies), dealing) for _ in units]
-        for module, scatter in zip(units, self._scatters, strict=True):
+        units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        names = [name.removeprefix("model.") or "the model" for name in units]  # prefix from CallingRoot
+        self._scatters = [_OrderedScatter(name, _Exchange(group, copies), dealing) for name in names]
+        for module, scatter in zip(units.values(), self._scatters, strict=True):
             module.set_custom_reduce_scatter(scatter)
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -246,6 +248,20 @@ class OrderedScatters:
         """Set the number of finished ``micro_batches``; units that skipped some will add zeros."""
         for scatter in self._scatters:
             scatter.done = micro_batches
+
+    @contextmanager
+    def observe_units(self, observe: Observe) -> Iterator[None]:
+        """Call ``observe`` in this block with the gradients of each unit in each pass, before their sums.
+
+        They are one tensor (shards, s), with padding of zeros.
+        """
+        for scatter in self._scatters:
+            scatter.observe = observe
+        try:
+            yield
+        finally:
+            for scatter in self._scatters:
+                scatter.observe = None
 
     @property
     def kept(self) -> list[Tensor]:
@@ -261,8 +277,10 @@ class _OrderedScatter(ReduceScatter):
     unsharded ones must all be complete first, since the tree continues across ranks.
     """
 
-    def __init__(self, exchange: _Exchange, dealing: Dealing) -> None:
-        self._exchange, self._sums_shards = exchange, dealing == "block"
+    def __init__(self, name: str, exchange: _Exchange, dealing: Dealing) -> None:
+        self._name, self._exchange, self._sums_shards = name, exchange, dealing == "block"
+        self.observe: Observe | None = None
+        """Called with the gradients of each pass; see :meth:`OrderedScatters.observe_units`."""
         self._nodes = self._leaves = 1  # this rank's nodes in a step, and leaves per node
         self._logical_ranks = exchange.ranks
         self._counter, self._sums = Counter(), list[Tensor]()  # of the current node, and of earlier nodes
@@ -287,10 +305,12 @@ class _OrderedScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Add gradients ``input_tensor`` (shards * s,); write the mean to ``output_tensor`` (s,)."""
+        gradient = input_tensor.view(group.size(), -1)
+        if self.observe is not None:
+            gradient = self.observe(self._name, gradient)
         if self._leaves == 0:
             output_tensor.zero_()
             return
-        gradient = input_tensor.view(group.size(), -1)
         ranks = self._exchange.ranks
         leaf = self._exchange.sum_of_part([gradient], ranks) if self._sums_shards else gradient.clone()
         for _ in range(self.done - self._taken):  # earlier micro-batches that did not compute the unit

@@ -60,7 +60,7 @@ class ZeRO(Strategy):
     which are then broadcast to the other ranks. For the options, see :class:`~worldsize.strategies.ddp.DDP`.
     """
 
-    supports = CAPABILITIES | {"sparse_gradients", "adamw_8bit"}
+    supports = CAPABILITIES | {"integrity", "sparse_gradients", "adamw_8bit"}
     shards_state = True
 
     bucket_mb: Annotated[float, MEBIBYTES] = 25.0

@@ -62,6 +62,7 @@ def create_run_context(
     breakdown = settings.observe.step_breakdown
     times = _UnitTiming(run, world, every=settings.training.log_every if breakdown else None)
     serves = any(role.serves for role in settings.roles.values())
+    data = _RunData(resources, settings, world, placement.heartbeat, times)
     return RunContext(
         world,
         settings.numerics,
@@ -70,12 +71,15 @@ def create_run_context(
         workers=settings.roles["worker"].processes,
         logical_ranks=settings.logical_ranks,
         rendezvous=_rendezvous(settings.cluster.timeout, run, placement) if serves else None,
-        data=_RunData(settings, world, placement.heartbeat, times),
+        data=data,
         checkpoints=_RunCheckpoints(settings, run, replace(world, rank=0, size=1, groups={})),
         faults=settings.faults,
         stop=resources.preemption,
         timing=times,
         logs_norm=lambda: resources.before_update.may_log,
+        audit_data=data.load_micro_batch,
+        integrity=settings.integrity,
+        emit=resources.emit,
     )
 
 
@@ -137,14 +141,18 @@ class _RunData(DataSource):
     A process that never loads data, such as a server, does not have a current step.
     """
 
-    def __init__(self, settings: Settings, world: World, heartbeat: Path | None, times: _UnitTiming) -> None:
-        self._settings, self._world, self._heartbeat, self._times = settings, world, heartbeat, times
+    def __init__(
+        self,
+        resources: ProcessResources,
+        settings: Settings,
+        world: World,
+        heartbeat: Path | None,
+        times: _UnitTiming,
+    ) -> None:
+        self._resources, self._settings, self._world = resources, settings, world
+        self._heartbeat, self._times = heartbeat, times
         self._order, self._collate = settings.create_order(0, 1), get_collate_fn(settings.recipe)
         self._evaluation = EvaluationData(settings.recipe, settings.training, settings.evaluation.batches)
-
-    @cached_property
-    def _train(self) -> Any:
-        return self._settings.recipe.data("train")
 
     @cached_property
     def _beats(self) -> Heartbeat | None:
@@ -154,13 +162,18 @@ class _RunData(DataSource):
         self._settings.faults.report_step(step)
         if self._beats:
             self._beats.step(step - 1)
-        if is_iterable(self._train):
+        if is_iterable(self._resources.train):
             raise ConfigError(
                 "this strategy requires a map-style dataset; the recipe's training data are a stream. "
                 "Return a map-style dataset, or choose a different strategy."
             )
         with self._times.time_data_wait():
-            return load_micro_batch(self._train, self._order, self._world.device, step, logical_rank, self._collate)
+            return self.load_micro_batch(step, logical_rank)
+
+    def load_micro_batch(self, step: int, logical_rank: int) -> MicroBatch:
+        """Load the data of any step and logical rank, without injecting faults."""
+        train, device = self._resources.train, self._world.device
+        return load_micro_batch(train, self._order, device, step, logical_rank, self._collate)
 
     def evaluation(self, split: str, step: int, part: int, parts: int) -> Iterable[EvaluationBatch]:
         self._settings.faults.report_point("evaluate:begin")

@@ -27,7 +27,7 @@ from worldsize.config.settings import Settings
 from worldsize.core import Failure, Listener, Outcome, Replica, RunContext, RunFailed, TransportFellBack, World
 from worldsize.data.data_wait import DataWaitError
 from worldsize.devices import backend_names
-from worldsize.errors import ConfigError, WorldsizeError
+from worldsize.errors import BitMismatchError, ConfigError, WorldsizeError
 from worldsize.files import read_regular
 from worldsize.healing.groups import Connections
 from worldsize.healing.loop import HealingMember
@@ -192,6 +192,8 @@ def _write_error(run: RunDirectory, path: Path, error: BaseException, clean: Scr
         text += f"{_OUT_OF_MEMORY}\n"
     cause: dict[str, Any] = {"time_ns": time.time_ns(), "cause": f"{type(error).__name__}: {error}", "traceback": text}
     cause |= {"host": socket.gethostname(), "is_own": isinstance(error, DataWaitError)}
+    if isinstance(error, BitMismatchError):
+        cause |= {"has_wrong_bits": True, "is_of_other": not error.is_guilty}
     cause["is_refusal"] = isinstance(error, ConfigError) and not _is_from_storage(error)
     if is_from_gone_peer(error):
         cause["lost_peer"] = _summarize_error(error)

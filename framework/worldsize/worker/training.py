@@ -19,7 +19,18 @@ from worldsize.checkpoint.load import find_newest, load_checkpoint
 from worldsize.collectives.gather_full import use_full
 from worldsize.collectives.step_timer import StepTimer
 from worldsize.config.settings import Settings
-from worldsize.core import ConfigError, Event, Listener, MicroBatch, Replica, RunEnded, RunStarted, StepDone, World
+from worldsize.core import (
+    ConfigError,
+    Event,
+    Listener,
+    MicroBatch,
+    Replica,
+    RunContext,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    World,
+)
 from worldsize.data.batches import get_collate_fn, is_iterable
 from worldsize.data.loader import micro_batches
 from worldsize.data.order import epoch_length
@@ -37,6 +48,7 @@ from worldsize.seeds import derive_seed, seed_generators
 from worldsize.worker.checkpointing import Checkpointing, History
 from worldsize.worker.context import ProcessResources, create_patience
 from worldsize.worker.evaluation import advance_schedules, evaluate_splits, try_evaluation
+from worldsize.worker.replica_check import ReplicaCheck
 from worldsize.worker.save_interval import save_interval
 from worldsize.worker.slow_hosts import SlowHostWatch
 from worldsize.worker.step_memory import StepMemory, writes_states
@@ -81,6 +93,8 @@ class Training:
             self._watch = SlowHostWatch(
                 world, settings.list_peer_groups(), emit=self._emit_events, exclude=exclude, health=health
             )
+        context = RunContext(world, integrity=settings.integrity, emit=self._emit_events)
+        self._replicas = ReplicaCheck(replica, context) if settings.integrity.replicas and world.size > 1 else None
         self._own: list[Listener] = [self._history, *([self._watch] if self._watch else [])]
         group = world.groups.get(f"checkpoint/{world.role}")
         is_auto, on_failure = settings.checkpoint.every == "auto", settings.checkpoint.on_failure
@@ -256,6 +270,11 @@ class Training:
         seed_generators(derive_seed(settings.training.seed, "data"), world.device)  # the dataset may be shuffled
         train = self._resources.train
         if is_iterable(train):
+            if settings.integrity.audit:
+                raise ConfigError(
+                    "integrity.audit requires a map-style dataset; a stream's micro-batches cannot be loaded by a "
+                    "second process. Return a map-style dataset, or set integrity.audit=0."
+                )
             if settings.heals:
                 raise ConfigError(
                     "strategy.on_failure=heal requires a map-style dataset; a stream's position is lost with its "
@@ -292,6 +311,8 @@ class Training:
                 heartbeat.step(done)
             self._checkpoints.begin_step()
             self._hooks.begin_step(done)
+            if self._replicas is not None and done and done % self._settings.integrity.replicas == 0:
+                self._replicas.compare(done + 1)
             self._memory.check_shared()
             yield step
 

@@ -1,0 +1,302 @@
+"""Audits of gradients: a process computes its neighbor's logical ranks, too, and compares their bits.
+
+With ordered sums, every process computes the same bits for a logical rank. In an audited step, process p of P also
+computes the micro-batches of process p + 1, loading their data itself. Digests of each loss, gradient and changed
+buffer are combined into one number per process, and only these numbers are exchanged. If they differ, further passes
+vote: process p computes the micro-batches of process p - 1, so that three processes have computed each logical rank. Of
+two processes, both repeat all passes, which identifies a process that erred once.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from worldsize.collectives.bit_digest import digest_bits
+from worldsize.collectives.group import start_collective
+from worldsize.core import BitMismatch, Dealing, MicroBatch, RunContext
+from worldsize.data.order import assign_logical_ranks
+from worldsize.errors import BitMismatchError
+from worldsize.seeds import derive_seed
+
+LOSS = "loss"
+_T = TypeVar("_T")
+_Digests = dict[str, int]  # digest of each tensor of a pass, by its name
+_Pass = Callable[[MicroBatch], Tensor]  # computes a pass apart from the step; returns the loss
+
+
+@final
+@dataclass
+class PassRecord:
+    """Digests of the passes of some logical ranks, on this process."""
+
+    passes: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by logical rank, then by name
+    _open: dict[str, Tensor] = field(default_factory=dict)
+
+    def observe_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        """Record a gradient of the current pass, of any shape; return it unchanged."""
+        self._open[f"gradient of {name}"] = digest_bits(gradient)
+        return gradient
+
+    def end_pass(self, batch: MicroBatch, loss: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """End the pass of ``batch``, with its loss and the buffers after it."""
+        values = {LOSS: loss, **{f"buffer {name}": each for name, each in buffers.items()}}
+        digests = {name: digest_bits(each) for name, each in values.items()}
+        self.passes[batch.logical_rank], self._open = {**self._open, **digests}, {}
+
+    def discard_pass(self) -> None:
+        """Discard the gradients of a pass that does not belong to a logical rank."""
+        self._open = {}
+
+    def read_digests(self) -> dict[int, _Digests]:
+        """Return all digests as numbers, by logical rank; on a GPU, this waits for all of them at once."""
+        named = [(rank, name, each) for rank, row in self.passes.items() for name, each in row.items()]
+        values = torch.stack([each for *_, each in named]).tolist() if named else []
+        found: dict[int, _Digests] = {rank: {} for rank in self.passes}
+        for (rank, name, _), value in zip(named, values, strict=True):
+            if value:  # a gradient of zeros may also be missing
+                found[rank][name] = value
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class _Vote:
+    """What process ``voter`` computed for the logical ranks of another process or its own."""
+
+    voter: int
+    digests: Mapping[int, _Digests] | None  # None on other processes
+    total: int
+
+
+@final
+class GradientAudit:
+    """Audits the steps of one process; all processes of the group audit the same steps.
+
+    Args:
+        context: Context of the run, with the data of other logical ranks.
+        model: The model, whose buffers are compared.
+        dealing: Assignment of logical ranks to processes.
+        run_pass: Computes a pass apart from the step, reporting to :attr:`record`; returns the loss.
+    """
+
+    def __init__(self, context: RunContext, model: nn.Module, dealing: Dealing, run_pass: _Pass) -> None:
+        assert context.world.group is not None
+        self._context, self._model, self._dealing, self._run_pass = context, model, dealing, run_pass
+        self._group: ProcessGroup = context.world.group
+        self._rank, self._size = self._group.rank(), self._group.size()
+        self.record: PassRecord | None = None
+        """Record of the passes that are being computed; None if they are not audited."""
+        self._peers = PassRecord()  # the passes of the neighbor
+        self._first: Mapping[str, Tensor] = {}  # buffers at the start of the audited step
+
+    def is_due(self, step: int) -> bool:
+        """Return whether ``step`` is audited: for a fraction ``integrity.audit`` of the steps, drawn from the seed."""
+        return derive_seed(self._context.seed, "audit", step) < self._context.integrity.audit * 2**63
+
+    @contextmanager
+    def audit_step(self, step: int) -> Iterator[None]:
+        """Audit the passes in this block, which must be those of this process's logical ranks.
+
+        Raises:
+            BitMismatchError: processes have different bits, and the run or this process must end.
+        """
+        self._first = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        self._peers = self._compute_passes(step, self._rank + 1)
+        self.record = PassRecord()
+        try:
+            yield
+            own = self.record
+        finally:
+            self.record = None
+        self._compare(step, own)
+        self._first = {}
+
+    def observe_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        """Record a gradient of an audited pass, of any shape; return it unchanged."""
+        return gradient if self.record is None else self.record.observe_gradient(name, gradient)
+
+    def end_pass(self, batch: MicroBatch, loss: Tensor, *, is_discarded: bool) -> None:
+        """End a pass with its detached ``loss``, before buffers are restored."""
+        if self.record is None:
+            return
+        if is_discarded:
+            self.record.discard_pass()
+        else:
+            self.record.end_pass(batch, loss, dict(self._model.named_buffers()))
+
+    def _compute_passes(self, step: int, rank: int) -> PassRecord:
+        """Compute the logical ranks of process ``rank`` modulo P; all processes compute equally many passes."""
+        total = self._context.logical_ranks
+        ranks = assign_logical_ranks(rank % self._size, self._size, total, self._dealing)
+        record = PassRecord()
+        for logical_rank in ranks:
+            self.record = record
+            try:
+                self._run_pass(self._context.audit_data(step, logical_rank))
+            finally:
+                self.record = None
+        for _ in range(-(-total // self._size) - len(ranks)):  # sharded models gather parameters in each pass
+            self._run_pass(self._context.audit_data(step, ranks[0]))
+        return record
+
+    def _compare(self, step: int, own: PassRecord) -> None:
+        mine, theirs = own.read_digests(), self._peers.read_digests()
+        totals = self._gather_totals([mine, theirs])
+        if all(totals[rank][0] == totals[rank - 1][1] for rank in range(self._size)):
+            return
+        votes = self._collect_votes(step, totals, mine, theirs)
+        bad = {rank: each for rank, each in votes.items() if len({vote.total for vote in each}) > 1}
+        guilty = sorted(_find_guilty(bad.values()))
+        self._report(step, bad, guilty)
+
+    def _collect_votes(
+        self, step: int, totals: Sequence[Sequence[int]], mine: dict[int, _Digests], theirs: dict[int, _Digests]
+    ) -> dict[int, list[_Vote]]:
+        """Compute all logical ranks again on further processes; return the votes by the rank that trains them."""
+        before, after = [self._rank - 1], [self._rank, self._rank + 1]
+        with self._first_buffers():
+            again = [self._compute_passes(step, rank).read_digests() for rank in (before if self._size > 2 else after)]
+        more = self._gather_totals(again)
+        votes = {}
+        for rank in range(self._size):
+            left, right = (rank - 1) % self._size, (rank + 1) % self._size
+            first = [(rank, mine, totals[rank][0]), (left, theirs, totals[left][1])]
+            if self._size > 2:
+                second = [(right, again[0], more[right][0])]
+            else:
+                second = [(rank, again[0], more[rank][0]), (left, again[-1], more[left][1])]
+            votes[rank] = [
+                _Vote(voter, digests if voter == self._rank else None, total)
+                for voter, digests, total in first + second
+            ]
+        return votes
+
+    @contextmanager
+    def _first_buffers(self) -> Iterator[None]:
+        """Use the buffers from the start of the step in this block, although it has changed them since."""
+        buffers = dict(self._model.named_buffers())
+        last = {name: buffer.clone() for name, buffer in buffers.items()}
+        with torch.no_grad():
+            for name, first in self._first.items():
+                buffers[name].copy_(first)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in buffers.items():
+                    buffer.copy_(last[name])
+
+    def _gather_totals(self, digests: Sequence[Mapping[int, _Digests]]) -> list[list[int]]:
+        """Return one number of each process for each of ``digests``, by rank."""
+        own = torch.tensor([_combine(each) for each in digests], device=self._context.world.device)
+        all_pn = own.new_empty(self._size * len(digests))
+        start_collective(dist.all_gather_into_tensor, all_pn, own, group=self._group).wait()
+        totals: list[list[int]] = all_pn.view(self._size, -1).tolist()
+        return totals
+
+    def _report(self, step: int, bad: Mapping[int, Sequence[_Vote]], guilty: Sequence[int]) -> None:
+        """Report the first mismatch on all processes; then end this process or all of them, if configured."""
+        votes = bad[min(bad)]
+        differing = _find_minority(votes) or [votes[0]]
+        good = next(vote for vote in votes if vote.total != differing[0].total)
+        one, other = (broadcast_value(vote.digests, vote.voter, self._group) for vote in (differing[0], good))
+        assert one is not None
+        assert other is not None
+        logical_rank, tensor = _find_difference(one, other)
+        suspects = sorted({vote.voter for each in bad.values() for vote in each})
+        report_mismatch(self._context, step, tensor, guilty, suspects=suspects, logical_rank=logical_rank)
+
+
+def _combine(digests: Mapping[int, _Digests]) -> int:
+    """Return one number, int64, for the digests of several passes."""
+    text = json.dumps(digests, sort_keys=True)
+    return derive_seed(0, text)
+
+
+def _find_guilty(votes: Iterable[Sequence[_Vote]]) -> set[int]:
+    """Return the voters that differ from a majority, and never belong to one.
+
+    A voter in both has the same wrong bits as another one, such as a wrong shard that they both gathered.
+    """
+    minority, majority = set[int](), set[int]()
+    for each in votes:
+        differing = _find_minority(each)
+        minority |= {vote.voter for vote in differing}
+        majority |= {vote.voter for vote in each if differing and vote not in differing}
+    return minority - majority
+
+
+def _find_minority(votes: Sequence[_Vote]) -> list[_Vote]:
+    """Return the votes that differ from the majority; empty if there is no majority."""
+    (total, count), *_ = Counter(vote.total for vote in votes).most_common()
+    return [vote for vote in votes if vote.total != total] if 2 * count > len(votes) else []
+
+
+def _find_difference(one: Mapping[int, _Digests], other: Mapping[int, _Digests]) -> tuple[int, str]:
+    """Return the first logical rank and tensor with different digests: the loss, if it differs, else a gradient."""
+    for rank in sorted(one):
+        first, second = one[rank], other[rank]
+        names = [LOSS, *first, *second]
+        for name in names:
+            if first.get(name, 0) != second.get(name, 0):
+                return rank, name
+    raise AssertionError("the digests are equal")
+
+
+def report_mismatch(
+    context: RunContext,
+    step: int,
+    tensor: str,
+    guilty: Sequence[int],
+    *,
+    suspects: Sequence[int],
+    logical_rank: int | None = None,
+) -> None:
+    """Report a mismatch of bits; then end this process or all of them, or let the gang heal, as configured.
+
+    All processes of the world must call it.
+
+    Args:
+        context: Context of the run.
+        step: The step that was computed, or is to be computed next.
+        tensor: Description of the first differing tensor.
+        guilty: Ranks whose bits differ from the majority's; empty if there is no majority.
+        suspects: All ranks that took part.
+        logical_rank: Logical rank of the micro-batch, if the tensor belongs to one.
+
+    Raises:
+        BitMismatchError: the run must end, or this process must.
+    """
+    world, group, action = context.world, context.world.group, context.integrity.on_mismatch
+    assert group is not None
+    own = (world.global_rank, socket.gethostname(), str(world.device))
+    places = [broadcast_value(own, rank, group) for rank in guilty or suspects]
+    ranks, hosts, devices = zip(*places, strict=True)
+    named = {"ranks": ranks} if guilty else {"ranks": (), "suspects": ranks}
+    event = BitMismatch(step, tensor, hosts=hosts, devices=devices, logical_rank=logical_rank, **named)
+    context.emit(event)
+    if action == "warn":
+        return
+    is_guilty = not guilty or world.rank in guilty
+    if action == "stop" or is_guilty:
+        raise BitMismatchError(f"{event.describe()} {event.remedy}", is_guilty=is_guilty)
+    # the guilty processes never take part, so this ends with the gang
+    start_collective(dist.all_reduce, torch.zeros(1, device=world.device), group=group).wait()
+
+
+def broadcast_value(value: _T, source: int, group: ProcessGroup) -> _T:
+    """Return the plain value of rank ``source``; all ranks of ``group`` must call it."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]
