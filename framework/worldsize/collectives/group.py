@@ -1,4 +1,4 @@
-"""Collectives and messages of a process group, with timed waits that end with the gang.
+"""Collectives and messages of a process group, with timed waits that end with the gang's membership.
 
 :func:`start_collective` starts a torch collective, and :meth:`Collective.wait` waits for it. The collective is
 tracked until then: an exception may occur in between, and the group must not be freed before the wait. :func:`send`
@@ -6,7 +6,7 @@ and :func:`receive` exchange single messages.
 
 If a peer dies before it has received a whole message, gloo itself would wait until the group's timeout: when a
 connection ends, it notifies receivers, but not senders with a message in the transmit queue. The waits here end with
-the gang even in this case.
+the membership even in this case.
 
 Each process has one ``INTERRUPTION`` and one ``PEER_WAIT``. For hang detection, ``PEER_WAIT`` stores the description
 and start time of the current wait for other processes outside of collectives.
@@ -34,12 +34,12 @@ from worldsize.world.world import connects_late
 
 _P = ParamSpec("_P")
 _UNLIMITED = timedelta()
-_SLICE = timedelta(seconds=0.02)  # time between two checks whether the gang has ended
+_SLICE = timedelta(seconds=0.02)  # time between two checks whether the membership has ended
 
 
 @final
 class Interruption:
-    """Ends the waits of this process when its gang ends; one per process."""
+    """Ends the waits of this process when its membership in the gang ends; one per process."""
 
     def __init__(self) -> None:
         self._check: Callable[[], None] | None = None
@@ -48,9 +48,9 @@ class Interruption:
         self._in_flight: set[Work] = set()
 
     def start_tracking(self, check: Callable[[], None] | None, *, longest: float) -> None:
-        """Track work from now on, and end waits if ``check`` raises or after ``longest`` seconds.
+        """Track collectives from now on; end a wait if ``check`` raises, or after ``longest`` seconds.
 
-        If ``check`` is None, waits end by themselves, such as those of NCCL when it is aborted.
+        None: waits end by other means, such as those of NCCL when it is aborted.
         """
         self._check, self._longest, self._keeps = check, longest, True
 
@@ -110,7 +110,7 @@ class Collective(Work):
         INTERRUPTION.track_work(work)
 
     def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
-        """Wait, and count the time as communication. ``timeout`` is ignored; the cluster's applies."""
+        """Wait, and count the time as communication. ``timeout`` is ignored; ``cluster.timeout`` applies."""
         with measure_phase("communication"):
             INTERRUPTION.wait(self._work)
         return True
@@ -150,8 +150,8 @@ def connect_groups(groups: Iterable[ProcessGroup]) -> None:
     """Connect the ranks of each gloo group for ring and tree collectives, if not yet connected.
 
     All members of the groups must call it. torch itself also waits for such collectives, and its wait for a rank that
-    dies before connecting would never end; the wait here ends with the gang. All-to-all collectives and single messages
-    connect in waits that end with the gang anyway.
+    dies before connecting would never end; the wait here ends with the membership. All-to-all collectives and single
+    messages connect in waits that end with it anyway.
     """
     if connects_late():
         own = [group for group in groups if set(backend_names(dist.get_backend(group))) == {"gloo"}]
@@ -182,7 +182,7 @@ class PeerWait:
     """The main thread's current wait for a message or for other processes; one per process.
 
     Other threads are ignored, since a server's threads always wait for requests. :meth:`name_wait` is not a generator,
-    since entering one would take longer than many messages do.
+    since entering a generator-based context takes longer than many messages.
 
     >>> with PEER_WAIT.name_wait("the message WEIGHTS of a peer"):
     ...     what, seconds = PEER_WAIT.get_open_wait()

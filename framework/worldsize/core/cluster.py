@@ -44,7 +44,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Spot:
-    """A node that its provider may reclaim.
+    """Failure rate and price of spot nodes, which their provider may reclaim at any time.
 
     Attributes:
         mtbf_hours: Mean hours between failures of one node, including reclaims.

@@ -30,7 +30,7 @@ class DataSource(Protocol):
 
 
 class CheckpointSource(Protocol):
-    """The newest checkpoint of the run."""
+    """Access to the newest checkpoint of the run."""
 
     def restore(self, state: Callable[[], StateDict]) -> tuple[StateDict, int] | None:
         """Load the newest checkpoint into a state built by ``state``.
@@ -148,7 +148,7 @@ class Rendezvous:
     about 100 bytes. None: ``folder``."""
 
     def get_socket_path(self, name: str) -> Path:
-        """Return the path of a Unix socket for processes of this host; it is removed when the attempt ends."""
+        """Return the path of a Unix socket on this host; the socket is removed when the attempt ends."""
         return (self.sockets or self.folder) / name
 
 
@@ -193,8 +193,8 @@ class RunContext:
     emit: Emit = field(default_factory=lambda: _ignore_event)
     """Receives the events of a replica in this process, such as :class:`~worldsize.core.BitMismatch`."""
     making_groups: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered by healing replicas while they create their own process groups. The connections of these groups are
-    closed as soon as a peer is lost."""
+    """Context manager that healing replicas enter while they create their own process groups. The connections of these
+    groups are closed as soon as a peer is lost."""
 
     def meeting_place(self, *, needs: str) -> Rendezvous:
         """Return the rendezvous with the serving processes.

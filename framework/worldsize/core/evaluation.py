@@ -50,7 +50,7 @@ def parse_metric_key(key: str) -> tuple[str, str]:
 
 
 def is_loss(name: str) -> bool:
-    """Return whether ``name``, a metric's key or name in loggers, belongs to a loss, so that lower is better."""
+    """Return whether ``name`` (a metric key or a logger name) is a loss, for which lower is better."""
     return name.rpartition("/")[2] == "loss"
 
 

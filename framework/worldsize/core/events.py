@@ -101,7 +101,7 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation after ``step``; ``metrics`` has the keys of :func:`metric_key`."""
+    """Results of an evaluation after ``step``: ``metrics`` maps :func:`metric_key` names to values."""
 
     step: int
     metrics: Mapping[str, float]
@@ -210,7 +210,7 @@ class NodeAlert:
         limit: The limit.
         rank: Global rank of the affected process; None if the alert concerns the whole node.
         gpu: Index of the affected GPU on the node; None if no GPU is affected.
-        detail: Further information for the reader.
+        detail: Further details to display; may be empty.
     """
 
     node: int
@@ -238,7 +238,7 @@ class DataWorkersChanged:
         step: Last step before this decision.
         rank: Rank of the process.
         workers: New number of data workers.
-        before: Previous number of data workers. If it was larger, the extra workers did not make steps shorter.
+        before: Previous number of data workers. If larger, the extra workers did not shorten steps.
         waited: Fraction of the step time spent waiting for data, with the previous number of workers.
     """
 

@@ -75,8 +75,8 @@ class Failure:
     step: int | None = None  # the step in progress, if known
     time_ns: int = 0  # Unix time in ns on its host's clock; 0, i.e. earliest, if it was killed or its host was lost
     host: str = ""  # host name; empty if unknown
-    is_refusal: bool = False  # the process cannot run this configuration, so that a restart would fail, too
-    has_wrong_bits: bool = False  # bits of a process were wrong, so that a restart may compute wrong bits again
+    is_refusal: bool = False  # the process cannot run this configuration, so a restart would fail too
+    has_wrong_bits: bool = False  # bits of a process were wrong, so a restart may compute wrong bits again
 
 
 class MembershipRecord(TypedDict):
@@ -110,7 +110,7 @@ class Outcome:
     Attributes:
         exit_reason: "completed", "failed", "interrupted" or "preempted" (saved, can be resumed). For a job of agents,
             "ended": the agents record the reason themselves.
-        exit_code: Exit code for the command that waited.
+        exit_code: Exit code of the launching command.
         failure: The first process that failed.
         steps: The step before the job's first step, and the last completed step, if known.
         first_step_at: Unix time in seconds at which the job completed its first step.

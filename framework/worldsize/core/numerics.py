@@ -120,5 +120,5 @@ class Numerics:
         return float("inf") if self.clip_norm is None else self.clip_norm
 
     def should_skip_update(self, norm: Tensor) -> bool:
-        """Return whether a step whose gradient has ``norm`` (a scalar) skips its update. Waits for the device."""
+        """Return whether to skip the update of a step whose gradient has ``norm``, a scalar. Synchronizes the device."""
         return self.nonfinite == "skip" and not bool(norm.isfinite())

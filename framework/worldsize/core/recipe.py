@@ -252,8 +252,8 @@ class Recipe(ABC):
     def row_values(self, model: nn.Module) -> Mapping[str, RowValues]:
         """Return the initial distribution of embedding rows, by the embedding's name in ``model``.
 
-        Rows of other embeddings are standard normal. It matters only for embeddings with ``sparse=True`` under
-        strategies that create rows on first use.
+        Embeddings without an entry have standard-normal rows. Only strategies that create rows on first use call this
+        method, and only for embeddings with ``sparse=True``.
         """
         return {}
 
@@ -339,15 +339,20 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationBatch:
-    """Batch number ``index`` of the evaluation set; ``counted=False`` pads ranks to equal length.
+    """One batch of the evaluation set.
 
-    Strategies whose forward pass communicates must also compute padding batches; others may skip them.
+    Attributes:
+        index: Index of the batch in the evaluation set, from 0.
+        data: The batch, as collated by the recipe.
+        counted: Whether the batch counts in the metrics; False for padding, which gives all ranks equally many batches.
+            Strategies whose forward pass communicates must also compute padding batches; others may skip them.
+        seed: Seed of the batch's random numbers, the same on every process that may evaluate the batch.
     """
 
     index: int
     data: Batch
     counted: bool = True
-    seed: int = 0  # seeds the evaluation's random numbers, independent of the process that evaluates the batch
+    seed: int = 0
 
 
 BufferSum = Literal["mean", "sum", "equal", "last"]

@@ -157,7 +157,7 @@ class FeatureRecipe(Recipe):
 
 
 def attach_gradients(loss: Loss, features: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> LossOutput:
-    """Return ``loss`` with the same value, extended so that backward also feeds ``gradients`` into ``features``.
+    """Extend ``loss``, without changing its value, so that backward also passes ``gradients`` to ``features``.
 
     Args:
         loss: The loss; it does not depend on ``features``.

@@ -93,7 +93,7 @@ class Cost:
         communication_seconds: Communication time per step, hidden or not.
         idle: Fraction of a step that a rank is idle, as in a pipeline bubble; 0 to 1.
         exposed_seconds: Communication that cannot overlap compute; None: derive it from ``Workload.overlap``.
-        added_seconds: Compute of a rank in addition to the workload; negative if ranks share the update.
+        added_seconds: Compute seconds per rank beyond ``Workload.compute_seconds``; negative if ranks share the update.
         same: Whether a step has the same result as on a single process, up to rounding.
     """
 
@@ -152,7 +152,7 @@ class Replica(ABC):
     def advance_schedules(self, value: float, *, step: int) -> None:
         """Advance schedules that depend on a metric, with its ``value`` after ``step``, the same on all ranks.
 
-        Calls may be repeated for a step. Only called if the strategy has ``schedules_by_metric``.
+        May be called more than once for the same step. Only called if the strategy has ``schedules_by_metric``.
         """
         raise NotImplementedError
 

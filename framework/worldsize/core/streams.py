@@ -40,7 +40,7 @@ class StatefulStream(Protocol):
     """
 
     def state_dict(self) -> Any:
-        """Return the position of the newest iterator, after the last sample that it yielded."""
+        """Return the state of the newest iterator: its position after the last sample that it yielded."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Make this iterator, or the stream's next one, continue from the position saved in ``state_dict``."""

@@ -73,7 +73,7 @@ def is_iterable(dataset: Any) -> bool:
     """Return whether a data set is a stream, i.e. not indexable.
 
     Raises:
-        ConfigError: it is a DataLoader that makes batches, which would be mistaken for samples.
+        ConfigError: it is a batched DataLoader, whose batches would be mistaken for samples.
     """
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         raise ConfigError(

@@ -162,7 +162,7 @@ def _format_wait(wait: _Wait, seconds: float) -> str:
 
 
 def own_place() -> str:
-    """Describe where the main thread is in the code, if this process loads the data itself."""
+    """Describe the main thread's position in the code, for a process that loads the data itself."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:])) if frame else ""
     return f"This process loads the data. Stack (most recent call last):\n{stack.rstrip()}"

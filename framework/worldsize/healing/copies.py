@@ -40,8 +40,8 @@ from worldsize.world.environments import host_name
 class ShardCopies:
     """One rank's copies of the state; all ranks must call :meth:`start_copy` after the same steps.
 
-    Up to two generations exist: copies in flight replace the previous generation only after all have arrived on all
-    ranks.
+    Stores up to two generations, i.e. copies after one step: copies in flight replace the previous generation only
+    after all have arrived on all ranks.
 
     Args:
         number: Number of the membership.
@@ -126,7 +126,7 @@ class ShardCopies:
 
 @final
 class _Buffers:
-    """Memory of one generation: copies of this rank's own shards and of its peer's.
+    """Memory of one generation: copies of this rank's own shards, and of the shards that it receives from another rank.
 
     Shards to send come first, so that a contiguous slice of the buffer can be sent without a copy.
     """
@@ -167,7 +167,7 @@ def _has_succeeded(work: Collective) -> bool:
 
 @final
 class ShardRecovery:
-    """A process's copies across memberships, and the replicas recovered from them."""
+    """Keeps a process's copies across memberships, and recovers replicas from them."""
 
     def __init__(self, settings: Settings, run: RunDirectory) -> None:
         self._settings, self._run = settings, run
@@ -190,7 +190,7 @@ class ShardRecovery:
             self._left, self._copies = self._copies.collect_generations(), None
 
     def hand_over(self, world: World, ranks: int) -> None:
-        """Send copies stored only on other ranks to the first ``ranks`` ranks (a collective).
+        """Send shards that no continuing rank stores to the first ``ranks`` ranks; all ranks must call this.
 
         Raises:
             CheckpointError: every generation has lost a shard.

@@ -36,11 +36,11 @@ from worldsize.devices import backend_names
 
 @final
 class Meetings:
-    """Creates a store per membership and keeps the newest alive, since process groups do not keep theirs.
+    """Creates a store per membership and keeps the newest alive, since a process group does not keep its store alive.
 
     Args:
         place: ``file://PREFIX`` for folders on one host, or ``tcp://HOST:PORT`` of a store's server.
-        check: Raises an error if waiting is pointless.
+        check: Called while waiting; raises an error to end the wait.
         timeout: Maximum time to wait for the server or a key.
     """
 
@@ -227,7 +227,7 @@ class Connections:
 
     ``ProcessGroup.abort`` ends NCCL's operations but not gloo's, which end only when their sockets are shut down. A
     gloo group may open connections later, when two ranks first communicate. It listens on a socket from its creation,
-    and one thread polls all its sockets, so those polled together with the listening socket belong to the group.
+    and one thread polls all its sockets, so sockets polled together with the listening socket belong to the group.
     """
 
     def __init__(self) -> None:

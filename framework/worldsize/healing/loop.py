@@ -210,7 +210,7 @@ class HealingMember:
 
 
 def _agree_on_log(log: LogState, world: World) -> LogState:
-    """Agree on the last logged step, so that newcomers know it even if all others die."""
+    """Agree on the last logged step, so that newcomers have it even if all others die."""
     last = log.last
     if world.group is not None:
         step = last.step if last else 0
@@ -249,7 +249,7 @@ def _create_change_event(now: Membership, before: Membership | None, step: int, 
 
 
 def joins_later(placement: Placement) -> bool:
-    """Return whether this process is a replacement, an addition or a spare."""
+    """Return whether this process joins a running gang, as a replacement, an addition or a spare."""
     return placement.starts > 0 or placement.rank >= placement.world_size
 
 

@@ -58,8 +58,8 @@ class LossPolicy:
     def may_lose(self, connection: AgentConnection, run: RunDirectory, suffices: Callable[[], bool]) -> bool:
         """Return whether this host may continue without the connection's host; if not, the other hosts take over.
 
-        While ``suffices`` returns False, too few hosts respond, so this host may itself be disconnected. It then gives
-        the others time to take over.
+        While ``suffices`` returns False, too few hosts respond, so this host may itself be disconnected. In that case,
+        give the others time to take over.
         """
         if not self.is_current():
             return False

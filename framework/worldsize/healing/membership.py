@@ -217,7 +217,7 @@ class MembershipChannel:
         """Kill this process if, after the request to stop, it only waits for peers.
 
         Some waits, in gloo and elsewhere, cannot be ended before their timeout. Other waits, such as for data or disk,
-        may last until the launching process considers this one hung.
+        may last until the launching process considers this process hung.
         """
         clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         used, since = time.clock_gettime(clock), time.monotonic()

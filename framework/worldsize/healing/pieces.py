@@ -24,7 +24,7 @@ _SMALL = 4096  # bytes up to which all holders of a shard copy it, such as an op
 @final
 @dataclass(frozen=True)
 class Place:
-    """A rank's host, and its data-parallel rank ``part`` (None: every rank has its own)."""
+    """A rank's host and its data-parallel rank ``part``; None: each rank is a data-parallel replica."""
 
     host: str
     part: int | None = None
@@ -99,7 +99,7 @@ def _compute_box(tensor: Tensor) -> Box:
 
 
 def slice_box(tensor: Tensor, within: Box, part: Box) -> Tensor:
-    """Return a view of box ``part`` of a full tensor, where ``tensor`` is its shard with box ``within``."""
+    """Return a view of box ``part`` (indices into the full tensor) in ``tensor``, the shard with box ``within``."""
     slices = slices_in(part, [begin for begin, _ in within])
     return tensor[slices] if slices else tensor
 
@@ -203,7 +203,7 @@ class PieceLayout:
         return best
 
     def _die_apart(self, ranks: Sequence[int]) -> bool:
-        """Return whether there are several ``ranks``, in different data-parallel replicas if the gang has several."""
+        """Return whether ``ranks`` are redundant: several, and in different replicas if the gang has several replicas."""
         is_one_part = not self._has_one_part and len({self._parts[rank] for rank in ranks}) == 1
         return len(ranks) > 1 and not is_one_part
 

@@ -68,7 +68,7 @@ class Recovered:
     shared: Any
     state: StateDict
     kept: Generation | None
-    """The recovered generation as stored by this rank; None if it did not store any of it."""
+    """The recovered generation as stored by this rank; None if this rank did not store any shard."""
 
 
 @final

@@ -141,11 +141,11 @@ class Roster:
         self.tell(rank, Membership(self.number, ()).to_message())
 
     def _next_members(self) -> tuple[int, ...]:
-        """Return the next members: those that stay, then newcomers up to the target, in the best kind of block."""
+        """Return the next members: those that stay, then newcomers up to the target, in whole blocks."""
         return max(map(self._fill_blocks, self.blocks), key=len)  # the first kind of those with most members
 
     def _fill_blocks(self, block: Block) -> tuple[int, ...]:
-        """Return the next members in whole blocks of one kind; :func:`find_block` must map their number to it."""
+        """Return the next members in whole blocks of one kind; :func:`find_block` must choose it for their number."""
         staying = {rank: None for rank in self.members if rank not in self._leaving}  # an ordered set
         newcomers = sorted(self._stopped.keys() - {*self.members})  # sorted, so that a host's ranks are adjacent
         able = _split_groups([*staying, *newcomers], block.together, self.node_of)

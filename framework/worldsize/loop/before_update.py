@@ -1,6 +1,6 @@
 """Lets the training loop run code inside a replica's step, after the losses are known and before the update.
 
-It also tells the replica whether the step may be logged.
+Also passes the replica a flag: whether the step may be logged.
 """
 
 from __future__ import annotations

@@ -263,9 +263,9 @@ class _Loop:
     def add_to_window(
         self, losses: Sequence[Tensor], metrics: Mapping[str, Tensor], *, occasional: bool = False
     ) -> None:
-        """Add the losses of the step to the window, and exchange its log.
+        """Add the step's losses and metrics to the window; if the step is logged, start to gather its log.
 
-        If the loop logs first, this runs before the update, so that no rank completes a step whose log may be lost: if
+        With ``logs_first``, this runs before the update, so that no rank completes a step whose log may be lost: if
         a process dies before all ranks have the log, all repeat the step; if it dies later, the others have the log.
         """
         self._added = self._begun

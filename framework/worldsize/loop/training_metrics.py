@@ -113,7 +113,7 @@ def compute_means(names: Sequence[str], sums_pn: Tensor) -> dict[str, float]:
 
 
 def count_missing_ranks(own: int, parts: int, logical_ranks: int | None) -> int:
-    """Return how many fewer logical ranks than others a replica has, to pad its values: 0 or 1.
+    """Return the number of padding rows, 0 or 1, with which a replica has as many logical ranks as the others.
 
     Args:
         own: Number of its logical ranks.
@@ -138,7 +138,7 @@ def gather_by_logical_rank(
         mine: Logical ranks of this process.
         world: The participating processes.
         logical_ranks: Total number of logical ranks, if some processes have one less than others.
-        parts: Number of data-parallel replicas; None: each process is one.
+        parts: Number of data-parallel replicas; None: one per process.
     """
     if not sums:
         return {}

@@ -1,4 +1,4 @@
-"""Preserve optimizer counters outside of ``state`` across steps that only create state."""
+"""Restore optimizer counters that a dummy step, taken only to create optimizer state, would change."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _OWN = ("state", "param_groups", "defaults")  # attributes of every optimizer
 def counters_kept(optimizer: Optimizer) -> Iterator[None]:
     """Set lr and weight decay to 0 within the block; then restore all options and counters.
 
-    Weight decay can be added to the gradient and would then change the moments. Optimizers count steps in group
-    options or attributes, also as tensors. Wrapped optimizers are included, since they count too.
+    For a dummy step that only creates optimizer state. Weight decay is 0 because some optimizers add it to the
+    gradient, which would change the moments. Counters may be numbers or tensors, in group options or attributes, also
+    of nested optimizers.
     """
     all_ = find_nested_optimizers(optimizer)
     undo = [step for each in all_ for step in _create_restorers(each)]
@@ -52,7 +53,7 @@ def find_nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def attributes_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Restore counters in attributes after the block, in which torch may step to create state."""
+    """Restore counters in optimizer attributes after the block, where torch may take a dummy step to create state."""
     undo = [_attributes_restorer(each) for each in find_nested_optimizers(optimizer)]
     try:
         yield
@@ -67,7 +68,7 @@ def _attributes_restorer(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _create_restorers(optimizer: Optimizer) -> list[Callable[[], None]]:
-    """Return functions that restore options and counters, without wrapped optimizers."""
+    """Return functions that restore the options and counters of ``optimizer``, excluding nested optimizers."""
     undo = [_restorer(group, {**group}, skip="params") for group in optimizer.param_groups]
     return [*undo, _attributes_restorer(optimizer)]
 

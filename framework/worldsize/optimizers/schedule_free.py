@@ -67,7 +67,7 @@ def begin_training(optimizer: Optimizer) -> None:
 
 
 def has_begun(optimizer: Optimizer) -> bool:
-    """Return whether a schedule-free optimizer has stepped, so that its average differs."""
+    """Return whether a schedule-free optimizer has stepped; before that, evaluation and training weights are equal."""
     return any(group["k"] for group in optimizer.param_groups)
 
 
@@ -115,7 +115,7 @@ def get_special_kind(optimizer: Optimizer) -> SpecialOptimizer | None:
 
 
 def refuse_breaking(optimizer: Optimizer) -> None:
-    """Raise ConfigError if ``optimizer`` is an unsupported one from torchao or schedulefree."""
+    """Raise ConfigError if ``optimizer`` is an unsupported optimizer from torchao or schedulefree."""
     library = type(optimizer).__module__.partition(".")[0]
     if library in _REASONS and get_special_kind(optimizer) is None:
         raise ConfigError(f"{library}: {type(optimizer).__name__} {_REASONS[library]}")

@@ -61,11 +61,11 @@ class AdamW8bit(TorchaoAdamW8bit):  # type: ignore[misc]
         return loss
 
     def _stance(self) -> AbstractContextManager[None]:
-        """Return a context for a step, without compilation if disabled or for meta tensors."""
+        """Return a context for a step; it disables compilation if configured so, or for meta tensors."""
         is_meta = any(parameter.is_meta for group in self.param_groups for parameter in group["params"])
         if self._compiles and not is_meta:
             return nullcontext()
-        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")  # in effect before entry
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")  # takes effect on construction
         return stance
 
     def state_dict(self) -> dict[str, Any]:

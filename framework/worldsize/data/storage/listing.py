@@ -148,7 +148,7 @@ def open_system(url: str) -> tuple[RemoteSystem, str]:
 
 
 class Folder(ByteFile):
-    """A folder in place of its individual files, without subfolders.
+    """A folder treated as one file, so that its many files do not need an object each; subfolders are excluded.
 
     The stamp changes when files are added or removed.
     """
