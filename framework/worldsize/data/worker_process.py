@@ -120,7 +120,7 @@ def begin_worker(parent: int, stacks: WorkerStacks | None, _: int) -> None:
 
 
 def begin_reader(parent: int, stacks: WorkerStacks | None, worker: int) -> None:
-    """Set up a stream's reader process, and hide from the stream that it is a DataLoader worker.
+    """Set up a stream's reader process, and hide from the stream that it runs in a DataLoader worker.
 
     In a DataLoader worker, even a single one, ``datasets`` shuffles in a different order.
     """

@@ -26,7 +26,7 @@ from worldsize.strategies.declared_buffers import BufferSlot
 @final
 @dataclass(frozen=True)
 class StepShape:
-    """Assignment of a step's logical ranks to processes; ``batches``: number on this process."""
+    """Assignment of a step's logical ranks to processes; ``batches``: number of this process's micro-batches."""
 
     logical_ranks: int
     batches: int
@@ -35,7 +35,7 @@ class StepShape:
 
     @staticmethod
     def from_group(group: ProcessGroup | None, dealing: Dealing, batches: int, logical_ranks: int | None) -> StepShape:
-        """Create from this process's ``batches``; give the total ``logical_ranks`` if they differ."""
+        """Create the shape for ``batches`` on this process; pass the total ``logical_ranks`` if processes differ."""
         size = dist.get_world_size(group) if group else 1
         return StepShape(logical_ranks or batches * size, batches, group, dealing)
 

@@ -1,4 +1,4 @@
-"""Attention over sequences that are cut into chunks: keys and values are gathered, queries stay where they are.
+"""Attention over sequences in chunks: keys and values are gathered, while queries stay on their rank.
 
 The queries of a chunk attend to the keys before the chunk and, under a causal mask, to those in it up to their own
 positions. These two results are merged by their log-sum-exp (Dao et al. 2022, arXiv 2205.14135, section 3.1), so no

@@ -122,13 +122,13 @@ class ChunkLayout:
         return [place for rank in range(self.size) for part in self._list_parts(rank) for place in part]
 
     def reduce_parts(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum of ``parts``, one for each tensor of this rank; if complete, over all ranks."""
+        """Return the sum of ``parts``, one for each tensor of this rank; over all ranks if ``is_complete``."""
         group = self.group if self.is_complete else None
         return sum_slices(parts, len(parts), group, is_ordered=self.is_ordered)
 
     @property
     def _all_parts(self) -> int:
-        """Number of summed values."""
+        """Number of parts that a sum covers: those of this rank, or of all ranks if ``is_complete``."""
         return len(self.parts) * (self.size if self.is_complete else 1)
 
     def compute_loss(self, recipe: Recipe, model: Any, batch: MicroBatch) -> Loss:
@@ -173,9 +173,9 @@ def create_length_error(tokens: int, chunks: int, key: str) -> ConfigError:
 
 @final
 class Chunks(Tensor):
-    """The chunks of a tensor on this rank; operations run on each of them.
+    """This rank's chunks of a tensor; torch operations run on each part separately.
 
-    It has the shape of one part, and can be used like it.
+    The shape is that of one part.
 
     Attributes:
         parts: The tensors, as listed by ``chunk_layout.parts``.
@@ -329,7 +329,7 @@ def find_tensors(node: Any, kind: type[_T]) -> Iterator[_T]:
 
 
 def _select_parts(node: Any, count: int, layout: ChunkLayout) -> list[Any]:
-    """Return ``node`` for each part; tensors without chunks are shared, with gradients summed over chunks."""
+    """Return ``node`` for each part: chunks are replaced with the part; other tensors are shared, gradients summed."""
     if isinstance(node, Chunks):
         _check_own(node)
         return list(node.parts)
@@ -410,7 +410,7 @@ _attention: list[Callable[..., Tensor]] = []  # one function, set by the module 
 
 
 def set_attention(attend: Callable[..., Tensor]) -> None:
-    """Let ``attend`` compute ``scaled_dot_product_attention`` of chunks; its first argument is their layout."""
+    """Set the function that computes ``scaled_dot_product_attention`` of chunks; its first argument is the layout."""
     _attention[:] = [attend]
 
 

@@ -1,4 +1,4 @@
-"""A check, before the first step, that a model computes the same on chunks of a sequence as on the whole.
+"""Check, before the first step, that a model gives the same results for chunks as for whole sequences.
 
 Attention without ``scaled_dot_product_attention`` would silently see one chunk, and ``torch.arange`` would number its
 positions from 0. Therefore, the first and the last tokens of a batch run through the model twice, in float32 and
@@ -43,7 +43,7 @@ def try_chunks(
     All ranks that share the model must call it together.
 
     Raises:
-        ConfigError: they differ; it names the first module with a different input or output.
+        ConfigError: the results differ; the message names the first module with a different input or output.
     """
     device = next(parameter.device for each in modules for parameter in each.parameters() if not parameter.is_meta)
     if _is_rehearsed(modules):
@@ -78,7 +78,7 @@ class _Shortening:
     takes_all: bool = True
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """Return some tokens along dimension ``dim``."""
+        """Return the first or the last ``length`` tokens along dimension ``dim``."""
         size, chunks = whole.shape[dim], self.layout.chunks
         if size % chunks:
             return self.layout.cut(whole, dim)  # raises
@@ -145,7 +145,7 @@ def _compare_tensors(whole: _Tensors, parts: _Tensors, layout: ChunkLayout, leng
 def _pair_parts(
     whole: Tensor, parts: Chunks, layout: ChunkLayout, length: int
 ) -> Iterable[tuple[Tensor, Tensor]] | None:
-    """Pair the tokens of each part with those of ``whole``, which has ``length``; None if no dimension has tokens."""
+    """Pair the tokens of each part with those of ``whole`` (``length`` tokens); None if no dimension has tokens."""
     if whole.ndim != parts.ndim:
         return None
     own = length // layout.chunks * layout.chunks_per_part  # tokens of a part

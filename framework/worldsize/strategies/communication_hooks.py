@@ -100,9 +100,9 @@ class CompressedHook(BucketHook):
 class Errors:
     """This rank's compression errors, float32 (n,), with a slice for each bucket.
 
-    The errors are stored in parameter order, regardless of DDP's buckets. If ranks split each bucket (``shares``: their
-    number), the errors are instead in the order of the buckets' first use. Checkpoints need an ``n`` that does not
-    depend on the buckets, so it then includes one element of padding per parameter.
+    The errors are stored in parameter order, regardless of DDP's buckets. If ``shares`` ranks split each bucket, the
+    errors are instead in the order of the buckets' first use. Checkpoints need an ``n`` that does not depend on the
+    buckets, so it then includes one element of padding per parameter.
     """
 
     def __init__(self, module: nn.Module, shares: int) -> None:
@@ -233,7 +233,7 @@ class Tiers:
     """Process groups of this rank for hierarchical sums.
 
     Attributes:
-        inner: Groups of all tiers but the last: the ranks of its node, then ranks with its index in other units.
+        inner: Groups of all tiers but the last: the ranks of this node, then ranks with this index in other units.
         across: Group of the last tier, which has the slowest links.
     """
 

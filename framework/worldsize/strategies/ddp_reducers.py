@@ -72,7 +72,7 @@ class GatherHook(BucketHook):
         self._group = group
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return the mean of the bucket's buffer (n,); it blocks, since there is little to overlap."""
+        """Return the mean of the bucket's buffer (n,). Blocks, since there is little to overlap."""
         future: Future[Tensor] = Future()
         future.set_result(gather_mean(bucket.buffer(), self._group))
         return future
@@ -255,7 +255,7 @@ class OrderedReducer(GradientReducer):
         return torch.div(total, self._tree.logical_ranks, out=bucket.buffer())
 
     def _collect_nodes(self, bucket: GradBucket) -> list[Tensor]:
-        """Return this process's tree nodes for a bucket, each (n,); the bucket has the last leaf."""
+        """Return this process's tree nodes for a bucket, each (n,); the bucket contains the last leaf's gradients."""
         places = [self._place[id(parameter)] for parameter in bucket.parameters()]
         *complete, current = self._counters
         for waiting in current.waiting:

@@ -31,7 +31,7 @@ _Repeated = Callable[[MicroBatch], AbstractContextManager[None]]
 class GatheredFeatures:
     """The features of a step, and the derivatives of its losses with respect to them.
 
-    ``call`` wraps calls that compute with ``model``; a sharded model gathers its parameters for them.
+    ``call``: runs a function that computes with ``model``; if the model is sharded, gathers its parameters first.
     """
 
     def __init__(

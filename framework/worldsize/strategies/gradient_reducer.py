@@ -94,7 +94,7 @@ class GradientReducer(ABC):
     def compute_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """Return the L2 norm of the whole gradient, a scalar equal on all ranks that share the gradient.
 
-        None: servers hold a part of the gradient, and only :meth:`clip` lets them wait for the norm.
+        None if servers hold part of the gradient: only :meth:`clip` can then wait for the norm.
         """
         gradients = [each.grad for each in parameters if each.grad is not None]
         if not (self.is_ordered and any(is_accelerator(gradient.device) for gradient in gradients)):
@@ -208,7 +208,7 @@ def compute_aligned_norm(gradient: Tensor) -> Tensor:
 
 @final
 class Presence:
-    """Records which of ``parameters`` had a gradient in a step; the others must keep None.
+    """Records which of ``parameters`` had a gradient in a step; the others must keep ``grad=None``.
 
     Optimizers skip parameters without a gradient, but apply weight decay to parameters with a zero gradient.
     """
@@ -234,7 +234,7 @@ class Presence:
 
 @final
 class PresenceExchange:
-    """Exchanges which gradients exist on the ranks of ``group``; only ranks that lack one wait."""
+    """Exchanges which gradients exist on which ranks of ``group``; only ranks that lack a gradient wait."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device

@@ -1,7 +1,7 @@
 """Random streams of layers, so that a layer draws the same numbers in any stage of a pipeline.
 
-A micro-batch has one random stream. In a pipeline, each process runs only some layers, so it cannot know what earlier
-layers have drawn. Here, each layer in ``Recipe.layers`` begins a stream that depends on the seed of the micro-batch and
+A micro-batch has one random stream. In a pipeline, each process runs only some layers, so it does not draw the numbers
+of earlier layers. Here, each layer in ``Recipe.layers`` begins a stream that depends on the seed of the micro-batch and
 on the layer's place in the chain; code after the layer uses the stream of the next place.
 """
 

@@ -138,7 +138,7 @@ def _stack_pair(total: Tensor | float, count: Tensor | float, device: torch.devi
 
 
 def _convert_to_float64(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a float64 scalar on ``device``, without waiting for a GPU if it is on the CPU."""
+    """Return a float64 scalar on ``device``, without waiting for a GPU if ``value`` is on the CPU."""
     is_here = not isinstance(value, Tensor) or value.device.type == "cpu"
     if is_here and device.type != "cpu":
         number = float(value.detach() if isinstance(value, Tensor) else value)
@@ -199,7 +199,7 @@ def metrics_differ(first: Iterable[str], second: Iterable[str], *, where: str) -
 
 @final
 class AgreedLosses:
-    """Exchanges properties of losses between the ranks of ``world``, unless it is None."""
+    """Exchanges properties of losses between the ranks of ``world``; None: a single process."""
 
     def __init__(self, world: World | None) -> None:
         self._world = world

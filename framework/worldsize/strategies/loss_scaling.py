@@ -78,7 +78,7 @@ def step_scaled(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, speaks: b
 
 
 def _leaves_out(optimizer: Optimizer) -> bool:
-    """Return whether a fused optimizer will skip its update; False if known only to a GPU."""
+    """Return whether a fused optimizer will skip its update; False if the decision is only on a GPU."""
     overflow: Tensor | None = getattr(optimizer, "found_inf", None)  # set by the scaler if the optimizer is fused
     return overflow is not None and overflow.device.type == "cpu" and bool(overflow)
 
@@ -121,7 +121,7 @@ def fp16_share(weight: Tensor, group: ProcessGroup | None) -> Tensor:
 
     Args:
         weight: Weight of this process's first micro-batch in a step, a scalar.
-        group: Processes over which gradients are summed, which all use the largest weight; None for this one alone.
+        group: Processes over which gradients are summed, which all use the largest weight; None: this process alone.
 
     Returns:
         A scalar tensor.

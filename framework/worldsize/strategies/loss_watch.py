@@ -121,7 +121,7 @@ class LossWatch:
         """Refuse collectives of user code within the context, unless the loss may communicate.
 
         With ordered sums, a single process also detects collectives that the loss would skip without other processes:
-        it pretends that a group exists, and refuses queries of its size.
+        a group then appears to exist, and queries of its size are refused.
         """
         if self._may_communicate or (self._processes == 1 and not self._ordered):
             yield

@@ -61,7 +61,7 @@ def prepare_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, device:
 def check_passes(recipe: Recipe, model: nn.Module, numerics: Numerics, *, serves_rows: bool = False) -> None:
     """Raise ConfigError if ``model`` cannot use fp8 or activation checkpointing as configured.
 
-    ``serves_rows``: whether servers hold the rows of its sparse embeddings.
+    ``serves_rows``: whether servers hold the rows of the model's sparse embeddings.
     """
     if numerics.policy.has_8_bits:
         check_fp8(recipe, model)
@@ -224,7 +224,7 @@ def use_fp8(recipe: Recipe, model: nn.Module, device: torch.device) -> None:
 
 
 def check_fp8(recipe: Recipe, model: nn.Module) -> None:
-    """Raise ConfigError without torchao, or if ``model`` lacks layers that compute in 8 bits."""
+    """Raise ConfigError if torchao is missing, or if ``model`` lacks layers that compute in 8 bits."""
     require("precision=fp8", "torchao", extra="fp8")
     if not fp8_layers(recipe, model):
         raise ConfigError(

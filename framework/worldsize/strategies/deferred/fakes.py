@@ -1,4 +1,4 @@
-"""Fake tensors for running a constructor: memoryless, but apparently on the CPU.
+"""Fake tensors for running a constructor: without memory, but with the CPU as their apparent device.
 
 Torch calls whose results would differ for fakes are intercepted.
 """

@@ -110,7 +110,7 @@ class _Refusal:
         reason: The unsupported action of the constructor.
         remedy: How to fix the constructor.
         nbytes: Bytes of the tensors created so far, a lower bound of the model's size.
-        is_seeded: Whether it can be deferred if random numbers are generated twice.
+        is_seeded: Whether the model can be deferred if random numbers are generated twice.
     """
 
     reason: str

@@ -1,9 +1,9 @@
 """Process groups of a mesh, and messages between pipeline stages.
 
-Waits for messages end when the gang does. If a wait for a gloo point-to-point message times out, gloo closes all
-connections of the group, so the wait cannot be split to check on the gang; a wait for a collective can be retried.
-Therefore, messages are broadcasts in groups of two. Tensors may have any shape, since the last batch of an evaluation
-may be smaller than the others.
+Waits for messages end with the gang's membership. If a wait for a gloo point-to-point message times out, gloo closes
+all connections of the group, so the wait cannot be split to check the membership; a wait for a collective can be
+retried. Therefore, messages are broadcasts in groups of two. Tensors may have any shape, since the last batch of an
+evaluation may be smaller than the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _MESHES = count()  # unique mesh names: torch caches properties of a mesh by its
 class MeshGroups:
     """Creates the process groups of one rank.
 
-    All ranks must call the same methods in the same order. ``interruptible``: waits in groups end when the gang does.
+    All ranks must call the same methods in the same order. ``interruptible``: whether waits in the groups end with the
+    gang's membership.
     """
 
     context: RunContext
@@ -48,8 +49,8 @@ class MeshGroups:
     def create_mesh(self, *, merges_context: bool, copies: int = 1) -> DeviceMesh:
         """Create the device mesh of all ranks.
 
-        ``merges_context``: its data axis includes the context axis. ``copies``: size of an additional axis "replicate",
-        which is split off its data axis.
+        ``merges_context``: whether the mesh's data axis includes the context axis. ``copies``: size of an additional
+        axis "replicate", which is split off the data axis.
         """
         number = str(next(_MESHES)) if self.interruptible else ""
         sizes, strides = zip(*((self.layout[axis], self.layout.strides[axis]) for axis in AXES), strict=True)
@@ -186,7 +187,7 @@ _HEADER = 10  # elements: dtype, number of dimensions, and up to eight sizes
 @final
 @dataclass(frozen=True)
 class Passing:
-    """Sends and receives tensors in ``group``, over ``edges`` if waits must end with the gang."""
+    """Sends and receives tensors in ``group``, over ``edges`` if waits must end with the membership."""
 
     group: ProcessGroup
     edges: Edges | None

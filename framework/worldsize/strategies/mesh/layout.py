@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def listed_order(self) -> Sequence[str]:
-        """The order for messages, without a context axis of one rank."""
+        """The order to show in messages, without a context axis of one rank."""
         return [axis for axis in self.order if axis != "context" or self[axis] > 1]
 
     def get_rank(self, place: Coordinate) -> int:
@@ -124,8 +124,8 @@ def check_order(order: Sequence[str]) -> None:
 def check_shapes(shapes: Sequence[Mapping[str, int]], *, heals: bool, pipeline: int | None) -> None:
     """Raise ConfigError if a mesh cannot take one of ``shapes`` after a failure.
 
-    ``heals``: whether it continues without dead processes. ``pipeline``: its pipeline size, if the user set the layers
-    of each stage, otherwise None.
+    ``heals``: whether the mesh continues without dead processes. ``pipeline``: the pipeline size, if the user set the
+    layers of each stage, otherwise None.
     """
     axes = [axis for axis in ORDER if axis != "data"]
     if shapes and not heals:
@@ -221,8 +221,8 @@ class Ownership:
 
     ``ranks`` maps a tensor's first name to its ranks. A tensor outside all stages belongs to the first rank.
 
-    Create it before sharding the model; tensors may be on the meta device. ``stages``: the layers of each stage.
-    ``rank_of_stage``: the rank of each. ``p``: this rank.
+    Create this object before sharding the model; tensors may be on the meta device. ``stages``: the layers of each
+    stage. ``rank_of_stage``: the pipeline rank of each stage. ``p``: this pipeline rank.
     """
 
     def __init__(
@@ -292,8 +292,8 @@ class Ownership:
     def _check_tied_order(self) -> None:
         """Raise ConfigError for a shared parameter whose gradients are not added in the order of autograd.
 
-        Autograd adds the gradients of all uses in a micro-batch, the last one first. A stage adds those of its own uses
-        before it gets others.
+        Autograd adds the gradients of all uses in a micro-batch, the last one first. A stage adds the gradients of its
+        own uses before it receives those of other stages.
         """
         for name in self._parameters:
             stages = self.stages[name]

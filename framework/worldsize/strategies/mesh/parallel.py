@@ -26,7 +26,7 @@ class Sharding:
     wrap: Wrap = "auto"
     wrap_parameters: int = 1_000_000
     reshard_after_forward: bool = True
-    interruptible: bool = False  # whether waits end when the gang does
+    interruptible: bool = False  # whether waits end with the gang's membership
     logical_tensor: int = 1  # slices of each layer in the tensor plan
     is_ordered: bool = False  # whether gradients are summed in the fixed tree
     sequence_parallel: bool = False  # whether tensor-parallel ranks divide tokens between the layers they share

@@ -94,7 +94,7 @@ class PassTable:
         return 1 - busy / (len(self.rows) * self._seconds)
 
     def count_kept(self) -> float:
-        """Return a rank's peak number of micro-batches with activations; each stage counts as its share of the rank."""
+        """Return a rank's peak number of micro-batches with stored activations, each stage counting as a fraction."""
         most = 0
         for row in self.rows:
             kept = 0

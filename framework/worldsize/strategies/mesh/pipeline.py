@@ -43,8 +43,8 @@ class Pipeline(GradientReducer):
     """Runs a step's micro-batches through the stages of a pipeline.
 
     ``stages``: this rank's stages, of those that ``schedule`` assigns to the ranks of ``group``. ``parts``: the
-    data-parallel ranks with the same stages. ``edges``: carries messages between stages if their waits must end when
-    the gang does.
+    data-parallel ranks with the same stages. ``edges``: carries messages between stages if their waits must end with
+    the gang's membership.
     """
 
     divides_gradients = True

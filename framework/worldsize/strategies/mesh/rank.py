@@ -114,7 +114,7 @@ class MeshRank:
         return MeshNorm(self.context.world, axes, spare)
 
     def _full_state(self, model: nn.Module) -> StateDict:
-        """Return the whole model's optimizer state on the meta device, without using the RNG."""
+        """Return the whole model's optimizer state on the meta device, without advancing random generators."""
         with keep_generators(self.context.world.device):
             return meta_states(self.recipe, model)[ONE_UPDATE]
 

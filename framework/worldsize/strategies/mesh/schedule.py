@@ -123,7 +123,7 @@ class PipelineSchedule:
         return bubble_share(self.ranks, micro_batches, stages, splits_backward=self.splits_backward)
 
     def count_kept(self, micro_batches: int) -> float:
-        """Return a rank's peak number of micro-batches with activations; each stage counts as its share of the rank."""
+        """Return a rank's peak number of micro-batches with stored activations, each stage counting as a fraction."""
         if self.table is not None:
             return self.table.count_kept()
         if self.ranks == 1:
@@ -162,7 +162,7 @@ _LOGGER = logging.getLogger(_PipelineScheduleRuntime.__module__)
 def create_schedule(
     kind: Kind, stages: Sequence[PipelineStage], micro_batches: int, *, table: PassTable | None = None, **options: Any
 ) -> Any:
-    """Return the schedule of a step; ``stages``: this rank's stages; ``table``: its passes, instead of ``kind``.
+    """Return the schedule of a step; ``stages``: this rank's stages; ``table``: listed passes that replace ``kind``.
 
     Any number of micro-batches is supported, since a data-parallel part may have fewer after others have joined.
     ``options`` are passed to torch's schedules. Errors in a step are raised without torch's log of all passes.

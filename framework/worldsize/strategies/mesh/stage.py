@@ -90,8 +90,8 @@ class Stage(nn.Module):
     """Consecutive layers of the model; the input of the first stage is ``Recipe.model_inputs``.
 
     The first stage uses the random stream of the micro-batch, so that code before the model generates the same random
-    numbers as without a pipeline. Other stages begin with the stream of their first layer, or without separate
-    streams of layers, a stream of their own.
+    numbers as without a pipeline. Other stages begin with the stream of their first layer, or if layers do not have
+    separate streams, with one derived from the stage's index.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Stage(nn.Module):
     def register_index_hook(self) -> None:
         """Register a hook that pops the micro-batch's index from the arguments of each pass.
 
-        It must run before all other hooks, while the index is on the CPU.
+        The hook must run before all other hooks, while the index is on the CPU.
         """
         self.register_forward_pre_hook(self._prepare_pass, prepend=True, with_kwargs=True)
 
@@ -188,7 +188,7 @@ class Stage(nn.Module):
         """Run the layer at ``place``.
 
         Raises:
-            ConfigError: it draws random numbers, but has no random stream of its own.
+            ConfigError: the layer draws random numbers, but does not have a separate random stream.
         """
         assert self.streams is not None
         self.streams.expect(place)
@@ -244,7 +244,7 @@ class Stage(nn.Module):
 class TimedStage(PipelineStage):
     """A pipeline stage that times its passes as computation, apart from the schedule's waits.
 
-    It reports each pass to the sums of ``stage``. ``edges``: sends messages whose waits must end with the gang.
+    Each pass is recorded in the sums of ``stage``. ``edges``: for messages whose waits must end with the membership.
     """
 
     def __init__(self, stage: Stage, *args: Any, edges: Edges | None, **kwargs: Any) -> None:

@@ -282,7 +282,7 @@ def find_sharded_axes(tensor: Tensor) -> set[str]:
 
 @final
 class MeshNorm:
-    """The norm over all ranks of ``world``, and clipping by it.
+    """Computes the gradient norm over all ranks of ``world``, and clips by it.
 
     ``coordinate``: this rank's coordinate on each axis over which parameters may be sharded; only the first rank with
     a shard counts it. ``spare``: parameters that an earlier stage also holds, and counts.
@@ -321,7 +321,7 @@ class MeshNorm:
 @final
 @dataclass(frozen=True)
 class WholeNorm:
-    """The norm of full gradients, with bits that do not depend on data-parallel sharding, and clipping by it.
+    """Computes the norm of full gradients, with the same bits for any data-parallel sharding, and clips by it.
 
     ``pipeline``: the ranks that hold the other stages, or None if there are none. ``spare``: parameters that an
     earlier stage also holds, and counts.

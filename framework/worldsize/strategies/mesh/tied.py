@@ -51,7 +51,7 @@ class TiedGradients:
         self._sent: list[tuple[Collective, Tensor]] = []  # with the tensors that must stay in memory
 
     def exchange(self) -> None:
-        """Receive the gradients of one micro-batch, or hold them until :meth:`send_held`."""
+        """On the first stage, receive the gradients of one micro-batch; on others, hold them for :meth:`send_held`."""
         self.send_held()
         for tied, getters in self._shared:
             parameters, group, first = [get() for get in getters], tied.group, tied.owners[0]
