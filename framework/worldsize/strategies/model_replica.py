@@ -72,7 +72,7 @@ def collect_metrics(
         recipe: The recipe that evaluates batches.
         model: The model, or this process's shard of it.
         batches: Evaluation batches of this process.
-        streams: Random streams of this process. Its generators are restored afterwards.
+        streams: Random streams of this process; the device's generators are restored afterwards.
         call: Wraps each call that computes with the model.
         chunks: The chunks of sequences that this process computes; None: whole sequences.
     """
@@ -111,10 +111,10 @@ class CallingRoot(nn.Module):
 class ModelReplica(Replica):
     """Abstract base: evaluates, saves and loads a trained model; subclasses define the step.
 
-    ``module`` wraps the model; its forward pass calls a function without arguments. If it is a :class:`CallingRoot`,
-    around a sharded model, evaluation runs inside it, too. ``sums_alone``: whether ``reducer`` sums only the
-    micro-batches of this process. ``logical_ranks``: total over all processes, if their shares may differ.
-    ``chunks``: the chunks of sequences that this process computes; None: those of ``logical_context``.
+    ``module`` wraps the model; its forward pass calls a function without arguments. If ``module`` is a
+    :class:`CallingRoot`, around a sharded model, evaluation runs inside it, too. ``sums_alone``: whether ``reducer``
+    sums only the micro-batches of this process. ``logical_ranks``: total over all processes, if their shares may
+    differ. ``chunks``: the chunks of sequences that this process computes; None: those of ``logical_context``.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ def updates_elements(recipe: Recipe, model: nn.Module, optimizer: Optimizer, *, 
 
     Args:
         recipe: Creates the optimizers.
-        model: Its model, whose tensors may be on the meta device.
-        optimizer: One of its optimizers; torch's elementwise ones skip the trial.
+        model: The recipe's model, whose tensors may be on the meta device.
+        optimizer: One of the recipe's optimizers; no trial runs for torch's elementwise optimizers.
         dims: Dimensions along which parameters may be sharded.
     """
     return type(optimizer) in ELEMENTWISE or _updates_parts(OptimizerTrial(recipe, model), dims)
@@ -70,7 +70,7 @@ def refuse_divided_updates(
 ) -> None:
     """Refuse an optimizer whose updates depend on shard boundaries, if these can change.
 
-    With ``reduce="ordered"``, bits must not depend on the boundaries; if the gang ``heals``, they change during a run.
+    With ``reduce="ordered"``, bits must not depend on the boundaries; if the gang ``heals``, the boundaries change in a run.
 
     Raises:
         ConfigError: shards of a parameter are updated differently than the whole.

@@ -88,7 +88,7 @@ def create_sharded_reducer(
 
 
 def _average_shard(copies: ProcessGroup, shard: Tensor) -> None:
-    """Replace a shard (s,) with its mean over copies; the wait ends when the gang does."""
+    """Replace a shard (s,) with its mean over copies; the wait ends with the membership."""
     shard.div_(copies.size())
     start_collective(dist.all_reduce, shard, group=copies).wait()
 
@@ -117,7 +117,7 @@ class Units:
 class ReduceScatterReducer(GradientReducer):
     """Averages with torch's reduce-scatter once per step, from accumulated unsharded gradients.
 
-    With ``accumulates_shards``, it runs after each micro-batch, and shards are accumulated. Copies are summed once per
+    With ``accumulates_shards``, the reduce-scatter runs after each micro-batch, and shards are accumulated. Copies are summed once per
     step, unless ranks may have different numbers of ``logical_ranks``.
     """
 

@@ -216,12 +216,12 @@ def refuse_wrong_updates(
 
     Args:
         recipe: Creates the optimizers.
-        model: Its model, sharded over ranks.
-        optimizer: One of its optimizers for the model; torch's elementwise ones skip the trial.
+        model: The recipe's model, sharded over ranks.
+        optimizer: One of the recipe's optimizers; no trial runs for torch's elementwise optimizers.
         prepare: Prepares an optimizer for the sharded model.
 
     Raises:
-        ConfigError: torch lacks an operation for DTensors that it needs, or its updates differ.
+        ConfigError: torch lacks an operation on DTensors that the optimizer needs, or the updates differ.
     """
     if type(optimizer) in ELEMENTWISE or not any(isinstance(each, DTensor) for each in all_parameters(optimizer)):
         return False

@@ -44,7 +44,7 @@ class StepBuffers(ABC):
 
 @final
 class BufferMean:
-    """Combines the saved buffers that training changes over logical ranks, each by its rule.
+    """Combines the values of saved buffers over logical ranks, each buffer by its rule.
 
     Each micro-batch starts from the values at the start of the step. Statistics of norm layers are averaged: their
     changes are summed in the fixed tree, so that an unchanged buffer keeps its bits. Batch counters keep their values

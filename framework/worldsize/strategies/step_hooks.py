@@ -1,6 +1,6 @@
 """Optimizer step hooks of recipes, such as weight averaging, and of strategies.
 
-torch does not have a public API to list them, so this module reads private attributes of torch 2.
+torch does not have a public API to list hooks, so this module reads private attributes of torch 2.
 
 A recipe's hooks are tried before a run, to find the tensors that they compute with. Hooks are user code, and some
 strategies do not support everything that they may do. For example, if weights are sharded over ranks, torch operations
@@ -109,17 +109,17 @@ def hook_name(hook: Callable[..., Any]) -> str:
 
 
 def refuse_mixing_hooks(recipe: Recipe, model: nn.Module) -> None:
-    """Refuse hooks that mix sharded weights with unsharded tensors, such as an average buffer.
+    """Refuse hooks that mix sharded weights with unsharded tensors, such as a buffer of averages.
 
     Tensors that a hook computes from weights are sharded like them, and are allowed. A hook that fails in the trial,
     for example because it reads tensor values, is not refused here but may fail during training.
 
     Args:
         recipe: Creates the optimizer and its hooks.
-        model: Its model, whose tensors may be on the meta device; the hooks may change them.
+        model: The recipe's model, whose tensors may be on the meta device; the hooks may change them.
 
     Raises:
-        ConfigError: a hook mixes them in one operation.
+        ConfigError: a hook mixes both in one operation.
     """
     for name, tensor in _find_mixed_operands(recipe, model, list(model.parameters()), _select_others):
         buffers = [

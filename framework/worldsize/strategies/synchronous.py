@@ -212,7 +212,7 @@ def wrap_in_ddp(
     The wrapper's forward pass calls a function without arguments, such as the loss of a micro-batch. The function may
     use any part of the model and any parameter.
 
-    ``interruptible``: synchronize the initial weights with waits that end when the gang does, unlike DDP's own.
+    ``interruptible``: synchronize the initial weights with waits that end with the membership, unlike DDP's own.
     """
     devices = [world.device] if world.device.type == "cuda" else None
     root = CallingRoot(model)

@@ -415,7 +415,7 @@ class _Vocabulary(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers features over ranks; each rank gets the gradient of its own."""
+    """Gathers features over ranks; each rank gets the gradient of its own features."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,6 +1,6 @@
-"""Sequence and loss parallelism: outside of its layers, a tensor-parallel rank has only some of the tokens.
+"""Sequence and loss parallelism: outside of tensor-parallel layers, a rank holds only some of the tokens.
 
-Without it, tensor-parallel ranks repeat norms, dropout and residual connections, and keep their inputs for the backward
+Otherwise, tensor-parallel ranks repeat norms, dropout and residual connections, and keep their inputs for the backward
 pass. Here, a column layer gathers its inputs, and a row layer scatters the sum of its outputs (Korthikanti et al. 2022,
 arXiv 2205.05198, section 4.2.2). Both together send as much as an all-reduce.
 
@@ -42,7 +42,7 @@ class TokenSplit:
     """The division of each sequence over tensor-parallel ranks, in order.
 
     Attributes:
-        group: These ranks.
+        group: The tensor-parallel ranks.
         is_ordered: Whether sums over tokens have the same order as in one process.
         key: Name of the key that divides the tokens, for messages.
     """
@@ -213,7 +213,7 @@ class TokenShard(Tensor):
         return [whole.flatten(0, 1) if self.is_flat else whole for whole in wholes]
 
     def take_own(self, whole: Tensor) -> Tensor:
-        """Return this rank's tokens of a plain tensor with this tensor's batch and tokens."""
+        """Return this rank's tokens of ``whole``, a plain tensor with the same batch and tokens as this tensor."""
         return self.token_split.take_own(whole.reshape(len(self.own), -1, *whole.shape[1:]) if self.is_flat else whole)
 
     @staticmethod
@@ -365,7 +365,7 @@ class _TokenCall:
         return TokenShard(result, split, is_flat=like.is_flat)
 
     def _take_own(self, tensor: Tensor, like: TokenShard, *, is_shared: bool) -> Tensor:
-        """Return this rank's tokens, or a shared tensor; unless ordered, its gradient is then summed over ranks."""
+        """Return this rank's tokens, or a shared tensor, whose gradient is summed over ranks unless sums are ordered."""
         if isinstance(tensor, TokenShard):
             return tensor.own
         split, from_end = like.token_split, like.own.ndim - 1  # whole.shape[-from_end] is the time

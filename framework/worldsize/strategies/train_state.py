@@ -191,7 +191,7 @@ def extra_state(optimizer: Optimizer) -> StateDict:
 
 
 def collect_named_state(model: nn.Module, optimizer: Optimizer) -> StateDict:
-    """Return optimizer state by parameter name; initial state for parameters without a step.
+    """Return optimizer state by parameter name, with initial state for parameters that have not been stepped.
 
     The entry ``extra`` holds :func:`extra_state`, if there is any.
     """
@@ -253,7 +253,7 @@ def _count_from_zero(states: Iterable[dict[str, Any]]) -> None:
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what :func:`collect_named_state` returned; stay empty if saved before any step.
+    """Load what :func:`collect_named_state` returned; a state saved before any step leaves ``optimizer.state`` empty.
 
     Raises:
         CheckpointError: the state lacks an entry that the optimizer adds to its ``state_dict()``.
@@ -318,7 +318,7 @@ def _take_probe_step(optimizer: Optimizer, only: Set[int] | None = None) -> None
 
 @contextmanager
 def _weights_kept(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Restore ``parameters`` afterwards; optimizers outside torch may override a rate of 0."""
+    """Restore ``parameters`` afterwards; optimizers outside torch may override a learning rate of 0."""
     weights = [] if type(optimizer).__module__.startswith("torch.") else list(parameters)
     copies = [each.detach().clone() for each in weights]
     yield

@@ -35,7 +35,7 @@ _Size = Sequence[int | torch.SymInt]
 
 
 def time_sharding(model: nn.Module, device: torch.device, *, copies: bool) -> None:
-    """Time the waits of every unit of ``model``, and let them end when the gang does.
+    """Time the waits of every unit of ``model``, and let them end with the gang's membership.
 
     On the CPU, the collectives of ``fully_shard`` block, so the call is the wait. On CUDA they run on separate streams;
     PyTorch hooks cannot see the waits between streams, which therefore count toward the phase in which they occur.
@@ -91,9 +91,10 @@ class _TimedScatter(ReduceScatter):
 class UnitOrder:
     """Checks that all ranks of ``group`` run the units of ``model`` in the same order.
 
-    In the first step, ranks compare each collective before it runs. Later, a rank looks up its own earlier steps, and
-    asks the other ranks only about a new order. Ranks with a known order do not answer, so the wait is limited to half
-    the group's timeout. After many different orders, all ranks clear their records and start again.
+    In the first step, ranks compare each collective before it runs. Later, a rank compares its order with its own
+    earlier steps, and waits for the other ranks only at a new order. Ranks with a known order do not take part, so the
+    wait is limited to half the group's timeout. After many different orders, all ranks clear their records and start
+    again.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
@@ -117,8 +118,8 @@ class UnitOrder:
     def step(self) -> Iterator[None]:
         """Check that all ranks run the same collectives within the context, see :meth:`check_event`.
 
-        An error also ends the step, since evaluation or a repeated step may run different collectives. A nested call
-        does nothing: it is for one of several updates in a step.
+        An error also ends the step, since evaluation or a repeated step may run different collectives. A nested call,
+        for one of several updates in a step, does nothing.
         """
         if self._is_open:
             yield

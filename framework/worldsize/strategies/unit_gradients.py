@@ -7,7 +7,7 @@ gradient wait for the result.
 
 Scalar parameters cannot be sharded; their gradients are averaged separately.
 
-All access to FSDP's parameter groups is private; it was tested with torch 2.15.
+FSDP's parameter groups are private API, tested with torch 2.15.
 """
 
 from __future__ import annotations
